@@ -1,0 +1,1 @@
+"""Advantages, losses, KL estimators, normalisation, aggregation: pure functions on tensors."""

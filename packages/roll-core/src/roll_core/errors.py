@@ -1,0 +1,214 @@
+"""Every error that a person can meet.
+
+Each class inherits the standard class that it refines, says what was asked, what was found and what to do,
+and survives pickling, because errors cross process boundaries: all arguments are positional and go to
+`Exception.__init__`. `exit_code` is what `roll-core` exits with: 2 for a mistake of the user's, 1 for a failure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class RollError(Exception):
+    """Base of every error that ROLL raises on purpose."""
+
+    exit_code = 1
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigProblem:
+    """One mistake in a configuration, with everything needed to find and mend it."""
+
+    where: str
+    """`file:line:column`, `command line` or the name of the config when the value was written nowhere."""
+    key: str
+    """Dotted path of the key, `actor_train.training_args.learning_rate`."""
+    message: str
+    """What was found and what was expected."""
+    hint: str = ""
+    """What to do: the nearest right key, the smallest change that would be valid."""
+
+    def __str__(self) -> str:
+        subject = f"{self.key}: " if self.key else ""
+        hint = f"\n    {self.hint}" if self.hint else ""
+        return f"{self.where}: {subject}{self.message}{hint}"
+
+
+class ConfigError(RollError, ValueError):
+    """A configuration that cannot be used; carries every problem that was found, not just the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+        super().__init__(tuple(problems))
+
+    @property
+    def problems(self) -> tuple[ConfigProblem, ...]:
+        """All problems, in the order in which they stand in the file."""
+        found: tuple[ConfigProblem, ...] = self.args[0]
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+class PlacementError(RollError, ValueError):
+    """A `device_mapping` that the cluster cannot satisfy: names the role, the slot, and what exists."""
+
+    exit_code = 2
+
+
+# -- plugins -----------------------------------------------------------------------------------------------------------
+
+
+class PluginError(RollError):
+    """Something is wrong with a plugin, not with ROLL and not with the model."""
+
+    exit_code = 2
+
+
+class PluginLoadError(PluginError, ImportError):
+    """A plugin could not be imported or broke the contract while it was loaded; the cause is chained."""
+
+
+class UnknownProviderError(PluginError, LookupError):
+    """A name in the config that no loaded plugin offers."""
+
+
+class ProviderConflictError(PluginError, LookupError):
+    """A name in the config that two packages offer; names both, and the way out."""
+
+
+class MissingRequirementError(PluginError, ImportError):
+    """A provider was chosen whose engine is missing or of a wrong version."""
+
+
+class PluginHookError(PluginError, RuntimeError):
+    """An event hook of a plugin raised; names the package."""
+
+    exit_code = 1
+
+
+# -- data, models, rewards ---------------------------------------------------------------------------------------------
+
+
+class DataError(RollError, ValueError):
+    """Rows, templates or tokens that cannot be used: names the file, the row and the column."""
+
+    exit_code = 2
+
+
+class ModelError(RollError, ValueError):
+    """A model that cannot be loaded or made, or that cannot do what the role needs."""
+
+    exit_code = 2
+
+
+class UnsupportedError(RollError, ValueError):
+    """Something that a part declares it cannot do was asked of it; says what can."""
+
+    exit_code = 2
+
+
+class NonFiniteError(RollError, ArithmeticError):
+    """A loss, gradient or logprob that is NaN or infinite; names where it first appeared."""
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+class WorkerError(RollError, RuntimeError):
+    """A worker's method failed. The message begins with role, rank and host; the worker's traceback is kept."""
+
+    def __init__(self, role: str, rank: int, host: str, method: str, cause: str, trace: str = "") -> None:
+        super().__init__(role, rank, host, method, cause, trace)
+        self.role, self.rank, self.host, self.method, self.cause, self.trace = role, rank, host, method, cause, trace
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} on {self.host}: {self.method} failed: {self.cause}"
+
+
+class WorkerDiedError(WorkerError):
+    """A worker's process is gone."""
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} on {self.host} died during {self.method}: {self.cause}"
+
+
+class WorkerTimeoutError(RollError, TimeoutError):
+    """A call's deadline passed; names every rank that did not answer."""
+
+    def __init__(self, role: str, method: str, seconds: float, silent: Sequence[int]) -> None:
+        super().__init__(role, method, seconds, tuple(silent))
+        self.role, self.method, self.seconds, self.silent = role, method, seconds, tuple(silent)
+
+    def __str__(self) -> str:
+        ranks = ", ".join(str(rank) for rank in self.silent)
+        return f"{self.role}: {self.method} got no answer within {self.seconds:g} s from rank {ranks}"
+
+
+# -- weight sync -------------------------------------------------------------------------------------------------------
+
+
+class WeightSyncError(RollError, RuntimeError):
+    """Weights did not arrive as they were sent. Subclasses say how; each names role, rank and tensor."""
+
+
+class MissingTensorError(WeightSyncError):
+    """The receiver does not hold a tensor that the manifest lists."""
+
+
+class UnexpectedTensorError(WeightSyncError):
+    """The receiver was sent a tensor that the manifest does not list, or that its model does not have."""
+
+
+class CorruptTensorError(WeightSyncError):
+    """A tensor's digest, shape or dtype differs between sender and receiver."""
+
+
+class StaleWeightsError(WeightSyncError):
+    """The receiver holds, or was sent, an older weight version than the one published."""
+
+
+class WeightsUnchangedError(WeightSyncError):
+    """An optimizer step was published, but no weight differs from the version before."""
+
+
+class ReceiverSilentError(WeightSyncError, TimeoutError):
+    """A receiver did not confirm the weights in time."""
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+class GuardTrippedError(RollError, RuntimeError):
+    """A guard stopped the run. `guard` is its id, under which the docs explain it."""
+
+    def __init__(self, guard: str, message: str) -> None:
+        super().__init__(guard, message)
+        self.guard, self.message = guard, message
+
+    def __str__(self) -> str:
+        return f"guard {self.guard}: {self.message}"
+
+
+class CheckpointError(RollError, RuntimeError):
+    """A checkpoint that is missing, incomplete or damaged; names the file, and the last good checkpoint if any."""
+
+
+class RewardFailure(RollError, RuntimeError):
+    """Raised by a reward that could not be computed (a sandbox died, a service answered 500). It is never 0."""
+
+
+class RunInterruptedError(RollError, KeyboardInterrupt):
+    """The run was stopped from outside (Ctrl-C, SIGTERM)."""
+
+    exit_code = 130

@@ -1,0 +1,1 @@
+"""Discovery of plugins and the registry of what they offer."""

@@ -1,0 +1,75 @@
+"""The contracts of advantage estimators and policy losses: pure functions on flat tensors.
+
+T response and prompt tokens laid end to end, S sequences, G groups (see `roll_core.types`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from roll_core.spec.train import MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInput:
+    """What an estimator may read. All sequences of the batch; sequences without a reward are not among them."""
+
+    token_rewards_T: Tensor
+    """float32; a sequence's reward stands at its last masked token, per-token penalties (KL) at theirs."""
+    scores_S: Tensor
+    """float32, the normalised reward of each sequence, without per-token penalties."""
+    mask_T: Tensor
+    """bool, tokens that the model drew."""
+    segments_T: Tensor
+    """int64, index of each token's sequence."""
+    groups_S: Tensor
+    """int64, index of each sequence's group."""
+    values_T: Tensor | None
+    """float32, the critic's value before each token; None without a critic."""
+    gamma: float
+    lambd: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageOutput:
+    """Per token; 0 where the mask is false."""
+
+    advantages_T: Tensor
+    returns_T: Tensor | None = None
+    """The critic's target, where there is one."""
+
+
+class AdvantageEstimator(Protocol):
+    """Credit for each token. Reads nothing but its input; never modifies it."""
+
+    def __call__(self, batch: AdvantageInput) -> AdvantageOutput:
+        """Advantages of a whole batch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLossParams:
+    """The knobs of policy losses; each is a config key of the same name."""
+
+    pg_clip_low: float = 0.2
+    pg_clip_high: float = 0.2
+    dual_clip: float | None = None
+    """Lower bound on the objective of negative advantages, as a factor > 1 of the advantage (arXiv:1912.09729)."""
+    options: Mapping[str, float] = field(default_factory=dict)
+    """Keys of `pg_options`, for losses that plugins bring."""
+
+
+class PolicyLoss(Protocol):
+    """The per-token policy objective, to be *minimised*."""
+
+    def __call__(
+        self, logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """`(loss_T, per-token metrics)`; the runtime masks and aggregates both."""
+        ...

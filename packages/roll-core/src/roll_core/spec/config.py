@@ -1,0 +1,336 @@
+"""The configuration schema that all pipelines share, in the vocabulary of ROLL's users.
+
+A pipeline's own schema subclasses `RunConfig`; a strategy's subclasses `StrategyConfig`; a reward's `RewardConfig`.
+All are frozen
+and refuse unknown keys. Validation has no side effects: what a value means for the machine is decided when a run
+starts.
+Cross-field rules belong into `model_validator`s that raise `ValueError` with the arithmetic spelled out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from roll_core.spec.devices import parse_device_mapping
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class Config(BaseModel):
+    """Base of every schema: frozen, unknown keys refused, no silent conversion of strings to numbers."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class StrategyConfig(Config):
+    """Base of the schemas that strategies bring for `strategy_args.strategy_config`."""
+
+    def slots_per_worker(self) -> int | None:
+        """Slots that one worker takes, where the configuration decides it (tensor × pipeline parallel); else None."""
+        return None
+
+
+class ModelArguments(Config):
+    """`model_args`: which model a role has, and how it is computed."""
+
+    model_name_or_path: str | None = None
+    """Directory or hub id; the pipeline's `pretrain` if neither this nor `random_init` is given."""
+    random_init: dict[str, Any] | None = None
+    """A model with random weights instead: keys of a transformers config, `model_type` among them."""
+    model_config_kwargs: dict[str, Any] = {}
+    """Keys set on the loaded model's config."""
+    dtype: Dtype = "bf16"
+    """Of the computation."""
+    attn_implementation: str = "auto"
+    """`auto` takes what is fastest and exact here; or a name that transformers knows."""
+    disable_gradient_checkpointing: bool = False
+    """Keep all activations: faster, more memory."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelArguments:
+        if self.model_name_or_path is not None and self.random_init is not None:
+            raise ValueError("model_name_or_path and random_init exclude each other: give one of them")
+        if self.random_init is not None and "model_type" not in self.random_init:
+            raise ValueError("random_init needs a model_type, for example qwen3")
+        return self
+
+
+class TrainingArguments(Config):
+    """`training_args`: the optimizer's settings."""
+
+    learning_rate: NonNegativeFloat = 5e-5
+    """Peak learning rate."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
+    ] = "linear"
+    """Schedule after warm-up, as transformers names it."""
+    lr_scheduler_kwargs: dict[str, float] = {}
+    """Further arguments of the schedule, for example `min_lr_rate`."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's; not applied to biases and norms."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """Added to the denominator."""
+    per_device_train_batch_size: PositiveInt = 8
+    """Sequences of one microbatch on one data-parallel rank."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Microbatches of one optimizer step."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises from 0; wins over `warmup_ratio`."""
+    warmup_ratio: Fraction = 0.0
+    """Warm-up as a share of all optimizer steps."""
+    num_train_epochs: PositiveFloat = 1.0
+    """Passes over the data; only pipelines that pass over data use it, and only if `max_steps` is not given."""
+
+
+class DataArguments(Config):
+    """`data_args`: where rows come from and what their columns mean."""
+
+    file_name: str | list[str] | None = None
+    """Files with one row per line or record; relative to the working directory."""
+    dataset_type: Literal["auto", "json", "parquet", "csv", "arrow"] = "auto"
+    """`auto` goes by the file's ending."""
+    prompt: str = "prompt"
+    """Column with the prompt's text."""
+    response: str = "response"
+    """Column with the response's text (sft)."""
+    messages: str | None = None
+    """Column with a list of chat messages (or its JSON) instead of prompt and response."""
+    system: str | None = None
+    """Column with a system message."""
+    tag: str = "tag"
+    """Column with the domain."""
+    id: str = "id"
+    """Column with the row's id; the row's number where it is missing."""
+    template: str = "native"
+    """Chat template: `native` is the tokenizer's own (plain text where it has none), else a name from the docs."""
+    domain_interleave_probs: dict[str, NonNegativeFloat] = {}
+    """Share of each domain in a batch; equal to their shares in the data where empty."""
+    max_samples: PositiveInt | None = None
+    """Take only the first rows."""
+
+
+class GeneratingArguments(Config):
+    """`generating_args`: how responses are drawn. Nothing is truncated unless you say so."""
+
+    temperature: NonNegativeFloat = 1.0
+    """0 takes the most likely token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Smallest set of tokens whose probability reaches it."""
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    """Most likely tokens kept; 0 and -1 keep all."""
+    min_p: Fraction = 0.0
+    """Tokens at least this many times as likely as the most likely one."""
+    repetition_penalty: PositiveFloat = 1.0
+    """1 is none."""
+    max_new_tokens: PositiveInt | None = None
+    """`response_length` where it is not given."""
+    min_new_tokens: NonNegativeInt = 0
+    """No end before so many tokens."""
+    num_return_sequences: PositiveInt = 1
+    """Responses per prompt; in rollouts `num_return_sequences_in_group` decides."""
+    stop_strings: list[str] = []
+    """A response ends with the first of these."""
+    seed: int | None = None
+    """For repeatable evaluation; rollouts are seeded by the run."""
+
+
+class StrategyArguments(Config):
+    """`strategy_args`: how a role computes."""
+
+    strategy_name: str
+    """A train strategy, its `_infer` twin, or an infer strategy: see `roll-core plugins`."""
+    strategy_config: dict[str, Any] = {}
+    """The strategy's own keys, validated by the schema that it brings."""
+
+    @field_validator("strategy_config", mode="before")
+    @classmethod
+    def _none_is_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class WorkerConfig(Config):
+    """One role: its model, its strategy, and the slots it sits on."""
+
+    model_args: ModelArguments = ModelArguments()
+    training_args: TrainingArguments = TrainingArguments()
+    data_args: DataArguments = DataArguments()
+    generating_args: GeneratingArguments = GeneratingArguments()
+    strategy_args: StrategyArguments | None = None
+    device_mapping: tuple[int, ...] | None = None
+    """Slots: a list, or an expression such as `list(range(0,8))`. None for CPU roles, which have `world_size`
+    instead."""
+    num_gpus_per_worker: PositiveInt | None = None
+    """Slots per worker; computed where the strategy decides it, 1 where nothing does."""
+    world_size: PositiveInt | None = None
+    """Number of workers of a role without `device_mapping`; 1 where not given."""
+    infer_batch_size: PositiveInt = 16
+    """Sequences of one microbatch where the role only computes logprobs or values."""
+    use_dynamic_batching_in_train: bool = False
+    """Fill microbatches by `max_tokens_per_microbatch_in_train` instead of by number of sequences."""
+    max_tokens_per_microbatch_in_train: PositiveInt | None = None
+    """Token budget of a microbatch that is trained on."""
+    use_dynamic_batching_in_infer: bool = False
+    """Fill microbatches by `max_tokens_per_microbatch_in_infer` instead of by `infer_batch_size`."""
+    max_tokens_per_microbatch_in_infer: PositiveInt | None = None
+    """Token budget of a microbatch that is only scored."""
+    system_envs: dict[str, str] = {}
+    """Environment variables of this role's workers; they win over the pipeline's and the platform's."""
+
+    @field_validator("device_mapping", mode="before")
+    @classmethod
+    def _parse_devices(cls, value: Any) -> Any:
+        return None if value is None else parse_device_mapping(value)
+
+    @field_validator("system_envs", mode="before")
+    @classmethod
+    def _env_values_are_text(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                k: str(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else v for k, v in value.items()
+            }
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> WorkerConfig:
+        if self.device_mapping is not None:
+            if self.world_size is not None:
+                raise ValueError("device_mapping and world_size exclude each other: the first decides the second")
+            per_worker = self.num_gpus_per_worker or 1
+            if len(self.device_mapping) % per_worker:
+                raise ValueError(
+                    f"device_mapping has {len(self.device_mapping)} slots, which is not a multiple of"
+                    f" num_gpus_per_worker {per_worker}"
+                )
+        for phase in ("train", "infer"):
+            if getattr(self, f"use_dynamic_batching_in_{phase}") and (
+                getattr(self, f"max_tokens_per_microbatch_in_{phase}") is None
+            ):
+                raise ValueError(
+                    f"use_dynamic_batching_in_{phase} needs max_tokens_per_microbatch_in_{phase}, the token budget"
+                )
+        return self
+
+
+class RewardConfig(WorkerConfig):
+    """`rewards.<domain>`: one judge. Schemas of other rewards subclass this."""
+
+    reward: str
+    """Name of the reward, see `roll-core plugins`."""
+    tag_included: list[str] = []
+    """Domains (tags) that this entry judges; its own key where empty."""
+    weight: float = 1.0
+    """Factor on the value."""
+    timeout_s: PositiveFloat = 10.0
+    """Seconds after which judging one sample is given up, as a failure."""
+
+
+class TokenizerConfig(Config):
+    """`tokenizer`: one of ours, for models that are made from nothing. Otherwise the model's own is loaded."""
+
+    kind: Literal["char", "byte", "bpe"]
+    """One token per character of `alphabet`; per byte; or byte-pair merges trained on the data."""
+    alphabet: str | None = None
+    """Characters of a `char` tokenizer; those of the training data where not given."""
+    vocab_size: Annotated[int, Field(ge=260)] = 1024
+    """Size of a `bpe` tokenizer, special tokens included."""
+
+
+class ValidationConfig(Config):
+    """`validation`: held-out prompts that are answered and judged every `eval_steps`."""
+
+    data_args: DataArguments
+    generating_args: GeneratingArguments = GeneratingArguments()
+    """Sampling of the evaluation, independent of the rollouts'."""
+
+
+GuardAction = Literal["error", "warn", "off"]
+
+
+class RunConfig(Config):
+    """What every run has. A pipeline's schema adds its roles and its algorithm."""
+
+    pipeline: str
+    """Which pipeline runs: see `roll-core plugins`."""
+    exp_name: str = Field(default="roll", pattern=r"^[\w.-]+$")
+    """Name of the experiment; runs are written to `<output_dir>/<exp_name>/<number>`."""
+    output_dir: str = "./output"
+    """Where run directories are made."""
+    seed: NonNegativeInt = 42
+    """Of everything that is random."""
+    executor: Literal["auto", "local", "ray"] = "auto"
+    """`local`: everything in this process; `ray`: actors. `auto` is local where every role has one worker."""
+    platform: str | None = None
+    """Hardware; found by probing where not given."""
+    num_gpus_per_node: PositiveInt | None = None
+    """Slots per node; what the platform counts on this host where not given."""
+    max_steps: PositiveInt | None = None
+    """Pipeline steps."""
+    save_steps: NonNegativeInt = 50
+    """A checkpoint every so many steps, and at the end; 0 writes none."""
+    max_ckpt_to_keep: NonNegativeInt = 0
+    """Older checkpoints are removed; 0 keeps all."""
+    eval_steps: NonNegativeInt = 10
+    """Validation every so many steps, before the first and after the last; 0 never."""
+    logging_steps: PositiveInt = 1
+    """Trackers and the console get every so many steps' metrics; `metrics.jsonl` gets all."""
+    export_model: bool = True
+    """At the end write `export/`, a directory that transformers loads."""
+    resume_from_checkpoint: bool | str = False
+    """True: the newest checkpoint of this experiment; or a path to a run or to a checkpoint."""
+    track_with: list[str] = ["tensorboard"]
+    """Trackers, besides `metrics.jsonl` which is always written."""
+    tracker_kwargs: dict[str, dict[str, Any]] = {}
+    """Options by tracker."""
+    pretrain: str | None = None
+    """Model directory or hub id of every role that names no model of its own."""
+    tokenizer: TokenizerConfig | None = None
+    """Make a tokenizer; the model's own is loaded where not given."""
+    prompt_length: PositiveInt = 1024
+    """Longest prompt in tokens; longer rows are left out, and counted."""
+    response_length: PositiveInt = 1024
+    """Longest response in tokens."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Global 2-norm to which gradients are clipped; 0 does not clip."""
+    rpc_timeout: PositiveFloat = 3600.0
+    """Seconds until a worker that does not answer is an error."""
+    model_update_buffer_size_mb: PositiveInt = 1024
+    """Largest bucket in which weights travel."""
+    system_envs: dict[str, str] = {}
+    """Environment variables of every role's workers."""
+    guards: dict[str, GuardAction] = {}
+    """Guards that shall warn or be off, by id; see the docs for the list."""
+    deterministic: bool = True
+    """Ask the libraries for repeatable kernels, so that a resumed run equals an uninterrupted one bit for bit."""
+
+    @field_validator("track_with", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        if value is None:
+            return []
+        return [value] if isinstance(value, str) else value
+
+    def roles(self) -> dict[str, WorkerConfig]:
+        """Every role of this config by dotted name, `actor_train` or `rewards.math`, in the order of the schema."""
+        found: dict[str, WorkerConfig] = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, WorkerConfig):
+                found[name] = value
+            elif isinstance(value, dict):
+                found.update({f"{name}.{k}": v for k, v in value.items() if isinstance(v, WorkerConfig)})
+        return found

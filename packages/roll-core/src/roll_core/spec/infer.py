@@ -1,0 +1,84 @@
+"""The contract of infer strategies: token ids in, token ids and logprobs out, weights replaced while it runs.
+
+Life of a strategy, all calls on one event loop:
+
+    __init__(config) -> start(model, mesh) -> { generate* | abort | update_weights | sleep | wake }* -> stop()
+
+`generate` may be called any number of times at once; the engine batches as it likes. Tokens drawn do not depend
+on what else is in the batch where `params.seed` is set.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from roll_core.spec.config import StrategyConfig
+    from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.spec.providers import InferCapabilities
+    from roll_core.types import Completion, GenerateRequest, WeightManifest, WeightReceipt
+
+
+class InferStrategy(ABC):
+    """One replica of an inference engine, in a worker of its own."""
+
+    capabilities: InferCapabilities
+    """The same that the provider's record declares."""
+
+    def __init__(self, config: StrategyConfig) -> None:
+        """Keep the configuration; touch no device."""
+        self.config = config
+
+    @abstractmethod
+    async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        """Make the engine ready to generate. Weights are those of `model`, at version 0, until the first update."""
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Draw `request.n` outputs. Requests that enter in the same turn of the event loop are batched alike every
+        time."""
+
+    @abstractmethod
+    async def abort(self, ids: Sequence[str]) -> list[Completion]:
+        """End requests now. Their partial outputs are returned here and by their `generate` calls, with
+        `finish_reason == "abort"`. Unknown and finished ids are ignored."""
+
+    @abstractmethod
+    async def update_weights(
+        self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]
+    ) -> WeightReceipt:
+        """Replace the weights in place and drop every cache that the old ones filled.
+
+        `tensors` is read once, in manifest order, possibly on another thread, and its memory is the sender's: copy,
+        unless the
+        transport is `shared`, in which case the very tensors are to be used. `manifest` may lack digests (they are on
+        their way); the receipt's digests are computed from what the engine holds *after* the update.
+
+        With `capabilities.in_flight_update` requests go on under the new weights; otherwise the caller has none
+        running.
+        Raises `WeightSyncError` subclasses for what is missing, unexpected or of another shape; the old version
+        is then no longer to be trusted and the caller must publish again.
+        """
+
+    async def sleep(self) -> None:
+        """Give device memory back; called only if `capabilities.sleeps` and no request runs."""
+
+    async def wake(self) -> None:
+        """Take the memory again; weights need not survive: an update follows."""
+
+    def endpoint(self) -> str | None:
+        """URL of the OpenAI-compatible server, if `capabilities.endpoint`."""
+        return None
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters since the last call (tokens, batch fill, cache use), for the run's metrics."""
+        return {}
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End everything. Called once or several times, also after an error."""

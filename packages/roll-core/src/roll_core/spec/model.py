@@ -1,0 +1,54 @@
+"""What is computed, and where: the model of a role and the place of a worker among its peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.spec.providers import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model: a Hugging Face directory or hub id, or random weights for an architecture. Exactly one of both is
+    given."""
+
+    task: Task = "causal_lm"
+    path: str = ""
+    """Directory or hub id."""
+    random_init: Mapping[str, Any] | None = None
+    """Keys of a transformers config, with `model_type`; weights are drawn from `seed`."""
+    config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Keys set on the loaded config (`model_config_kwargs`)."""
+    dtype: str = "fp32"
+    """Of the computation: `fp32`, `bf16` or `fp16`."""
+    attn_implementation: str = "auto"
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    tokenizer: str = ""
+    """Directory that `transformers.AutoTokenizer` loads; the model's embedding has at least its size."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshInfo:
+    """Where a worker of a role stands. A strategy forms its own process groups from it."""
+
+    role: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: str = "cpu"
+    """A torch device string."""
+    backend: str = "gloo"
+    """Collective backend of the platform."""
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """Free port on rank 0's host, the same for all ranks; 0 where `world_size` is 1."""
+    num_threads: int = 0
+    """Threads for computation on the host; 0 leaves the library's choice."""
+    timeout_s: float = 600.0
+    """Of collectives."""

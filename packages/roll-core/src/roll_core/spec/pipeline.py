@@ -1,0 +1,239 @@
+"""The contract of pipelines, and what the runtime gives them: roles, rollouts, weight publishing, metrics.
+
+A pipeline is a short program over roles. The runtime owns the loop:
+
+    build roles -> setup -> [resume] -> evaluate? -> { step -> log -> evaluate? -> checkpoint? } * max_steps -> export
+    -> close
+
+so `step` reads like the algorithm's pseudo-code and everything that pipelines share lives in the runtime.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
+    from roll_core.spec.platform import RoleKind
+    from roll_core.spec.providers import Task
+    from roll_core.spec.train import LossFn
+    from roll_core.types import (
+        Completion,
+        Floats,
+        GenerateRequest,
+        Group,
+        Sample,
+        SamplingParams,
+        TokenIds,
+        TrainSequence,
+    )
+
+ConfigT = TypeVar("ConfigT", bound="RunConfig")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """A role that a pipeline needs."""
+
+    name: str
+    """Dotted name of its config, `actor_train` or `rewards.math`."""
+    kind: RoleKind
+    """`train`, `score` (forward only), `generate` or `reward`."""
+    task: Task = "causal_lm"
+    num_steps: int = 0
+    """Optimizer steps of the whole run, for roles that train: the length of the schedule."""
+    seed_offset: int = 0
+    """Added to the run's seed for a model that is made from nothing; roles with equal offsets start equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A row, ready to be answered."""
+
+    id: str
+    """Stable id of the row and the pass over the data, `<row>/<epoch>`."""
+    tokens: TokenIds
+    text: str
+    tag: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSequences:
+    """Per-token outputs of a scoring pass, one array of length L for each sequence, in their order."""
+
+    logprobs: list[Floats] | None = None
+    entropy: list[Floats] | None = None
+    values: list[Floats] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """What one or more optimizer steps on a batch did."""
+
+    metrics: Mapping[str, float]
+    """Of the loss, averaged over the steps; `grad_norm`, `lr`."""
+    num_steps: int
+    num_skipped: int
+    num_tokens: int
+    """Tokens that went through the model, prompts included, without padding."""
+
+
+class TrainRole(ABC):
+    """A role with a train strategy: it trains, or (kind `score`) only computes."""
+
+    name: str
+    config: WorkerConfig
+
+    @abstractmethod
+    async def score(
+        self,
+        sequences: Sequence[TrainSequence],
+        *,
+        logprobs: bool = False,
+        entropy: bool = False,
+        values: bool = False,
+        temperature: float = 1.0,
+    ) -> ScoredSequences:
+        """Forward passes over all data-parallel ranks."""
+
+    @abstractmethod
+    async def update(
+        self, sequences: Sequence[TrainSequence], loss: LossFn, *, epochs: int = 1, max_length: int = 1
+    ) -> UpdateResult:
+        """Optimizer steps over `sequences` in order, `sequences_per_step` at a time, `epochs` times.
+
+        `max_length` is `Totals.max_length`. A last step takes what is left over.
+        """
+
+    @property
+    @abstractmethod
+    def sequences_per_step(self) -> int:
+        """gradient_accumulation_steps × per_device_train_batch_size × data parallel."""
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int:
+        """Optimizer steps done so far, skipped ones not counted."""
+
+
+class InferRole(ABC):
+    """A role with an infer strategy: requests are spread over its replicas."""
+
+    name: str
+    config: WorkerConfig
+
+    @abstractmethod
+    async def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Answers in the order of `requests`; `on_completion` is called on the event loop as each is ready."""
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int:
+        """Of the weights it holds; 0 before the first publish."""
+
+
+class Run(ABC):
+    """A run, as its pipeline and the event hooks see it."""
+
+    config: RunConfig
+    dir: Path
+    """The run directory."""
+    tokenizer: PreTrainedTokenizerBase
+    step: int
+    """Steps done so far."""
+
+    @abstractmethod
+    def train_role(self, name: str) -> TrainRole:
+        """A role that trains or scores."""
+
+    @abstractmethod
+    def infer_role(self, name: str) -> InferRole:
+        """A role that generates."""
+
+    @abstractmethod
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Account what happens inside to `name` in the ledger of where the time went. Stages nest; time is counted
+        once."""
+
+    @abstractmethod
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the current step's."""
+
+    @abstractmethod
+    def log_samples(self, samples: Sequence[Sample], *, split: str = "train") -> None:
+        """Record samples in `samples.jsonl`: the first few of each step."""
+
+    @abstractmethod
+    def guard(self, guard_id: str, ok: bool, message: str) -> None:
+        """Trip a guard unless `ok`: raise, warn or do nothing, as the config says."""
+
+    @abstractmethod
+    async def publish_weights(self, source: str, target: str) -> None:
+        """Bring the infer role `target` to the weights of the train role `source`, and prove that it holds them."""
+
+    @abstractmethod
+    async def rollout(
+        self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: str = "train"
+    ) -> list[Group]:
+        """Answer each prompt `n` times and judge the answers as they come. Groups are in prompt order; a sample's
+        `reward` is a value or a failure."""
+
+    @abstractmethod
+    def prompts(self, data: DataArguments, *, split: str = "train") -> Sequence[Prompt]:
+        """Rows as prompts: template applied, tokenised, over-long ones left out and counted."""
+
+
+class Pipeline(ABC, Generic[ConfigT]):
+    """The algorithmic program of a run. Everything stateful that a resumed run needs is in `state`."""
+
+    def __init__(self, config: ConfigT) -> None:
+        """Keep the config; touch nothing."""
+        self.config = config
+
+    @abstractmethod
+    def roles(self) -> Sequence[RoleSpec]:
+        """The roles to build, trained ones first. Called once, after `plan`."""
+
+    @abstractmethod
+    def num_steps(self, run: Run) -> int:
+        """Steps of the whole run. Called once the tokenizer is there and before any role is built: read the data
+        here."""
+
+    async def setup(self, run: Run) -> None:
+        """All roles are built. Runs before a resumed run's state is loaded."""
+
+    @abstractmethod
+    async def step(self, run: Run) -> None:
+        """One step: `run.step` counts the ones done before it."""
+
+    async def evaluate(self, run: Run) -> Mapping[str, float]:
+        """Metrics of held-out data, recorded under the names given here (`val/score/mean`)."""
+        return {}
+
+    def state(self) -> Mapping[str, Any]:
+        """Plain values (JSON) that a resumed run needs besides the roles' own state."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned."""
+
+    def export_role(self) -> str:
+        """Name of the role whose model is exported at the end; empty for none."""
+        return ""
+
+
+Split = Literal["train", "val"]

@@ -1,0 +1,68 @@
+"""The contract of hardware platforms: what is there, how it is addressed, which environment it wants."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+RoleKind = Literal["train", "score", "generate", "reward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What a platform found when it looked for its hardware."""
+
+    found: bool
+    why: str
+    """What was looked at and seen, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvVar:
+    """One environment variable for a worker process, with the reason for it."""
+
+    name: str
+    value: str
+    reason: str
+
+
+class Platform(ABC):
+    """One kind of hardware. Constructing it and asking for `probe` is cheap and without side effects."""
+
+    name: str
+    device_type: str
+    """Of torch devices, `cpu` or `cuda`."""
+    ray_resource: str
+    """Ray's name for a slot, `CPU`, `GPU`, `NPU`."""
+    visible_devices: str
+    """Environment variable that restricts a process to some devices; empty if there is none."""
+    collective_backend: str
+    """`gloo`, `nccl`, `hccl`."""
+
+    @abstractmethod
+    def probe(self) -> Probe:
+        """Whether the hardware is there."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Slots on this host."""
+
+    @abstractmethod
+    def device(self, local_index: int) -> str:
+        """Torch device string of a slot on this host."""
+
+    @abstractmethod
+    def supports(self, dtype: str) -> str:
+        """Empty if `dtype` works here, else why not and what to use."""
+
+    def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
+        """Variables for a worker of this kind on these slots."""
+        return ()
+
+    @abstractmethod
+    def memory(self, local_index: int) -> Mapping[str, int]:
+        """Bytes `total` and `used` of a slot."""

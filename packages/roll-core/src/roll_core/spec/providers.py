@@ -1,0 +1,130 @@
+"""The frozen records by which plugins offer their parts.
+
+A record is data: strings, numbers and tuples. It can be listed, compared and pickled without importing what it points
+at;
+`target` and `config` are `"module:attribute"` strings that are imported by the process that uses them, and only there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Task = Literal["causal_lm", "value", "reward", "flow"]
+"""What a model computes: next-token logprobs, a value per token, a score per sequence, a velocity field."""
+
+Transport = Literal["shared", "shm", "cuda_ipc", "collective", "disk"]
+"""How weights travel: the same memory, host shared memory, device memory handles, broadcast in buckets, files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCapabilities:
+    """What a train strategy can do. The runtime asks here, never for a name."""
+
+    tasks: tuple[Task, ...] = ("causal_lm",)
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    packing: bool = False
+    """Computes flat microbatches without padding; otherwise it pads inside, which costs speed and changes nothing
+    else."""
+    gradient_checkpointing: bool = False
+    data_parallel: bool = False
+    tensor_parallel: bool = False
+    pipeline_parallel: bool = False
+    context_parallel: bool = False
+    expert_parallel: bool = False
+    lora: bool = False
+    offload: bool = False
+    topk: bool = False
+    """Returns the top-k logprobs (distillation)."""
+    weight_transports: tuple[Transport, ...] = ()
+    """In order of preference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferCapabilities:
+    """What an infer strategy can do."""
+
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    sleeps: bool = False
+    """`sleep` gives the device's memory back and `wake` takes it again."""
+    lora: bool = False
+    prompt_logprobs: bool = False
+    in_flight_update: bool = False
+    """`update_weights` may be called while requests run: they go on with the new weights."""
+    endpoint: bool = False
+    """Serves an OpenAI-compatible HTTP endpoint."""
+    tensor_parallel: bool = False
+    weight_transports: tuple[Transport, ...] = ()
+    """In order of preference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provider:
+    """What every record says."""
+
+    name: str
+    """User-facing name, used in configs and error messages."""
+    target: str
+    """`"module:attribute"` of the class (or function) that does the work."""
+    summary: str
+    """One line for `roll-core plugins -v`."""
+    config: str = ""
+    """`"module:attribute"` of the pydantic schema of its own configuration; empty if it takes none."""
+    needs: tuple[str, ...] = ()
+    """Requirements (PEP 508, `"vllm>=0.30,<0.34"`) that must be installed where it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformProvider(Provider):
+    """Offers a hardware platform; `target` is a subclass of `roll_core.spec.platform.Platform`."""
+
+    priority: int = 0
+    """Among the platforms whose probe succeeds the highest priority is chosen; `cpu` has 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainProvider(Provider):
+    """Offers a train strategy; `target` is a subclass of `roll_core.spec.train.TrainStrategy`."""
+
+    capabilities: TrainCapabilities = field(default_factory=TrainCapabilities)
+    platforms: tuple[str, ...] = ()
+    """Names of the platforms it runs on; empty means every platform."""
+    forward_only: bool = False
+    """A twin without optimizer, for roles that only score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferProvider(Provider):
+    """Offers an infer strategy; `target` is a subclass of `roll_core.spec.infer.InferStrategy`."""
+
+    capabilities: InferCapabilities = field(default_factory=InferCapabilities)
+    platforms: tuple[str, ...] = ()
+    """Names of the platforms it runs on; empty means every platform."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineProvider(Provider):
+    """Offers a pipeline; `target` is a subclass of `roll_core.spec.pipeline.Pipeline`, `config` of `RunConfig`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardProvider(Provider):
+    """Offers a reward; `target` is a subclass of `roll_core.spec.reward.RewardFunction`, `config` of `RewardConfig`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerProvider(Provider):
+    """Offers a metrics tracker; `target` is a subclass of `roll_core.spec.tracker.Tracker`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageProvider(Provider):
+    """Offers an advantage estimator; `target` is a function, see `roll_core.spec.algorithms.AdvantageEstimator`."""
+
+    needs_critic: bool = False
+    """Whether it reads the critic's values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLossProvider(Provider):
+    """Offers a policy loss; `target` is a function, see `roll_core.spec.algorithms.PolicyLoss`."""

@@ -1,0 +1,240 @@
+"""The contract of train strategies: how a model is sharded, stepped and stored. No strategy knows an algorithm.
+
+Shapes: T flat tokens of a microbatch, S its sequences, K top-k, V the vocabulary.
+
+Life of a strategy, all calls from one thread:
+
+    __init__(config, training) -> build(model, mesh) -> { forward | forward_backward+ optimizer_step | export_weights
+                                                         | save | load | offload | onload }* -> close()
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from roll_core.types import DataRank, Totals
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+
+    from roll_core.spec.config import StrategyConfig
+    from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.spec.providers import TrainCapabilities
+
+Part = Literal["weights", "grads", "optimizer"]
+"""What can be moved to the host between phases."""
+
+LossMetrics = dict[str, float]
+"""Metrics of one microbatch, as its share: adding them up over microbatches and data-parallel ranks gives the batch's.
+Names ending in `/max` and `/min` are combined by maximum and minimum instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Sequences laid end to end, as tensors on the strategy's device. Optional fields are there if the loss needs
+    them."""
+
+    ids: tuple[str, ...]
+    """Of the S sequences."""
+    tokens_T: Tensor
+    """int64."""
+    positions_T: Tensor
+    """int64, counted from 0 in each sequence."""
+    segments_T: Tensor
+    """int64, index of each token's sequence in this microbatch, 0..S-1."""
+    cu_seqlens: Tensor
+    """int32 `[S + 1]`, where each sequence begins; the last entry is T."""
+    lengths: tuple[int, ...]
+    """Of the S sequences, as plain numbers."""
+    loss_mask_T: Tensor
+    """bool; never true at a sequence's first token."""
+    groups_S: Tensor
+    """int64, index of each sequence's group in the whole batch."""
+    totals: Totals
+    """Denominators over the whole optimizer step."""
+    old_logprobs_T: Tensor | None = None
+    behaviour_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    advantages_T: Tensor | None = None
+    returns_T: Tensor | None = None
+    values_T: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.lengths)
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same microbatch with its tensors on `device`."""
+        import torch
+
+        moved: dict[str, Any] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, torch.Tensor):
+                moved[each.name] = value.to(device, non_blocking=True)
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """Which outputs a forward pass shall return. Nothing else is computed."""
+
+    logprobs: bool = False
+    entropy: bool = False
+    values: bool = False
+    topk: int = 0
+    temperature: float = 1.0
+    """Logits are divided by it before the softmax; the rollouts' own temperature."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutputs:
+    """What was wanted, aligned to the flat tokens; float32. Logits never leave the strategy.
+
+    Index `t` speaks of token `t` given those before it in its sequence, and is 0 for a sequence's first token,
+    except `values_T[t]`, which is the value of the state *before* token `t` is drawn (0 for a sequence's first token).
+    """
+
+    logprobs_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    """Of the distribution from which token `t` was drawn, in nats."""
+    values_T: Tensor | None = None
+    topk_logprobs_TK: Tensor | None = None
+    topk_ids_TK: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """What a loss returns for one microbatch."""
+
+    loss: Tensor
+    """Scalar: this microbatch's share of the global objective, denominators taken from `micro.totals`."""
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
+    """As shares, see `LossMetrics`; tensors are detached by the strategy."""
+
+
+class LossFn(Protocol):
+    """A loss: picklable (it travels to the workers), pure, and ignorant of how the batch is split."""
+
+    @property
+    def want(self) -> Want:
+        """The outputs that `__call__` reads."""
+        ...
+
+    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+        """This microbatch's share of the objective. `outputs` carry gradients."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSpec:
+    """What the optimizer needs to know; made by the runtime from `training_args` and the pipeline's `max_grad_norm`."""
+
+    learning_rate: float
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    lr_scheduler_type: str = "linear"
+    """As transformers names schedules."""
+    warmup_steps: int = 0
+    num_steps: int = 1
+    """Optimizer steps of the whole run; the schedule's length."""
+    max_grad_norm: float = 0.0
+    """Global 2-norm to which gradients are clipped; 0 does not clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What an optimizer step did."""
+
+    grad_norm: float
+    """Global 2-norm of the summed gradient, before clipping."""
+    learning_rate: float
+    """Used for this step."""
+    skipped: bool = False
+    """The gradient was not finite and nothing changed."""
+
+
+class TrainStrategy(ABC):
+    """One worker's share of a model that is trained or scored. Constructed in the worker's process."""
+
+    capabilities: TrainCapabilities
+    """The same that the provider's record declares."""
+
+    def __init__(self, config: StrategyConfig, training: TrainingSpec | None) -> None:
+        """Keep the arguments; touch no device. `training` is None for roles that only score."""
+        self.config = config
+        self.training = training
+
+    @abstractmethod
+    def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        """Load or make the model, and the optimizer unless the role only scores. Called once, on all ranks together."""
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Which share of the data this rank works on; valid after `build`. Pure data parallelism unless overridden."""
+        return DataRank(index=self._mesh.rank, size=self._mesh.world_size)
+
+    _mesh: MeshInfo
+
+    @abstractmethod
+    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        """Outputs without gradients, on the host or the device, complete on leader ranks."""
+
+    @abstractmethod
+    def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
+        """Add the gradients of all `micros` to those already there. Gradients are *summed* over microbatches and
+        data-parallel ranks: the gradient of a batch is the same however it is split. May be called several times
+        before a step."""
+
+    @abstractmethod
+    def optimizer_step(self) -> StepStats:
+        """Clip, step, advance the schedule, clear the gradients. A non-finite gradient changes nothing (`skipped`)."""
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors, one after the other, in a fixed order. All ranks iterate together;
+        leader ranks get the tensors. A tensor may be the live parameter: read it before the next step."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write everything needed to continue bit for bit into the directory `path` (made by the caller)."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Continue from what `save` wrote."""
+
+    def export_model(self, path: Path) -> None:
+        """Write a directory that `transformers` loads with `from_pretrained`, tokenizer included.
+
+        Raises `UnsupportedError` where the task has no such form.
+        """
+        from roll_core.errors import UnsupportedError
+
+        raise UnsupportedError(f"{type(self).__name__} does not export models")
+
+    def offload(self, parts: Sequence[Part]) -> None:
+        """Move `parts` to the host and give their device memory back. Called only if `capabilities.offload`."""
+
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Move `parts` back. Changes no number."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held by `weights`, `grads` and `optimizer` on this rank, as far as known."""
+        return {}
+
+    def close(self) -> None:
+        """Give everything back. Called once or several times, also after an error."""
