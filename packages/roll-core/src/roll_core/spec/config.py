@@ -9,11 +9,12 @@ Cross-field rules belong into `model_validator`s that raise `ValueError` with th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from roll_core.spec.devices import parse_device_mapping
+from roll_core.spec.platform import RoleKind  # noqa: TC001 - pydantic reads the annotation
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -164,7 +165,11 @@ class StrategyArguments(Config):
 
 
 class WorkerConfig(Config):
-    """One role: its model, its strategy, and the slots it sits on."""
+    """One role: its model, its strategy, and the slots it sits on. Schemas use the subclass of the role's kind."""
+
+    kind: ClassVar[RoleKind]
+    """Decides in which registry `strategy_name` is looked up: train strategies for `train` and `score`, infer strategies for
+    `generate`, none for `reward`."""
 
     model_args: ModelArguments = ModelArguments()
     training_args: TrainingArguments = TrainingArguments()
@@ -226,8 +231,28 @@ class WorkerConfig(Config):
         return self
 
 
+class TrainWorkerConfig(WorkerConfig):
+    """A role whose model is trained."""
+
+    kind: ClassVar[RoleKind] = "train"
+
+
+class ScoreWorkerConfig(WorkerConfig):
+    """A role whose model only computes logprobs, values or scores."""
+
+    kind: ClassVar[RoleKind] = "score"
+
+
+class InferWorkerConfig(WorkerConfig):
+    """A role that generates."""
+
+    kind: ClassVar[RoleKind] = "generate"
+
+
 class RewardConfig(WorkerConfig):
     """`rewards.<domain>`: one judge. Schemas of other rewards subclass this."""
+
+    kind: ClassVar[RoleKind] = "reward"
 
     reward: str
     """Name of the reward, see `roll-core plugins`."""
