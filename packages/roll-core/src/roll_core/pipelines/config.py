@@ -1,0 +1,233 @@
+"""The configuration of the core's pipelines, in ROLL's vocabulary. Light: nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SerializeAsAny, model_validator
+
+from roll_core.spec.config import (
+    Fraction,
+    InferWorkerConfig,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RewardConfig,
+    RunConfig,
+    ScoreWorkerConfig,
+    TrainWorkerConfig,
+    ValidationConfig,
+    WorkerConfig,
+)
+
+Rewards = dict[str, SerializeAsAny[RewardConfig]]
+NormType = Literal["batch", "group", "running"]
+
+
+def num_workers(role: WorkerConfig) -> int:
+    """Workers of a role: from its `device_mapping`, else its `world_size`, else one."""
+    if role.device_mapping is not None:
+        return len(role.device_mapping) // (role.num_gpus_per_worker or 1)
+    return role.world_size or 1
+
+
+def sequences_per_step(role: WorkerConfig) -> tuple[int, str]:
+    """Sequences of one optimizer step of a role that trains, and the product spelled out."""
+    args, ranks = role.training_args, num_workers(role)
+    product = args.gradient_accumulation_steps * args.per_device_train_batch_size * ranks
+    return product, (
+        f"gradient_accumulation_steps {args.gradient_accumulation_steps} × per_device_train_batch_size"
+        f" {args.per_device_train_batch_size} × data parallel {ranks} = {product}"
+    )
+
+
+class _Judged(RunConfig):
+    """What pipelines share that generate answers and have them judged."""
+
+    rewards: Rewards = {}
+    """Judges by domain; a row's tag chooses its judge, and the only one there is judges every row."""
+    validation: ValidationConfig | None = None
+    """Held-out prompts; none where not given."""
+    val_batch_size: PositiveInt = 1024
+    """Prompts that are answered at once in an evaluation."""
+
+
+class SFTConfig(_Judged):
+    """`pipeline: sft`: supervised fine-tuning on prompts and responses."""
+
+    pipeline: Literal["sft"]
+    sft_train: TrainWorkerConfig
+    """The model that is trained."""
+    actor_infer: InferWorkerConfig | None = None
+    """Generates answers for an evaluation by `rewards`; without it the evaluation is the held-out loss alone."""
+    train_on_prompt: bool = False
+    """Also learn the prompts' tokens."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """Rows longer than prompt_length + response_length: leave them out, or cut the response. Both are counted."""
+
+    @model_validator(mode="after")
+    def _evaluation_is_complete(self) -> SFTConfig:
+        if not self.sft_train.data_args.file_name:
+            raise ValueError("sft_train.data_args.file_name is missing: the rows to train on")
+        if self.actor_infer is not None and (not self.rewards or self.validation is None):
+            raise ValueError("actor_infer serves the evaluation, which also needs validation.data_args and rewards")
+        if self.rewards and self.actor_infer is None:
+            raise ValueError("rewards judge generated answers, which needs actor_infer")
+        return self
+
+
+class RLVRConfig(_Judged):
+    """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and their kin)."""
+
+    pipeline: Literal["rlvr"]
+    actor_train: TrainWorkerConfig
+    """The policy."""
+    actor_infer: InferWorkerConfig
+    """Generates the rollouts with the policy's weights."""
+    reference: ScoreWorkerConfig | None = None
+    """The policy at the start of the run, for KL penalties."""
+    critic: TrainWorkerConfig | None = None
+    """Predicts values, for estimators that need them (gae)."""
+    max_steps: PositiveInt = 500
+    """Pipeline steps: one batch of rollouts each."""
+
+    rollout_batch_size: PositiveInt = 128
+    """Prompts of one step."""
+    num_return_sequences_in_group: PositiveInt = 8
+    """Answers per prompt: a group."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over a batch."""
+
+    adv_estimator: str = "grpo"
+    """How credit is given: grpo, reinforce, rloo, gae, or a plugin's."""
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lambd: Fraction = 0.95
+    """GAE's trade-off of bias and variance."""
+    norm_mean_type: NormType | None = None
+    """Whose mean reward is subtracted; `grpo` always takes the group's."""
+    norm_std_type: NormType | None = None
+    """By whose standard deviation rewards are divided; `grpo` takes the group's where not given otherwise."""
+    reward_clip: PositiveFloat | None = None
+    """Rewards are clamped to ± this after normalisation."""
+    whiten_advantages: bool = False
+    """Shift and scale the batch's advantages to mean 0 and variance 1 over tokens."""
+    advantage_clip: PositiveFloat | None = None
+    """Advantages are clamped to ± this."""
+
+    pg_variant: str = "ppo"
+    """Policy loss: ppo, vanilla, or a plugin's."""
+    pg_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """PPO's clip range, to both sides."""
+    use_pg_clip_range: bool = False
+    """Take `pg_clip_low` and `pg_clip_high` instead of `pg_clip` (clip-higher)."""
+    pg_clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Ratios below 1 - this are clipped."""
+    pg_clip_high: PositiveFloat = 0.2
+    """Ratios above 1 + this are clipped."""
+    dual_clip_loss: bool = False
+    """Bound the objective of negative advantages from below (arXiv:1912.09729)."""
+    dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    """That bound, as a factor of the advantage."""
+    pg_options: dict[str, float] = {}
+    """Further knobs of a plugin's policy loss."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "seq-mean-token-mean"
+    )
+    """How per-token losses become one number."""
+    entropy_loss_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    use_kl_loss: bool = False
+    """Penalise the distance to the reference in the loss."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Its weight."""
+    add_token_level_kl: bool = False
+    """Penalise the distance to the reference in the reward of each token."""
+    kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"
+    """Estimator of the KL in the reward."""
+    kl_loss_penalty: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """Estimator of the KL in the loss."""
+    init_kl_coef: NonNegativeFloat = 0.2
+    """Weight of the KL in the reward; its start where `target_kl` adapts it."""
+    target_kl: PositiveFloat | None = None
+    """KL that the weight is adapted to; it is fixed where this is not given."""
+    kl_horizon: PositiveInt = 10000
+    """Samples over which the weight adapts."""
+
+    value_clip: PositiveFloat | None = None
+    """Clip range of the critic's update."""
+    critic_warmup: NonNegativeInt = 0
+    """Steps in which only the critic is trained."""
+    force_disable_old_logprobs_recompute: bool = False
+    """Take the engine's logprobs as the old policy's instead of computing them again in the trainer."""
+
+    max_len_mask: bool = False
+    """Leave answers that hit the length limit out of the loss."""
+    difficulty_mask: bool = False
+    """Keep only groups whose mean reward lies between the two thresholds."""
+    difficulty_low_threshold: float = 0.0
+    """Exclusive."""
+    difficulty_high_threshold: float = 1.0
+    """Exclusive."""
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> RLVRConfig:
+        samples = self.rollout_batch_size * self.num_return_sequences_in_group
+        for name in ("actor_train", "critic"):
+            role = getattr(self, name)
+            if role is None:
+                continue
+            per_step, spelled = sequences_per_step(role)
+            if samples % per_step:
+                raise ValueError(
+                    f"rollout_batch_size {self.rollout_batch_size} prompts × num_return_sequences_in_group"
+                    f" {self.num_return_sequences_in_group} = {samples} samples is not a multiple of {name}'s {spelled}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_used(self) -> RLVRConfig:
+        needed = self.use_kl_loss or self.add_token_level_kl
+        if needed and self.reference is None:
+            key = "use_kl_loss" if self.use_kl_loss else "add_token_level_kl"
+            raise ValueError(f"{key} needs the role reference, the model to stay close to")
+        if self.reference is not None and not needed:
+            raise ValueError(
+                "the role reference would not be used: set use_kl_loss or add_token_level_kl, or leave reference out"
+            )
+        if self.target_kl is not None and not self.add_token_level_kl:
+            raise ValueError("target_kl adapts the KL in the reward, which needs add_token_level_kl: true")
+        return self
+
+    @model_validator(mode="after")
+    def _data_and_judges(self) -> RLVRConfig:
+        if not self.actor_train.data_args.file_name:
+            raise ValueError("actor_train.data_args.file_name is missing: the prompts to train on")
+        if not self.rewards:
+            raise ValueError(
+                "rewards is empty: at least one judge is needed, for example rewards.math.reward: math_rule"
+            )
+        if self.num_return_sequences_in_group == 1 and self.adv_estimator in {"grpo", "rloo"}:
+            raise ValueError(
+                f"adv_estimator {self.adv_estimator} compares the answers of one prompt:"
+                " num_return_sequences_in_group must be at least 2"
+            )
+        if self.norm_mean_type is not None and self.norm_mean_type != "group" and self.adv_estimator == "grpo":
+            raise ValueError("grpo subtracts the group's mean: leave norm_mean_type out, or take reinforce")
+        return self
+
+    def clip_range(self) -> tuple[float, float]:
+        """PPO's clip range, downwards and upwards."""
+        return (self.pg_clip_low, self.pg_clip_high) if self.use_pg_clip_range else (self.pg_clip, self.pg_clip)
+
+    def steps_per_batch(self, role: WorkerConfig) -> int:
+        """Optimizer steps of `role` in one pipeline step."""
+        samples = self.rollout_batch_size * self.num_return_sequences_in_group
+        return self.ppo_epochs * samples // sequences_per_step(role)[0]
+
+    def sampling_defaults(self) -> dict[str, Any]:
+        """`generating_args` of the rollouts with the length filled in."""
+        args = self.actor_infer.generating_args
+        return args.model_dump() | {"max_new_tokens": args.max_new_tokens or self.response_length}
