@@ -1,0 +1,80 @@
+"""Memory layout of projections: siblings that read the same input lie one after another in one buffer.
+
+The engine multiplies by query, key and value weights (and by gate and up) in one GEMM. When the trainer's own
+parameters already lie side by side, the fused matrix is a view on them, and weights published in the same process are
+used without a copy: every optimizer step is visible to the engine at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear layers that read the same input, in the order in which their rows are laid."""
+
+
+def make_adjacent(model: nn.Module) -> int:
+    """Re-lay the parameters of `model` so that siblings are adjacent slices of one buffer; returns how many groups.
+
+    Call it right after loading, before an optimizer or a wrapper sees the parameters. Parameters keep their identity,
+    shape, values and gradient flags; only where their numbers lie changes. Groups that cannot be joined (different
+    dtypes, tied or quantised weights, a bias on some but not all) stay as they are.
+    """
+    owners: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    joined = 0
+    for module in model.modules():
+        for names in SIBLINGS:
+            linears = [getattr(module, name, None) for name in names]
+            if not all(type(linear) is torch.nn.Linear for linear in linears):
+                continue
+            for kind in ("weight", "bias"):
+                parameters = [getattr(linear, kind) for linear in linears]
+                if all(isinstance(each, torch.nn.Parameter) and owners[id(each)] == 1 for each in parameters):
+                    joined += _join(parameters)
+    return joined
+
+
+def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One tensor over `tensors` stacked along their first dimension, without a copy, if they lie that way; else None."""
+    first = tensors[0].detach()
+    end = first.storage_offset()
+    for tensor in tensors:
+        if (
+            tensor.dtype != first.dtype
+            or tensor.device != first.device
+            or tensor.shape[1:] != first.shape[1:]
+            or not tensor.is_contiguous()
+            or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or tensor.storage_offset() != end
+        ):
+            return None
+        end += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _join(parameters: list[torch.nn.Parameter]) -> bool:
+    first = parameters[0]
+    if any(
+        each.dtype != first.dtype or each.device != first.device or each.shape[1:] != first.shape[1:] or each.is_meta
+        for each in parameters
+    ):
+        return False
+    if adjacent(parameters) is not None:
+        return True
+    with torch.no_grad():
+        buffer = torch.cat([each.detach() for each in parameters])
+        start = 0
+        for each in parameters:
+            each.data = buffer[start : start + each.shape[0]]
+            start += each.shape[0]
+    return True
