@@ -45,7 +45,7 @@ def sequences_per_step(role: WorkerConfig) -> tuple[int, str]:
 class _Judged(RunConfig):
     """What pipelines share that generate answers and have them judged."""
 
-    rewards: Rewards = {}
+    rewards: Rewards = Field(default_factory=dict)
     """Judges by domain; a row's tag chooses its judge, and the only one there is judges every row."""
     validation: ValidationConfig | None = None
     """Held-out prompts; none where not given."""
@@ -130,7 +130,7 @@ class RLVRConfig(_Judged):
     """Bound the objective of negative advantages from below (arXiv:1912.09729)."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """That bound, as a factor of the advantage."""
-    pg_options: dict[str, float] = {}
+    pg_options: dict[str, float] = Field(default_factory=dict)
     """Further knobs of a plugin's policy loss."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "seq-mean-token-mean"
