@@ -97,6 +97,12 @@ class PluginHookError(PluginError, RuntimeError):
     exit_code = 1
 
 
+class TrackerError(PluginError, RuntimeError):
+    """A tracker could not be opened, raised while it recorded a step, or could not be closed; names the tracker."""
+
+    exit_code = 1
+
+
 # -- data, models, rewards ---------------------------------------------------------------------------------------------
 
 
@@ -202,6 +208,18 @@ class GuardTrippedError(RollError, RuntimeError):
 
 class CheckpointError(RollError, RuntimeError):
     """A checkpoint that is missing, incomplete or damaged; names the file, and the last good checkpoint if any."""
+
+
+class NoCheckpointError(CheckpointError, FileNotFoundError):
+    """A run was to be resumed from where there is no checkpoint."""
+
+    exit_code = 2
+
+
+class RunDirectoryError(RollError, OSError):
+    """A run directory that cannot be made, or something that is not a run directory; names the path."""
+
+    exit_code = 2
 
 
 class RewardFailure(RollError, RuntimeError):

@@ -286,6 +286,78 @@ class ValidationConfig(Config):
 GuardAction = Literal["error", "warn", "off"]
 
 
+class GuardConfig(Config):
+    """`guards.<id>`: what happens when it trips. `guards.<id>: warn` is short for `guards.<id>.action: warn`."""
+
+    action: GuardAction = "error"
+    """`error` ends the run, `warn` says so and goes on, `off` looks away."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"action": value}
+        if value is False:  # YAML 1.1 reads a bare `off` as false
+            return {"action": "off"}
+        return value
+
+
+class WarningGuardConfig(GuardConfig):
+    """A guard that only warns unless it is told otherwise."""
+
+    action: GuardAction = "warn"
+    """`error` ends the run, `warn` says so and goes on, `off` looks away."""
+
+
+class LogprobProbeConfig(GuardConfig):
+    """`guards.logprob_probe`."""
+
+    every: PositiveInt = 10
+    """Publishes between two probes; the first publish is always probed."""
+    threshold: PositiveFloat = 0.05
+    """Largest mean absolute difference of logprobs in nats; bf16 engines differ by about 0.01, fp32 by less
+    than 1e-4."""
+
+
+class LogprobGapConfig(WarningGuardConfig):
+    """`guards.logprob_gap`."""
+
+    threshold: PositiveFloat = 0.05
+    """Largest mean absolute difference of logprobs in nats."""
+
+
+class RewardFailuresConfig(GuardConfig):
+    """`guards.reward_failures`."""
+
+    threshold: Fraction = 0.2
+    """Largest share of a step's samples whose reward could not be computed."""
+
+
+class GuardsConfig(Config):
+    """`guards`: what is watched while a run goes on. Pipelines with guards of their own use a subclass."""
+
+    weights_unchanged: GuardConfig = GuardConfig()
+    """Optimizer steps were published, but no weight differs from the version before."""
+    weight_manifest: GuardConfig = GuardConfig()
+    """A receiver does not hold exactly the tensors that were published to it."""
+    logprob_probe: LogprobProbeConfig = LogprobProbeConfig()
+    """On fixed probe tokens the engine and the trainer disagree although both should hold the same weights."""
+    logprob_gap: LogprobGapConfig = LogprobGapConfig()
+    """On the tokens of a rollout the engine and the trainer disagree although both held the same weights."""
+    reward_failures: RewardFailuresConfig = RewardFailuresConfig()
+    """Too many samples of a step have no reward because judging them failed."""
+    non_finite: GuardConfig = GuardConfig()
+    """A loss, gradient or logprob is NaN or infinite."""
+    zero_steps: GuardConfig = GuardConfig()
+    """The run has nothing to do: it asks for no step, or was resumed at or behind its last one."""
+    token_round_trip: GuardConfig = GuardConfig()
+    """The tokens or the mask that go to the trainer are not those that the engine drew."""
+    all_groups_filtered: WarningGuardConfig = WarningGuardConfig()
+    """No group of a step is left to learn from: all were filtered, failed, or have equal rewards."""
+    dead_worker: GuardConfig = GuardConfig()
+    """A worker's process is gone or has stopped answering."""
+
+
 class RunConfig(Config):
     """What every run has. A pipeline's schema adds its roles and its algorithm."""
 
@@ -337,8 +409,8 @@ class RunConfig(Config):
     """Largest bucket in which weights travel."""
     system_envs: dict[str, str] = {}
     """Environment variables of every role's workers."""
-    guards: dict[str, GuardAction] = {}
-    """Guards that shall warn or be off, by id; see the docs for the list."""
+    guards: GuardsConfig = GuardsConfig()
+    """What happens when a run goes wrong without failing, by id of the guard."""
     deterministic: bool = True
     """Ask the libraries for repeatable kernels, so that a resumed run equals an uninterrupted one bit for bit."""
 
