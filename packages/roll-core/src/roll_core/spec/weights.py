@@ -1,0 +1,173 @@
+"""Digests of tensors, and the entries and receipts made of them: how both ends of a weight sync say what they hold.
+
+The digest of a tensor, exactly, so that another implementation can reproduce it:
+
+1. Take the tensor's elements in row-major order, whatever its strides, as little-endian bytes: N bytes, N >= 0.
+2. Cut them into chunks of 256 KiB (`CHUNK_BYTES`), the last one shorter, none for N = 0.
+3. `leaf[k]` is the XXH3 128-bit hash (seed 0) of chunk k, as 16 big-endian bytes (xxHash's canonical form).
+4. The digest is the XXH3 128-bit hash (seed 0) of `leaf[0] + leaf[1] + ...`, as 32 lower-case hex digits.
+
+Shape and dtype are not part of it: an entry carries them beside it. Every byte counts, and so does its place. Chunks
+fit into a core's cache, so a chunk that has just been copied is digested without going to memory again, and chunks can
+be digested in any order or at once.
+XXH3 finds accidents, not attackers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from torch import Tensor
+
+CHUNK_BYTES = 256 * 1024
+"""Bytes of one leaf of a digest."""
+
+_DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""torch's names of dtypes, and safetensors'."""
+_TORCH_NAMES = {name: torch_name for torch_name, name in _DTYPE_NAMES.items()}
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The tensor's dtype as safetensors spells it, `BF16`."""
+    torch_name = str(tensor.dtype).removeprefix("torch.")
+    if torch_name not in _DTYPE_NAMES:
+        raise TypeError(f"weights of dtype {tensor.dtype} cannot be synchronised; convert them first")
+    return _DTYPE_NAMES[torch_name]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`."""
+    import torch
+
+    found = getattr(torch, _TORCH_NAMES[name])
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"this torch has no dtype {name}")
+    return found
+
+
+class Digest:
+    """The digest of bytes that arrive piece by piece, in order."""
+
+    def __init__(self) -> None:
+        self._leaves = xxhash.xxh3_128()
+        self._chunk = xxhash.xxh3_128()
+        self._filled = 0
+
+    def update(self, piece: memoryview | bytes) -> None:
+        """Take in the next bytes (a view of single bytes). Pieces that are whole chunks are the fastest."""
+        view = memoryview(piece)
+        start = 0
+        while start < len(view):
+            taken = view[start : start + CHUNK_BYTES - self._filled]
+            start += len(taken)
+            if self._filled == 0 and len(taken) == CHUNK_BYTES:
+                self._leaves.update(xxhash.xxh3_128_digest(taken))
+                continue
+            self._chunk.update(taken)
+            self._filled += len(taken)
+            if self._filled == CHUNK_BYTES:
+                self._close_chunk()
+
+    def hexdigest(self) -> str:
+        """The digest of everything taken in. Nothing more can be added."""
+        if self._filled:
+            self._close_chunk()
+        return self._leaves.hexdigest()
+
+    def _close_chunk(self) -> None:
+        self._leaves.update(self._chunk.digest())
+        self._chunk.reset()
+        self._filled = 0
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in row-major order: its own memory where it is contiguous on the host, else a copy."""
+    import torch
+
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"weights of layout {tensor.layout} cannot be synchronised; export dense tensors")
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def digest(tensor: Tensor) -> str:
+    """The tensor's digest: the same for every device, stride and storage that holds the same values."""
+    running = Digest()
+    running.update(host_bytes(tensor))
+    return running.hexdigest()
+
+
+def copy_digested(target: Tensor, source: Tensor) -> str:
+    """Copy `source` into `target` (same shape and dtype) and return the digest of what `target` then holds.
+
+    Costs less than a copy and a digest: each chunk is digested while it is in cache.
+    """
+    import torch
+
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ValueError(
+            f"cannot copy {dtype_name(source)} {tuple(source.shape)} into {dtype_name(target)} {tuple(target.shape)}"
+        )
+    target, source = target.detach(), source.detach()
+    in_place = target.is_contiguous() and source.is_contiguous() and target.is_cpu and source.is_cpu
+    if not in_place or target.is_conj() or target.is_neg() or source.is_conj() or source.is_neg():
+        target.copy_(source)
+        return digest(target)
+    running = Digest()
+    if target.numel():
+        to, of = (each.reshape(-1).view(torch.uint8).numpy() for each in (target, source))
+        for start in range(0, len(to), CHUNK_BYTES):
+            chunk = to[start : start + CHUNK_BYTES]
+            chunk[:] = of[start : start + CHUNK_BYTES]
+            running.update(chunk.data)
+        torch.autograd.graph.increment_version(target)
+    return running.hexdigest()
+
+
+def tensor_entry(name: str, tensor: Tensor, known_digest: str | None = None) -> TensorEntry:
+    """A manifest's entry for `tensor`, digested here unless the digest is known or, as an empty string, yet to come."""
+    return TensorEntry(
+        name=name,
+        dtype=dtype_name(tensor),
+        shape=tuple(tensor.shape),
+        digest=digest(tensor) if known_digest is None else known_digest,
+    )
+
+
+def make_manifest(version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightManifest:
+    """The manifest of `tensors`, every byte digested."""
+    return WeightManifest(version=version, tensors=tuple(tensor_entry(name, tensor) for name, tensor in tensors))
+
+
+def make_receipt(
+    version: int, tensors: Iterable[tuple[str, Tensor]], *, role: str = "", rank: int = 0
+) -> WeightReceipt:
+    """The receipt of an engine that holds `tensors`, by their Hugging Face names: digested from its own memory."""
+    return WeightReceipt(
+        version=version, digests={name: digest(tensor) for name, tensor in tensors}, role=role, rank=rank
+    )
