@@ -1,0 +1,325 @@
+"""Makes the model of a role: from a Hugging Face directory, or with random weights for an architecture.
+
+The same function serves the trainer and the embedded engine, so that both hold the same weights to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import logging
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from roll_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from roll_core.spec.model import ModelSpec
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
+    """The model of `spec` in evaluation mode on `device`, its parameters in `spec.dtype`.
+
+    Random weights are drawn in float32 on the host from `spec.seed` and then rounded, so that equal seeds give equal
+    weights whatever the dtype and device; the global random state is left as it was. Tasks `value` and `reward` get a
+    head with one output: see `scalar_head`. Raises `ModelError`.
+    """
+    tokenizer = load_tokenizer(spec) if spec.tokenizer else None
+    with _quiet():
+        config = _random_config(spec, tokenizer) if spec.random_init is not None else _stored_config(spec)
+        _check_sizes(config, tokenizer, spec)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.seed)
+            model = _random_model(config, spec) if spec.random_init is not None else _stored_model(config, spec)
+    if tokenizer is not None:
+        _set_token_ids(model, tokenizer, overwrite=spec.random_init is not None)
+    return model.to(device).eval()
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """The tokenizer in the directory `spec.tokenizer`, or else in the model's own. Raises `ModelError`."""
+    from transformers import AutoTokenizer
+
+    place = spec.tokenizer or spec.path
+    try:
+        with _quiet():
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=spec.trust_remote_code)
+    except (StrictDataclassError, OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load a tokenizer from {place!r}: {_first_line(error)}") from error
+
+
+def scalar_head(model: PreTrainedModel) -> nn.Linear:
+    """The layer with one output that stands on the backbone of a `value` or `reward` model."""
+    head = getattr(model, "score", None)
+    found = head if isinstance(head, nn.Linear) else model.get_output_embeddings()
+    if not isinstance(found, nn.Linear) or found.out_features != 1:
+        raise ModelError(f"{type(model).__name__} has no layer with one output; it cannot give values or scores")
+    return found
+
+
+# -- configs -----------------------------------------------------------------------------------------------------------
+
+
+def _random_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    keys = dict(spec.random_init or {})
+    if spec.path:
+        raise ModelError(f"a model has one source: path {spec.path!r} and random_init exclude each other")
+    model_type = keys.pop("model_type", None)
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"random_init: unknown model_type {model_type!r}; {_nearest(str(model_type), CONFIG_MAPPING.keys())}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    _refuse_unknown(keys, config_class, f"random_init for {model_type}")
+    if "vocab_size" not in keys:
+        if tokenizer is None:
+            raise ModelError("random_init: give vocab_size, or a tokenizer whose size it takes")
+        keys["vocab_size"] = len(tokenizer)
+    if tokenizer is not None:
+        for name in TOKEN_IDS:
+            keys.setdefault(name, getattr(tokenizer, name))
+    try:
+        return AutoConfig.for_model(model_type, **keys)
+    except (StrictDataclassError, ValueError, TypeError, ZeroDivisionError) as error:
+        raise ModelError(f"random_init for {model_type}: {_last_line(error)}") from error
+
+
+def _stored_config(spec: ModelSpec) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    if not spec.path:
+        raise ModelError("a model needs a source: a path (model_name_or_path, pretrain) or random_init")
+    folder = Path(spec.path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(f"{spec.path}: no config.json; it is not a directory that save_pretrained or an export wrote")
+    try:
+        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    except (StrictDataclassError, OSError, ValueError, KeyError) as error:
+        hint = "" if folder.exists() else "; no such directory here, and it could not be had from the hub"
+        raise ModelError(f"cannot load the model {spec.path!r}{hint}: {_first_line(error)}") from error
+    _override(config, spec.config_overrides, spec.path)
+    return config
+
+
+def _override(config: PreTrainedConfig, overrides: Mapping[str, Any], place: str) -> None:
+    _refuse_unknown(
+        overrides, type(config), f"model_config_kwargs for {place}", present=[k for k in vars(config) if k[0] != "_"]
+    )
+    for key, value in overrides.items():
+        if key == "rope_theta" and isinstance(getattr(config, "rope_parameters", None), dict):
+            # transformers 5 reads the base from here; the attribute of old would change nothing.
+            config.rope_parameters = {**config.rope_parameters, "rope_theta": value}
+        else:
+            try:
+                setattr(config, key, value)
+            except (StrictDataclassError, ValueError, TypeError, AttributeError) as error:
+                raise ModelError(f"model_config_kwargs for {place}: {key}: {_last_line(error)}") from error
+
+
+LEGACY_KEYS = frozenset(
+    {"rope_theta", "rope_scaling", "num_labels", "partial_rotary_factor", "per_layer_config", "head_dim"}
+)
+"""Keys that transformers reads although not every config that takes them lists them as fields."""
+
+
+def _refuse_unknown(
+    keys: Mapping[str, Any], config_class: type[PreTrainedConfig], where: str, present: Iterable[str] = ()
+) -> None:
+    """transformers keeps any key that it does not know, and never reads it: a typo would go unnoticed."""
+    fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
+    known = {each.name for each in fields}
+    known |= set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
+    known |= LEGACY_KEYS | set(present)
+    for key in keys:
+        if key not in known:
+            raise ModelError(f"{where}: unknown key {key!r}; {_nearest(key, known - {'self', 'kwargs', 'args'})}")
+
+
+def _check_sizes(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec) -> None:
+    text = config.get_text_config()
+    where = spec.path or f"random_init for {config.model_type}"
+
+    def size(name: str) -> int | None:
+        value = getattr(text, name, None)
+        return value if isinstance(value, int) else None
+
+    hidden, heads, kv_heads = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
+    if hidden and heads and not size("head_dim") and hidden % heads:
+        raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    if heads and kv_heads and heads % kv_heads:
+        raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    vocab = size("vocab_size")
+    if tokenizer is not None and vocab is not None and vocab < len(tokenizer):
+        raise ModelError(
+            f"{where}: vocab_size {vocab} is smaller than the tokenizer {spec.tokenizer!r}, which has"
+            f" {len(tokenizer)} tokens; leave vocab_size out, or use the model's own tokenizer"
+        )
+    if spec.dtype not in DTYPES:
+        raise ModelError(f"{where}: unknown dtype {spec.dtype!r}; use one of {', '.join(DTYPES)}")
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def _model_class(config: PreTrainedConfig, spec: ModelSpec) -> tuple[Any, bool]:
+    """The auto class of the task, and whether its causal LM must be given the scalar head by us."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if spec.task == "causal_lm":
+        return AutoModelForCausalLM, False
+    if spec.task in ("value", "reward"):
+        if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            return AutoModelForSequenceClassification, False
+        return AutoModelForCausalLM, True
+    raise ModelError(f"task {spec.task!r} is not one that Hugging Face models of this strategy have")
+
+
+def _random_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
+    auto, replace_head = _model_class(config, spec)
+    if spec.task != "causal_lm":
+        config.num_labels = 1
+    _set_attention(config, spec)
+    try:
+        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code)
+    except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError, ImportError) as error:
+        raise ModelError(f"cannot make a {config.model_type} for task {spec.task}: {_last_line(error)}") from error
+    if spec.task != "causal_lm":
+        _new_head(model, replace_head)
+    _round(model, DTYPES[spec.dtype])
+    return model
+
+
+def _stored_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
+    auto, replace_head = _model_class(config, spec)
+    if spec.task != "causal_lm":
+        config.num_labels = 1
+    _set_attention(config, spec)
+    try:
+        model, info = auto.from_pretrained(
+            spec.path,
+            config=config,
+            dtype=DTYPES[spec.dtype],
+            trust_remote_code=spec.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (StrictDataclassError, OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(f"cannot load the weights of {spec.path!r}: {_first_line(error)}") from error
+    missing = set(info["missing_keys"])
+    head_is_new = spec.task != "causal_lm" and (replace_head or any(name.startswith("score.") for name in missing))
+    missing -= {name for name in missing if spec.task != "causal_lm" and name.startswith("score.")}
+    if missing:
+        raise ModelError(
+            f"{spec.path}: the checkpoint lacks {len(missing)} of the model's tensors, for example {min(missing)};"
+            f" is config.json that of another model?"
+        )
+    if head_is_new:
+        if spec.task == "reward":
+            raise ModelError(
+                f"{spec.path}: it has no scoring head (score.weight), so it is not a reward model:"
+                " its scores would be random"
+            )
+        log.info("%s: the value head is new", spec.path)
+        _new_head(model, replace_head)
+    return model
+
+
+def _new_head(model: PreTrainedModel, replace: bool) -> None:
+    """A value head that begins near 0, whatever the width: standard deviation 1 / (hidden size + 1)."""
+    if replace:
+        output = model.get_output_embeddings()
+        if not isinstance(output, nn.Linear):
+            raise ModelError(f"{type(model).__name__} has no output layer that a value head could stand in for")
+        model.config.tie_word_embeddings = False
+        weight = output.weight
+        model.set_output_embeddings(
+            nn.Linear(output.in_features, 1, bias=False, dtype=weight.dtype, device=weight.device)
+        )
+    head = scalar_head(model)
+    with torch.no_grad():
+        drawn = torch.empty(head.weight.shape, dtype=torch.float32).normal_(0.0, 1.0 / (head.in_features + 1))
+        head.weight.copy_(drawn)
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters to `dtype`, except those that the architecture keeps in float32; buffers stay as they are."""
+    keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float32:
+        return
+    for name, parameter in model.named_parameters():
+        if not any(part in keep for part in name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.dtype = dtype
+
+
+def _set_attention(config: PreTrainedConfig, spec: ModelSpec) -> None:
+    if spec.attn_implementation != "auto":
+        config._attn_implementation = spec.attn_implementation
+
+
+def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, overwrite: bool) -> None:
+    """Ids of special tokens where there are none, or everywhere with `overwrite`; generation has its own copy."""
+    places = [model.config.get_text_config()]
+    if getattr(model, "generation_config", None) is not None:
+        places.append(model.generation_config)
+    for place in places:
+        for name in TOKEN_IDS:
+            value = getattr(tokenizer, name)
+            if value is not None and (overwrite or getattr(place, name, None) is None):
+                setattr(place, name, value)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' bars and advice do not belong into a run's log; what matters is raised."""
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known are for example {', '.join(names[:8])}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
