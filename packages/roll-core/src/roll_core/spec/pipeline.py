@@ -50,8 +50,8 @@ class RoleSpec:
     task: Task = "causal_lm"
     num_steps: int = 0
     """Optimizer steps of the whole run, for roles that train: the length of the schedule."""
-    seed_offset: int = 0
-    """Added to the run's seed for a model that is made from nothing; roles with equal offsets start equal."""
+    model_from: str = ""
+    """Name of the role whose model this one has where its own `model_args` name none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

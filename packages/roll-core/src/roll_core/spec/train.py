@@ -149,6 +149,8 @@ class TrainingSpec:
     adam_epsilon: float = 1e-8
     lr_scheduler_type: str = "linear"
     """As transformers names schedules."""
+    lr_scheduler_kwargs: Mapping[str, float] = field(default_factory=dict)
+    """Further arguments of the schedule."""
     warmup_steps: int = 0
     num_steps: int = 1
     """Optimizer steps of the whole run; the schedule's length."""

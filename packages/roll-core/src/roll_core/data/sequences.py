@@ -1,0 +1,63 @@
+"""From judged samples to what a trainer computes on: the very ids that the model produced, prompt in front."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_core.errors import DataError
+from roll_core.types import CompletionOutput, Floats, Sample, TokenIds, TrainSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+
+def sample_of(
+    output: CompletionOutput,
+    *,
+    id: str,
+    group_id: str,
+    prompt_ids: TokenIds,
+    tag: str = "",
+    metadata: Mapping[str, Any] | None = None,
+) -> Sample:
+    """One output of a completion as a sample: every token was drawn by the model, so every token counts."""
+    return Sample(
+        id=id,
+        group_id=group_id,
+        prompt_ids=prompt_ids,
+        response_ids=output.token_ids,
+        logprobs=output.logprobs,
+        loss_mask=np.ones(len(output.token_ids), dtype=np.bool_),
+        versions=output.versions,
+        finish_reason=output.finish_reason,
+        tag=tag,
+        metadata=metadata or {},
+    )
+
+
+def sequence_of(sample: Sample, *, group: int) -> TrainSequence:
+    """A sample as one sequence of length L = P + R. Raises `DataError` where its arrays contradict each other."""
+    num_response = len(sample.response_ids)
+    for name in ("logprobs", "loss_mask", "versions"):
+        if len(getattr(sample, name)) != num_response:
+            raise DataError(
+                f"sample {sample.id}: {num_response} response tokens but {len(getattr(sample, name))} {name}"
+            )
+    if len(sample.prompt_ids) == 0:
+        raise DataError(f"sample {sample.id}: the prompt has no token, so its response's first token has no context")
+    num_prompt = len(sample.prompt_ids)
+    return TrainSequence(
+        id=sample.id,
+        tokens=np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64, copy=False),
+        loss_mask=np.concatenate([np.zeros(num_prompt, dtype=np.bool_), sample.loss_mask]),
+        behaviour_logprobs=after_prompt(sample.logprobs, num_prompt),
+        group=group,
+    )
+
+
+def after_prompt(values: Floats, num_prompt: int) -> Floats:
+    """Per-response values as an array of the sequence's length, 0 over the prompt."""
+    return np.concatenate([np.zeros(num_prompt, dtype=np.float32), values.astype(np.float32, copy=False)])

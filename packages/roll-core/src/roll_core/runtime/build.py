@@ -1,0 +1,188 @@
+"""From a config to what the executor starts: the model, the optimizer's settings and the places of each role."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
+from roll_core.runtime.executors.base import GroupSpec
+from roll_core.runtime.workers.train import BatchLimits
+from roll_core.spec.model import ModelSpec
+from roll_core.spec.train import TrainingSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.executors.base import Place
+    from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WorkerConfig
+    from roll_core.spec.pipeline import RoleSpec
+    from roll_core.spec.platform import Platform
+    from roll_core.spec.providers import InferProvider, TrainProvider
+
+WORKERS = {
+    "train": "roll_core.runtime.workers.train:TrainWorker",
+    "score": "roll_core.runtime.workers.train:TrainWorker",
+    "generate": "roll_core.runtime.workers.infer:InferWorker",
+    "reward": "roll_core.runtime.workers.reward:RewardWorker",
+}
+COLLECTIVE_TIMEOUT_S = 600.0
+
+
+def role_config(config: RunConfig, name: str) -> WorkerConfig:
+    """The config of a role by its dotted name."""
+    return config.roles()[name]
+
+
+def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
+    """The model of a role: its own, that of `model_from`, or the run's `pretrain`."""
+    own = role_config(config, role.name).model_args
+    source = own
+    if not _names_a_model(own) and role.model_from:
+        source = role_config(config, role.model_from).model_args
+    path = source.model_name_or_path or ("" if source.random_init else config.pretrain or "")
+    if not path and source.random_init is None:
+        raise ConfigError([
+            ConfigProblem(
+                where=config.exp_name,
+                key=f"{role.name}.model_args",
+                message="names no model",
+                hint="give model_name_or_path or random_init here, or pretrain for all roles",
+            )
+        ])
+    return ModelSpec(
+        task=role.task,
+        path=path,
+        random_init=source.random_init,
+        config_overrides=source.model_config_kwargs,
+        dtype=own.dtype,
+        attn_implementation=own.attn_implementation,
+        gradient_checkpointing=role.kind == "train" and not own.disable_gradient_checkpointing,
+        seed=config.seed,
+        tokenizer=str(tokenizer),
+        trust_remote_code=own.trust_remote_code,
+    )
+
+
+def training_spec(args: TrainingArguments, num_steps: int, max_grad_norm: float) -> TrainingSpec:
+    """The optimizer's settings, warm-up in steps."""
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * num_steps)
+    return TrainingSpec(
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_epsilon=args.adam_epsilon,
+        lr_scheduler_type=args.lr_scheduler_type,
+        lr_scheduler_kwargs=args.lr_scheduler_kwargs,
+        warmup_steps=warmup,
+        num_steps=max(num_steps, 1),
+        max_grad_norm=max_grad_norm,
+    )
+
+
+def group_specs(
+    roles: Sequence[RoleSpec],
+    config: RunConfig,
+    registry: Registry,
+    platform: Platform,
+    places: Mapping[str, tuple[Place, ...]],
+    envs: Mapping[str, Mapping[str, str]],
+    tokenizer: Path,
+) -> list[GroupSpec]:
+    """What the executor starts, one entry per role."""
+    specs = []
+    for role in roles:
+        worker = role_config(config, role.name)
+        args = _reward_args(worker, registry) if role.kind == "reward" else None
+        if args is None:
+            args = _model_args(role, worker, config, registry, platform, tokenizer)
+        specs.append(
+            GroupSpec(
+                role=role.name,
+                kind=role.kind,
+                target=WORKERS[role.kind],
+                args={"role": role.name, **args},
+                places=places[role.name],
+                env=envs[role.name],
+                timeout_s=config.rpc_timeout,
+            )
+        )
+    return specs
+
+
+def provider_of(role: RoleSpec, worker: WorkerConfig, registry: Registry) -> TrainProvider | InferProvider:
+    """The strategy that a role's config names."""
+    if worker.strategy_args is None:
+        raise ConfigError([
+            ConfigProblem(
+                where=role.name, key=f"{role.name}.strategy_args", message="is missing", hint="give a strategy_name"
+            )
+        ])
+    name = worker.strategy_args.strategy_name
+    return registry.infer(name) if role.kind == "generate" else registry.train(name)
+
+
+def _model_args(
+    role: RoleSpec, worker: WorkerConfig, config: RunConfig, registry: Registry, platform: Platform, tokenizer: Path
+) -> dict[str, Any]:
+    provider = provider_of(role, worker, registry)
+    model = model_spec(role, config, tokenizer)
+    _check_support(role, provider, model, platform)
+    common = {
+        "provider": provider,
+        "strategy_config": worker.strategy_args.strategy_config if worker.strategy_args else {},
+        "model": model,
+        "backend": platform.collective_backend,
+        "timeout_s": min(config.rpc_timeout, COLLECTIVE_TIMEOUT_S),
+    }
+    if role.kind == "generate":
+        return common
+    trained = role.kind == "train"
+    return common | {
+        "training": training_spec(worker.training_args, role.num_steps, config.max_grad_norm) if trained else None,
+        "limits": BatchLimits(
+            train_sequences=worker.training_args.per_device_train_batch_size,
+            infer_sequences=worker.infer_batch_size,
+            train_tokens=worker.max_tokens_per_microbatch_in_train if worker.use_dynamic_batching_in_train else None,
+            infer_tokens=worker.max_tokens_per_microbatch_in_infer if worker.use_dynamic_batching_in_infer else None,
+        ),
+        "deterministic": config.deterministic,
+    }
+
+
+def _reward_args(worker: WorkerConfig, registry: Registry) -> dict[str, Any]:
+    provider = registry.reward(worker.reward)  # type: ignore[attr-defined]
+    return {"provider": provider, "config": worker.model_dump(mode="json")}
+
+
+def _check_support(
+    role: RoleSpec, provider: TrainProvider | InferProvider, model: ModelSpec, platform: Platform
+) -> None:
+    """Refuse what the strategy or the platform declares that it cannot do, before anything starts."""
+    if provider.platforms and platform.name not in provider.platforms:
+        supported = ", ".join(provider.platforms)
+        raise UnsupportedError(
+            f"{role.name}: strategy {provider.name} runs on {supported}, but the platform here is {platform.name}"
+        )
+    if model.dtype not in provider.capabilities.dtypes:
+        supported = ", ".join(provider.capabilities.dtypes)
+        raise UnsupportedError(
+            f"{role.name}: strategy {provider.name} computes in {supported}, but model_args.dtype is {model.dtype}"
+        )
+    if why := platform.supports(model.dtype):
+        raise UnsupportedError(f"{role.name}: model_args.dtype {model.dtype}: {why}")
+    forward_only = getattr(provider, "forward_only", False)
+    if role.kind == "train" and forward_only:
+        raise UnsupportedError(f"{role.name} is trained, but strategy {provider.name} only computes forward passes")
+    tasks = getattr(provider.capabilities, "tasks", None)
+    if tasks is not None and role.task not in tasks:
+        raise UnsupportedError(
+            f"{role.name}: needs a model of task {role.task}, but strategy {provider.name} has {', '.join(tasks)}"
+        )
+
+
+def _names_a_model(args: ModelArguments) -> bool:
+    return args.model_name_or_path is not None or args.random_init is not None

@@ -1,0 +1,205 @@
+"""Roles as pipelines see them: worker groups that are called as one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roll_core.data.pack import balance, totals
+from roll_core.runtime.concurrency import gather
+from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
+from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
+from roll_core.spec.train import Want
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.spec.config import WorkerConfig
+    from roll_core.spec.reward import RewardRequest
+    from roll_core.spec.train import LossFn, LossMetrics
+    from roll_core.types import Completion, DataRank, Floats, GenerateRequest, Reward, TrainSequence
+
+
+class GroupTrainRole(TrainRole):
+    """A role with a train strategy on any number of ranks."""
+
+    def __init__(self, name: str, config: WorkerConfig, group: WorkerGroup) -> None:
+        self.name, self.config, self.group = name, config, group
+        self._ranks: list[DataRank] = []
+        self._version = 0
+
+    async def start(self) -> None:
+        """Build the model on every rank."""
+        self._ranks = await self.group.call("start")
+
+    @property
+    def data_parallel(self) -> int:
+        """Model replicas that share the data."""
+        return self._ranks[0].size
+
+    @property
+    def sequences_per_step(self) -> int:
+        args = self.config.training_args
+        return args.gradient_accumulation_steps * args.per_device_train_batch_size * self.data_parallel
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    async def score(
+        self,
+        sequences: Sequence[TrainSequence],
+        *,
+        logprobs: bool = False,
+        entropy: bool = False,
+        values: bool = False,
+        temperature: float = 1.0,
+    ) -> ScoredSequences:
+        want = Want(logprobs=logprobs, entropy=entropy, values=values, temperature=temperature)
+        shares = balance(sequences, self.data_parallel)
+        answers: list[ScoredShare] = await self.group.call_each(
+            "score", [([sequences[i] for i in shares[rank.index]], want) for rank in self._ranks]
+        )
+
+        def in_order(field: str, wanted: bool) -> list[Floats] | None:
+            if not wanted:
+                return None
+            found: dict[int, Floats] = {}
+            for rank, answer in zip(self._ranks, answers, strict=True):
+                if rank.leader:
+                    found.update(zip(shares[rank.index], getattr(answer, field), strict=True))
+            return [found[i] for i in range(len(sequences))]
+
+        return ScoredSequences(
+            logprobs=in_order("logprobs", logprobs),
+            entropy=in_order("entropy", entropy),
+            values=in_order("values", values),
+        )
+
+    async def update(
+        self, sequences: Sequence[TrainSequence], loss: LossFn, *, epochs: int = 1, max_length: int = 1
+    ) -> UpdateResult:
+        per_step: list[LossMetrics] = []
+        num_skipped = 0
+        for _ in range(epochs):
+            for batch in even_chunks(sequences, self.sequences_per_step):
+                shares = balance(batch, self.data_parallel)
+                denominators = totals(batch, max_length=max_length)
+                answers: list[UpdateShare] = await self.group.call_each(
+                    "update", [([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
+                )
+                stats = answers[0].stats
+                num_skipped += stats.skipped
+                self._version += not stats.skipped
+                leaders = [a.metrics for a, rank in zip(answers, self._ranks, strict=True) if rank.leader]
+                per_step.append(combine(leaders) | {"grad_norm": stats.grad_norm, "lr": stats.learning_rate})
+        return UpdateResult(
+            metrics=average(per_step),
+            num_steps=len(per_step),
+            num_skipped=num_skipped,
+            num_tokens=epochs * sum(len(sequence) for sequence in sequences),
+        )
+
+    async def save(self, path: Path) -> None:
+        """Write every rank's state below `path`."""
+        await self.group.call_each("save", [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)])
+
+    async def load(self, path: Path, version: int) -> None:
+        """Continue from what `save` wrote, at weight version `version`."""
+        await self.group.call_each("load", [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)])
+        self._version = version
+
+    async def export(self, path: Path) -> None:
+        """Write a directory that transformers loads."""
+        await self.group.call("export", str(path))
+
+
+@dataclass
+class _Replica:
+    """How much one replica has to do."""
+
+    rank: int
+    outputs: int = 0
+
+
+class GroupInferRole(InferRole):
+    """A role with an infer strategy on any number of replicas."""
+
+    def __init__(self, name: str, config: WorkerConfig, group: WorkerGroup) -> None:
+        self.name, self.config, self.group = name, config, group
+        self.version = 0
+
+    async def start(self) -> None:
+        """Make every engine ready."""
+        await self.group.call("start")
+
+    @property
+    def weight_version(self) -> int:
+        return self.version
+
+    async def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        shares = self._spread(requests)
+        await self.group.call_each("submit", [(share,) for share in shares])
+
+        async def answer(rank: int, request: GenerateRequest) -> Completion:
+            completion: Completion = await self.group.call_rank(rank, "result", request.id)
+            if on_completion is not None:
+                on_completion(completion)
+            return completion
+
+        found = await gather([answer(rank, request) for rank, share in enumerate(shares) for request in share])
+        by_id = {completion.id: completion for completion in found}
+        return [by_id[request.id] for request in requests]
+
+    def _spread(self, requests: Sequence[GenerateRequest]) -> list[list[GenerateRequest]]:
+        """Each request to the replica with the fewest outputs to draw; ties go to the lower rank, so it is repeatable."""
+        replicas = [_Replica(rank) for rank in range(self.group.world_size)]
+        shares: list[list[GenerateRequest]] = [[] for _ in replicas]
+        for request in requests:
+            replica = min(replicas, key=lambda each: each.outputs)
+            replica.outputs += request.n
+            shares[replica.rank].append(request)
+        return shares
+
+
+class RewardRole:
+    """A judge on any number of workers, which take turns."""
+
+    def __init__(self, name: str, config: WorkerConfig, group: WorkerGroup) -> None:
+        self.name, self.config, self.group = name, config, group
+        self._turn = itertools.cycle(range(group.world_size))
+
+    async def start(self) -> None:
+        """Load what the judges need."""
+        await self.group.call("start")
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
+        """Judge the samples of a group together, on one worker."""
+        found: list[Reward] = await self.group.call_rank(next(self._turn), "score", requests)
+        return found
+
+
+def even_chunks(sequences: Sequence[TrainSequence], size: int) -> list[Sequence[TrainSequence]]:
+    """As few chunks of at most `size` as will do, of sizes that differ by one at most, in order.
+
+    Where failed rewards thin a batch out, no optimizer step is left with a handful of sequences.
+    """
+    count = math.ceil(len(sequences) / size)
+    bounds = [round(i * len(sequences) / count) for i in range(count + 1)] if count else []
+    return [sequences[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def average(per_step: Sequence[LossMetrics]) -> LossMetrics:
+    """Metrics of several optimizer steps as one: means, except `/max` and `/min`."""
+    if not per_step:
+        return {}
+    total = combine(per_step)
+    return {k: v if k.endswith(("/max", "/min")) else v / len(per_step) for k, v in total.items()}

@@ -1,0 +1,90 @@
+"""One replica of a role that generates: an infer strategy, and the requests that it is working on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import RollError
+from roll_core.plugins.targets import load_target
+from roll_core.runtime.weight_sync import WeightReceiver
+from roll_core.spec.model import MeshInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.runtime.executors.base import Peers, Place
+    from roll_core.spec.infer import InferStrategy
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.providers import InferProvider
+    from roll_core.types import Completion, GenerateRequest
+
+
+class InferWorker:
+    """Constructed by the executor in the worker's process; methods run on its event loop and may overlap."""
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        peers: Peers,
+        role: str,
+        provider: InferProvider,
+        strategy_config: Mapping[str, Any],
+        model: ModelSpec,
+        backend: str,
+        timeout_s: float,
+    ) -> None:
+        owner = f"infer strategy {provider.name}"
+        schema = load_target(provider.config, owner=owner)
+        strategy_class = load_target(provider.target, owner=owner)
+        self.model = model
+        self.strategy: InferStrategy = strategy_class(schema.model_validate(dict(strategy_config)))
+        self.mesh = MeshInfo(
+            role=role,
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_indices[0] if place.local_indices else 0,
+            device=place.device,
+            backend=backend,
+            master_addr=peers.master_addr,
+            master_port=peers.master_port,
+            num_threads=place.num_threads,
+            timeout_s=timeout_s,
+        )
+        self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank)
+        self.running: dict[str, asyncio.Task[Completion]] = {}
+
+    async def start(self) -> None:
+        """Make the engine ready."""
+        await self.strategy.start(self.model, self.mesh)
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Admit `requests` together, in this turn of the event loop, so that they are batched alike every time."""
+        for request in requests:
+            if request.id in self.running:
+                raise RollError(f"request {request.id} is already running")
+            self.running[request.id] = asyncio.create_task(self.strategy.generate(request))
+
+    async def result(self, request_id: str) -> Completion:
+        """Wait for one of the admitted requests and hand its answer out, once."""
+        try:
+            return await self.running[request_id]
+        finally:
+            del self.running[request_id]
+
+    async def abort(self, ids: Sequence[str]) -> list[Completion]:
+        """End requests now; their `result` has what there is."""
+        return await self.strategy.abort(ids)
+
+    async def metrics(self) -> Mapping[str, float]:
+        """The engine's counters since the last call."""
+        return self.strategy.metrics()
+
+    async def close(self) -> None:
+        """End the engine and whatever it was working on."""
+        for task in self.running.values():
+            task.cancel()
+        await asyncio.gather(*self.running.values(), return_exceptions=True)
+        self.receiver.close()
+        await self.strategy.stop()

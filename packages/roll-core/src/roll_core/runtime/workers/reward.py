@@ -1,0 +1,66 @@
+"""One worker of a role that judges: a reward function behind threads, so that a slow judgement delays no other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import RewardFailure
+from roll_core.plugins.targets import load_target
+from roll_core.types import Reward
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.runtime.executors.base import Peers, Place
+    from roll_core.spec.providers import RewardProvider
+    from roll_core.spec.reward import RewardFunction, RewardRequest
+
+THREADS = 8
+log = logging.getLogger(__name__)
+
+
+class RewardWorker:
+    """Constructed by the executor in the worker's process."""
+
+    def __init__(
+        self, *, place: Place, peers: Peers, role: str, provider: RewardProvider, config: Mapping[str, Any]
+    ) -> None:
+        owner = f"reward {provider.name}"
+        schema = load_target(provider.config, owner=owner)
+        function_class = load_target(provider.target, owner=owner)
+        self.role = role
+        self.config = schema.model_validate(dict(config))
+        self.function: RewardFunction = function_class(self.config)
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"{role}-{place.rank}")
+
+    async def start(self) -> None:
+        """Let the function load what it needs."""
+        await asyncio.get_running_loop().run_in_executor(self.threads, self.function.start)
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
+        """Judge samples; a judgement that raises is a failure with its cause, never a value."""
+        loop = asyncio.get_running_loop()
+        return list(await asyncio.gather(*(loop.run_in_executor(self.threads, self._judge, each) for each in requests)))
+
+    def _judge(self, request: RewardRequest) -> Reward:
+        try:
+            reward = self.function.score(request)
+        except RewardFailure as failure:
+            return Reward(value=None, failure=str(failure) or "no reason given")
+        except Exception as error:  # a reward is foreign code: whatever it raises concerns this sample only
+            log.warning("%s: sample %s: %s: %s", self.role, request.sample.id, type(error).__name__, error)
+            return Reward(value=None, failure=f"{type(error).__name__}: {error}")
+        if reward.value is None:
+            return reward
+        if not math.isfinite(reward.value):
+            return Reward(value=None, failure=f"the reward is {reward.value}, which is not a number to learn from")
+        return Reward(value=reward.value * self.config.weight, detail=reward.detail)
+
+    async def close(self) -> None:
+        """Give everything back."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.function.close()

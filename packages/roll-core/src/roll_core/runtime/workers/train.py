@@ -1,0 +1,171 @@
+"""One rank of a role that trains or scores: a train strategy, and the microbatches that it computes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.data.pack import pack
+from roll_core.plugins.targets import load_target
+from roll_core.runtime.weight_sync import WeightSender
+from roll_core.spec.model import MeshInfo
+from roll_core.spec.train import Want
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from roll_core.runtime.executors.base import Peers, Place
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.providers import TrainProvider
+    from roll_core.spec.train import LossFn, LossMetrics, StepStats, TokenOutputs, TrainingSpec, TrainStrategy
+    from roll_core.types import DataRank, Floats, Totals, TrainSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How sequences are cut into microbatches: by number, or by tokens where a budget is given."""
+
+    train_sequences: int
+    infer_sequences: int
+    train_tokens: int | None = None
+    infer_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredShare:
+    """Outputs of one rank's share, one array of length L per sequence."""
+
+    logprobs: list[Floats] | None
+    entropy: list[Floats] | None
+    values: list[Floats] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateShare:
+    """What one optimizer step did on one rank."""
+
+    metrics: LossMetrics
+    stats: StepStats
+
+
+class TrainWorker:
+    """Constructed by the executor in the worker's process; every method runs on the worker's own thread."""
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        peers: Peers,
+        role: str,
+        provider: TrainProvider,
+        strategy_config: Mapping[str, Any],
+        training: TrainingSpec | None,
+        model: ModelSpec,
+        limits: BatchLimits,
+        backend: str,
+        timeout_s: float,
+        deterministic: bool,
+    ) -> None:
+        owner = f"train strategy {provider.name}"
+        schema = load_target(provider.config, owner=owner)
+        strategy_class = load_target(provider.target, owner=owner)
+        self.role, self.place, self.limits, self.model = role, place, limits, model
+        self.deterministic = deterministic
+        self.strategy: TrainStrategy = strategy_class(schema.model_validate(dict(strategy_config)), training)
+        self.mesh = MeshInfo(
+            role=role,
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_indices[0] if place.local_indices else 0,
+            device=place.device,
+            backend=backend,
+            master_addr=peers.master_addr,
+            master_port=peers.master_port,
+            num_threads=place.num_threads,
+            timeout_s=timeout_s,
+        )
+        self.sender = WeightSender(self.strategy, role=role, rank=place.rank)
+
+    def start(self) -> DataRank:
+        """Build the model; collective over the role's ranks."""
+        import torch
+
+        torch.use_deterministic_algorithms(self.deterministic)
+        # Filling fresh memory guards against reading it uninitialised, at a cost; nothing here does.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        self.strategy.build(self.model, self.mesh)
+        return self.strategy.data_rank
+
+    def score(self, sequences: Sequence[TrainSequence], want: Want) -> ScoredShare:
+        """Forward passes over this rank's share."""
+        limits = self.limits
+        micros = pack(sequences, max_sequences=limits.infer_sequences, max_tokens=limits.infer_tokens)
+        found: dict[str, dict[str, Floats]] = {"logprobs": {}, "entropy": {}, "values": {}}
+        for micro in micros:
+            outputs = self.strategy.forward(micro, want)
+            for name, tensor_T in _outputs(outputs).items():
+                rows = tensor_T.detach().float().cpu().numpy()
+                bounds = np.cumsum((0, *micro.lengths))
+                for at, sequence_id in enumerate(micro.ids):
+                    found[name][sequence_id] = rows[bounds[at] : bounds[at + 1]]
+
+        def in_order(name: str, wanted: bool) -> list[Floats] | None:
+            return [found[name][sequence.id] for sequence in sequences] if wanted else None
+
+        return ScoredShare(
+            logprobs=in_order("logprobs", want.logprobs),
+            entropy=in_order("entropy", want.entropy),
+            values=in_order("values", want.values),
+        )
+
+    def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> UpdateShare:
+        """One optimizer step; collective over the role's ranks, so a rank without sequences takes part as well."""
+        limits = self.limits
+        micros = pack(sequences, max_sequences=limits.train_sequences, max_tokens=limits.train_tokens, totals=totals)
+        metrics = combine(self.strategy.forward_backward(micros, loss))
+        return UpdateShare(metrics=metrics, stats=self.strategy.optimizer_step())
+
+    def save(self, path: str) -> None:
+        """Write this rank's share of the state into `path`."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self.strategy.save(Path(path))
+
+    def load(self, path: str) -> None:
+        """Continue from what `save` wrote."""
+        self.strategy.load(Path(path))
+
+    def export(self, path: str) -> None:
+        """Write a directory that transformers loads."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self.strategy.export_model(Path(path))
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.sender.close()
+        self.strategy.close()
+
+
+def combine(shares: Sequence[LossMetrics]) -> LossMetrics:
+    """Metrics of several microbatches or ranks as one: sums, except `/max` and `/min`."""
+    total: LossMetrics = {}
+    for share in shares:
+        for name, value in share.items():
+            if name not in total:
+                total[name] = value
+            elif name.endswith("/max"):
+                total[name] = max(total[name], value)
+            elif name.endswith("/min"):
+                total[name] = min(total[name], value)
+            else:
+                total[name] += value
+    return total
+
+
+def _outputs(outputs: TokenOutputs) -> dict[str, Tensor]:
+    named = {"logprobs": outputs.logprobs_T, "entropy": outputs.entropy_T, "values": outputs.values_T}
+    return {name: tensor_T for name, tensor_T in named.items() if tensor_T is not None}
