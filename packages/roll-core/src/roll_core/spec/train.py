@@ -93,6 +93,8 @@ class Want:
 
     logprobs: bool = False
     entropy: bool = False
+    entropy_grad: bool = True
+    """Whether the entropy carries gradients; False where it is only reported, which a strategy may use to save work."""
     values: bool = False
     topk: int = 0
     temperature: float = 1.0
