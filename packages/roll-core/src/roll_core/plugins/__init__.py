@@ -1,1 +1,1 @@
-"""Discovery of plugins and the registry of what they offer."""
+"""The plugin host: discovery (`loader`), lookup by name (`registry`), import on use (`targets`), events (`events`)."""

@@ -1,0 +1,162 @@
+"""What roll-core itself offers, through the same hooks as everyone else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import (
+    AdvantageProvider,
+    InferCapabilities,
+    InferProvider,
+    PipelineProvider,
+    PlatformProvider,
+    PolicyLossProvider,
+    RewardProvider,
+    TrackerProvider,
+    TrainCapabilities,
+    TrainProvider,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+
+HF_TRAIN = TrainCapabilities(
+    tasks=("causal_lm", "value", "reward"),
+    packing=True,
+    gradient_checkpointing=True,
+    data_parallel=True,
+    weight_transports=("shared", "shm", "collective"),
+)
+HF_INFER = InferCapabilities(
+    prompt_logprobs=True,
+    in_flight_update=True,
+    weight_transports=("shared", "shm", "collective"),
+)
+
+
+@hookimpl
+def roll_platforms() -> Iterator[PlatformProvider]:
+    """The host itself."""
+    yield PlatformProvider(
+        name="cpu", target="roll_core.builtin.cpu:CpuPlatform", summary="The host's cores; always there"
+    )
+
+
+@hookimpl
+def roll_train_strategies() -> Iterator[TrainProvider]:
+    """One process per replica, on Hugging Face models."""
+    yield TrainProvider(
+        name="hf_train",
+        target="roll_core.builtin.hf.train:HFTrainStrategy",
+        config="roll_core.builtin.hf.config:HFTrainConfig",
+        summary="Trains Hugging Face models, one process per replica",
+        capabilities=HF_TRAIN,
+    )
+    yield TrainProvider(
+        name="hf_infer",
+        target="roll_core.builtin.hf.train:HFTrainStrategy",
+        config="roll_core.builtin.hf.config:HFTrainConfig",
+        summary="hf_train without optimizer, for roles that only score",
+        capabilities=HF_TRAIN,
+        forward_only=True,
+    )
+
+
+@hookimpl
+def roll_infer_strategies() -> Iterator[InferProvider]:
+    """The embedded engine."""
+    yield InferProvider(
+        name="hf_infer",
+        target="roll_core.builtin.hf.engine:HFInferStrategy",
+        config="roll_core.builtin.hf.config:HFInferConfig",
+        summary="Embedded engine for Hugging Face models: continuous batching with a KV cache",
+        capabilities=HF_INFER,
+    )
+
+
+@hookimpl
+def roll_pipelines() -> Iterator[PipelineProvider]:
+    """Supervised fine-tuning, and reinforcement learning with verifiable rewards."""
+    yield PipelineProvider(
+        name="sft",
+        target="roll_core.pipelines.sft:SFTPipeline",
+        config="roll_core.pipelines.config:SFTConfig",
+        summary="Supervised fine-tuning on prompts and responses, or chats",
+    )
+    yield PipelineProvider(
+        name="rlvr",
+        target="roll_core.pipelines.rlvr:RLVRPipeline",
+        config="roll_core.pipelines.config:RLVRConfig",
+        summary="Reinforcement learning with verifiable rewards: GRPO, PPO, REINFORCE, RLOO",
+    )
+
+
+@hookimpl
+def roll_rewards() -> Iterator[RewardProvider]:
+    """Rewards by rule, and by the user's own function."""
+    yield RewardProvider(
+        name="math_rule",
+        target="roll_core.builtin.rewards.math_rule:MathRuleReward",
+        config="roll_core.builtin.rewards.config:MathRuleConfig",
+        summary="1 if the response's final answer equals the ground truth, mathematically",
+    )
+    yield RewardProvider(
+        name="function",
+        target="roll_core.builtin.rewards.function:FunctionReward",
+        config="roll_core.builtin.rewards.config:FunctionConfig",
+        summary="A Python function of yours",
+    )
+
+
+@hookimpl
+def roll_trackers() -> Iterator[TrackerProvider]:
+    """TensorBoard; `metrics.jsonl` is always written and is no tracker."""
+    yield TrackerProvider(
+        name="tensorboard",
+        target="roll_core.builtin.trackers.tensorboard:TensorBoardTracker",
+        summary="Event files for TensorBoard, in the run directory",
+    )
+
+
+@hookimpl
+def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
+    """How a reward becomes credit for each token."""
+    yield AdvantageProvider(
+        name="grpo",
+        target="roll_core.algorithms.advantages:grpo",
+        summary="Reward less the group's mean, over the group's deviation",
+    )
+    yield AdvantageProvider(
+        name="reinforce",
+        target="roll_core.algorithms.advantages:reinforce",
+        summary="Discounted reward to go",
+    )
+    yield AdvantageProvider(
+        name="rloo",
+        target="roll_core.algorithms.advantages:rloo",
+        summary="Reward less the mean of the group's other samples",
+    )
+    yield AdvantageProvider(
+        name="gae",
+        target="roll_core.algorithms.advantages:gae",
+        summary="Generalised advantage estimation with a critic",
+        needs_critic=True,
+    )
+
+
+@hookimpl
+def roll_policy_losses() -> Iterator[PolicyLossProvider]:
+    """How advantages move the policy."""
+    yield PolicyLossProvider(
+        name="ppo",
+        target="roll_core.algorithms.policy_losses:ppo",
+        summary="Clipped importance ratio, with clip-higher and dual clip",
+    )
+    yield PolicyLossProvider(
+        name="vanilla",
+        target="roll_core.algorithms.policy_losses:vanilla",
+        summary="Log-probability times advantage",
+    )

@@ -1,0 +1,48 @@
+"""The kinds of parts that plugins offer: which hook yields which record, and what people call it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roll_core.spec.providers import (
+    AdvantageProvider,
+    InferProvider,
+    PipelineProvider,
+    PlatformProvider,
+    PolicyLossProvider,
+    Provider,
+    RewardProvider,
+    TrackerProvider,
+    TrainProvider,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of part."""
+
+    hook: str
+    record: type[Provider]
+    noun: str
+    """As in "no *infer strategy* is called 'x'"."""
+    key: str
+    """For `known_parts.toml` and JSON."""
+
+
+KINDS = (
+    Kind("roll_platforms", PlatformProvider, "platform", "platforms"),
+    Kind("roll_train_strategies", TrainProvider, "train strategy", "train_strategies"),
+    Kind("roll_infer_strategies", InferProvider, "infer strategy", "infer_strategies"),
+    Kind("roll_pipelines", PipelineProvider, "pipeline", "pipelines"),
+    Kind("roll_rewards", RewardProvider, "reward", "rewards"),
+    Kind("roll_trackers", TrackerProvider, "tracker", "trackers"),
+    Kind("roll_advantage_estimators", AdvantageProvider, "advantage estimator", "advantage_estimators"),
+    Kind("roll_policy_losses", PolicyLossProvider, "policy loss", "policy_losses"),
+)
+
+_BY_RECORD = {kind.record: kind for kind in KINDS}
+
+
+def kind_of(record: type[Provider]) -> Kind:
+    """The kind whose records are of this class."""
+    return _BY_RECORD[record]

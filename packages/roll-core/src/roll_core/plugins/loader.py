@@ -1,0 +1,299 @@
+"""Finds and loads plugins, each behind a wall of its own: one that is broken is recorded, with its cause, and no other
+notices.
+
+    distributions -> entry points of group roll.plugins -> allowed? -> import -> hook API? -> hooks -> records
+
+Each plugin gets a pluggy manager of its own: results and failures then belong to one package without guessing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.metadata
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import pluggy
+
+from roll_core.errors import PluginError, PluginLoadError
+from roll_core.plugins.kinds import KINDS
+from roll_core.plugins.records import check_record
+from roll_core.spec import HOOK_API, hooks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from roll_core.plugins.kinds import Kind
+    from roll_core.spec.providers import Provider
+
+GROUP = "roll.plugins"
+ALLOW_VARIABLE = "ROLL_PLUGINS"
+"""Comma-separated names of the distributions that may be loaded besides roll-core; all of them where it is not set."""
+SLOW_IMPORT_S = 0.25
+"""An import that takes longer is called slow in the listing: every command that reads a config pays for it."""
+CORE = "roll-core"
+
+State = Literal["loaded", "failed", "disabled", "not allowed", "not installed"]
+
+HOOK_NAMES = frozenset(name for name in vars(hooks) if name.startswith("roll_"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """One entry point of one distribution, and what came of loading it."""
+
+    package: str
+    """Name of the distribution."""
+    version: str
+    entry_point: str
+    target: str
+    """What the entry point names, `module` or `module:attribute`."""
+    state: State
+    hook_api: int | None = None
+    hooks: tuple[str, ...] = ()
+    """Names of the hooks that it implements."""
+    providers: tuple[Provider, ...] = ()
+    import_s: float = 0.0
+    """Seconds that importing it took; what it imports first is on its bill."""
+    error: PluginLoadError | None = None
+    """Why it failed; `__cause__` is what the plugin raised."""
+    manager: pluggy.PluginManager | None = field(default=None, repr=False, compare=False)
+    """Calls this plugin's hooks; None unless loaded."""
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.version}".rstrip()
+
+    @property
+    def cause(self) -> str:
+        """Why it failed, on one line: what the plugin raised, or how it broke the contract."""
+        if self.error is None:
+            return ""
+        root = self.error.__cause__
+        return str(self.error) if root is None else _one_line(root)
+
+
+def load_plugins(
+    disabled: Collection[str] = (), environ: Mapping[str, str] = os.environ, path: list[str] | None = None
+) -> tuple[Plugin, ...]:
+    """Every plugin that is installed, loaded or with the reason why not, roll-core's own first.
+
+    `disabled` are distributions or entry points that are not even imported; naming one that does not exist is a
+    `PluginError`. `path` replaces `sys.path` for the search.
+    """
+    found = sorted(_discover(path), key=lambda plugin: (normalise(plugin.package) != CORE, normalise(plugin.package)))
+    _refuse_unknown(disabled, found)
+    allowed = _allowed(environ)
+    plugins = []
+    for plugin in found:
+        if _is_named(plugin, disabled):
+            plugins.append(replace(plugin, state="disabled"))
+        elif allowed is not None and not _is_named(plugin, allowed) and normalise(plugin.package) != CORE:
+            plugins.append(replace(plugin, state="not allowed"))
+        elif plugin.error is not None:
+            plugins.append(plugin)
+        else:
+            plugins.append(_load(plugin))
+    for name in sorted(allowed or ()):
+        if not any(_is_named(plugin, {name}) for plugin in found):
+            plugins.append(Plugin(package=name, version="", entry_point="", target="", state="not installed"))
+    return tuple(plugins)
+
+
+def normalise(name: str) -> str:
+    """A distribution's name as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# -- discovery ---------------------------------------------------------------------------------------------------------
+
+
+def _discover(path: list[str] | None) -> Iterator[Plugin]:
+    """Entry points of every distribution. A distribution is taken from the first folder of the path that has it, as
+    import does; two distributions may use one entry-point name, and both are kept."""
+    seen: set[str] = set()
+    arguments: dict[str, Any] = {} if path is None else {"path": path}
+    for distribution in importlib.metadata.distributions(**arguments):
+        text = distribution.read_text("entry_points.txt")
+        if text is None or GROUP not in text:
+            continue
+        package, version = _identity(distribution)
+        if normalise(package) in seen:
+            continue
+        seen.add(normalise(package))
+        try:
+            points = [point for point in distribution.entry_points if point.group == GROUP]
+        except Exception as error:  # whatever a damaged file makes the parser raise
+            problem = _failure(package, version, "its entry_points.txt cannot be read", error)
+            yield Plugin(package=package, version=version, entry_point="", target="", state="failed", error=problem)
+            continue
+        for point in points:
+            yield Plugin(package=package, version=version, entry_point=point.name, target=point.value, state="loaded")
+
+
+def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+    """Name and version, from the folder's name where METADATA is missing or damaged."""
+    try:
+        name, version = distribution.metadata["Name"], distribution.version
+    except Exception:  # a broken installation must not hide the others; it is named as well as can be
+        name, version = None, ""
+    if not name:
+        folder = getattr(distribution, "_path", None)
+        stem = getattr(folder, "stem", "") or "an unnamed distribution"
+        name, _, version = str(stem).partition("-")
+    return str(name), str(version or "")
+
+
+def _allowed(environ: Mapping[str, str]) -> set[str] | None:
+    value = environ.get(ALLOW_VARIABLE)
+    return None if value is None else {name.strip() for name in value.split(",") if name.strip()}
+
+
+def _is_named(plugin: Plugin, names: Collection[str]) -> bool:
+    wanted = {normalise(name) for name in names}
+    return normalise(plugin.package) in wanted or normalise(plugin.entry_point) in wanted
+
+
+def _refuse_unknown(disabled: Collection[str], found: list[Plugin]) -> None:
+    for name in disabled:
+        if not any(_is_named(plugin, {name}) for plugin in found):
+            installed = sorted({plugin.package for plugin in found})
+            close = difflib.get_close_matches(normalise(name), installed, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise PluginError(
+                f"--disable-plugin {name}: no such plugin is installed{hint} Installed: {', '.join(installed)}"
+            )
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def _load(plugin: Plugin) -> Plugin:
+    """The plugin, loaded or failed. Nothing that it does on import gets out, but for Ctrl-C."""
+    began = time.perf_counter()
+    try:
+        # What a plugin prints on import must not end up in `--json`.
+        with contextlib.redirect_stdout(sys.stderr):
+            point = importlib.metadata.EntryPoint(plugin.entry_point, plugin.target, GROUP)
+            module = point.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit and whatever else a foreign module raises while it is imported
+        seconds = time.perf_counter() - began
+        problem = _failure(plugin.package, plugin.version, f"importing {plugin.target} failed", error)
+        return replace(plugin, state="failed", import_s=seconds, error=problem)
+    plugin = replace(plugin, import_s=time.perf_counter() - began)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            _check_api(module)
+            manager = _register(module, plugin.entry_point)
+            names = tuple(sorted(name for name in HOOK_NAMES if getattr(manager.hook, name).get_hookimpls()))
+            providers = tuple(record for kind in KINDS if kind.hook in names for record in _call(manager, kind))
+    except _BrokenContractError as error:
+        problem = _failure(plugin.package, plugin.version, str(error), error.__cause__)
+        return replace(plugin, state="failed", error=problem)
+    return replace(plugin, hook_api=HOOK_API, hooks=names, providers=providers, manager=manager)
+
+
+class _BrokenContractError(Exception):
+    """A plugin was imported but is not what a plugin has to be; the message says how."""
+
+
+def _failure(package: str, version: str, problem: str, cause: BaseException | None) -> PluginLoadError:
+    detail = f": {_one_line(cause)}" if cause is not None else ""
+    error = PluginLoadError(f"plugin {package} {version}: {problem}{detail}")
+    error.__cause__ = cause
+    return error
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _check_api(module: Any) -> None:
+    stated = getattr(module, "ROLL_HOOK_API", None)
+    if stated is None:
+        raise _BrokenContractError(f"it does not say ROLL_HOOK_API = {HOOK_API}, the hook API it was written for")
+    if type(stated) is not int:
+        raise _BrokenContractError(f"ROLL_HOOK_API is {stated!r}, expected a number such as {HOOK_API}")
+    if stated < HOOK_API:
+        raise _BrokenContractError(
+            f"it was written for hook API {stated}, this roll-core has {HOOK_API}: install a newer version of it"
+        )
+    if stated > HOOK_API:
+        raise _BrokenContractError(
+            f"it was written for hook API {stated}, this roll-core has {HOOK_API}: install a newer roll-core"
+        )
+
+
+def _register(module: Any, name: str) -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hooks.PROJECT)
+    manager.add_hookspecs(hooks)
+    _check_hook_names(manager, module)
+    try:
+        manager.register(module, name)
+    except pluggy.PluginValidationError as error:
+        raise _BrokenContractError(" ".join(str(error).split())) from None
+    except Exception as error:
+        raise _BrokenContractError("its hooks cannot be registered") from error
+    return manager
+
+
+def _check_hook_names(manager: pluggy.PluginManager, module: Any) -> None:
+    """Misspelt hooks, and functions named like a hook that lack the mark: pluggy would call neither."""
+    for name in dir(module):
+        options = manager.parse_hookimpl_opts(module, name)
+        if options is not None:
+            hook = options.get("specname") or name
+            if hook not in HOOK_NAMES:
+                close = difflib.get_close_matches(hook, HOOK_NAMES, 1, 0.5)
+                hint = f"did you mean {close[0]}?" if close else f"hooks are {', '.join(sorted(HOOK_NAMES))}"
+                raise _BrokenContractError(f"{hook} is not a hook; {hint}")
+        elif name.startswith("roll_") and callable(getattr(module, name, None)):
+            close = difflib.get_close_matches(name, HOOK_NAMES, 1, 0.85)
+            if close:
+                raise _BrokenContractError(
+                    f"{name} is not marked with @hookimpl and would never be called; mark it as {close[0]}"
+                )
+
+
+def _call(manager: pluggy.PluginManager, kind: Kind) -> list[Provider]:
+    """The records of one hook of one plugin, checked."""
+    expected = f"expected an iterable of {kind.record.__name__}"
+    try:
+        results = getattr(manager.hook, kind.hook)()
+        if not results:
+            raise _BrokenContractError(f"{kind.hook} returned None, {expected}")
+        records: list[Any] = []
+        for result in results:
+            if not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping)):
+                raise _BrokenContractError(f"{kind.hook} returned {_describe(result)}, {expected}")
+            records += result
+    except (KeyboardInterrupt, _BrokenContractError):
+        raise
+    except BaseException as error:  # the plugin's own code, SystemExit included
+        raise _BrokenContractError(f"{kind.hook} raised") from error
+    names: set[str] = set()
+    for position, record in enumerate(records, 1):
+        if type(record) is not kind.record:
+            raise _BrokenContractError(
+                f"item {position} of {kind.hook} is {_describe(record)}, expected {kind.record.__name__}"
+            )
+        problem = check_record(record)
+        if problem:
+            raise _BrokenContractError(f"item {position} of {kind.hook}: {problem}")
+        if record.name in names:
+            raise _BrokenContractError(f"{kind.hook} offers {record.name!r} twice")
+        names.add(record.name)
+    return records
+
+
+def _describe(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,89 @@
+"""Type-checks the records that hooks yield, field by field: a plugin's author may not have run a type checker."""
+
+from __future__ import annotations
+
+import re
+import typing
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from roll_core.spec.providers import Provider
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def check_record(record: Provider) -> str:
+    """What is wrong with a record, or empty. Mentions the field, what stands there and what belongs there."""
+    problem = _check_fields(record)
+    if problem:
+        return problem
+    if not _NAME.fullmatch(record.name):
+        return f"name is {record.name!r}, expected letters, digits, '_', '-' and '.'"
+    if not _TARGET.fullmatch(record.target):
+        return f"target is {record.target!r}, expected 'module:attribute'"
+    if record.config and not _TARGET.fullmatch(record.config):
+        return f"config is {record.config!r}, expected 'module:attribute' or ''"
+    if record.needs:
+        return _check_needs(record.needs)
+    return ""
+
+
+def _check_needs(needs: tuple[str, ...]) -> str:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    for need in needs:
+        try:
+            Requirement(need)
+        except InvalidRequirement as error:
+            return f"needs lists {need!r}, which is no requirement: {str(error).splitlines()[0]}"
+    return ""
+
+
+def _check_fields(record: Any, prefix: str = "") -> str:
+    hints = _hints(type(record))
+    for each in fields(record):
+        value = getattr(record, each.name)
+        name = prefix + each.name
+        if not _matches(value, hints[each.name]):
+            return f"{name} is {_show(value)}, expected {_spell(hints[each.name])}"
+        if is_dataclass(value):
+            problem = _check_fields(value, f"{name}.")
+            if problem:
+                return problem
+    return ""
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _matches(value: object, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in arguments and type(value) in {type(each) for each in arguments}
+    if origin is tuple:
+        return type(value) is tuple and all(_matches(each, arguments[0]) for each in value)
+    if origin in (typing.Union, UnionType):
+        return any(_matches(value, each) for each in arguments)
+    if hint in (int, bool, str, float, NoneType):
+        return type(value) is hint
+    return isinstance(value, hint)
+
+
+def _spell(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(each) for each in arguments)
+    if origin is tuple:
+        return f"a tuple, each item {_spell(arguments[0])}"
+    return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

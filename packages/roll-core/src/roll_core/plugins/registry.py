@@ -1,0 +1,160 @@
+"""Which part has which name. Names are looked up when a config asks for them, so what nobody asks for harms nobody."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from roll_core.errors import ProviderConflictError, UnknownProviderError
+from roll_core.plugins.kinds import KINDS, kind_of
+from roll_core.plugins.loader import load_plugins, normalise
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from roll_core.plugins.kinds import Kind
+    from roll_core.plugins.loader import Plugin
+    from roll_core.spec.providers import Provider
+
+P = TypeVar("P", bound="Provider")
+
+
+def load_registry(disabled: Collection[str] = ()) -> Registry:
+    """Load every installed plugin, except `disabled` ones and those that `ROLL_PLUGINS` does not allow."""
+    return Registry(load_plugins(disabled))
+
+
+class Registry:
+    """All parts by kind and name.
+
+    registry.find(InferProvider, "acme")                    the record, or an error that says what to do
+    registry.find(InferProvider, "roll-infer-acme/acme")    of exactly this package
+    """
+
+    def __init__(self, plugins: Iterable[Plugin]) -> None:
+        self.plugins = tuple(plugins)
+
+    def find(self, kind: type[P], name: str) -> P:
+        """The record of this kind with this name, `name` or `package/name`.
+
+        Raises `ProviderConflictError` if two packages offer it, and `UnknownProviderError` if none does: with the
+        nearest name, the package that would bring it, and the plugins that failed to load; the first of their causes
+        is chained.
+        """
+        offers = self._offers(kind, name)
+        if len(offers) == 1:
+            return offers[0][1]
+        if offers:
+            raise ProviderConflictError(self._conflict(kind_of(kind), name, [plugin for plugin, _ in offers]))
+        failed = [plugin for plugin in self.plugins if plugin.state == "failed"]
+        raise UnknownProviderError(self._unknown(kind, name, failed)) from (failed[0].error if failed else None)
+
+    def providers(self, kind: type[P]) -> tuple[P, ...]:
+        """All records of a kind, roll-core's own first."""
+        return tuple(record for plugin in self.plugins for record in plugin.providers if isinstance(record, kind))
+
+    def names(self, kind: type[Provider]) -> tuple[str, ...]:
+        """Names of a kind, sorted, each once."""
+        return tuple(sorted({record.name for record in self.providers(kind)}))
+
+    def owner(self, record: Provider) -> str:
+        """Whose a record is, for messages: `infer strategy 'acme' of roll-infer-acme 1.2`."""
+        for plugin in self.plugins:
+            if any(record is each for each in plugin.providers):
+                return f"{kind_of(type(record)).noun} {record.name!r} of {plugin}"
+        return f"{kind_of(type(record)).noun} {record.name!r}"
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Plain values for `plugins --json` and for a run's record: every plugin, loaded or not."""
+        return [_describe(plugin) for plugin in self.plugins]
+
+    def _offers(self, kind: type[P], name: str) -> list[tuple[Plugin, P]]:
+        package, slash, bare = name.rpartition("/")
+        return [
+            (plugin, record)
+            for plugin in self.plugins
+            for record in plugin.providers
+            if isinstance(record, kind)
+            and record.name == bare
+            and (not slash or normalise(plugin.package) == normalise(package))
+        ]
+
+    def _conflict(self, kind: Kind, name: str, plugins: list[Plugin]) -> str:
+        packages = " and ".join(str(plugin) for plugin in plugins)
+        bare = name.rpartition("/")[2]
+        spelt = " or ".join(repr(f"{plugin.package}/{bare}") for plugin in plugins)
+        if len({normalise(plugin.package) for plugin in plugins}) == 1:
+            points = " or ".join(f"--disable-plugin {plugin.entry_point}" for plugin in plugins)
+            return f"{kind.noun} {name!r} is offered twice by {plugins[0]}: choose with {points}"
+        return (
+            f"{kind.noun} {name!r} is offered by {packages}: write {spelt},"
+            f" or leave one out with --disable-plugin {plugins[-1].package}"
+        )
+
+    def _unknown(self, kind: type[Provider], name: str, failed: list[Plugin]) -> str:
+        spec = kind_of(kind)
+        package, slash, bare = name.rpartition("/")
+        known = _known_parts(spec)
+        names = self.names(kind)
+        lines = [f"no {spec.noun} is called {name!r}"]
+        if slash:
+            lines += self._unknown_package(spec, kind, package, bare)
+        elif bare not in known:
+            close = difflib.get_close_matches(bare, [*names, *known], 1, 0.6)
+            if close:
+                lines[0] += f"; did you mean {close[0]!r}?"
+                bare = close[0]
+        if bare in known and bare not in names:
+            lines.append(f"{bare!r} comes with the package {known[bare]}: pip install {known[bare]}")
+        lines.append(f"available: {', '.join(names) or 'none'}")
+        for plugin in failed:
+            lines.append(f"failed to load: {plugin}: {plugin.cause}")
+        for plugin in self.plugins:
+            if plugin.state in ("disabled", "not allowed", "not installed"):
+                lines.append(f"not loaded: {plugin} ({_WHY[plugin.state]})")
+        return "\n    ".join(lines)
+
+    def _unknown_package(self, spec: Kind, kind: type[Provider], package: str, bare: str) -> list[str]:
+        mine = [plugin for plugin in self.plugins if normalise(plugin.package) == normalise(package)]
+        if not mine:
+            packages = sorted({plugin.package for plugin in self.plugins})
+            return [f"no plugin {package!r} is installed; installed: {', '.join(packages)}"]
+        offered = sorted(record.name for plugin in mine for record in plugin.providers if isinstance(record, kind))
+        if mine[0].state != "loaded":
+            return []
+        return [f"{mine[0]} offers {', '.join(offered) if offered else f'no {spec.noun}'}"]
+
+
+_WHY = {
+    "disabled": "--disable-plugin",
+    "not allowed": "not listed in ROLL_PLUGINS",
+    "not installed": "listed in ROLL_PLUGINS, but not installed",
+}
+
+
+def _known_parts(kind: Kind) -> dict[str, str]:
+    import tomllib
+    from importlib.resources import files
+
+    table = tomllib.loads(files("roll_core.plugins").joinpath("known_parts.toml").read_text(encoding="utf-8"))
+    found: dict[str, str] = table.get(kind.key, {})
+    return found
+
+
+def _describe(plugin: Plugin) -> dict[str, Any]:
+    return {
+        "package": plugin.package,
+        "version": plugin.version,
+        "entry_point": plugin.entry_point,
+        "target": plugin.target,
+        "state": plugin.state,
+        "hook_api": plugin.hook_api,
+        "hooks": list(plugin.hooks),
+        "provides": {
+            kind.key: [record.name for record in plugin.providers if type(record) is kind.record]
+            for kind in KINDS
+            if any(type(record) is kind.record for record in plugin.providers)
+        },
+        "import_s": round(plugin.import_s, 4),
+        "error": str(plugin.error) if plugin.error is not None else None,
+    }
