@@ -1,0 +1,64 @@
+"""From a score per sequence to a reward per token, and which sequences are left out of the loss.
+
+T flat tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from roll_core.algorithms._segments import is_last_in_segment, require_finite
+from roll_core.algorithms.normalise import clip, moments_by
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from roll_core.types import FinishReason
+
+
+def token_rewards(
+    scores_S: Tensor,
+    mask_T: Tensor,
+    segments_T: Tensor,
+    *,
+    kl_T: Tensor | None = None,
+    kl_coef: float = 0.0,
+    reward_clip: float | None = None,
+) -> Tensor:
+    """`[T]` float32: each score at its sequence's last masked token, less `kl_coef * kl_T` at every masked token, then
+    clamped to `± reward_clip`; 0 off the mask.
+
+    The KL term is the config's `add_token_level_kl` (arXiv:1909.08593 eq. 2, spread over tokens). A
+    sequence without a masked token has nowhere to put its score, and takes no part. Raises `NonFiniteError`.
+    """
+    require_finite("scores", scores_S)
+    segments_N = segments_T[mask_T]
+    rewards_N = torch.where(is_last_in_segment(segments_N), scores_S.double()[segments_N], 0.0)
+    if kl_T is not None:
+        kl_N = kl_T[mask_T].double()
+        require_finite("the KL between policy and reference", kl_N)
+        rewards_N = rewards_N - kl_coef * kl_N
+    rewards_T = torch.zeros(mask_T.shape, dtype=torch.float32, device=scores_S.device)
+    rewards_T[mask_T] = clip(rewards_N, reward_clip).float()
+    return rewards_T
+
+
+def max_len_mask(finish_reasons: Sequence[FinishReason]) -> Tensor:
+    """`[S]` bool, false for answers that were cut at the length limit (DAPO's overlong filtering, arXiv:2503.14476
+    §3.4). An answer that ends by itself at exactly the limit is kept."""
+    return torch.tensor([reason != "length" for reason in finish_reasons], dtype=torch.bool)
+
+
+def difficulty_mask(scores_S: Tensor, groups_S: Tensor, *, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """`[S]` bool, true for samples of groups with `low < mean raw score < high`: neither hopeless nor solved."""
+    means_S, _ = moments_by(scores_S, groups_S)
+    return (means_S > low) & (means_S < high)
+
+
+def error_max_len_clip(scores_S: Tensor, lengths_S: Tensor, *, threshold: int, correct: float = 1.0) -> Tensor:
+    """`[S]` bool, false for wrong answers of `threshold` tokens and more: right ones are kept at any length."""
+    return (scores_S >= correct) | (lengths_S < threshold)
