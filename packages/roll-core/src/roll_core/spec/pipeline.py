@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
 
 ConfigT = TypeVar("ConfigT", bound="RunConfig")
+Split = Literal["train", "val"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,11 @@ class UpdateResult:
     num_skipped: int
     num_tokens: int
     """Tokens that went through the model, prompts included, without padding."""
+
+    def named(self, prefix: str) -> dict[str, float]:
+        """The metrics as `<prefix>/<name>`, with the number of steps that were skipped if there were any."""
+        skipped = {f"{prefix}/skipped_steps": float(self.num_skipped)} if self.num_skipped else {}
+        return {f"{prefix}/{name}": value for name, value in self.metrics.items()} | skipped
 
 
 class TrainRole(ABC):
@@ -174,7 +180,7 @@ class Run(ABC):
         """Add metrics to the current step's."""
 
     @abstractmethod
-    def log_samples(self, samples: Sequence[Sample], *, split: str = "train") -> None:
+    def log_samples(self, samples: Sequence[Sample], *, split: Split = "train") -> None:
         """Record samples in `samples.jsonl`: the first few of each step."""
 
     @abstractmethod
@@ -187,14 +193,24 @@ class Run(ABC):
 
     @abstractmethod
     async def rollout(
-        self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: str = "train"
+        self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
     ) -> list[Group]:
         """Answer each prompt `n` times and judge the answers as they come. Groups are in prompt order; a sample's
-        `reward` is a value or a failure."""
+        `reward` is a value or a failure. The engine must hold the weights that it shall use: `publish_weights` first."""
 
     @abstractmethod
-    def prompts(self, data: DataArguments, *, split: str = "train") -> Sequence[Prompt]:
-        """Rows as prompts: template applied, tokenised, over-long ones left out and counted."""
+    def prompts(self, data: DataArguments) -> Sequence[Prompt]:
+        """Rows as prompts: template applied, tokenised, those longer than `prompt_length` left out and counted."""
+
+    @abstractmethod
+    def sequences(
+        self, data: DataArguments, *, overlong: Literal["drop", "truncate"] = "drop", on_prompt: bool = False
+    ) -> Sequence[TrainSequence]:
+        """Rows with prompt and response as sequences to learn; `on_prompt` also learns the prompt's tokens."""
+
+    @abstractmethod
+    def columns(self, data: DataArguments) -> Sequence[str]:
+        """Names of the columns that the rows have."""
 
 
 class Pipeline(ABC, Generic[ConfigT]):
@@ -235,5 +251,3 @@ class Pipeline(ABC, Generic[ConfigT]):
         """Name of the role whose model is exported at the end; empty for none."""
         return ""
 
-
-Split = Literal["train", "val"]

@@ -1,0 +1,84 @@
+"""Supervised fine-tuning: learn the responses, look at held-out rows now and then.
+
+    for batch in rows, in an order drawn anew for each epoch:
+        one optimizer step on the masked negative log-likelihood
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from roll_core.algorithms.losses import SFTObjective
+from roll_core.data.order import RowOrder
+from roll_core.pipelines.config import SFTConfig, sequences_per_step
+from roll_core.pipelines.validation import Validation
+from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.types import TrainSequence
+
+
+class SFTPipeline(Pipeline[SFTConfig]):
+    """One model that learns rows of prompt and response."""
+
+    def num_steps(self, run: Run) -> int:
+        config = self.config
+        self.rows = run.sequences(
+            config.sft_train.data_args, overlong=config.overlong, on_prompt=config.train_on_prompt
+        )
+        self.order = RowOrder(len(self.rows), seed=config.seed)
+        self._read_held_out(run)
+        batches_per_epoch = math.ceil(len(self.rows) / sequences_per_step(config.sft_train)[0])
+        epochs = config.sft_train.training_args.num_train_epochs
+        self.steps = config.max_steps or math.ceil(epochs * batches_per_epoch)
+        return self.steps
+
+    def roles(self) -> Sequence[RoleSpec]:
+        roles = [RoleSpec(name="sft_train", kind="train", num_steps=self.steps)]
+        if self.config.actor_infer is not None:
+            roles.append(RoleSpec(name="actor_infer", kind="generate", model_from="sft_train"))
+            roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in self.config.rewards]
+        return roles
+
+    async def step(self, run: Run) -> None:
+        model = run.train_role("sft_train")
+        batch = [self.rows[i] for i in self.order.batch(run.step, model.sequences_per_step)]
+        with run.stage("train"):
+            update = await model.update(batch, SFTObjective())
+        run.log(update.named("train") | {"tokens/trained": update.num_tokens})
+
+    async def evaluate(self, run: Run) -> Mapping[str, float]:
+        metrics: dict[str, float] = {}
+        if self.held_out:
+            metrics["val/loss"] = await self._held_out_loss(run)
+        if self.validation is not None:
+            metrics |= await self.validation.evaluate(run)
+        return metrics
+
+    def export_role(self) -> str:
+        return "sft_train"
+
+    def _read_held_out(self, run: Run) -> None:
+        """Held-out rows that have a response give a loss; with an engine and judges, prompts are answered too."""
+        config = self.config
+        self.held_out: Sequence[TrainSequence] = ()
+        self.validation: Validation | None = None
+        if config.validation is None:
+            return
+        data = config.validation.data_args
+        if (data.messages or data.response) in run.columns(data):
+            self.held_out = run.sequences(data, on_prompt=config.train_on_prompt)
+        if config.actor_infer is not None:
+            self.validation = Validation(
+                run, config, config.validation, role="actor_infer", source="sft_train", batch_size=config.val_batch_size
+            )
+
+    async def _held_out_loss(self, run: Run) -> float:
+        """Negative log-likelihood per learnt token, in nats."""
+        scored = await run.train_role("sft_train").score(self.held_out, logprobs=True)
+        pairs = list(zip(scored.logprobs or (), self.held_out, strict=True))
+        total = math.fsum(float(logprobs[row.loss_mask].sum(dtype="float64")) for logprobs, row in pairs)
+        return -total / max(sum(int(row.loss_mask.sum()) for row in self.held_out), 1)
