@@ -1,0 +1,133 @@
+"""Secrets stay out of everything that a run leaves behind: record, config, log and report.
+
+A value is a secret because of its key (`api_key`, `HF_TOKEN`), because of its form (`sk-…`,
+`https://user:password@…`), or because it was found under such a key elsewhere and turns up again in a message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+REDACTED = "[redacted]"
+
+_MIN_KNOWN = 8
+"""Shorter values are not searched for in text: `test` as a password would blacken every other word."""
+
+_ALWAYS = re.compile("passw(or)?d|passphrase|pwd|secrets?|credentials?|apikey|authorization|bearer|cookie")
+_KEY_OF_A_LOCK = re.compile("api|access|account|private|secret|signing|encryption|ssh|auth|service|deploy")
+_KEY_OF_DATA = re.compile(
+    "chosen|rejected|prompt|response|answer|question|query|image|video|audio|text|label|primary|foreign|sort|group"
+    "|cache|hash|dict|row|column|data|input|output|reward|score|metric|cross|attention"
+)
+_TOKEN_OF_TEXT = re.compile(
+    "pad|eos|bos|unk|sep|cls|mask|special|start|end|stop|begin|think|image|video|audio|next|last|first|added|prefix"
+    "|suffix|middle|max|min|num|per|by|n|new|decoder|forced|separator"
+)
+_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+
+_URL_CREDENTIALS = re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/@:?#]*(?::[^\s/@]*)?@")
+_FORMS = re.compile(
+    r"\b(?:"
+    r"sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
+    r"|xox[abprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"
+    r")"
+)
+_BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
+_ASSIGNMENT = re.compile(
+    r"""(?P<key>[A-Za-z_][\w.-]*)(?P<sign>["']?\s*[=:]\s*)(?P<value>"[^"]*"|'[^']*'|[^\s"',;&}\])]+)"""
+)
+
+
+def is_secret(key: str, value: object) -> bool:
+    """Whether `key` (its last dotted part counts) says that `value` is a secret."""
+    if value is None or isinstance(value, bool) or value == "":
+        return False
+    words = [word.lower() for word in _WORDS.findall(key.rsplit(".", 1)[-1])]
+    if not words:
+        return False
+    if any(_ALWAYS.fullmatch(word) for word in words):
+        return True
+    if isinstance(value, (int, float)):
+        return False
+    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last == "key":
+        return bool(_KEY_OF_A_LOCK.fullmatch(before)) or (not _KEY_OF_DATA.fullmatch(before) and _looks_random(value))
+    if last == "keys":
+        return bool(_KEY_OF_A_LOCK.fullmatch(before))
+    if last == "token":
+        return not _TOKEN_OF_TEXT.fullmatch(before) and not _is_special_token(value)
+    return last == "tokens" and before in {"auth", "access", "api"}
+
+
+def _looks_random(value: object) -> bool:
+    """A bare `key` is more often a column than a secret, so the value must look like one too."""
+    if not isinstance(value, str):
+        return False
+    return len(value) >= _MIN_KNOWN and " " not in value and bool(re.search(r"\d", value) and re.search(r"\D", value))
+
+
+def _is_special_token(value: object) -> bool:
+    return isinstance(value, str) and (len(value) < 4 or (value[0] in "<[" and value[-1] in ">]"))
+
+
+@dataclass(frozen=True, slots=True)
+class Redactor:
+    """Removes secrets from values and text. `known` are secrets that were found before."""
+
+    known: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, *sources: Mapping[str, Any]) -> Redactor:
+        """One that knows every secret in `sources`: the resolved config, the environment."""
+        found: set[str] = set()
+        for source in sources:
+            _collect(source, found)
+        return cls(frozenset(found))
+
+    def value(self, value: Any) -> Any:
+        """A copy of plain data (mappings, sequences, scalars) without its secrets."""
+        if isinstance(value, Mapping):
+            return {k: REDACTED if is_secret(str(k), v) else self.value(v) for k, v in value.items()}
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+            return [self.value(item) for item in value]
+        return value
+
+    def text(self, text: str) -> str:
+        """`text` without known secrets, credentials in URLs, and what is written as `secret_key=value`."""
+        for secret in sorted(self.known, key=len, reverse=True):
+            text = text.replace(secret, REDACTED)
+        text = _URL_CREDENTIALS.sub(rf"\g<1>{REDACTED}@", text)
+        text = _BEARER.sub(rf"\g<1> {REDACTED}", text)
+        text = _FORMS.sub(REDACTED, text)
+        return _ASSIGNMENT.sub(_redact_assignment, text)
+
+
+def _redact_assignment(match: re.Match[str]) -> str:
+    value = match["value"]
+    bare = value.strip("\"'")
+    if bare == REDACTED or bare.startswith("[redacted") or _is_number(bare) or not is_secret(match["key"], bare):
+        return match[0]
+    quote = value[0] if value[0] in "\"'" else ""
+    return f"{match['key']}{match['sign']}{quote}{REDACTED}{quote}"
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"[-+]?[\d_]*\.?\d+(?:[eE][-+]?\d+)?|null|None|true|false|True|False", text))
+
+
+def _collect(value: Any, found: set[str], inside: bool = False) -> None:
+    if isinstance(value, Mapping):
+        for k, v in value.items():
+            _collect(v, found, inside or is_secret(str(k), v))
+    elif isinstance(value, str):
+        if inside and len(value) >= _MIN_KNOWN:
+            found.add(value)
+    elif isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        for item in value:
+            _collect(item, found, inside)
