@@ -1,0 +1,130 @@
+"""Lays sequences end to end: `TrainSequence`s become flat microbatches, balanced over data-parallel ranks.
+
+T flat tokens of a microbatch, S sequences.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_core.errors import DataError
+from roll_core.types import Totals
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from roll_core.spec.train import MicroBatch
+    from roll_core.types import TrainSequence
+
+FLOATS = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "returns", "values")
+"""Per-token fields of a sequence that a microbatch carries as float32 `<name>_T`, where all its sequences have them."""
+
+
+def totals(sequences: Sequence[TrainSequence], max_length: int) -> Totals:
+    """Denominators of one optimizer step over all of its `sequences`, on whichever rank they are computed."""
+    trained = [each for each in sequences if each.loss_mask.any()]
+    return Totals(
+        tokens=sum(int(each.loss_mask.sum()) for each in trained),
+        sequences=len(trained),
+        groups=len({each.group for each in trained}),
+        max_length=max_length,
+    )
+
+
+def balance(sequences: Sequence[TrainSequence], ranks: int) -> list[list[int]]:
+    """Which sequences each of `ranks` data-parallel ranks works on, as indices in ascending order.
+
+    Longest first, each to the rank with the fewest tokens so far (Graham's rule): the fullest rank has at most 4/3 of
+    the least possible. Depends on lengths and order only, so every process finds the same.
+    """
+    if ranks < 1:
+        raise ValueError(f"sequences cannot be shared by {ranks} ranks")
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = [(0, 0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
+        tokens, count, rank = heapq.heappop(load)
+        shares[rank].append(index)
+        heapq.heappush(load, (tokens + len(sequences[index]), count + 1, rank))
+    return [sorted(share) for share in shares]
+
+
+def pack(
+    sequences: Sequence[TrainSequence],
+    *,
+    totals: Totals,
+    max_tokens: int | None = None,
+    max_sequences: int | None = None,
+) -> list[MicroBatch]:
+    """Flat microbatches of the sequences in their order, each filled up to `max_tokens` and `max_sequences`.
+
+    A sequence that is longer than `max_tokens` is not cut: it gets a microbatch of its own. No sequences, no
+    microbatches. `totals` are those of the whole optimizer step: see `totals`.
+    """
+    batches: list[list[TrainSequence]] = []
+    tokens = 0
+    for each in sequences:
+        _check(each)
+        full = (
+            not batches
+            or (max_tokens is not None and tokens + len(each) > max_tokens)
+            or (max_sequences is not None and len(batches[-1]) >= max_sequences)
+        )
+        if full:
+            batches.append([])
+            tokens = 0
+        batches[-1].append(each)
+        tokens += len(each)
+    return [_flatten(batch, totals) for batch in batches]
+
+
+def _check(sequence: TrainSequence) -> None:
+    length = len(sequence.tokens)
+    if length == 0:
+        raise DataError(f"sequence {sequence.id}: it has no tokens; leave such rows out before training")
+    for name in ("loss_mask", *FLOATS):
+        values = getattr(sequence, name)
+        if values is not None and len(values) != length:
+            raise DataError(f"sequence {sequence.id}: {name} has length {len(values)}, its tokens {length}")
+    if sequence.loss_mask[0]:
+        raise DataError(
+            f"sequence {sequence.id}: its first token is in the loss, but nothing stands before it to predict it from"
+        )
+
+
+def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
+    import torch
+
+    from roll_core.spec.train import MicroBatch
+
+    lengths = tuple(len(each) for each in batch)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    starts = np.repeat(bounds[:-1], lengths)
+
+    def flat(name: str, dtype: type[np.generic]) -> Tensor:
+        return torch.from_numpy(np.concatenate([np.asarray(getattr(each, name), dtype) for each in batch]))
+
+    optional: dict[str, Tensor] = {}
+    for name in FLOATS:
+        with_it = [each for each in batch if getattr(each, name) is not None]
+        if with_it and len(with_it) < len(batch):
+            lacking = next(each.id for each in batch if getattr(each, name) is None)
+            raise DataError(f"sequence {lacking} has no {name}, but sequence {with_it[0].id} of the same batch has")
+        if with_it:
+            optional[f"{name}_T"] = flat(name, np.float32)
+    return MicroBatch(
+        ids=tuple(each.id for each in batch),
+        tokens_T=flat("tokens", np.int64),
+        positions_T=torch.from_numpy(np.arange(bounds[-1], dtype=np.int64) - starts),
+        segments_T=torch.from_numpy(np.repeat(np.arange(len(batch), dtype=np.int64), lengths)),
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        lengths=lengths,
+        loss_mask_T=flat("loss_mask", np.bool_),
+        groups_S=torch.tensor([each.group for each in batch], dtype=torch.int64),
+        totals=totals,
+        **optional,
+    )
