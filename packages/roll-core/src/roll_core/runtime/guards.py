@@ -1,0 +1,145 @@
+"""Guards: what is watched while a run goes on, so that no run ends well that went wrong.
+
+The schema (`roll_core.spec.config.GuardsConfig`) says which guards there are and what each means; this module says
+what to do about them, and does what the config says when one trips. `docs/guards.md` has a section for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roll_core.errors import GuardTrippedError, RollError, UnsupportedError
+from roll_core.spec.config import GuardConfig, GuardsConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from roll_core.spec.config import GuardAction
+
+logger = logging.getLogger(__name__)
+
+REMEDIES = {
+    "weights_unchanged": "is learning_rate 0, the loss mask empty, or what is trained frozen?",
+    "weight_manifest": "the engine does not hold what the trainer sent: update the plugin of the infer strategy",
+    "logprob_probe": "compare dtype and attention of trainer and engine; if both are right, raise the threshold",
+    "logprob_gap": "compare temperature, dtype and attention of trainer and engine; if all are right, raise the threshold",
+    "reward_failures": "mend the reward, or give it more time (timeout_s); failed samples are never trained on",
+    "non_finite": "lower learning_rate, clip gradients (max_grad_norm), or compute in bf16 or fp32 instead of fp16",
+    "zero_steps": "raise max_steps above the step that was resumed from, or leave out resume_from_checkpoint",
+    "token_round_trip": "report this: the ids that an engine drew must reach the trainer as they are",
+    "all_groups_filtered": "the prompts are too easy or too hard for the model: change the data or the reward",
+    "dead_worker": "look for its end in log.txt and in the system's log; exhausted memory is the usual cause",
+}
+"""What to do when a guard trips, by id."""
+
+DOCS = "docs/guards.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardInfo:
+    """A guard, as it is documented."""
+
+    id: str
+    meaning: str
+    default: GuardAction
+    remedy: str
+    """What to do; empty for guards of a plugin that does not say."""
+
+    @property
+    def docs(self) -> str:
+        """Where it is explained."""
+        return f"{DOCS}#{self.id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardEvent:
+    """A guard that tripped."""
+
+    guard: str
+    action: GuardAction
+    message: str
+    step: int
+    time: float
+
+
+def guard_table(schema: type[GuardsConfig] = GuardsConfig) -> dict[str, GuardInfo]:
+    """Every guard of a schema by id, in its order."""
+    table = {}
+    for name, each in schema.model_fields.items():
+        default = each.get_default(call_default_factory=True)
+        if isinstance(default, GuardConfig):
+            meaning = " ".join((each.description or "").split())
+            table[name] = GuardInfo(id=name, meaning=meaning, default=default.action, remedy=REMEDIES.get(name, ""))
+    return table
+
+
+class Guards:
+    """The guards of one run. `step` is kept by the run loop, for the record."""
+
+    def __init__(self, config: GuardsConfig, on_event: Callable[[GuardEvent], None] | None = None) -> None:
+        """`on_event` is told of every guard that trips, before anything is raised."""
+        self.config = config
+        self.step = 0
+        self.counts: Counter[str] = Counter()
+        self._on_event = on_event
+        self._table = guard_table(type(config))
+
+    def of(self, guard_id: str) -> GuardConfig:
+        """What the config says of a guard."""
+        found = getattr(self.config, guard_id, None) if guard_id in self._table else None
+        if not isinstance(found, GuardConfig):
+            raise UnsupportedError(f"there is no guard {guard_id!r}; there are {', '.join(self._table)}")
+        return found
+
+    def active(self, guard_id: str) -> bool:
+        """Whether it is worth finding out: false where the guard is off."""
+        return self.of(guard_id).action != "off"
+
+    def check(self, guard_id: str, ok: bool, message: str) -> None:
+        """Unless `ok`, trip: raise `GuardTrippedError`, warn, or do nothing, as the config says."""
+        if not ok:
+            self._trip(guard_id, message, None)
+
+    def check_at_most(self, guard_id: str, value: float, threshold: float, what: str) -> None:
+        """Trip if `value` is above `threshold` or is no number; `what` names it."""
+        ok = math.isfinite(value) and value <= threshold
+        self.check(guard_id, ok, f"{what} is {value:.4g}, above the threshold of {threshold:g}")
+
+    def failed(self, guard_id: str, error: RollError) -> None:
+        """`error` says what the guard watches for: raise it, warn or do nothing."""
+        self._trip(guard_id, str(error), error)
+
+    def _trip(self, guard_id: str, message: str, error: RollError | None) -> None:
+        action = self.of(guard_id).action
+        if action == "off":
+            return
+        self.counts[guard_id] += 1
+        if self._on_event is not None:
+            self._on_event(
+                GuardEvent(guard=guard_id, action=action, message=message, step=self.step, time=round(time.time(), 3))
+            )
+        if action == "error":
+            if error is not None:
+                raise error
+            raise GuardTrippedError(guard_id, self._advise(guard_id, message))
+        self._warn(guard_id, message)
+
+    def _warn(self, guard_id: str, message: str) -> None:
+        """The first time in full, then at the 10th, 100th, …: the others are in the log and in the record's count."""
+        count = self.counts[guard_id]
+        if count == 1:
+            logger.warning("guard %s: %s", guard_id, self._advise(guard_id, message))
+        elif count == 10 ** (len(str(count)) - 1):
+            logger.warning("guard %s, for the %dth time: %s", guard_id, count, message)
+        else:
+            logger.info("guard %s: %s", guard_id, message)
+
+    def _advise(self, guard_id: str, message: str) -> str:
+        info = self._table[guard_id]
+        remedy = f"; {info.remedy}" if info.remedy else ""
+        return f"{message}{remedy} ({info.docs})"
