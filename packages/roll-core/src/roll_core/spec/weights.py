@@ -15,6 +15,7 @@ XXH3 finds accidents, not attackers.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 256 * 1024
 """Bytes of one leaf of a digest."""
+
+MEMORY = "memory:"
+"""How the entry of a tensor begins that is handed over as it is, see `memory_token`; digests are bare hex digits."""
 
 _DTYPE_NAMES = {
     "float64": "F64",
@@ -68,6 +72,11 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise TypeError(f"this torch has no dtype {name}")
     return found
+
+
+def entry_bytes(entry: TensorEntry) -> int:
+    """Bytes of the tensor that an entry describes."""
+    return torch_dtype(entry.dtype).itemsize * math.prod(entry.shape)
 
 
 class Digest:
@@ -164,10 +173,23 @@ def make_manifest(version: int, tensors: Iterable[tuple[str, Tensor]]) -> Weight
     return WeightManifest(version=version, tensors=tuple(tensor_entry(name, tensor) for name, tensor in tensors))
 
 
+def memory_token(tensor: Tensor) -> str:
+    """Names the memory that a tensor shows, and how. Within a process, two tensors with equal tokens, shapes and dtypes
+    are always equal, because a write to one is a write to the other: the proof of the transport `shared`."""
+    return f"{MEMORY}{tensor.device}:{tensor.data_ptr():x}:{'.'.join(map(str, tensor.stride()))}"
+
+
 def make_receipt(
-    version: int, tensors: Iterable[tuple[str, Tensor]], *, role: str = "", rank: int = 0
+    manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, role: str = "", rank: int = 0
 ) -> WeightReceipt:
-    """The receipt of an engine that holds `tensors`, by their Hugging Face names: digested from its own memory."""
-    return WeightReceipt(
-        version=version, digests={name: digest(tensor) for name, tensor in tensors}, role=role, rank=rank
-    )
+    """The receipt of an engine that holds `tensors`, by their Hugging Face names, after it has taken in `manifest`.
+
+    Each tensor is answered in the manifest's own terms: by the memory that it shows where the manifest names memory and
+    the tensor still shows just that, otherwise by the digest of what is there.
+    """
+    expected = {entry.name: entry.digest for entry in manifest.tensors}
+    digests = {}
+    for name, tensor in tensors:
+        token = memory_token(tensor) if expected.get(name, "").startswith(MEMORY) else ""
+        digests[name] = token if token and token == expected[name] else digest(tensor)
+    return WeightReceipt(version=manifest.version, digests=digests, role=role, rank=rank)
