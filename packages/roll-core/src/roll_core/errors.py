@@ -12,12 +12,28 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Self
 
 
 class RollError(Exception):
     """Base of every error that ROLL raises on purpose."""
 
     exit_code = 1
+    trace: str = ""
+    """Traceback of the worker where it was raised, empty if it was raised in this process."""
+
+    def located(self, where: str) -> Self:
+        """The same error with `where` in front of its message, for one that comes from another process."""
+        if self.args and isinstance(self.args[0], str):
+            return self._like(f"{where}: {self.args[0]}", *self.args[1:])
+        return self._like(*self.args)
+
+    def _like(self, *args: object) -> Self:
+        copy = type(self)(*args)
+        copy.trace = self.trace
+        for note in getattr(self, "__notes__", ()):
+            copy.add_note(note)
+        return copy
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------
@@ -138,6 +154,10 @@ class WorkerError(RollError, RuntimeError):
         super().__init__(role, rank, host, method, cause, trace)
         self.role, self.rank, self.host, self.method, self.cause, self.trace = role, rank, host, method, cause, trace
 
+    def located(self, where: str) -> Self:
+        """Itself: it says where it comes from."""
+        return self
+
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank} on {self.host}: {self.method} failed: {self.cause}"
 
@@ -146,7 +166,8 @@ class WorkerDiedError(WorkerError):
     """A worker's process is gone."""
 
     def __str__(self) -> str:
-        return f"{self.role} rank {self.rank} on {self.host} died during {self.method}: {self.cause}"
+        when = f"during {self.method}" if self.method else "between two calls"
+        return f"{self.role} rank {self.rank} on {self.host} died {when}: {self.cause}"
 
 
 class WorkerTimeoutError(RollError, TimeoutError):
@@ -155,6 +176,10 @@ class WorkerTimeoutError(RollError, TimeoutError):
     def __init__(self, role: str, method: str, seconds: float, silent: Sequence[int]) -> None:
         super().__init__(role, method, seconds, tuple(silent))
         self.role, self.method, self.seconds, self.silent = role, method, seconds, tuple(silent)
+
+    def located(self, where: str) -> Self:
+        """Itself: it says where it comes from."""
+        return self
 
     def __str__(self) -> str:
         ranks = ", ".join(str(rank) for rank in self.silent)
@@ -201,6 +226,10 @@ class GuardTrippedError(RollError, RuntimeError):
     def __init__(self, guard: str, message: str) -> None:
         super().__init__(guard, message)
         self.guard, self.message = guard, message
+
+    def located(self, where: str) -> Self:
+        """See `RollError.located`."""
+        return self._like(self.guard, f"{where}: {self.message}")
 
     def __str__(self) -> str:
         return f"guard {self.guard}: {self.message}"

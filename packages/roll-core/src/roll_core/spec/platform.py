@@ -42,6 +42,9 @@ class Platform(ABC):
     """Environment variable that restricts a process to some devices; empty if there is none."""
     collective_backend: str
     """`gloo`, `nccl`, `hccl`."""
+    slots_share_cores: bool = False
+    """Slots are shares of the host's cores rather than accelerators: a config may name more of them than there are
+    cores, and roles without `device_mapping` compute there too."""
 
     @abstractmethod
     def probe(self) -> Probe:

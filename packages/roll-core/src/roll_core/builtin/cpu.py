@@ -1,0 +1,51 @@
+"""The `cpu` platform: this host's cores and memory. A slot is a share of the cores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psutil
+
+from roll_core.runtime.host import hostname, memory_limit_bytes, usable_cores
+from roll_core.spec.platform import Platform, Probe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+GIB = 1024**3
+
+
+class CpuPlatform(Platform):
+    """There is always one. It counts as many slots as this process may use cores."""
+
+    name = "cpu"
+    device_type = "cpu"
+    ray_resource = "CPU"
+    visible_devices = ""
+    collective_backend = "gloo"
+    slots_share_cores = True
+
+    def probe(self) -> Probe:
+        """Always found."""
+        total = self.memory(0)["total"] / GIB
+        return Probe(found=True, why=f"{hostname()} has {usable_cores()} usable cores and {total:.1f} GiB of memory")
+
+    def device_count(self) -> int:
+        """Usable cores."""
+        return usable_cores()
+
+    def device(self, local_index: int) -> str:
+        """The same for every slot."""
+        return "cpu"
+
+    def supports(self, dtype: str) -> str:
+        """`fp32` and `bf16` everywhere; `fp16` lacks kernels, and the range that training needs."""
+        if dtype in ("fp32", "bf16"):
+            return ""
+        return f"{dtype} does not work on a CPU: use fp32, or bf16 for half the memory"
+
+    def memory(self, local_index: int) -> Mapping[str, int]:
+        """Of the whole host, or what the cgroup allows: slots share it."""
+        host = psutil.virtual_memory()
+        total = min(host.total, memory_limit_bytes() or host.total)
+        return {"total": total, "used": min(total, host.total - host.available)}

@@ -1,0 +1,34 @@
+"""Executors: where workers run. `local` keeps them in this process, `ray` makes them actors on one machine or many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.runtime.executors.base import Executor
+    from roll_core.runtime.placement import Place
+    from roll_core.spec.config import RunConfig
+    from roll_core.spec.platform import Platform
+
+ExecutorName = Literal["local", "ray"]
+
+
+def choose_executor(config: RunConfig, places: Mapping[str, tuple[Place, ...]]) -> ExecutorName:
+    """What the config names; for `auto` local where every role has one worker on this host, else ray."""
+    if config.executor != "auto":
+        return config.executor
+    alone = all(len(workers) == 1 and workers[0].node == 0 for workers in places.values())
+    return "local" if alone else "ray"
+
+
+def make_executor(name: ExecutorName, platform: Platform, *, slots_per_node: int) -> Executor:
+    """An executor that has not been started. `slots_per_node` is what `placement.slots_per_node` gives."""
+    if name == "local":
+        from roll_core.runtime.executors.local import LocalExecutor
+
+        return LocalExecutor(platform, slots_per_node)
+    from roll_core.runtime.executors.ray_executor import RayExecutor
+
+    return RayExecutor(platform, slots_per_node)

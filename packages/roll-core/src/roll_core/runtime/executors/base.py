@@ -1,0 +1,150 @@
+"""What pipelines know of workers: groups of them that are called as one. They cannot tell the executors apart.
+
+    Executor.start([GroupSpec, ...]) -> {role: WorkerGroup} -> await group.call("forward", batch) -> Executor.close()
+
+A worker is an object of the class that `GroupSpec.target` names, made as `Class(place=..., peers=..., **args)`. Its
+sync methods, and its making, all run on one thread of its own, in the order of the calls; its async methods run on an
+event loop and may overlap. `close()`, sync or async, is called once at the end if it has one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from roll_core.runtime.executors.calls import collect
+from roll_core.runtime.placement import Place
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+    from typing import NoReturn, Self
+
+    from roll_core.spec.platform import RoleKind
+
+__all__ = ["Executor", "GroupSpec", "Member", "Peers", "Place", "WorkerGroup"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One role, as an executor starts it."""
+
+    role: str
+    kind: RoleKind
+    target: str
+    """`"module:Class"` of the worker, imported in its own process."""
+    places: tuple[Place, ...]
+    """One per rank."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class: picklable plain data."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of its processes: the run's, with the role's own on top. The executor puts the platform's
+    below them."""
+    timeout_s: float = 3600.0
+    """Deadline of calls that state none, and of starting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """Where the ranks of a role meet to form process groups."""
+
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """A port that was free on rank 0's host; 0 where the role has one worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A worker that runs."""
+
+    rank: int
+    host: str
+    pid: int
+    node: int
+    slots: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+class WorkerGroup(ABC):
+    """All workers of a role. Calls are made from the event loop that started the executor."""
+
+    def __init__(self, spec: GroupSpec, members: Sequence[Member]) -> None:
+        self.spec = spec
+        self.role = spec.role
+        self.world_size = len(spec.places)
+        self.members = tuple(members)
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
+        """Call every rank with the same arguments; results by rank. See `call_each` for errors."""
+        arguments = self._encode(method, args)
+        return await self._collect(method, dict.fromkeys(range(self.world_size), arguments), deadline_s)
+
+    async def call_each(
+        self, method: str, args_by_rank: Sequence[tuple[Any, ...]], deadline_s: float | None = None
+    ) -> list[Any]:
+        """Call rank `r` with `args_by_rank[r]`; results by rank.
+
+        Raises the first cause: a worker's own `RollError` as the class that it is, any other exception as
+        `WorkerError`, a dead worker (of whatever role) as `WorkerDiedError`, each with role, rank and host in front;
+        and `WorkerTimeoutError` when the deadline passes, naming the ranks that did not answer.
+        """
+        if len(args_by_rank) != self.world_size:
+            raise ValueError(f"{self.role}.{method}: {len(args_by_rank)} sets of arguments for {self.world_size} ranks")
+        encoded = {rank: self._encode(method, args) for rank, args in enumerate(args_by_rank)}
+        return await self._collect(method, encoded, deadline_s)
+
+    async def call_rank(self, rank: int, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        """Call one rank. See `call_each` for errors."""
+        return (await self._collect(method, {rank: self._encode(method, args)}, deadline_s))[0]
+
+    async def _collect(self, method: str, arguments: Mapping[int, Any], deadline_s: float | None) -> list[Any]:
+        futures = {self.members[rank]: self._begin(rank, method, each) for rank, each in arguments.items()}
+        return await collect(self.role, method, futures, self.spec.timeout_s if deadline_s is None else deadline_s)
+
+    def _encode(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Arguments in the form in which `_begin` takes them; the same form may go to several ranks."""
+        return args
+
+    @abstractmethod
+    def _begin(self, rank: int, method: str, arguments: Any) -> asyncio.Future[Any]:
+        """Begin a call, in order with others to this rank. The future raises `CallFailed` or `WorkerDiedError`."""
+
+
+class Executor(ABC):
+    """Starts workers, watches them, and leaves nothing behind. Use it from one event loop; `close` it in any case."""
+
+    name: ClassVar[str]
+    shares_memory: ClassVar[bool]
+    """Workers live in this process: arguments and results are passed by reference."""
+
+    @abstractmethod
+    async def start(self, specs: Sequence[GroupSpec]) -> dict[str, WorkerGroup]:
+        """Start every role; called once. When one fails nothing stays.
+
+        Raises `PlacementError` where a place does not exist or is not free in time, and what `call_each` raises.
+        """
+
+    @abstractmethod
+    def check_alive(self) -> None:
+        """Raise `WorkerDiedError` if a worker is known to have died."""
+
+    @abstractmethod
+    async def watch(self) -> NoReturn:
+        """Wait until a worker dies, then raise `WorkerDiedError`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the workers and give everything back. May be called several times, and after any error; raises none
+        of the workers' errors, but logs them."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
