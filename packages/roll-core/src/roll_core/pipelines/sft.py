@@ -1,13 +1,15 @@
 """Supervised fine-tuning: learn the responses, look at held-out rows now and then.
 
-    for batch in rows, in an order drawn anew for each epoch:
-        one optimizer step on the masked negative log-likelihood
+for batch in rows, in an order drawn anew for each epoch:
+    one optimizer step on the masked negative log-likelihood
 """
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.data.order import RowOrder
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 class SFTPipeline(Pipeline[SFTConfig]):
     """One model that learns rows of prompt and response."""
 
+    @override
     def num_steps(self, run: Run) -> int:
         config = self.config
         self.rows = run.sequences(
@@ -36,6 +39,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
         self.steps = config.max_steps or math.ceil(epochs * batches_per_epoch)
         return self.steps
 
+    @override
     def roles(self) -> Sequence[RoleSpec]:
         roles = [RoleSpec(name="sft_train", kind="train", num_steps=self.steps)]
         if self.config.actor_infer is not None:
@@ -43,6 +47,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
             roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in self.config.rewards]
         return roles
 
+    @override
     async def step(self, run: Run) -> None:
         model = run.train_role("sft_train")
         batch = [self.rows[i] for i in self.order.batch(run.step, model.sequences_per_step)]
@@ -50,6 +55,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
             update = await model.update(batch, SFTObjective())
         run.log(update.named("train") | {"tokens/trained": update.num_tokens})
 
+    @override
     async def evaluate(self, run: Run) -> Mapping[str, float]:
         metrics: dict[str, float] = {}
         if self.held_out:
@@ -58,6 +64,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
             metrics |= await self.validation.evaluate(run)
         return metrics
 
+    @override
     def export_role(self) -> str:
         return "sft_train"
 

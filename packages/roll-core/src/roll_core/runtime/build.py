@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
 from roll_core.runtime.executors.base import GroupSpec
 from roll_core.runtime.workers.train import BatchLimits
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.model import ModelSpec
+from roll_core.spec.providers import InferProvider, RewardProvider, TrainProvider
 from roll_core.spec.train import TrainingSpec
 
 if TYPE_CHECKING:
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WorkerConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.platform import Platform
-    from roll_core.spec.providers import InferProvider, TrainProvider
 
 WORKERS = {
     "train": "roll_core.runtime.workers.train:TrainWorker",
@@ -44,14 +45,16 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         source = role_config(config, role.model_from).model_args
     path = source.model_name_or_path or ("" if source.random_init else config.pretrain or "")
     if not path and source.random_init is None:
-        raise ConfigError([
-            ConfigProblem(
-                where=config.exp_name,
-                key=f"{role.name}.model_args",
-                message="names no model",
-                hint="give model_name_or_path or random_init here, or pretrain for all roles",
-            )
-        ])
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    where=config.exp_name,
+                    key=f"{role.name}.model_args",
+                    message="names no model",
+                    hint="give model_name_or_path or random_init here, or pretrain for all roles",
+                )
+            ]
+        )
     return ModelSpec(
         task=role.task,
         path=path,
@@ -96,8 +99,9 @@ def group_specs(
     specs = []
     for role in roles:
         worker = role_config(config, role.name)
-        args = _reward_args(worker, registry) if role.kind == "reward" else None
-        if args is None:
+        if isinstance(worker, RewardConfig):
+            args = _reward_args(worker, registry)
+        else:
             args = _model_args(role, worker, config, registry, platform, tokenizer)
         specs.append(
             GroupSpec(
@@ -116,13 +120,17 @@ def group_specs(
 def provider_of(role: RoleSpec, worker: WorkerConfig, registry: Registry) -> TrainProvider | InferProvider:
     """The strategy that a role's config names."""
     if worker.strategy_args is None:
-        raise ConfigError([
-            ConfigProblem(
-                where=role.name, key=f"{role.name}.strategy_args", message="is missing", hint="give a strategy_name"
-            )
-        ])
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    where=role.name, key=f"{role.name}.strategy_args", message="is missing", hint="give a strategy_name"
+                )
+            ]
+        )
     name = worker.strategy_args.strategy_name
-    return registry.infer(name) if role.kind == "generate" else registry.train(name)
+    if role.kind == "generate":
+        return registry.find(InferProvider, name)
+    return registry.find(TrainProvider, name)
 
 
 def _model_args(
@@ -153,8 +161,8 @@ def _model_args(
     }
 
 
-def _reward_args(worker: WorkerConfig, registry: Registry) -> dict[str, Any]:
-    provider = registry.reward(worker.reward)  # type: ignore[attr-defined]
+def _reward_args(worker: RewardConfig, registry: Registry) -> dict[str, Any]:
+    provider = registry.find(RewardProvider, worker.reward)
     return {"provider": provider, "config": worker.model_dump(mode="json")}
 
 

@@ -32,7 +32,9 @@ class Judges:
             return next(iter(self._roles))
         if tag not in self._by_tag:
             known = ", ".join(sorted(self._by_tag))
-            raise DataError(f"no reward judges rows with tag {tag!r}: rewards know {known}; see rewards.<domain>.tag_included")
+            raise DataError(
+                f"no reward judges rows with tag {tag!r}: rewards know {known}; see rewards.<domain>.tag_included"
+            )
         return self._by_tag[tag]
 
     async def judge(self, group: Group, prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import PlacementError
 from roll_core.plugins.targets import load_target
+from roll_core.spec.providers import PlatformProvider
 
 if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.spec.platform import Platform
-    from roll_core.spec.providers import PlatformProvider
 
 
 def select_platform(registry: Registry, wanted: str | None) -> Platform:
     """The platform of this run. Raises `PlacementError` where it is not there, or where two found ones tie."""
     if wanted is not None:
-        platform = _make(registry.platform(wanted))
+        platform = _make(registry.find(PlatformProvider, wanted))
         probe = platform.probe()
         if not probe.found:
             raise PlacementError(f"platform {wanted} is asked for but not here: {probe.why}")
         return platform
-    providers = sorted(registry.platforms(), key=lambda each: -each.priority)
+    providers = sorted(registry.providers(PlatformProvider), key=lambda each: -each.priority)
     looked: list[str] = []
     found: list[tuple[PlatformProvider, Platform]] = []
     for provider in providers:

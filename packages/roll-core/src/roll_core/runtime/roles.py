@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from roll_core.data.pack import balance, totals
 from roll_core.runtime.concurrency import gather
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
@@ -42,11 +44,13 @@ class GroupTrainRole(TrainRole):
         return self._ranks[0].size
 
     @property
+    @override
     def sequences_per_step(self) -> int:
         args = self.config.training_args
         return args.gradient_accumulation_steps * args.per_device_train_batch_size * self.data_parallel
 
     @property
+    @override
     def weight_version(self) -> int:
         return self._version
 
@@ -138,6 +142,7 @@ class GroupInferRole(InferRole):
         await self.group.call("start")
 
     @property
+    @override
     def weight_version(self) -> int:
         return self.version
 

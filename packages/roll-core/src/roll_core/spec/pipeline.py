@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
     from roll_core.spec.platform import RoleKind
     from roll_core.spec.providers import Task
@@ -212,6 +213,14 @@ class Run(ABC):
     def columns(self, data: DataArguments) -> Sequence[str]:
         """Names of the columns that the rows have."""
 
+    @abstractmethod
+    def advantage_estimator(self, name: str) -> AdvantageEstimator:
+        """The estimator that a plugin offers under this name."""
+
+    @abstractmethod
+    def policy_loss(self, name: str) -> str:
+        """`"module:attribute"` of the policy loss that a plugin offers under this name: it travels to the workers."""
+
 
 class Pipeline(ABC, Generic[ConfigT]):
     """The algorithmic program of a run. Everything stateful that a resumed run needs is in `state`."""
@@ -250,4 +259,3 @@ class Pipeline(ABC, Generic[ConfigT]):
     def export_role(self) -> str:
         """Name of the role whose model is exported at the end; empty for none."""
         return ""
-

@@ -1,0 +1,64 @@
+"""Which prompts a step takes: each domain its share of the batch, each domain's rows in an order drawn anew every epoch.
+
+The batch is a pure function of the step, so a resumed run goes on exactly where the other one would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from roll_core.data.order import RowOrder
+from roll_core.errors import DataError
+from roll_core.runtime.rollout import stable_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.spec.pipeline import Prompt
+
+
+class PromptOrder:
+    """Batches of `size` prompts."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, size: int, shares: Mapping[str, float], seed: int) -> None:
+        """`shares` by tag; empty takes each domain in proportion to its rows. Raises `DataError` for a tag without rows."""
+        by_tag: defaultdict[str, list[Prompt]] = defaultdict(list)
+        for prompt in prompts:
+            by_tag[prompt.tag].append(prompt)
+        missing = [tag for tag, share in shares.items() if share > 0 and tag not in by_tag]
+        if missing:
+            raise DataError(
+                f"domain_interleave_probs names {missing[0]!r}, but no row has that tag; there are"
+                f" {', '.join(repr(tag) for tag in sorted(by_tag))}"
+            )
+        weights = shares or {tag: float(len(rows)) for tag, rows in by_tag.items()}
+        self.counts = apportion(size, weights)
+        self.rows = {tag: by_tag[tag] for tag in self.counts}
+        self.orders = {
+            tag: RowOrder(len(rows), seed=stable_seed(seed, "domain", tag)) for tag, rows in self.rows.items()
+        }
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The prompts of step `step`, counted from 0; ids are unique, `<row>/<epoch>`."""
+        chosen: list[Prompt] = []
+        for tag, count in self.counts.items():
+            rows = self.rows[tag]
+            for place, index in enumerate(self.orders[tag].batch(step, count), start=step * count):
+                chosen.append(replace(rows[index], id=f"{rows[index].id}/{place // len(rows)}"))
+        return chosen
+
+
+def apportion(size: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """`size` as whole numbers in proportion to `weights` (largest remainders), those that get nothing left out."""
+    total = math.fsum(weights.values())
+    if total <= 0:
+        raise DataError("domain_interleave_probs are all 0: at least one domain needs a share")
+    exact = {tag: size * weight / total for tag, weight in weights.items()}
+    counts = {tag: math.floor(share) for tag, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda tag: (counts[tag] - exact[tag], tag))
+    for tag in by_remainder[: size - sum(counts.values())]:
+        counts[tag] += 1
+    return {tag: count for tag, count in counts.items() if count}

@@ -1,0 +1,252 @@
+"""Reinforcement learning from verifiable rewards: GRPO, PPO, RLOO, REINFORCE and what is composed of their parts.
+
+for step in steps:
+    publish the policy's weights to the engine
+    groups      = answer each prompt n times, judge every answer
+    experience  = answers that were judged, with logprobs of policy and reference, values of the critic
+    advantages  = estimator(rewards, normalised by group, batch or history, less the KL to the reference)
+    update the critic, then the policy, on mini-batches of the experience
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from roll_core.algorithms.kl import KLController, approx_kl
+from roll_core.algorithms.losses import PolicyObjective, ValueObjective
+from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
+from roll_core.algorithms.rewards import difficulty_mask, max_len_mask, token_rewards
+from roll_core.pipelines.config import RLVRConfig
+from roll_core.pipelines.experience import Experience, sample_metrics
+from roll_core.pipelines.prompt_order import PromptOrder
+from roll_core.pipelines.sampling import sampling_params
+from roll_core.pipelines.validation import Validation
+from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
+from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.spec.algorithms import AdvantageEstimator
+
+
+class RLVRPipeline(Pipeline[RLVRConfig]):
+    """A policy, the engine that samples it, judges; a reference and a critic where the algorithm needs them."""
+
+    @override
+    def num_steps(self, run: Run) -> int:
+        config = self.config
+        data = config.actor_train.data_args
+        self.order = PromptOrder(
+            run.prompts(data), size=config.rollout_batch_size, shares=data.domain_interleave_probs, seed=config.seed
+        )
+        self.sampling = sampling_params(
+            config.actor_infer.generating_args, default_max_new_tokens=config.response_length
+        )
+        # Greedy draws have no temperature to divide by; their logprobs are those of the model itself.
+        self.temperature = self.sampling.temperature or 1.0
+        self.validation = None
+        if config.validation is not None:
+            self.validation = Validation(
+                run,
+                config,
+                config.validation,
+                role="actor_infer",
+                source="actor_train",
+                batch_size=config.val_batch_size,
+            )
+        self.estimator: AdvantageEstimator = run.advantage_estimator(config.adv_estimator)
+        grouped = config.adv_estimator == "grpo"
+        self.normaliser = RewardNormaliser(
+            "group" if grouped else config.norm_mean_type,
+            config.norm_std_type or ("group" if grouped else None),
+            config.reward_clip,
+        )
+        self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self.policy_objective = self._policy_objective(run)
+        return config.max_steps
+
+    @override
+    def roles(self) -> Sequence[RoleSpec]:
+        config = self.config
+        roles = [
+            RoleSpec(
+                name="actor_train",
+                kind="train",
+                num_steps=(config.max_steps - config.critic_warmup) * config.steps_per_batch(config.actor_train),
+            ),
+            RoleSpec(name="actor_infer", kind="generate", model_from="actor_train"),
+        ]
+        if config.reference is not None:
+            roles.append(RoleSpec(name="reference", kind="score", model_from="actor_train"))
+        if config.critic is not None:
+            num_steps = config.max_steps * config.steps_per_batch(config.critic)
+            roles.append(
+                RoleSpec(name="critic", kind="train", task="value", num_steps=num_steps, model_from="actor_train")
+            )
+        return [*roles, *(RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards)]
+
+    @override
+    async def step(self, run: Run) -> None:
+        config = self.config
+        await run.publish_weights("actor_train", "actor_infer")
+        groups = await run.rollout(
+            "actor_infer", self.order.batch(run.step), self.sampling, n=config.num_return_sequences_in_group
+        )
+        run.log_samples([sample for group in groups for sample in group.samples])
+        run.log(sample_metrics(groups))
+        experience = Experience.of(groups)
+        if not experience.samples:
+            run.guard("all_groups_filtered", False, f"step {run.step + 1}: no answer has a reward; nothing is learnt")
+            return
+        with run.stage("logprobs"):
+            experience = await self._score(run, experience)
+        with run.stage("advantages"):
+            experience = self._credit(run, experience)
+        with run.stage("train"):
+            await self._train(run, experience)
+
+    @override
+    async def evaluate(self, run: Run) -> Mapping[str, float]:
+        return {} if self.validation is None else await self.validation.evaluate(run)
+
+    @override
+    def state(self) -> Mapping[str, Any]:
+        return {"kl": self.kl.state(), "normaliser": self.normaliser.state()}
+
+    @override
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.kl.load_state(state["kl"])
+        self.normaliser.load_state(state["normaliser"])
+
+    @override
+    def export_role(self) -> str:
+        return "actor_train"
+
+    # -- the stages of a step ------------------------------------------------------------------------------------------
+
+    async def _score(self, run: Run, experience: Experience) -> Experience:
+        """Logprobs under the policy as it is now, logprobs under the reference, values under the critic."""
+        config = self.config
+        sequences = experience.sequences
+        several_steps = config.steps_per_batch(config.actor_train) > 1
+        if config.force_disable_old_logprobs_recompute:
+            experience = experience.with_rows(old_logprobs=[s.behaviour_logprobs for s in sequences])  # type: ignore[misc]
+        elif several_steps or config.add_token_level_kl:
+            scored = await run.train_role("actor_train").score(sequences, logprobs=True, temperature=self.temperature)
+            experience = experience.with_rows(old_logprobs=scored.logprobs)
+        if config.reference is not None:
+            scored = await run.train_role("reference").score(sequences, logprobs=True, temperature=self.temperature)
+            experience = experience.with_rows(ref_logprobs=scored.logprobs)
+        if config.critic is not None:
+            scored = await run.train_role("critic").score(sequences, values=True)
+            experience = experience.with_rows(values=scored.values)
+        return experience
+
+    def _credit(self, run: Run, experience: Experience) -> Experience:
+        """From scores to advantages; samples that the masks leave out still count in their group's statistics."""
+        config = self.config
+        groups_S, mask_T, segments_T = experience.groups_S, experience.mask_T, experience.segments_T
+        domains = [sample.tag for sample in experience.samples]
+        scores_S = self.normaliser(experience.scores_S.float(), groups_S, domains)
+        kl_T = self._penalty(run, experience) if config.add_token_level_kl else None
+        rewards_T = token_rewards(
+            scores_S, mask_T, segments_T, kl_T=kl_T, kl_coef=self.kl.coef, reward_clip=config.reward_clip
+        )
+        found = self.estimator(
+            AdvantageInput(
+                token_rewards_T=rewards_T,
+                scores_S=scores_S,
+                mask_T=mask_T,
+                segments_T=segments_T,
+                groups_S=groups_S,
+                values_T=experience.flat("values"),
+                gamma=config.gamma,
+                lambd=config.lambd,
+            )
+        )
+        advantages_T = whiten(found.advantages_T, mask_T) if config.whiten_advantages else found.advantages_T
+        advantages_T = clip(advantages_T, config.advantage_clip)
+        drawn_N = advantages_T[mask_T]
+        run.log(
+            {
+                "reward/mean": float(rewards_T.sum() / len(experience.samples)),
+                "advantage/mean": float(drawn_N.mean()),
+                "advantage/max": float(drawn_N.max()),
+                "advantage/min": float(drawn_N.min()),
+            }
+        )
+        run.guard(
+            "all_groups_filtered",
+            bool((drawn_N != 0).any()) or config.use_kl_loss,
+            f"step {run.step + 1}: every advantage is 0, for example because all answers of each prompt have the same reward",
+        )
+        return experience.with_flat(advantages=advantages_T, returns=found.returns_T).keep(self._kept(experience))
+
+    def _penalty(self, run: Run, experience: Experience) -> torch.Tensor:
+        """Per-token KL of the policy to the reference, and the controller's next coefficient."""
+        policy_T, reference_T = experience.flat("old_logprobs"), experience.flat("ref_logprobs")
+        if policy_T is None or reference_T is None:  # the schema asks for the reference, `_score` computes both
+            raise AssertionError("the KL in the reward needs logprobs of policy and reference")
+        mask_T = experience.mask_T
+        kl_T = torch.where(mask_T, approx_kl(policy_T, reference_T, self.config.kl_penalty), 0.0)
+        mean = float(kl_T.sum() / mask_T.sum().clamp(min=1))
+        run.log({"kl/mean": mean, "kl/coef": self.kl.coef})
+        self.kl.update(mean, len(experience.samples))
+        return kl_T
+
+    def _kept(self, experience: Experience) -> torch.Tensor:
+        """Which samples take part in the loss."""
+        config = self.config
+        kept_S = torch.ones(len(experience.samples), dtype=torch.bool)
+        if config.max_len_mask:
+            kept_S &= max_len_mask([sample.finish_reason for sample in experience.samples])
+        if config.difficulty_mask:
+            kept_S &= difficulty_mask(
+                experience.scores_S,
+                experience.groups_S,
+                low=config.difficulty_low_threshold,
+                high=config.difficulty_high_threshold,
+            )
+        return kept_S
+
+    async def _train(self, run: Run, experience: Experience) -> None:
+        config = self.config
+        sequences = experience.sequences
+        if not sequences:
+            run.guard("all_groups_filtered", False, f"step {run.step + 1}: the masks leave no sample to learn from")
+            return
+        num_tokens = 0
+        if config.critic is not None:
+            objective = ValueObjective(value_clip=config.value_clip)
+            update = await run.train_role("critic").update(sequences, objective, epochs=config.ppo_epochs)
+            run.log(update.named("critic"))
+            num_tokens += update.num_tokens
+        if run.step >= config.critic_warmup:
+            update = await run.train_role("actor_train").update(
+                sequences, self.policy_objective, epochs=config.ppo_epochs, max_length=config.response_length
+            )
+            run.log(update.named("actor"))
+            num_tokens += update.num_tokens
+        run.log({"tokens/trained": num_tokens})
+
+    def _policy_objective(self, run: Run) -> PolicyObjective:
+        config = self.config
+        low, high = config.clip_range()
+        return PolicyObjective(
+            policy_loss=run.policy_loss(config.pg_variant),
+            params=PolicyLossParams(
+                pg_clip_low=low,
+                pg_clip_high=high,
+                dual_clip=config.dual_clip if config.dual_clip_loss else None,
+                options=config.pg_options,
+            ),
+            aggregation=config.loss_agg_mode,
+            entropy_coef=config.entropy_loss_coef,
+            kl_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
+            kl_kind=config.kl_loss_penalty,
+            temperature=self.temperature,
+        )

@@ -1,0 +1,193 @@
+"""A run as its pipeline sees it: roles, rollouts, weight publishing, metrics, guards.
+
+The loop that drives it is in `roll_core.runtime.loop`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from typing_extensions import override
+
+from roll_core.errors import RollError, UnsupportedError, WeightsUnchangedError, WeightSyncError
+from roll_core.plugins.targets import load_target
+from roll_core.runtime.rollout import roll_out
+from roll_core.spec.pipeline import Run
+from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from typing import Literal
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.guards import Guards
+    from roll_core.runtime.judging import Judges
+    from roll_core.runtime.ledger import Ledger
+    from roll_core.runtime.probe import LogprobProbe
+    from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
+    from roll_core.runtime.rows import Rows
+    from roll_core.runtime.run_dir import RunDir
+    from roll_core.runtime.samples import SamplesFile
+    from roll_core.runtime.weight_sync import WeightPublisher
+    from roll_core.spec.algorithms import AdvantageEstimator
+    from roll_core.spec.config import DataArguments, RunConfig
+    from roll_core.spec.pipeline import Prompt, Split
+    from roll_core.types import Group, Sample, SamplingParams, TrainSequence
+
+T = TypeVar("T")
+
+
+class ActiveRun(Run):
+    """Owned by the loop, which fills in the roles once they are built."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_dir: RunDir,
+        registry: Registry,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Rows,
+        ledger: Ledger,
+        guards: Guards,
+        samples: SamplesFile,
+    ) -> None:
+        self.config, self.dir, self.tokenizer = config, run_dir.path, tokenizer
+        self.step = 0
+        self.train_roles: dict[str, GroupTrainRole] = {}
+        self.infer_roles: dict[str, GroupInferRole] = {}
+        self.judges: Judges | None = None
+        self.publishers: dict[tuple[str, str], WeightPublisher] = {}
+        self.probes: dict[tuple[str, str], LogprobProbe] = {}
+        self._registry, self._rows, self._ledger, self._guards, self._samples = registry, rows, ledger, guards, samples
+        self._metrics: dict[str, float] = {}
+        self._published: dict[tuple[str, str], int] = {}
+
+    @override
+    def train_role(self, name: str) -> GroupTrainRole:
+        return _role(self.train_roles, name, "trains or scores")
+
+    @override
+    def infer_role(self, name: str) -> GroupInferRole:
+        return _role(self.infer_roles, name, "generates")
+
+    @override
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return self._ledger.stage(name)
+
+    @override
+    def log(self, metrics: Mapping[str, float]) -> None:
+        self._metrics.update({name: float(value) for name, value in metrics.items()})
+
+    def take_metrics(self) -> dict[str, float]:
+        """What was logged since the last call."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    @override
+    def log_samples(self, samples: Sequence[Sample], *, split: Split = "train") -> None:
+        self._samples.write(self.step + (split == "train"), samples, split=split)
+
+    @override
+    def guard(self, guard_id: str, ok: bool, message: str) -> None:
+        self._guards.check(guard_id, ok, message)
+
+    @override
+    async def publish_weights(self, source: str, target: str) -> None:
+        """Nothing travels where `target` already holds the current weights of `source`."""
+        version = self.train_role(source).weight_version
+        if self._published.get((source, target)) == version:
+            return
+        with self.stage("weight_sync"):
+            try:
+                report = await self.publishers[source, target].publish(version)
+            except WeightsUnchangedError as error:
+                self._guards.failed("weights_unchanged", error)
+            except WeightSyncError as error:
+                self._guards.failed("weight_manifest", error)
+            else:
+                self.log(report.metrics())
+            self.infer_role(target).version = version
+            self._published[source, target] = version
+            await self._probe(source, target)
+
+    async def _probe(self, source: str, target: str) -> None:
+        """Now and then the engine and the trainer are asked for the logprobs of the same tokens."""
+        probe = self.probes.get((source, target))
+        if probe is None or not self._guards.active("logprob_probe") or not probe.is_due():
+            return
+        gap = await probe.gap(self.train_role(source), self.infer_role(target))
+        self.log({"weight_sync/logprob_probe": gap})
+        threshold = self.config.guards.logprob_probe.threshold
+        self._guards.check_at_most(
+            "logprob_probe", gap, threshold, f"mean |logprob of {target} - logprob of {source}| on the probe tokens"
+        )
+
+    @override
+    async def rollout(
+        self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
+    ) -> list[Group]:
+        with self.stage("rollout" if split == "train" else "evaluation"):
+            groups = await roll_out(
+                self.infer_role(role),
+                prompts,
+                params,
+                n=n,
+                seed_of=(self.config.seed, split, self.step),
+                judges=self.judges,
+                tokenizer=self.tokenizer,
+            )
+        self._check_rewards(groups)
+        return groups
+
+    def _check_rewards(self, groups: Sequence[Group]) -> None:
+        """A judge that fails too often is broken, whatever it says of the rest."""
+        rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
+        failures = [reward.failure for reward in rewards if reward.failed]
+        if failures:
+            threshold = self.config.guards.reward_failures.threshold
+            share = len(failures) / len(rewards)
+            self._guards.check(
+                "reward_failures",
+                share <= threshold,
+                f"{len(failures)} of {len(rewards)} rewards could not be computed, more than the"
+                f" {threshold:.0%} allowed; the first: {failures[0]}",
+            )
+
+    @override
+    def prompts(self, data: DataArguments) -> Sequence[Prompt]:
+        return self._rows.prompts(data)
+
+    @override
+    def sequences(
+        self, data: DataArguments, *, overlong: Literal["drop", "truncate"] = "drop", on_prompt: bool = False
+    ) -> Sequence[TrainSequence]:
+        return self._rows.sequences(data, overlong=overlong, on_prompt=on_prompt)
+
+    @override
+    def columns(self, data: DataArguments) -> Sequence[str]:
+        return self._rows.columns(data)
+
+    @override
+    def advantage_estimator(self, name: str) -> AdvantageEstimator:
+        provider = self._registry.find(AdvantageProvider, name)
+        critic = "critic" in self.config.roles()
+        if provider.needs_critic and not critic:
+            raise UnsupportedError(f"adv_estimator {name} reads a critic's values: give the run the role critic")
+        if critic and not provider.needs_critic:
+            raise UnsupportedError(f"adv_estimator {name} reads no values, so the role critic would not be used")
+        found: AdvantageEstimator = load_target(provider.target, owner=f"advantage estimator {name}")
+        return found
+
+    @override
+    def policy_loss(self, name: str) -> str:
+        return self._registry.find(PolicyLossProvider, name).target
+
+
+def _role(roles: Mapping[str, T], name: str, does: str) -> T:
+    if name not in roles:
+        raise RollError(f"no role {name!r} {does} in this run; there are {', '.join(roles) or 'none'}")
+    return roles[name]
