@@ -66,18 +66,18 @@ class PolicyObjective:
         function = load_policy_loss(self.policy_loss) if isinstance(self.policy_loss, str) else self.policy_loss
         per_token_T, token_metrics = function(logprobs_T, micro, self.params)
         loss = policy_loss = aggregate(per_token_T, micro, self.aggregation)
-        metrics: dict[str, Tensor | float] = {"policy_loss": policy_loss}
+        metrics: dict[str, Tensor | float] = {"policy_loss": policy_loss.detach()}
         if self.kl_coef:
             kl_loss = aggregate(self._kl(logprobs_T, micro), micro, self.aggregation)
             loss = loss + self.kl_coef * kl_loss
-            metrics["kl_loss"] = kl_loss
+            metrics["kl_loss"] = kl_loss.detach()
         if self.want.entropy:
             entropy_T = _given("entropy", outputs.entropy_T)
             metrics["entropy"] = aggregate(entropy_T.detach(), micro, "token-mean")
             if self.entropy_coef:
                 loss = loss - self.entropy_coef * aggregate(entropy_T, micro, self.aggregation)
         _check(loss, micro, logprobs=logprobs_T, entropy=outputs.entropy_T)
-        metrics["loss"] = loss
+        metrics["loss"] = loss.detach()
         metrics.update(_reduce(token_metrics, micro))
         return LossOutput(loss=loss, metrics=metrics)
 
@@ -127,7 +127,7 @@ class ValueObjective:
             squares_T = torch.maximum(squares_T, clipped_T)
         loss = aggregate(0.5 * squares_T, micro, self.aggregation)
         _check(loss, micro, values=outputs.values_T)
-        return LossOutput(loss=loss, metrics=metrics | {"loss": loss})
+        return LossOutput(loss=loss, metrics=metrics | {"loss": loss.detach()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class SFTObjective:
         loss = aggregate(-logprobs_T, micro, self.aggregation)
         _check(loss, micro, logprobs=logprobs_T)
         return LossOutput(
-            loss=loss, metrics={"loss": loss, "nll": aggregate(-logprobs_T.detach(), micro, "token-mean")}
+            loss=loss, metrics={"loss": loss.detach(), "nll": aggregate(-logprobs_T.detach(), micro, "token-mean")}
         )
 
 

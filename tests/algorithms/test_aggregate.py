@@ -1,0 +1,66 @@
+"""The four masked aggregations, by hand and however the batch is split."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from roll_core.algorithms.aggregate import aggregate
+from roll_core.errors import UnsupportedError
+from roll_core.types import Totals
+
+# first sequence: 1, 2 masked in; second: 3, 4, 6
+VALUES = torch.tensor([100.0, 1, 2, 3, 4, 6, 100])
+MASKS = [[0, 1, 1], [1, 1, 1, 0]]
+BY_HAND = {
+    "token-mean": 16 / 5,
+    "seq-mean-token-sum": (3 + 13) / 2,
+    "seq-mean-token-mean": (3 / 2 + 13 / 3) / 2,
+    "seq-mean-token-sum-norm": (3 / 8 + 13 / 8) / 2,
+}
+
+
+@pytest.mark.parametrize("mode", BY_HAND)
+def test_aggregations_by_hand(mode, micro_of):
+    # ROLL's token-mean adds up what is off the mask: 216 / 5 here.
+    assert aggregate(VALUES, micro_of(MASKS, max_length=8), mode).item() == pytest.approx(BY_HAND[mode])
+
+
+@pytest.mark.parametrize("mode", BY_HAND)
+def test_shares_of_microbatches_add_up(mode, micro_of):
+    totals = Totals(tokens=5, sequences=2, groups=2, max_length=8)
+    first = aggregate(VALUES[:3], micro_of(MASKS[:1], totals=totals), mode)
+    second = aggregate(VALUES[3:], micro_of(MASKS[1:], totals=totals), mode)
+    assert (first + second).item() == pytest.approx(BY_HAND[mode])
+
+
+@pytest.mark.parametrize("mode", BY_HAND)
+def test_what_is_off_the_mask_reaches_neither_value_nor_gradient(mode, micro_of):
+    values = torch.tensor([math.nan, 1, 2, 3, 4, 6, math.inf], requires_grad=True)
+    out = aggregate(values, micro_of(MASKS, max_length=8), mode)
+    out.backward()
+    assert out.item() == pytest.approx(BY_HAND[mode])
+    assert values.grad[[0, 6]].tolist() == [0, 0]
+    assert torch.isfinite(values.grad).all()
+
+
+@pytest.mark.parametrize("mode", BY_HAND)
+def test_nothing_masked_in_is_zero_with_a_gradient_of_zero(mode, micro_of):
+    values = torch.tensor([1.0, 2.0], requires_grad=True)
+    out = aggregate(values, micro_of([[0, 0]]), mode)
+    out.backward()
+    assert out.item() == 0.0
+    assert values.grad.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("mode", BY_HAND)
+def test_a_sequence_without_masked_tokens_does_not_count(mode, micro_of):
+    padded = torch.cat([VALUES, torch.tensor([9.0, 9.0])])
+    assert aggregate(padded, micro_of([*MASKS, [0, 0]], max_length=8), mode).item() == pytest.approx(BY_HAND[mode])
+
+
+def test_an_unknown_mode_is_named(micro_of):
+    with pytest.raises(UnsupportedError, match="seq-mean-token-sum-norm"):
+        aggregate(VALUES, micro_of(MASKS), "tokens")
