@@ -173,7 +173,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         drawn_N = advantages_T[mask_T]
         run.log(
             {
-                "reward/mean": float(rewards_T.sum() / len(experience.samples)),
+                "reward/normalised_mean": float(rewards_T.sum() / len(experience.samples)),
                 "advantage/mean": float(drawn_N.mean()),
                 "advantage/max": float(drawn_N.max()),
                 "advantage/min": float(drawn_N.min()),

@@ -1,0 +1,36 @@
+"""`roll-core run CONFIG... [key=value ...]`: one run per config, in order."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from roll_core.config import load
+from roll_core.errors import RollError
+from roll_core.plugins.registry import load_registry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def run_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str]) -> int:
+    """Check every config before the first one runs, then run them; the first that fails ends the sequence.
+
+    Returns the exit code: 0 only if every run did the steps that were asked for.
+    """
+    registry = load_registry(disabled_plugins)
+    loaded = [load(path, overrides, registry) for path in configs]
+    # Everything heavy comes after the checks: a mistake is reported within a second.
+    from roll_core.runtime.ledger import process_age_s
+    from roll_core.runtime.loop import execute
+
+    before_s = process_age_s()
+    for each in loaded:
+        result = execute(each, registry, argv=sys.argv, before_s=before_s)
+        before_s = 0.0
+        if result.error is not None:
+            if not isinstance(result.error, (RollError, KeyboardInterrupt, SystemExit)):
+                raise result.error
+            return getattr(result.error, "exit_code", 1)
+    return 0

@@ -1,0 +1,415 @@
+"""The loop that every run goes through, from a checked config to a complete record.
+
+    build roles -> setup -> [resume] -> evaluate? -> { step -> evaluate? -> record -> checkpoint? } * num_steps -> export
+
+Whatever happens, workers are closed, the record says how it ended, and the report is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from roll_core.config import dump
+from roll_core.errors import RunInterruptedError, WorkerDiedError
+from roll_core.plugins.events import Events
+from roll_core.plugins.targets import load_class
+from roll_core.runtime.build import group_specs, slots_per_worker
+from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.runtime.console import Console
+from roll_core.runtime.executors import choose_executor, make_executor
+from roll_core.runtime.guards import Guards
+from roll_core.runtime.judging import Judges
+from roll_core.runtime.ledger import Ledger
+from roll_core.runtime.logs import run_logging
+from roll_core.runtime.placement import place_roles
+from roll_core.runtime.platform import select_platform
+from roll_core.runtime.publishing import Publishing
+from roll_core.runtime.record import RunFacts, RunRecord
+from roll_core.runtime.report import write_report
+from roll_core.runtime.roles import GroupInferRole, GroupTrainRole, RewardRole
+from roll_core.runtime.rows import Rows
+from roll_core.runtime.run import ActiveRun
+from roll_core.runtime.run_dir import RunDir, find_checkpoint
+from roll_core.runtime.samples import SamplesFile
+from roll_core.runtime.secrets import Redactor
+from roll_core.runtime.tokenizer import prepare_tokenizer
+from roll_core.runtime.tracking import MetricsFile, Trackers
+from roll_core.spec.pipeline import Pipeline
+from roll_core.spec.providers import TrackerProvider
+from roll_core.spec.tracker import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from roll_core.config import LoadedConfig
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.checkpoints import Checkpoint
+    from roll_core.runtime.executors.base import Executor
+    from roll_core.runtime.record import Outcome
+    from roll_core.spec.config import RunConfig
+    from roll_core.spec.pipeline import RoleSpec
+    from roll_core.spec.platform import Platform
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended."""
+
+    run_dir: RunDir
+    outcome: Outcome
+    steps_done: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last value of every metric."""
+    error: BaseException | None = None
+
+
+def execute(
+    loaded: LoadedConfig,
+    registry: Registry,
+    *,
+    argv: Sequence[str] = (),
+    console: Console | None = None,
+    before_s: float = 0.0,
+) -> RunResult:
+    """Run a config to its end in this process. Errors are in the result, not raised: the record is complete either way.
+
+    `before_s` are seconds that went by before, which the table of where the time went calls start-up.
+    """
+    ledger = Ledger(before_s=before_s)
+    console = console or Console()
+    config = loaded.config
+    redactor = Redactor.of(os.environ, config.model_dump(mode="json"))
+    run_dir = RunDir.create(config.output_dir, config.exp_name)
+    run_dir.config.write_text(dump(config), encoding="utf-8")
+    facts = RunFacts(
+        name=run_dir.name,
+        pipeline=config.pipeline,
+        seed=config.seed,
+        argv=tuple(argv),
+        plugins=registry.describe(),
+        steps_asked=config.max_steps,
+    )
+    record = RunRecord(run_dir.record, facts, redactor)
+    driver = _Driver(
+        config=config,
+        pipeline=load_class(loaded.pipeline.target, Pipeline, owner=f"pipeline {config.pipeline}")(config),
+        registry=registry,
+        run_dir=run_dir,
+        record=record,
+        ledger=ledger,
+        console=console,
+        redactor=redactor,
+    )
+    error: BaseException | None = None
+    with run_logging(run_dir.log, console.warn, redactor) as logs:
+        driver.adopt_logs = logs.adopt
+        try:
+            _run_until_signal(driver.main())
+        except (KeyboardInterrupt, SystemExit, Exception) as raised:
+            error = raised
+            log.debug("the run ended early", exc_info=raised)
+        outcome = record.finish(error, time_rows=[_row(row) for row in ledger.rows()])
+        with ledger.stage("report"):
+            report = write_report(run_dir.path)
+    console.finish(
+        outcome=outcome,
+        rows=ledger.rows(),
+        error="" if error is None else str(error) or type(error).__name__,
+        lines=[*driver.results(), ("run", _relative(run_dir.path)), ("report", _relative(report))],
+    )
+    return RunResult(
+        run_dir=run_dir, outcome=outcome, steps_done=driver.steps_done, metrics=driver.last_metrics, error=error
+    )
+
+
+def _run_until_signal(main: Any) -> None:
+    """Run the coroutine; SIGTERM ends it as Ctrl-C does, so that workers are closed and the record is written."""
+
+    async def guarded() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        stopped: list[str] = []
+
+        def stop(name: str) -> None:
+            stopped.append(name)
+            if task is not None:
+                task.cancel()
+
+        handled = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Only the main thread may handle signals; a run inside a notebook's or a test's thread goes without.
+            with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+                loop.add_signal_handler(number, stop, number.name)
+                handled.append(number)
+        try:
+            await main
+        except asyncio.CancelledError:
+            if stopped:
+                raise RunInterruptedError(f"stopped by {stopped[0]}") from None
+            raise
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    asyncio.run(guarded())
+
+
+@dataclass(kw_only=True)
+class _Driver:
+    """The parts of a run while it goes on."""
+
+    config: RunConfig
+    pipeline: Pipeline[Any]
+    registry: Registry
+    run_dir: RunDir
+    record: RunRecord
+    ledger: Ledger
+    console: Console
+    redactor: Redactor
+    adopt_logs: Callable[[], None] = lambda: None
+    steps_done: int = 0
+    last_metrics: dict[str, float] = field(default_factory=dict)
+
+    async def main(self) -> None:
+        """Everything between the first line and the last."""
+        config, ledger = self.config, self.ledger
+        self._announce()
+        with ledger.stage("load libraries"):
+            import torch  # noqa: F401 - loaded here so that the ledger knows where the time went
+            import transformers  # noqa: F401
+
+            self.adopt_logs()
+        platform = select_platform(self.registry, config.platform)
+        checkpoint = find_checkpoint(
+            config.resume_from_checkpoint,
+            output_dir=config.output_dir,
+            exp_name=config.exp_name,
+            current=self.run_dir,
+        )
+        history = checkpoint.path.parent.parent if checkpoint is not None else None
+        resumed_step = checkpoint.step if checkpoint is not None else 0
+        with ledger.stage("data"):
+            tokenizer = prepare_tokenizer(config, self.run_dir)
+            rows = Rows(config, tokenizer)
+        async with contextlib.AsyncExitStack() as stack:
+            samples = SamplesFile(
+                self.run_dir.samples,
+                lambda ids: str(tokenizer.decode(ids.tolist())),
+                history=history / self.run_dir.samples.name if history else None,
+                resumed_step=resumed_step,
+            )
+            stack.callback(samples.close)
+            guards = Guards(config.guards, on_event=self.record.guard_event)
+            run = ActiveRun(
+                config=config,
+                run_dir=self.run_dir,
+                registry=self.registry,
+                tokenizer=tokenizer,
+                rows=rows,
+                ledger=ledger,
+                guards=guards,
+                samples=samples,
+            )
+            with ledger.stage("data"):
+                num_steps = self.pipeline.num_steps(run)
+            self.record.update(
+                steps_asked=num_steps,
+                platform=platform.name,
+                resumed_step=resumed_step,
+                resumed_from=str(checkpoint.path) if checkpoint is not None else "",
+            )
+            guards.check(
+                "zero_steps", resumed_step < num_steps, f"step {resumed_step} of {num_steps} is done: nothing is left to do"
+            )
+            with ledger.stage("build roles"):
+                executor = await self._build(run, platform, stack)
+                await self.pipeline.setup(run)
+            if checkpoint is not None:
+                with ledger.stage("resume"):
+                    await self._load(run, checkpoint)
+            metrics_file = MetricsFile(
+                self.run_dir.metrics,
+                history=history / self.run_dir.metrics.name if history else None,
+                resumed_step=resumed_step,
+            )
+            stack.callback(metrics_file.close)
+            trackers = stack.enter_context(Trackers.opened(self._tracker_factories()))
+            trackers.log_config(self.redactor.value(config.model_dump(mode="json")))
+            events = Events(self.registry)
+            failure: BaseException | None = None
+            try:
+                events.run_started(run)
+                await self._steps(run, num_steps, executor, guards, metrics_file, trackers, events)
+                await self._export(run)
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                self.console.close()
+                events.run_finished(run, failure)
+
+    async def _steps(
+        self,
+        run: ActiveRun,
+        num_steps: int,
+        executor: Executor,
+        guards: Guards,
+        metrics_file: MetricsFile,
+        trackers: Trackers,
+        events: Events,
+    ) -> None:
+        config, ledger = self.config, self.ledger
+        store = CheckpointStore(self.run_dir.checkpoints, config.max_ckpt_to_keep)
+        self.steps_done = guards.step = run.step
+        self.console.start(total_steps=num_steps, done=run.step)
+        if config.eval_steps and run.step == 0:
+            ledger.start_step()
+            metrics = await self._evaluate(run)
+            self._record(0, metrics | ledger.step_times(), metrics_file, trackers)
+        while run.step < num_steps:
+            try:
+                executor.check_alive()
+            except WorkerDiedError as error:
+                guards.failed("dead_worker", error)
+                raise
+            ledger.start_step()
+            await self.pipeline.step(run)
+            metrics = run.take_metrics()
+            run.step += 1
+            self.steps_done = guards.step = run.step
+            self.record.step(run.step)
+            last = run.step == num_steps
+            self._count_tokens(metrics)
+            if config.eval_steps and (run.step % config.eval_steps == 0 or last):
+                metrics |= await self._evaluate(run)
+            metrics |= ledger.step_times()
+            self._record(run.step, metrics, metrics_file, trackers)
+            self.console.step(run.step, metrics)
+            events.step_finished(run, run.step, metrics)
+            if config.save_steps and (run.step % config.save_steps == 0 or last):
+                with ledger.stage("checkpoint"):
+                    await self._save(run, store)
+
+    async def _build(self, run: ActiveRun, platform: Platform, stack: contextlib.AsyncExitStack) -> Executor:
+        """Start every role, models before what depends on them."""
+        config = self.config
+        roles = self.pipeline.roles()
+        configs = {role.name: config.roles()[role.name] for role in roles}
+        places = place_roles(
+            configs,
+            platform,
+            num_gpus_per_node=config.num_gpus_per_node,
+            slots_per_worker=slots_per_worker(roles, config, self.registry),
+        )
+        name = choose_executor(config.executor, places)
+        executor = await stack.enter_async_context(make_executor(name, platform))
+        self.record.update(executor=name)
+        log.info("executor %s on platform %s", name, platform.name)
+        tokenizer = self.run_dir.tokenizer
+        groups = await executor.start(group_specs(roles, config, self.registry, platform, places, tokenizer))
+        judges: dict[str, RewardRole] = {}
+        started: list[GroupTrainRole | GroupInferRole | RewardRole] = []
+        for role in roles:
+            group, worker = groups[role.name], configs[role.name]
+            if role.kind == "generate":
+                run.infer_roles[role.name] = GroupInferRole(role.name, worker, group)
+                started.append(run.infer_roles[role.name])
+            elif role.kind == "reward":
+                judges[role.name.partition(".")[2]] = RewardRole(role.name, worker, group)
+                started.append(judges[role.name.partition(".")[2]])
+            else:
+                run.train_roles[role.name] = GroupTrainRole(role.name, worker, group)
+                started.append(run.train_roles[role.name])
+        for each in started:
+            await each.start()
+        if judges:
+            tags = {domain: configs[f"rewards.{domain}"].tag_included for domain in judges}  # type: ignore[attr-defined]
+            run.judges = Judges(judges, tags)
+        run.publishing = Publishing(config, run, executor, self.registry, self.record, roles)
+        return executor
+
+    async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
+        with self.ledger.stage("evaluation"):
+            metrics = dict(await self.pipeline.evaluate(run)) | run.take_metrics()
+        if metrics:
+            self.console.evaluated(run.step, {name: value for name, value in metrics.items() if name.startswith("val/")})
+        return metrics
+
+    def _record(
+        self, step: int, metrics: Mapping[str, float], metrics_file: MetricsFile, trackers: Trackers
+    ) -> None:
+        self.last_metrics.update(metrics)
+        metrics_file.log(step, metrics)
+        if step % self.config.logging_steps == 0:
+            trackers.log(step, metrics)
+
+    def _count_tokens(self, metrics: Mapping[str, float]) -> None:
+        for stage, name in (("rollout", "tokens/generated"), ("train", "tokens/trained"), ("step", "tokens/trained")):
+            if name in metrics:
+                self.ledger.count_tokens(stage, int(metrics[name]))
+
+    async def _save(self, run: ActiveRun, store: CheckpointStore) -> None:
+        trained = {name: role for name, role in run.train_roles.items() if role.trains}
+        state = {
+            "pipeline": dict(self.pipeline.state()),
+            "weight_versions": {name: role.weight_version for name, role in trained.items()},
+        }
+        with store.writing(run.step, state) as path:
+            for name, role in trained.items():
+                await role.save(path / name)
+
+    async def _load(self, run: ActiveRun, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state()
+        for name, version in state["weight_versions"].items():
+            await run.train_role(name).load(checkpoint.path / name, version)
+        self.pipeline.load_state(state["pipeline"])
+        run.step = checkpoint.step
+        log.info("resumed from %s at step %d", checkpoint.path, checkpoint.step)
+
+    async def _export(self, run: ActiveRun) -> None:
+        name = self.pipeline.export_role()
+        if self.config.export_model and name:
+            with self.ledger.stage("export"):
+                await run.train_role(name).export(self.run_dir.export)
+
+    def _tracker_factories(self) -> dict[str, Callable[[], Tracker]]:
+        config = self.config
+
+        def factory(name: str) -> Callable[[], Tracker]:
+            provider = self.registry.find(TrackerProvider, name)
+            tracker_class = load_class(provider.target, Tracker, owner=f"tracker {name}")
+            options = config.tracker_kwargs.get(name, {})
+            return lambda: tracker_class(self.run_dir.path, self.run_dir.name, options)
+
+        return {name: factory(name) for name in config.track_with}
+
+    def _announce(self) -> None:
+        self.console.line(f"roll · {self.run_dir.name} · {self.config.pipeline}", style="bold")
+
+    def results(self) -> list[tuple[str, str]]:
+        """What a person wants to know first: how good the model is now, and where it lies."""
+        lines = []
+        if "val/score/mean" in self.last_metrics:
+            lines.append(("held-out score", f"{self.last_metrics['val/score/mean']:.3f}  (val/score/mean)"))
+        if "val/loss" in self.last_metrics:
+            lines.append(("held-out loss", f"{self.last_metrics['val/loss']:.4f}  (val/loss)"))
+        if self.run_dir.export.is_dir():
+            lines.append(("model", _relative(self.run_dir.export)))
+        return lines
+
+
+def _row(row: Any) -> dict[str, Any]:
+    return {"stage": row.stage, "seconds": row.seconds, "share": row.share, "entries": row.entries, "tokens": row.tokens}
+
+
+def _relative(path: Any) -> str:
+    """Paths as a person would type them."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith(os.pardir) else relative
