@@ -27,7 +27,7 @@ REMEDIES = {
     "weights_unchanged": "is learning_rate 0, the loss mask empty, or what is trained frozen?",
     "weight_manifest": "the engine does not hold what the trainer sent: update the plugin of the infer strategy",
     "logprob_probe": "compare dtype and attention of trainer and engine; if both are right, raise the threshold",
-    "logprob_gap": "compare temperature, dtype and attention of trainer and engine; if all are right, raise the threshold",
+    "logprob_gap": "compare temperature, dtype and attention of both sides; if all are right, raise the threshold",
     "reward_failures": "mend the reward, or give it more time (timeout_s); failed samples are never trained on",
     "non_finite": "lower learning_rate, clip gradients (max_grad_norm), or compute in bf16 or fp32 instead of fp16",
     "zero_steps": "raise max_steps above the step that was resumed from, or leave out resume_from_checkpoint",

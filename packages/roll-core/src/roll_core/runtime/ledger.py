@@ -1,0 +1,225 @@
+"""Where a run's wall time goes: stages that nest and may run side by side, each second counted once.
+
+    with ledger.stage("rollout"):            rollout |====------====|        self time only: what is inside `reward`
+        with ledger.stage("reward"):         reward       |======|           is not in `rollout`
+
+Of stages that are open at once in different tasks, the innermost of each share the time equally, by name. So the rows
+add up to the wall time whatever runs side by side; what no stage covers is the row `other`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+OTHER = "other"
+START_UP = "start-up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow:
+    """A stage's share of the run."""
+
+    stage: str
+    seconds: float
+    share: float
+    """Of the run's wall time, 0 to 1."""
+    entries: int
+    """How often it was entered."""
+    tokens: int = 0
+    """Counted for it."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None where no tokens were counted."""
+        return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
+
+
+class _Frame:
+    """An open stage of one task."""
+
+    __slots__ = ("children", "name", "open", "parent")
+
+    def __init__(self, name: str, parent: _Frame | None) -> None:
+        self.name = name
+        self.parent = parent
+        self.children = 0
+        self.open = True
+
+
+class Ledger:
+    """The account of one run, kept by its driver. Safe to use from several tasks and threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, before_s: float = 0.0) -> None:
+        """`before_s` have gone by already and belong to the row `start-up`; see `process_age_s`."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._current: ContextVar[_Frame | None] = ContextVar("stage", default=None)
+        self._leaves: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
+        self._entries: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._begin = self._settled = clock()
+        self._before_s = before_s
+        if before_s:
+            self._seconds[START_UP] = before_s
+            self._entries[START_UP] = 1
+        self._mark = self._begin
+        self._at_mark: dict[str, float] = {}
+        self._tokens_at_mark: Counter[str] = Counter()
+
+    def stage(self, name: str) -> _Stage:
+        """A context manager: the time inside belongs to `name`, except what belongs to stages within."""
+        return _Stage(self, name)
+
+    def count_tokens(self, stage: str, tokens: int) -> None:
+        """So many tokens went through `stage`; `step` counts for the step as a whole."""
+        with self._lock:
+            self._tokens[stage] += tokens
+
+    def start_step(self) -> None:
+        """A step begins: `step_times` counts from here."""
+        with self._lock:
+            self._settle()
+            self._mark = self._settled
+            self._at_mark = dict(self._seconds)
+            self._tokens_at_mark = self._tokens.copy()
+
+    def step_times(self) -> dict[str, float]:
+        """Metrics of the time since `start_step`: `time/<stage>` in seconds of self time, which add up to `time/step`
+        with `time/other`, and `tokens_per_s/<stage>` where tokens were counted."""
+        with self._lock:
+            self._settle()
+            whole = self._settled - self._mark
+            times: dict[str, float] = {}
+            for name, seconds in self._seconds.items():
+                spent = seconds - self._at_mark.get(name, 0.0)
+                if spent > 0:
+                    times[name] = spent
+            times[OTHER] = max(0.0, whole - sum(s for name, s in times.items() if name != OTHER))
+            metrics = {f"time/{name}": seconds for name, seconds in times.items()}
+            metrics["time/step"] = whole
+            for name, tokens in self._tokens.items():
+                spent = whole if name == "step" else times.get(name, 0.0)
+                new = tokens - self._tokens_at_mark[name]
+                if new and spent > 0:
+                    metrics[f"tokens_per_s/{name}"] = new / spent
+            return metrics
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the run began, `before_s` included."""
+        return self._clock() - self._begin + self._before_s
+
+    def rows(self) -> list[LedgerRow]:
+        """All stages, the costliest first and `other` last; the seconds add up to the wall time until now."""
+        with self._lock:
+            self._settle()
+            wall = self._settled - self._begin + self._before_s
+            seconds = {name: s for name, s in self._seconds.items() if name != OTHER}
+            seconds[OTHER] = max(0.0, wall - sum(seconds.values()))
+            order = sorted(seconds, key=lambda name: (name == OTHER, -seconds[name]))
+            return [
+                LedgerRow(
+                    stage=name,
+                    seconds=seconds[name],
+                    share=seconds[name] / wall if wall > 0 else 0.0,
+                    entries=self._entries[name],
+                    tokens=self._tokens[name],
+                )
+                for name in order
+            ]
+
+    def _settle(self) -> None:
+        """Give the time since the last change to the stages that were innermost in it."""
+        now = self._clock()
+        elapsed, self._settled = now - self._settled, now
+        if elapsed > 0 and self._leaves:
+            part = elapsed / len(self._leaves)
+            for name in self._leaves:
+                self._seconds[name] = self._seconds.get(name, 0.0) + part
+
+    def _enter(self, name: str) -> _Frame:
+        parent = self._current.get()
+        while parent is not None and not parent.open:  # a task that outlives the stage in which it was started
+            parent = parent.parent
+        frame = _Frame(name, parent)
+        with self._lock:
+            self._settle()
+            if parent is not None:
+                parent.children += 1
+                if parent.children == 1:
+                    self._drop(parent.name)
+            self._leaves[name] += 1
+            self._entries[name] += 1
+        self._current.set(frame)
+        return frame
+
+    def _leave(self, frame: _Frame) -> None:
+        with self._lock:
+            self._settle()
+            frame.open = False
+            if not frame.children:
+                self._drop(frame.name)
+            parent = frame.parent
+            if parent is not None:
+                parent.children -= 1
+                if parent.open and not parent.children:
+                    self._leaves[parent.name] += 1
+        self._current.set(frame.parent)
+
+    def _drop(self, name: str) -> None:
+        self._leaves[name] -= 1
+        if not self._leaves[name]:
+            del self._leaves[name]
+
+
+class _Stage:
+    """One entry into a stage."""
+
+    __slots__ = ("_frame", "_ledger", "_name")
+
+    def __init__(self, ledger: Ledger, name: str) -> None:
+        self._ledger = ledger
+        self._name = name
+        self._frame: _Frame | None = None
+
+    def __enter__(self) -> Self:
+        if self._frame is not None:
+            raise RuntimeError(f"stage {self._name!r} is open already; call stage() once for each `with`")
+        self._frame = self._ledger._enter(self._name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._frame is not None:
+            self._ledger._leave(self._frame)
+            self._frame = None
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started: what a ledger calls start-up when the process runs one run.
+
+    On Linux from the clock that process start times are given in; psutil's epoch time is off by up to a second.
+    """
+    if sys.platform == "linux":
+        try:
+            fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+        except (OSError, ValueError, IndexError):
+            return max(0.0, time.time() - psutil.Process().create_time())
+    return max(0.0, time.time() - psutil.Process().create_time())
