@@ -1,0 +1,207 @@
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll_core.errors import CheckpointError, WorkerTimeoutError
+from roll_core.runtime.checkpoints import CheckpointStore, verify
+
+
+def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
+    with store.writing(step, {"order": step}) as path:
+        (path / "actor").mkdir()
+        (path / "actor" / "model.safetensors").write_bytes(content)
+        (path / "größe.bin").write_bytes(b"")
+    return store.directory / f"step-{step}"
+
+
+def visible(store: CheckpointStore) -> list[str]:
+    return sorted(p.name for p in store.directory.iterdir())
+
+
+def test_a_checkpoint_holds_what_was_written_its_state_and_a_manifest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save(store, 7, b"hello")
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["step"] == 7
+    assert set(manifest["files"]) == {"actor/model.safetensors", "größe.bin", "state.json"}
+    # printf hello | sha256sum
+    digest = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
+    assert manifest["files"]["actor/model.safetensors"] == {"bytes": 5, "sha256": digest}
+    assert verify(path) == []
+    [only] = store.list()
+    assert (only.step, only.path, only.state()) == (7, path, {"order": 7})
+
+
+def test_nothing_is_visible_before_the_block_ends(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with store.writing(1, {}):
+        assert store.list() == []
+        assert store.latest_good() is None
+    assert visible(store) == ["step-1"]
+
+
+def test_a_block_that_raises_leaves_nothing_and_its_error_as_it_was(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    silent = WorkerTimeoutError("actor_train", "save", 5.0, [1])  # a TimeoutError is an OSError for Python
+
+    def write(path: Path) -> None:
+        (path / "half").write_bytes(b"x")
+        raise silent
+
+    with pytest.raises(WorkerTimeoutError), store.writing(2, {}) as path:
+        write(path)
+    assert visible(store) == ["step-1"]
+
+
+def test_a_killed_writer_leaves_no_checkpoint_and_its_rest_is_swept(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+from roll_core.runtime.checkpoints import CheckpointStore
+with CheckpointStore(Path(sys.argv[1])).writing(5, {}) as path:
+    (path / "half").write_bytes(b"x" * 1000)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    store = CheckpointStore(tmp_path)
+    save(store, 4)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert len(visible(store)) == 2
+    latest = store.latest_good()
+    assert latest is not None
+    assert latest.step == 4
+    save(store, 6)
+    assert visible(store) == ["step-4", "step-6"]
+
+
+def test_what_a_living_process_or_another_host_writes_is_left_alone(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    living = tmp_path / f".step-3.tmp-{socket.gethostname()}-{os.getppid()}-0a0b0c0d"
+    foreign = tmp_path / ".step-3.tmp-another-host-1-0a0b0c0d"
+    forgotten = tmp_path / ".step-2.old-another-host-1-0a0b0c0d"
+    for path in (living, foreign, forgotten):
+        path.mkdir()
+    os.utime(forgotten, (0, time.time() - 2 * 24 * 3600))
+    store.sweep()
+    assert living.exists()
+    assert foreign.exists()
+    assert not forgotten.exists()
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (2, 9, 10, 100):
+        save(store, step)
+    assert visible(store) == ["step-10", "step-100"]
+
+
+def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 3, b"old")
+    path = save(store, 3, b"new")
+    assert (path / "actor" / "model.safetensors").read_bytes() == b"new"
+    assert visible(store) == ["step-3"]
+    assert verify(path) == []
+
+
+def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    file = save(store, 2, b"\x00" * 4096) / "actor" / "model.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[1234] ^= 1
+    file.write_bytes(damaged)
+    latest = store.latest_good()
+    assert latest is not None
+    assert latest.step == 1
+    assert "step-2 is damaged and is passed over: actor/model.safetensors does not have the digest" in caplog.text
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_change_of_any_byte_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = save(CheckpointStore(tmp_path_factory.mktemp("c")), 1, b"some weights")
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.stat().st_size and p.name != "manifest.json")
+    file = data.draw(st.sampled_from(files))
+    content = bytearray(file.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    content[position] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(content)
+    assert len(verify(path)) == 1
+    assert file.name in verify(path)[0]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["", "{", "[]", '{"step": 1}', '{"format": 99, "step": 1, "files": {}}', '{"step": 1, "files": {"a": 3}}'],
+)
+def test_a_manifest_that_is_not_one_is_damage(tmp_path: Path, manifest: str) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save(store, 1)
+    (path / "manifest.json").write_text(manifest)
+    assert len(verify(path)) == 1
+    with pytest.raises(CheckpointError, match="every checkpoint"):
+        store.latest_good()
+
+
+def test_state_must_be_json(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(TypeError), store.writing(1, {"set": {1, 2}}):
+        pass
+    assert visible(store) == []
+
+
+def test_a_full_disk_says_so_and_leaves_the_checkpoint_before_intact(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    before = save(store, 1)
+
+    def fill(path: Path) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("serialization failed") from error  # as libraries wrap it
+
+    with (
+        pytest.raises(
+            CheckpointError, match=r"no space for the checkpoint of step 2 .* the last checkpoint is .*step-1"
+        ),
+        store.writing(2, {}) as path,
+    ):
+        fill(path)
+    assert visible(store) == ["step-1"]
+    assert verify(before) == []
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm") or os.geteuid() != 0, reason="needs root to mount a tiny disk")
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)], check=False)
+    if mounted.returncode:
+        pytest.skip("may not mount")
+    try:
+        store = CheckpointStore(tmp_path)
+        save(store, 1, b"x" * 100_000)
+        with pytest.raises(CheckpointError, match="no space for the checkpoint of step 2"):
+            save(store, 2, b"y" * 200_000)
+        assert visible(store) == ["step-1"]
+        latest = store.latest_good()
+        assert latest is not None
+        assert latest.step == 1
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_an_error_of_the_disk_is_a_checkpoint_error(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written: .*Input/output"), store.writing(2, {}):
+        raise OSError(errno.EIO, "Input/output error")

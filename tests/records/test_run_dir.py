@@ -1,0 +1,143 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError
+from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.runtime.run_dir import RunDir, find_checkpoint
+
+
+def save(run: RunDir, step: int) -> Path:
+    with CheckpointStore(run.checkpoints).writing(step, {"step": step}) as path:
+        (path / "weights").write_bytes(bytes([step]) * 100)
+    return run.checkpoints / f"step-{step}"
+
+
+def test_runs_of_an_experiment_are_numbered(tmp_path: Path) -> None:
+    names = [RunDir.create(tmp_path, "grpo").name for _ in range(3)]
+    assert names == ["grpo/001", "grpo/002", "grpo/003"]
+    assert RunDir.create(tmp_path, "sft").name == "sft/001"
+
+
+def test_numbers_go_on_behind_gaps_and_beyond_three_digits(tmp_path: Path) -> None:
+    (tmp_path / "x" / "999").mkdir(parents=True)
+    (tmp_path / "x" / "notes").mkdir()
+    assert RunDir.create(tmp_path, "x").path.name == "1000"
+    latest = RunDir.latest(tmp_path / "x")
+    assert latest is not None
+    assert latest.path.name == "1000"
+
+
+def test_latest_is_a_relative_link_to_the_newest_run(tmp_path: Path) -> None:
+    RunDir.create(tmp_path, "x")
+    RunDir.create(tmp_path, "x")
+    assert os.readlink(tmp_path / "x" / "latest") == "002"
+    assert not list((tmp_path / "x").glob(".latest*"))
+
+
+def test_a_file_system_without_links_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("links are not supported")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    run = RunDir.create(tmp_path, "x")
+    assert not (tmp_path / "x" / "latest").exists()
+    run.record.write_text("{}")
+    assert RunDir.open(tmp_path / "x").path == run.path
+
+
+def test_processes_that_start_at_once_get_different_directories(tmp_path: Path) -> None:
+    code = (
+        "import sys; from roll_core.runtime.run_dir import RunDir;"
+        "print(*[RunDir.create(sys.argv[1], 'x').path.name for _ in range(20)])"
+    )
+    racers = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    names = [name for racer in racers for name in racer.communicate()[0].split()]
+    assert sorted(names) == [f"{n:03d}" for n in range(1, 61)]
+
+
+def test_an_output_dir_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RunDirectoryError, match="set output_dir") as caught:
+        RunDir.create(tmp_path / "file", "x")
+    assert caught.value.exit_code == 2
+
+
+def test_open_takes_a_run_an_experiment_or_latest(tmp_path: Path) -> None:
+    RunDir.create(tmp_path, "x")
+    run = RunDir.create(tmp_path, "x")
+    run.config.write_text("pipeline: sft\n")
+    for path in (run.path, tmp_path / "x", tmp_path / "x" / "latest"):
+        assert RunDir.open(path).path == run.path
+    with pytest.raises(RunDirectoryError, match="is no run directory"):
+        RunDir.open(tmp_path)
+    with pytest.raises(RunDirectoryError, match="not a directory"):
+        RunDir.open(tmp_path / "nowhere")
+
+
+def test_resume_false_asks_for_nothing(tmp_path: Path) -> None:
+    assert find_checkpoint(False, output_dir=tmp_path, exp_name="x") is None
+
+
+def test_resume_true_takes_the_newest_checkpoint_of_the_experiment_but_not_of_the_current_run(tmp_path: Path) -> None:
+    old, newer, current = (RunDir.create(tmp_path, "x") for _ in range(3))
+    save(old, 30)
+    save(newer, 5)
+    save(newer, 10)
+    save(current, 1)
+    found = find_checkpoint(True, output_dir=tmp_path, exp_name="x", current=current)
+    assert found is not None
+    assert (found.step, found.path) == (10, newer.checkpoints / "step-10")
+
+
+def test_resume_true_without_any_checkpoint_is_the_users_mistake(tmp_path: Path) -> None:
+    RunDir.create(tmp_path, "x")
+    with pytest.raises(NoCheckpointError, match="leave it out") as caught:
+        find_checkpoint(True, output_dir=tmp_path, exp_name="x")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("place", ["x/001/checkpoints/step-4", "x/001/checkpoints", "x/001", "x/latest", "x"])
+def test_resume_from_a_path_takes_checkpoints_runs_and_experiments(tmp_path: Path, place: str) -> None:
+    run = RunDir.create(tmp_path, "x")
+    save(run, 2)
+    save(run, 4)
+    found = find_checkpoint(str(tmp_path / place), output_dir="elsewhere", exp_name="y")
+    assert found is not None
+    assert found.step == 4
+    assert found.state() == {"step": 4}
+
+
+def test_resume_from_a_damaged_checkpoint_names_the_file_and_a_good_one(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "x")
+    save(run, 2)
+    bad = save(run, 4)
+    (bad / "weights").write_bytes(b"\4" * 99)
+    with pytest.raises(CheckpointError, match=r"weights has 99 bytes instead of 100; .*step-2"):
+        find_checkpoint(str(bad), output_dir=tmp_path, exp_name="x")
+
+
+def test_resume_true_goes_back_to_an_older_run_when_all_of_the_newest_are_damaged(tmp_path: Path) -> None:
+    old, newer = RunDir.create(tmp_path, "x"), RunDir.create(tmp_path, "x")
+    save(old, 2)
+    (save(newer, 4) / "weights").unlink()
+    found = find_checkpoint(True, output_dir=tmp_path, exp_name="x")
+    assert found is not None
+    assert found.path == old.checkpoints / "step-2"
+    (old.checkpoints / "step-2" / "manifest.json").write_text(json.dumps({"step": 2}))
+    with pytest.raises(CheckpointError, match="every checkpoint in"):
+        find_checkpoint(True, output_dir=tmp_path, exp_name="x")
+
+
+def test_resume_from_a_place_without_checkpoints_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpointError, match="holds no checkpoint"):
+        find_checkpoint(str(tmp_path), output_dir=tmp_path, exp_name="x")
+    with pytest.raises(NoCheckpointError, match="does not exist"):
+        find_checkpoint(str(tmp_path / "gone"), output_dir=tmp_path, exp_name="x")
