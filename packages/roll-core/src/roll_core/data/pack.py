@@ -25,7 +25,7 @@ FLOATS = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "r
 """Per-token fields of a sequence that a microbatch carries as float32 `<name>_T`, where all its sequences have them."""
 
 
-def totals(sequences: Sequence[TrainSequence], max_length: int) -> Totals:
+def totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
     """Denominators of one optimizer step over all of its `sequences`, on whichever rank they are computed."""
     trained = [each for each in sequences if each.loss_mask.any()]
     return Totals(
@@ -34,6 +34,10 @@ def totals(sequences: Sequence[TrainSequence], max_length: int) -> Totals:
         groups=len({each.group for each in trained}),
         max_length=max_length,
     )
+
+
+totals_of = totals
+"""The same, where an argument is called `totals`."""
 
 
 def balance(sequences: Sequence[TrainSequence], ranks: int) -> list[list[int]]:
@@ -56,15 +60,16 @@ def balance(sequences: Sequence[TrainSequence], ranks: int) -> list[list[int]]:
 def pack(
     sequences: Sequence[TrainSequence],
     *,
-    totals: Totals,
+    totals: Totals | None = None,
     max_tokens: int | None = None,
     max_sequences: int | None = None,
 ) -> list[MicroBatch]:
     """Flat microbatches of the sequences in their order, each filled up to `max_tokens` and `max_sequences`.
 
     A sequence that is longer than `max_tokens` is not cut: it gets a microbatch of its own. No sequences, no
-    microbatches. `totals` are those of the whole optimizer step: see `totals`.
+    microbatches. `totals` are those of the whole optimizer step; those of `sequences` where not given.
     """
+    denominators = totals_of(sequences) if totals is None else totals
     batches: list[list[TrainSequence]] = []
     tokens = 0
     for each in sequences:
@@ -79,7 +84,7 @@ def pack(
             tokens = 0
         batches[-1].append(each)
         tokens += len(each)
-    return [_flatten(batch, totals) for batch in batches]
+    return [_flatten(batch, denominators) for batch in batches]
 
 
 def _check(sequence: TrainSequence) -> None:

@@ -97,6 +97,8 @@ class Want:
     """Whether the entropy carries gradients; False where it is only reported, which a strategy may use to save work."""
     values: bool = False
     topk: int = 0
+    masked_only: bool = False
+    """Only what stands where `loss_mask_T` is true will be read: a strategy may leave the rest 0 and save the work."""
     temperature: float = 1.0
     """Logits are divided by it before the softmax; the rollouts' own temperature."""
 
@@ -107,6 +109,7 @@ class TokenOutputs:
 
     Index `t` speaks of token `t` given those before it in its sequence, and is 0 for a sequence's first token,
     except `values_T[t]`, which is the value of the state *before* token `t` is drawn (0 for a sequence's first token).
+    With task `reward`, `values_T[t]` is the score of the sequence up to and with token `t`: its last one is the score.
     """
 
     logprobs_T: Tensor | None = None

@@ -1,0 +1,248 @@
+"""From flat tokens to hidden states and from hidden states to logits, for any architecture that transformers has.
+
+Where all token mixing goes through transformers' attention interface the tokens stay flat; elsewhere they are padded to
+a rectangle inside. Which of both holds is not looked up but tried, once, on a few tokens: see `_flat_is_exact`.
+
+Shapes: T flat tokens, S sequences, L longest of them, H hidden size, V vocabulary, N tokens given to the head.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from roll_core.builtin.hf import attention
+from roll_core.builtin.hf.logprobs import HeadOutputs, HeadRequest, LinearHead, any_head_outputs, head_outputs
+from roll_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+PROBE_LENGTHS = (4, 1, 3)
+
+
+class Backbone:
+    """A model without its head. `flat` says whether it computes without padding."""
+
+    def __init__(self, model: PreTrainedModel, *, attn_implementation: str = "auto") -> None:
+        self.model = model
+        self.module: nn.Module = model.base_model
+        self.flat = attn_implementation in ("auto", attention.NAME) and self._try_flat()
+        if not self.flat:
+            if attn_implementation == attention.NAME:
+                raise ModelError(f"{type(model).__name__} cannot use {attention.NAME}; set attn_implementation: auto")
+            self._check_causal()
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Hidden states after the last norm, `[T, H]`."""
+        if self.flat:
+            return self._flat(tokens_T, positions_T, attention.FlatLayout(tuple(lengths)))
+        return self._padded(tokens_T, positions_T, lengths)
+
+    def _flat(self, tokens_T: Tensor, positions_T: Tensor, layout: attention.FlatLayout) -> Tensor:
+        outputs = self.module(
+            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, roll_layout=layout
+        )
+        found: Tensor = outputs[0][0]
+        return found
+
+    def _padded(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        longest = max(lengths)
+        # Where token t stands in the rectangle, row by row. Padding stands behind, out of sight of a causal model.
+        places = [row * longest + column for row, length in enumerate(lengths) for column in range(length)]
+        places_T = torch.tensor(places, device=tokens_T.device)
+        tokens_SL = tokens_T.new_zeros(len(lengths) * longest).index_copy(0, places_T, tokens_T)
+        mask_SL = torch.zeros_like(tokens_SL).index_fill(0, places_T, 1)
+        outputs = self.module(
+            input_ids=tokens_SL.view(len(lengths), longest),
+            attention_mask=mask_SL.view(len(lengths), longest),
+            use_cache=False,
+        )
+        hidden_SLH: Tensor = outputs[0]
+        del positions_T  # rows begin at 0, which is what every architecture counts from by itself
+        return hidden_SLH.reshape(len(lengths) * longest, -1).index_select(0, places_T)
+
+    # -- which layout is right for this architecture -------------------------------------------------------------------
+
+    def _try_flat(self) -> bool:
+        attention.register()
+        before = self.model.config._attn_implementation
+        self._set_attention(attention.NAME)
+        why = ""
+        try:
+            if self._flat_is_exact(before):
+                return True
+            why = "flat and separate sequences give different numbers"
+        except Exception as error:  # whatever an architecture does with what it does not know
+            why = f"{type(error).__name__}: {error}"
+        log.info("%s computes with padding: %s", type(self.model).__name__, why)
+        self._set_attention(before)
+        return False
+
+    def _set_attention(self, name: str) -> None:
+        for module in self.model.modules():
+            config = getattr(module, "config", None)
+            if config is not None and hasattr(config, "_attn_implementation"):
+                config._attn_implementation = name
+
+    @torch.no_grad()
+    def _flat_is_exact(self, usual: str) -> bool:
+        """Every layer attends through us, no sequence sees another or its own future, and numbers are as one by one."""
+        config = self.model.config.get_text_config()
+        tokens_T, positions_T = self._probe()
+        layout = attention.FlatLayout(PROBE_LENGTHS)
+        together_TH = self._flat(tokens_T, positions_T, layout)
+        if layout.num_calls != config.num_hidden_layers:
+            return False
+        tolerance = self._tolerance(together_TH)
+        # Other tokens at the second sequence's start and the third one's end change nothing before or beside them.
+        changed_T = tokens_T.clone()
+        changed_T[[4, 7]] = (changed_T[[4, 7]] + 1) % config.vocab_size
+        after_TH = self._flat(changed_T, positions_T, attention.FlatLayout(PROBE_LENGTHS))
+        unmoved = [0, 1, 2, 3, 5, 6]
+        if float((after_TH - together_TH)[unmoved].abs().max()) > tolerance:
+            return False
+        self._set_attention(usual)
+        alone = []
+        start = 0
+        for length in PROBE_LENGTHS:
+            span = slice(start, start + length)
+            alone.append(self.module(input_ids=tokens_T[None, span], use_cache=False)[0][0])
+            start += length
+        self._set_attention(attention.NAME)
+        return float((torch.cat(alone) - together_TH).abs().max()) <= tolerance
+
+    @torch.no_grad()
+    def _check_causal(self) -> None:
+        vocab_size = self.model.config.get_text_config().vocab_size
+        tokens_T, positions_T = self._probe()
+        before_TH = self._padded(tokens_T, positions_T, PROBE_LENGTHS)
+        tokens_T[3] = (tokens_T[3] + 1) % vocab_size
+        after_TH = self._padded(tokens_T, positions_T, PROBE_LENGTHS)
+        if float((after_TH - before_TH)[:3].abs().max()) > self._tolerance(before_TH):
+            raise ModelError(
+                f"{type(self.model).__name__} sees tokens before they are drawn; only causal models can be trained here"
+            )
+
+    def _probe(self) -> tuple[Tensor, Tensor]:
+        vocab_size = self.model.config.get_text_config().vocab_size
+        device = next(self.model.parameters()).device
+        tokens_T = (torch.arange(sum(PROBE_LENGTHS), device=device) * 7 + 3) % vocab_size
+        return tokens_T, attention.flat_positions(PROBE_LENGTHS).to(device)
+
+    def _tolerance(self, hidden_TH: Tensor) -> float:
+        """A thousand (fp32) or a few (bf16) roundings of the largest number."""
+        relative = 1e-4 if hidden_TH.dtype == torch.float32 else 5e-2
+        return relative * float(hidden_TH.float().abs().max())
+
+
+class LanguageHead:
+    """The output layer of a causal language model, applied a chunk at a time."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.linear = self._as_linear()
+        if self.linear is None:
+            log.info("%s: logits are computed by its own code, chunk by chunk", type(model).__name__)
+
+    def outputs(self, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest) -> HeadOutputs:
+        """Logprobs of the targets and what else is wanted."""
+        if self.linear is not None:
+            return head_outputs(self.linear, hidden_NH, targets_N, request)
+        vocab_size = self.model.config.get_text_config().vocab_size
+        return any_head_outputs(self._own_logits, vocab_size, hidden_NH, targets_N, request)
+
+    @torch.no_grad()
+    def _as_linear(self) -> LinearHead | None:
+        """The head as a formula, if that gives what the model's own code gives."""
+        layer = self.model.get_output_embeddings()
+        if not isinstance(layer, nn.Linear):
+            return None
+        config = self.model.config.get_text_config()
+        divisor = getattr(config, "logits_scaling", None)
+        head = LinearHead(
+            weight=layer.weight,
+            bias=layer.bias,
+            scale=getattr(config, "logit_scale", None) or (1.0 / divisor if divisor else 1.0),
+            softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+        )
+        shape = (3, layer.in_features)
+        probe_NH = torch.linspace(-2.0, 2.0, shape[0] * shape[1], device=layer.weight.device).view(shape)
+        probe_NH = probe_NH.to(layer.weight.dtype)
+        try:
+            own_NV = self._own_logits(probe_NH).float()
+        except Exception as error:
+            raise ModelError(
+                f"{type(self.model).__name__}: its head cannot be computed apart from its body ({error}), so logits of"
+                " all tokens would have to exist at once"
+            ) from error
+        relative = 1e-4 if layer.weight.dtype == torch.float32 else 5e-2
+        same = torch.allclose(head.logits(probe_NH), own_NV, rtol=0, atol=relative * float(own_NV.abs().max() + 1e-6))
+        return head if same else None
+
+    def _own_logits(self, hidden_NH: Tensor) -> Tensor:
+        """The logits that the model's own `forward` makes of these hidden states."""
+        with _body_returns(self.model, hidden_NH[None]):
+            dummy = torch.zeros(1, len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
+            logits_NV: Tensor = self.model(input_ids=dummy, use_cache=False).logits[0]
+        return logits_NV
+
+
+class _Outputs:
+    """What a body returns, for heads that read the hidden states by whatever name."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _body_returns(model: nn.Module, hidden: Tensor) -> Iterator[None]:
+    """For the time being whatever stands below the head gives `hidden` without computing anything."""
+    from transformers import PreTrainedModel
+
+    bodies = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
+    outputs = _Outputs(hidden)
+    for body in bodies:
+        body.forward = lambda *_args, **_kwargs: outputs
+    try:
+        yield
+    finally:
+        for body in bodies:
+            del body.forward  # the instance's; the class's shows again
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Make each layer keep its input only and recompute the rest in the backward pass; dropout stays off."""
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no layers that can be recomputed; set disable_gradient_checkpointing: true"
+        )
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        layer.gradient_checkpointing = True
+        # A layer recomputes only "in training"; its submodules stay in evaluation mode, where dropout does nothing.
+        layer.training = True
+        if isinstance(getattr(layer, "dropout", None), float):
+            layer.dropout = 0.0

@@ -1,0 +1,30 @@
+"""Configuration of the built-in strategies on Hugging Face models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, StrategyConfig
+
+
+class HFTrainConfig(StrategyConfig):
+    """`strategy_config` of `hf_train`."""
+
+    logprob_chunk_tokens: PositiveInt | None = None
+    """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
+
+
+class HFInferConfig(StrategyConfig):
+    """`strategy_config` of the embedded engine `hf_infer`."""
+
+    max_num_seqs: PositiveInt = 256
+    """Sequences that are decoded together; further ones wait."""
+    max_num_batched_tokens: PositiveInt = 8192
+    """Prompt tokens computed between two decoding steps; longer prompts are computed in pieces."""
+    kv_cache_gib: PositiveFloat = 4.0
+    """Memory for keys and values of running sequences; sequences whose longest possible response would not fit wait."""
+    min_shared_prefix: NonNegativeInt = 32
+    """Different prompts that begin with at least so many equal tokens compute these once; 0 shares only equal prompts."""
+    kv_after_update: Literal["keep", "recompute"] = "keep"
+    """Keys and values of running sequences after a weight update: keep the old weights' (fast, what other engines do), or
+    compute them again under the new weights."""
