@@ -174,9 +174,10 @@ def make_manifest(version: int, tensors: Iterable[tuple[str, Tensor]]) -> Weight
 
 
 def memory_token(tensor: Tensor) -> str:
-    """Names the memory that a tensor shows, and how. Within a process, two tensors with equal tokens, shapes and dtypes
-    are always equal, because a write to one is a write to the other: the proof of the transport `shared`."""
-    return f"{MEMORY}{tensor.device}:{tensor.data_ptr():x}:{'.'.join(map(str, tensor.stride()))}"
+    """Names the memory that a tensor shows, and how. Within a process two tensors with equal tokens are always equal,
+    because a write to one is a write to the other: the proof of the transport `shared`."""
+    layout = "x".join(map(str, tensor.shape)), ".".join(map(str, tensor.stride()))
+    return f"{MEMORY}{tensor.device}:{tensor.data_ptr():x}:{dtype_name(tensor)}:{layout[0]}:{layout[1]}"
 
 
 def make_receipt(

@@ -1,0 +1,90 @@
+"""What both ends of a weight sync are told and what they answer: plain values that cross processes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from roll_core.errors import WeightSyncError
+    from roll_core.spec.providers import Transport
+    from roll_core.types import WeightManifest, WeightReceipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncPlan:
+    """One publish, as both ends see it."""
+
+    version: int
+    transport: Transport
+    num_receivers: int
+    sender_hosts: tuple[str, ...] = ("127.0.0.1",)
+    """By rank of the train role: name or address under which receivers reach it."""
+    dtype: str = ""
+    """Floating-point tensors travel as this (safetensors' name, `BF16`); empty leaves them as they are."""
+    bucket_bytes: int = 1 << 30
+    """Largest bucket; a larger tensor travels alone."""
+    deadline_s: float = 60.0
+    """From when an end hears of the plan until it must be done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What the sending rank has ready."""
+
+    manifest: WeightManifest
+    """Digests are empty where they are taken while the bytes travel."""
+    address: str = ""
+    """Where the transport's receiving ends connect."""
+    tensors: Sequence[tuple[str, Tensor]] = ()
+    """The very tensors, for the transport `shared`; they never leave the process."""
+    sample: str = ""
+    """Fingerprint of some of the bytes, for the transport `shared`; see `sample_fingerprint`."""
+    sample_s: float = 0.0
+    """Seconds that the fingerprint took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendOutcome:
+    """How sending went. Failures are values: which of several ends failed first is judged where all are known."""
+
+    manifest: WeightManifest | None = None
+    """With digests of what was sent; None if sending did not get that far."""
+    copied_bytes: int = 0
+    seconds: float = 0.0
+    silent: tuple[int, ...] = ()
+    """Receivers that had not taken everything when the deadline passed."""
+    gone: tuple[int, ...] = ()
+    """Receivers that hung up before the end."""
+    at: str = ""
+    """The first tensor that was then not known to be taken."""
+    failure: WeightSyncError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveOutcome:
+    """How receiving went on one rank."""
+
+    receipt: WeightReceipt | None = None
+    seconds: float = 0.0
+    failure: WeightSyncError | None = None
+    cut_off: bool = False
+    """The failure is that the sender hung up or fell silent: its cause lies elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point in this process's time."""
+
+    seconds: float
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        """Seconds until it passes, never negative."""
+        return max(0.0, self.begun + self.seconds - time.monotonic())

@@ -1,0 +1,245 @@
+"""The driver's side of a weight sync: tells both ends what to do, and believes nothing that is not proved."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from roll_core.errors import ReceiverSilentError, WeightSyncError, WorkerDiedError, WorkerTimeoutError
+from roll_core.runtime.weight_sync.plan import SendOutcome, SyncPlan
+from roll_core.runtime.weight_sync.proof import require_change, verify
+from roll_core.spec.weights import MEMORY, digest, entry_bytes
+from roll_core.types import WeightManifest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.runtime.weight_sync.plan import Offer, ReceiveOutcome
+    from roll_core.spec.providers import Transport
+    from roll_core.types import WeightReceipt
+
+GRACE_S = 5.0
+"""How long one side may still answer after the other has failed, and after the deadline that workers watch themselves:
+the news of a dead process comes later than that of its closed connection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What a publish did."""
+
+    version: int
+    transport: Transport
+    num_tensors: int
+    num_receivers: int
+    weight_bytes: int
+    """Of one copy of the weights."""
+    copied_bytes: int
+    """Copied by the sender; 0 where the very tensors were handed over."""
+    seconds: float
+    """From the call to the proof."""
+    proof_s: float
+    """Of these, fingerprints where nothing is copied, and the comparison of manifest and receipts. Digests that ride on
+    a copy are part of the copy's time; `benchmarks/sync.py` tells them apart."""
+
+    def metrics(self) -> dict[str, float]:
+        """For the run's metrics."""
+        return {
+            "weight_sync/seconds": self.seconds,
+            "weight_sync/proof_seconds": self.proof_s,
+            "weight_sync/bytes": float(self.weight_bytes),
+        }
+
+
+class WeightPublisher:
+    """Brings an infer role to the weights of a train role. One publish at a time.
+
+    `prepare_send(plan)` and `send_weights(plan)` are called on all train workers, `receive_weights(plan, offer)` on all
+    infer workers: see `WeightSender` and `WeightReceiver`.
+    """
+
+    def __init__(
+        self,
+        train: WorkerGroup,
+        infer: WorkerGroup,
+        transport: Transport,
+        *,
+        dtype: str = "",
+        bucket_bytes: int = 1 << 30,
+        deadline_s: float = 60.0,
+    ) -> None:
+        self._train, self._infer = train, infer
+        self.transport: Transport = transport
+        self._dtype, self._bucket_bytes, self._deadline_s = dtype, bucket_bytes, deadline_s
+        self._previous: WeightManifest | None = None
+        self._previous_sample = ""
+
+    async def publish(self, version: int) -> SyncReport:
+        """Send the weights as `version`, and return when every receiver has proved that it holds them.
+
+        Raises a `WeightSyncError` that names role, rank and tensor, or `WorkerDiedError`. After an error the receivers'
+        weights are not to be trusted until a publish succeeds; after `WeightsUnchangedError` they are as published.
+        """
+        begun = time.perf_counter()
+        plan = self._plan(version)
+        rank, offer = await self._prepare(plan)
+        if self.transport == "shared":
+            outcome, receipts = SendOutcome(manifest=offer.manifest), await self._hand_over(plan, offer)
+        else:
+            outcome, receipts = await self._transfer(plan, offer)
+        sent = outcome.manifest
+        if sent is None:
+            raise WeightSyncError(f"{self._train.role} rank {rank} sent nothing")
+        proving = time.perf_counter()
+        held = self._prove(sent, receipts, offer)
+        previous, self._previous = self._previous, held
+        previous_sample, self._previous_sample = self._previous_sample, offer.sample
+        if not offer.sample or offer.sample == previous_sample:
+            self._require_change(sent, previous, rank, sampled=bool(offer.sample))
+        ended = time.perf_counter()
+        return SyncReport(
+            version=version,
+            transport=self.transport,
+            num_tensors=len(sent.tensors),
+            num_receivers=plan.num_receivers,
+            weight_bytes=sum(entry_bytes(entry) for entry in sent.tensors),
+            copied_bytes=outcome.copied_bytes,
+            seconds=ended - begun,
+            proof_s=ended - proving + offer.sample_s,
+        )
+
+    def _plan(self, version: int) -> SyncPlan:
+        members = self._train.members + self._infer.members
+        one_host = len({(member.node, member.host) for member in members}) == 1
+        return SyncPlan(
+            version=version,
+            transport=self.transport,
+            num_receivers=self._infer.world_size,
+            sender_hosts=tuple("127.0.0.1" if one_host else member.host for member in self._train.members),
+            dtype=self._dtype,
+            bucket_bytes=self._bucket_bytes,
+            deadline_s=self._deadline_s,
+        )
+
+    async def _prepare(self, plan: SyncPlan) -> tuple[int, Offer]:
+        offers: list[Offer | None] = await self._train.call("prepare_send", plan, deadline_s=plan.deadline_s + GRACE_S)
+        for rank, offer in enumerate(offers):
+            if offer is not None:
+                return rank, offer
+        raise WeightSyncError(f"no rank of {self._train.role} is the leader of its first model replica")
+
+    async def _hand_over(self, plan: SyncPlan, offer: Offer) -> list[WeightReceipt]:
+        try:
+            outcomes = await self._infer.call("receive_weights", plan, offer, deadline_s=plan.deadline_s)
+        except WorkerTimeoutError as error:
+            raise self._silent(plan, error.silent) from error
+        return _receipts(outcomes)
+
+    async def _transfer(self, plan: SyncPlan, offer: Offer) -> tuple[SendOutcome, list[WeightReceipt]]:
+        """Both sides at once. Of all that fails, what does not follow from another failure is raised."""
+        within_s = plan.deadline_s + GRACE_S
+        sending = asyncio.ensure_future(self._send(plan, within_s))
+        receiving = asyncio.ensure_future(self._infer.call("receive_weights", plan, offer, deadline_s=within_s))
+        both: set[asyncio.Future[object]] = {sending, receiving}  # type: ignore[arg-type]
+        try:
+            done, pending = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if pending:
+                went_well = all(_went_well(future) for future in done)
+                await asyncio.wait(pending, timeout=None if went_well else GRACE_S)
+            self._raise_first_cause(plan, sending, receiving)
+            return sending.result(), _receipts(receiving.result())
+        finally:
+            for future in both:
+                future.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+
+    async def _send(self, plan: SyncPlan, within_s: float) -> SendOutcome:
+        outcomes: list[SendOutcome | None] = await self._train.call("send_weights", plan, deadline_s=within_s)
+        return next(outcome for outcome in outcomes if outcome is not None)
+
+    def _raise_first_cause(
+        self,
+        plan: SyncPlan,
+        sending: asyncio.Future[SendOutcome],
+        receiving: asyncio.Future[list[ReceiveOutcome]],
+    ) -> None:
+        raised = [error for future in (receiving, sending) if future.done() and (error := future.exception())]
+        for error in sorted(raised, key=lambda error: not isinstance(error, WorkerDiedError)):
+            if isinstance(error, WorkerTimeoutError) and error.role == self._infer.role:
+                raise self._silent(plan, error.silent) from error
+            raise error
+        received = receiving.result() if receiving.done() else []
+        for outcome in received:
+            if outcome.failure is not None and not outcome.cut_off:
+                raise outcome.failure
+        if sending.done():
+            sent = sending.result()
+            if sent.failure is not None:
+                raise sent.failure
+            if sent.silent:
+                raise self._silent(plan, sent.silent, sent.at)
+            if sent.gone:
+                raise WeightSyncError(
+                    f"{self._infer.role} rank {_ranks(sent.gone)} hung up before {sent.at} of weight version"
+                    f" {plan.version} was taken"
+                )
+        for outcome in received:
+            if outcome.failure is not None:
+                raise outcome.failure
+        if not receiving.done():
+            raise self._silent(plan, range(plan.num_receivers))
+
+    def _silent(self, plan: SyncPlan, ranks: Sequence[int], at: str = "") -> ReceiverSilentError:
+        where = f" (it did not take {at})" if at else ""
+        return ReceiverSilentError(
+            f"{self._infer.role} rank {_ranks(ranks)} did not confirm weight version {plan.version} within"
+            f" {plan.deadline_s:g} s{where}: the engine hangs, or is too slow for the deadline"
+        )
+
+    def _prove(self, sent: WeightManifest, receipts: Sequence[WeightReceipt], offer: Offer) -> WeightManifest:
+        """Verify every receipt; returns the manifest with digests of bytes wherever a receiver gave them."""
+        live = dict(offer.tensors)
+        held = sent
+        for receipt in receipts:
+            held = WeightManifest(
+                version=sent.version,
+                tensors=tuple(
+                    replace(entry, digest=digest(live[entry.name]))
+                    if entry.digest.startswith(MEMORY) and receipt.digests.get(entry.name, entry.digest) != entry.digest
+                    else entry
+                    for entry in held.tensors
+                ),
+            )
+            verify(held, receipt, self._previous)
+        return held
+
+    def _require_change(
+        self, sent: WeightManifest, previous: WeightManifest | None, rank: int, *, sampled: bool
+    ) -> None:
+        if previous is None or not sent.tensors:
+            return
+        if sampled:  # equal samples: names and values are what they were, as far as they were read
+            previous = replace(previous, tensors=sent.tensors)
+        require_change(sent, previous, role=self._train.role, rank=rank)
+
+
+def _went_well(future: asyncio.Future[object]) -> bool:
+    if future.exception() is not None:
+        return False
+    result = future.result()
+    if isinstance(result, list):
+        return all(outcome.failure is None for outcome in result)
+    return getattr(result, "manifest", None) is not None
+
+
+def _receipts(outcomes: Sequence[ReceiveOutcome]) -> list[WeightReceipt]:
+    for outcome in outcomes:
+        if outcome.failure is not None:
+            raise outcome.failure
+    return [outcome.receipt for outcome in outcomes if outcome.receipt is not None]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
