@@ -6,9 +6,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
+from roll_core.plugins.targets import load_class
 from roll_core.runtime.executors.base import GroupSpec
 from roll_core.runtime.workers.train import BatchLimits
-from roll_core.spec.config import RewardConfig
+from roll_core.spec.config import RewardConfig, StrategyConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import InferProvider, RewardProvider, TrainProvider
 from roll_core.spec.train import TrainingSpec
@@ -92,7 +93,6 @@ def group_specs(
     registry: Registry,
     platform: Platform,
     places: Mapping[str, tuple[Place, ...]],
-    envs: Mapping[str, Mapping[str, str]],
     tokenizer: Path,
 ) -> list[GroupSpec]:
     """What the executor starts, one entry per role."""
@@ -110,11 +110,27 @@ def group_specs(
                 target=WORKERS[role.kind],
                 args={"role": role.name, **args},
                 places=places[role.name],
-                env=envs[role.name],
+                env={**config.system_envs, **worker.system_envs},
                 timeout_s=config.rpc_timeout,
             )
         )
     return specs
+
+
+def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> dict[str, int]:
+    """What strategies compute from their configuration (tensor × pipeline parallel), for those that do."""
+    found: dict[str, int] = {}
+    for role in roles:
+        worker = role_config(config, role.name)
+        if isinstance(worker, RewardConfig):
+            continue
+        provider = provider_of(role, worker, registry)
+        schema = load_class(provider.config, StrategyConfig, owner=provider.name)
+        strategy_config = worker.strategy_args.strategy_config if worker.strategy_args else {}
+        slots = schema.model_validate(strategy_config).slots_per_worker()
+        if slots is not None:
+            found[role.name] = slots
+    return found
 
 
 def provider_of(role: RoleSpec, worker: WorkerConfig, registry: Registry) -> TrainProvider | InferProvider:

@@ -27,7 +27,7 @@ from roll_core.runtime.guards import Guards
 from roll_core.runtime.judging import Judges
 from roll_core.runtime.ledger import Ledger
 from roll_core.runtime.logs import run_logging
-from roll_core.runtime.placement import place_roles
+from roll_core.runtime.placement import place_roles, slots_per_node
 from roll_core.runtime.platform import select_platform
 from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.record import RunFacts, RunRecord
@@ -226,7 +226,9 @@ class _Driver:
                 resumed_from=str(checkpoint.path) if checkpoint is not None else "",
             )
             guards.check(
-                "zero_steps", resumed_step < num_steps, f"step {resumed_step} of {num_steps} is done: nothing is left to do"
+                "zero_steps",
+                resumed_step < num_steps,
+                f"step {resumed_step} of {num_steps} is done: nothing is left to do",
             )
             with ledger.stage("build roles"):
                 executor = await self._build(run, platform, stack)
@@ -308,8 +310,9 @@ class _Driver:
             num_gpus_per_node=config.num_gpus_per_node,
             slots_per_worker=slots_per_worker(roles, config, self.registry),
         )
-        name = choose_executor(config.executor, places)
-        executor = await stack.enter_async_context(make_executor(name, platform))
+        name = choose_executor(config, places)
+        per_node = slots_per_node(platform, config.num_gpus_per_node)
+        executor = await stack.enter_async_context(make_executor(name, platform, slots_per_node=per_node))
         self.record.update(executor=name)
         log.info("executor %s on platform %s", name, platform.name)
         tokenizer = self.run_dir.tokenizer
@@ -325,26 +328,26 @@ class _Driver:
                 judges[role.name.partition(".")[2]] = RewardRole(role.name, worker, group)
                 started.append(judges[role.name.partition(".")[2]])
             else:
-                run.train_roles[role.name] = GroupTrainRole(role.name, worker, group)
+                run.train_roles[role.name] = GroupTrainRole(role.name, worker, group, trains=role.kind == "train")
                 started.append(run.train_roles[role.name])
         for each in started:
             await each.start()
         if judges:
             tags = {domain: configs[f"rewards.{domain}"].tag_included for domain in judges}  # type: ignore[attr-defined]
             run.judges = Judges(judges, tags)
-        run.publishing = Publishing(config, run, executor, self.registry, self.record, roles)
+        run.publishing = Publishing(run, roles, self.registry, executor, self.record)
         return executor
 
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
         with self.ledger.stage("evaluation"):
             metrics = dict(await self.pipeline.evaluate(run)) | run.take_metrics()
         if metrics:
-            self.console.evaluated(run.step, {name: value for name, value in metrics.items() if name.startswith("val/")})
+            self.console.evaluated(
+                run.step, {name: value for name, value in metrics.items() if name.startswith("val/")}
+            )
         return metrics
 
-    def _record(
-        self, step: int, metrics: Mapping[str, float], metrics_file: MetricsFile, trackers: Trackers
-    ) -> None:
+    def _record(self, step: int, metrics: Mapping[str, float], metrics_file: MetricsFile, trackers: Trackers) -> None:
         self.last_metrics.update(metrics)
         metrics_file.log(step, metrics)
         if step % self.config.logging_steps == 0:
@@ -406,7 +409,13 @@ class _Driver:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    return {"stage": row.stage, "seconds": row.seconds, "share": row.share, "entries": row.entries, "tokens": row.tokens}
+    return {
+        "stage": row.stage,
+        "seconds": row.seconds,
+        "share": row.share,
+        "entries": row.entries,
+        "tokens": row.tokens,
+    }
 
 
 def _relative(path: Any) -> str:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class GroupTrainRole(TrainRole):
     """A role with a train strategy on any number of ranks."""
 
-    def __init__(self, name: str, config: WorkerConfig, group: WorkerGroup) -> None:
-        self.name, self.config, self.group = name, config, group
+    def __init__(self, name: str, config: WorkerConfig, group: WorkerGroup, *, trains: bool) -> None:
+        """`trains` is false for a role that only scores."""
+        self.name, self.config, self.group, self.trains = name, config, group, trains
         self._ranks: list[DataRank] = []
         self._version = 0
 
@@ -98,7 +99,9 @@ class GroupTrainRole(TrainRole):
                 )
                 stats = answers[0].stats
                 num_skipped += stats.skipped
-                self._version += not stats.skipped
+                # The first step of a warm-up has a learning rate of 0: it is no new version.
+                warming_up = stats.learning_rate == 0 < self.config.training_args.learning_rate
+                self._version += not (stats.skipped or warming_up)
                 leaders = [a.metrics for a, rank in zip(answers, self._ranks, strict=True) if rank.leader]
                 per_step.append(combine(leaders) | {"grad_norm": stats.grad_norm, "lr": stats.learning_rate})
         return UpdateResult(

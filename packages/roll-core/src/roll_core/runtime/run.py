@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from typing_extensions import override
 
-from roll_core.errors import RollError, UnsupportedError, WeightsUnchangedError, WeightSyncError
+from roll_core.errors import RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.rollout import roll_out
 from roll_core.spec.pipeline import Run
@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from roll_core.runtime.guards import Guards
     from roll_core.runtime.judging import Judges
     from roll_core.runtime.ledger import Ledger
-    from roll_core.runtime.probe import LogprobProbe
+    from roll_core.runtime.publishing import Publishing
     from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
     from roll_core.runtime.rows import Rows
     from roll_core.runtime.run_dir import RunDir
     from roll_core.runtime.samples import SamplesFile
-    from roll_core.runtime.weight_sync import WeightPublisher
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig
     from roll_core.spec.pipeline import Prompt, Split
@@ -60,11 +59,10 @@ class ActiveRun(Run):
         self.train_roles: dict[str, GroupTrainRole] = {}
         self.infer_roles: dict[str, GroupInferRole] = {}
         self.judges: Judges | None = None
-        self.publishers: dict[tuple[str, str], WeightPublisher] = {}
-        self.probes: dict[tuple[str, str], LogprobProbe] = {}
-        self._registry, self._rows, self._ledger, self._guards, self._samples = registry, rows, ledger, guards, samples
+        self.publishing: Publishing
+        self.guards = guards
+        self._registry, self._rows, self._ledger, self._samples = registry, rows, ledger, samples
         self._metrics: dict[str, float] = {}
-        self._published: dict[tuple[str, str], int] = {}
 
     @override
     def train_role(self, name: str) -> GroupTrainRole:
@@ -93,38 +91,12 @@ class ActiveRun(Run):
 
     @override
     def guard(self, guard_id: str, ok: bool, message: str) -> None:
-        self._guards.check(guard_id, ok, message)
+        self.guards.check(guard_id, ok, message)
 
     @override
     async def publish_weights(self, source: str, target: str) -> None:
-        """Nothing travels where `target` already holds the current weights of `source`."""
-        version = self.train_role(source).weight_version
-        if self._published.get((source, target)) == version:
-            return
         with self.stage("weight_sync"):
-            try:
-                report = await self.publishers[source, target].publish(version)
-            except WeightsUnchangedError as error:
-                self._guards.failed("weights_unchanged", error)
-            except WeightSyncError as error:
-                self._guards.failed("weight_manifest", error)
-            else:
-                self.log(report.metrics())
-            self.infer_role(target).version = version
-            self._published[source, target] = version
-            await self._probe(source, target)
-
-    async def _probe(self, source: str, target: str) -> None:
-        """Now and then the engine and the trainer are asked for the logprobs of the same tokens."""
-        probe = self.probes.get((source, target))
-        if probe is None or not self._guards.active("logprob_probe") or not probe.is_due():
-            return
-        gap = await probe.gap(self.train_role(source), self.infer_role(target))
-        self.log({"weight_sync/logprob_probe": gap})
-        threshold = self.config.guards.logprob_probe.threshold
-        self._guards.check_at_most(
-            "logprob_probe", gap, threshold, f"mean |logprob of {target} - logprob of {source}| on the probe tokens"
-        )
+            self.log(await self.publishing.publish(source, target))
 
     @override
     async def rollout(
@@ -150,7 +122,7 @@ class ActiveRun(Run):
         if failures:
             threshold = self.config.guards.reward_failures.threshold
             share = len(failures) / len(rewards)
-            self._guards.check(
+            self.guards.check(
                 "reward_failures",
                 share <= threshold,
                 f"{len(failures)} of {len(rewards)} rewards could not be computed, more than the"

@@ -28,7 +28,12 @@ class Config(BaseModel):
     """Base of every schema: frozen, unknown keys refused, no silent conversion of strings to numbers."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        validate_default=True,
     )
 
 
@@ -405,6 +410,8 @@ class RunConfig(Config):
     """Global 2-norm to which gradients are clipped; 0 does not clip."""
     rpc_timeout: PositiveFloat = 3600.0
     """Seconds until a worker that does not answer is an error."""
+    model_update_timeout: PositiveFloat = 120.0
+    """Seconds within which every engine must have proved that it holds the published weights."""
     model_update_buffer_size_mb: PositiveInt = 1024
     """Largest bucket in which weights travel."""
     system_envs: dict[str, str] = {}

@@ -1,0 +1,115 @@
+"""Bringing engines to a trainer's weights during a run: when, by which transport, and what is done about a failed proof."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_core.errors import WeightsUnchangedError, WeightSyncError
+from roll_core.runtime.build import provider_of
+from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport, logprob_probe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.executors.base import Executor
+    from roll_core.runtime.record import RunRecord
+    from roll_core.runtime.run import ActiveRun
+    from roll_core.spec.pipeline import RoleSpec
+    from roll_core.spec.providers import InferCapabilities, TrainCapabilities
+    from roll_core.types import TokenIds
+
+DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+PROBE_TOKENS = 32
+
+
+@dataclass
+class _Link:
+    """One trainer and one engine."""
+
+    publisher: WeightPublisher
+    probes: bool
+    """The engine can say what it thinks of given tokens."""
+    version: int = -1
+    """Last version that the engine has proved to hold."""
+    publishes: int = 0
+
+
+class Publishing:
+    """Made once the roles run. Links between roles come into being with their first publish."""
+
+    def __init__(
+        self, run: ActiveRun, roles: Sequence[RoleSpec], registry: Registry, executor: Executor, record: RunRecord
+    ) -> None:
+        self._run, self._registry, self._executor, self._record = run, registry, executor, record
+        self._roles = {role.name: role for role in roles}
+        self._links: dict[tuple[str, str], _Link] = {}
+
+    async def publish(self, source: str, target: str) -> dict[str, float]:
+        """Metrics of the publish; empty where `target` already holds the current weights of `source`."""
+        link = self._links.get((source, target)) or self._connect(source, target)
+        version = self._run.train_role(source).weight_version
+        if link.version == version:
+            return {}
+        guards = self._run.guards
+        metrics: dict[str, float] = {}
+        try:
+            report = await link.publisher.publish(version)
+        except WeightsUnchangedError as error:
+            guards.failed("weights_unchanged", error)
+        except WeightSyncError as error:
+            guards.failed("weight_manifest", error)
+        else:
+            metrics = {
+                "weight_sync/version": version,
+                "weight_sync/seconds": report.seconds,
+                "weight_sync/copied_bytes": report.copied_bytes,
+            }
+        link.version = self._run.infer_role(target).version = version
+        due = link.publishes % guards.config.logprob_probe.every == 0
+        link.publishes += 1
+        if due and link.probes and guards.active("logprob_probe"):
+            metrics |= await self._probe(source, target)
+        return metrics
+
+    def _connect(self, source: str, target: str) -> _Link:
+        run = self._run
+        trainer, engine = run.train_role(source), run.infer_role(target)
+        train, infer = self._capabilities(source), self._capabilities(target)
+        facts = PlacementFacts.of(trainer.group, engine.group, shares_memory=self._executor.shares_memory)
+        transport = choose_transport(train, infer, facts)  # type: ignore[arg-type]
+        publisher = WeightPublisher(
+            trainer.group,
+            engine.group,
+            transport,
+            dtype=DTYPE_NAMES[engine.config.model_args.dtype],
+            bucket_bytes=run.config.model_update_buffer_size_mb << 20,
+            deadline_s=run.config.model_update_timeout,
+        )
+        self._record.weight_transport(source, target, transport)
+        link = self._links[source, target] = _Link(publisher, getattr(infer, "prompt_logprobs", False))
+        return link
+
+    async def _probe(self, source: str, target: str) -> dict[str, float]:
+        """The same fixed tokens, through the trainer and through the engine."""
+        run = self._run
+        gap = await logprob_probe(run.train_role(source), run.infer_role(target), probe_tokens(len(run.tokenizer)))
+        run.guards.check_at_most(
+            "logprob_probe",
+            gap,
+            run.config.guards.logprob_probe.threshold,
+            f"mean |logprob by {target} - logprob by {source}| on the probe tokens",
+        )
+        return {"weight_sync/logprob_probe": gap}
+
+    def _capabilities(self, name: str) -> TrainCapabilities | InferCapabilities:
+        role = self._roles[name]
+        return provider_of(role, self._run.config.roles()[name], self._registry).capabilities
+
+
+def probe_tokens(vocab_size: int) -> TokenIds:
+    """Some tokens of a vocabulary, the same every time: any will do, as long as both sides get them."""
+    return np.random.default_rng(0).integers(0, vocab_size, size=PROBE_TOKENS, dtype=np.int64)

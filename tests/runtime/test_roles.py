@@ -1,0 +1,173 @@
+"""Groups called as one: how work is spread, cut and put together again."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_core.algorithms.losses import SFTObjective
+from roll_core.runtime.roles import GroupInferRole, GroupTrainRole, average, even_chunks
+from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
+from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
+from roll_core.spec.train import StepStats
+from roll_core.types import Completion, DataRank, GenerateRequest, SamplingParams, TrainSequence
+
+
+def sequence(number: int, length: int) -> TrainSequence:
+    mask = np.ones(length, dtype=bool)
+    mask[0] = False
+    return TrainSequence(id=str(number), tokens=np.full(length, number, dtype=np.int64), loss_mask=mask, group=number)
+
+
+class FakeTrainGroup:
+    """Ranks that answer with numbers from which one can tell who got what."""
+
+    def __init__(self, ranks: list[DataRank], learning_rates: list[float] | None = None) -> None:
+        self.ranks, self.world_size = ranks, len(ranks)
+        self.updates: list[list[list[str]]] = []
+        self.totals: list[int] = []
+        self.learning_rates = learning_rates or []
+
+    async def call(self, method, *args, deadline_s=None):
+        assert method == "start"
+        return self.ranks
+
+    async def call_each(self, method, args_by_rank, deadline_s=None):
+        if method == "score":
+            return [
+                ScoredShare(logprobs=[s.tokens.astype(np.float32) for s in share], entropy=None, values=None)
+                for share, _ in args_by_rank
+            ]
+        self.updates.append([[s.id for s in share] for share, _, _ in args_by_rank])
+        self.totals.append(args_by_rank[0][2].sequences)
+        rate = self.learning_rates[len(self.updates) - 1] if self.learning_rates else 0.1
+        return [
+            UpdateShare(
+                metrics={"loss": 1.0 * len(share), "ratio/max": float(rank)},
+                stats=StepStats(grad_norm=2.0, learning_rate=rate),
+            )
+            for rank, (share, _, _) in enumerate(args_by_rank)
+        ]
+
+
+def train_role(group: FakeTrainGroup, per_device: int, accumulation: int = 1) -> GroupTrainRole:
+    args = TrainingArguments(per_device_train_batch_size=per_device, gradient_accumulation_steps=accumulation)
+    role = GroupTrainRole("actor", TrainWorkerConfig(training_args=args), group, trains=True)
+    asyncio.run(role.start())
+    return role
+
+
+@given(st.integers(0, 200), st.integers(1, 50))
+def test_even_chunks_keep_the_order_and_differ_by_one_at_most(count, size):
+    items = list(range(count))
+    chunks = even_chunks(items, size)
+    assert [i for chunk in chunks for i in chunk] == items
+    sizes = [len(chunk) for chunk in chunks]
+    assert all(0 < s <= size for s in sizes)
+    assert not sizes or max(sizes) - min(sizes) <= 1
+    assert len(chunks) == -(-count // size)
+
+
+def test_scores_come_back_in_the_order_of_the_sequences_whatever_rank_computed_them():
+    group = FakeTrainGroup([DataRank(index=i, size=3) for i in range(3)])
+    sequences = [sequence(i, 2 + (7 * i) % 5) for i in range(11)]
+    found = asyncio.run(train_role(group, 4).score(sequences, logprobs=True))
+    assert [list(row) for row in found.logprobs] == [[i] * len(s) for i, s in enumerate(sequences)]
+    assert found.entropy is None
+    assert found.values is None
+
+
+def test_ranks_of_one_replica_get_the_same_data_and_only_the_leader_counts():
+    ranks = [DataRank(index=0, size=1, leader=True), DataRank(index=0, size=1, leader=False)]
+    group = FakeTrainGroup(ranks)
+    result = asyncio.run(train_role(group, 4).update([sequence(i, 3) for i in range(4)], SFTObjective()))
+    assert group.updates[0][0] == group.updates[0][1]
+    assert result.metrics["loss"] == 4.0
+
+
+def test_an_update_takes_as_many_steps_as_the_product_says_and_counts_tokens_once_per_epoch():
+    group = FakeTrainGroup([DataRank(index=0, size=2), DataRank(index=1, size=2)])
+    role = train_role(group, per_device=2, accumulation=3)
+    assert role.sequences_per_step == 12
+    sequences = [sequence(i, 5) for i in range(24)]
+    result = asyncio.run(role.update(sequences, SFTObjective(), epochs=2))
+    assert result.num_steps == 4
+    assert group.totals == [12] * 4
+    assert result.num_tokens == 2 * 24 * 5
+    assert role.weight_version == 4
+    # 12 sequences at 1.0 each, summed over the two ranks, averaged over steps; the maximum is taken over ranks.
+    assert result.metrics["loss"] == 12.0
+    assert result.metrics["ratio/max"] == 1.0
+
+
+def test_a_step_at_the_start_of_a_warm_up_is_no_new_version_but_a_learning_rate_of_zero_is():
+    warming = FakeTrainGroup([DataRank()], learning_rates=[0.0, 0.1])
+    role = train_role(warming, 1)
+    asyncio.run(role.update([sequence(0, 3), sequence(1, 3)], SFTObjective()))
+    assert role.weight_version == 1
+
+    frozen = FakeTrainGroup([DataRank()], learning_rates=[0.0])
+    args = TrainingArguments(learning_rate=0.0, per_device_train_batch_size=1)
+    stuck = GroupTrainRole("actor", TrainWorkerConfig(training_args=args), frozen, trains=True)
+    asyncio.run(stuck.start())
+    asyncio.run(stuck.update([sequence(0, 3)], SFTObjective()))
+    assert stuck.weight_version == 1  # so that publishing finds out that nothing changed
+
+
+def test_extrema_are_not_summed_or_averaged():
+    assert combine([{"a": 1.0, "b/max": 3.0, "c/min": 3.0}, {"a": 2.0, "b/max": 5.0, "c/min": 1.0}]) == {
+        "a": 3.0,
+        "b/max": 5.0,
+        "c/min": 1.0,
+    }
+    assert average([{"a": 1.0, "b/max": 3.0}, {"a": 3.0, "b/max": 5.0}]) == {"a": 2.0, "b/max": 5.0}
+    assert average([]) == {}
+
+
+class FakeInferGroup:
+    """Replicas that answer in an order of their own."""
+
+    def __init__(self, world_size: int, delays: dict[str, float] | None = None, fails: str = "") -> None:
+        self.world_size, self.delays, self.fails = world_size, delays or {}, fails
+        self.submitted: list[list[str]] = []
+
+    async def call_each(self, method, args_by_rank, deadline_s=None):
+        assert method == "submit"
+        self.submitted = [[request.id for request in share] for (share,) in args_by_rank]
+
+    async def call_rank(self, rank, method, request_id, deadline_s=None):
+        assert method == "result"
+        assert request_id in self.submitted[rank]
+        await asyncio.sleep(self.delays.get(request_id, 0))
+        if request_id == self.fails:
+            raise ValueError(f"{request_id} broke")
+        return Completion(id=request_id, outputs=())
+
+
+def requests(counts: list[int]) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(id=str(i), prompt_ids=np.array([1]), params=SamplingParams(), n=n) for i, n in enumerate(counts)
+    ]
+
+
+def test_answers_come_back_in_request_order_and_are_told_as_they_are_ready():
+    group = FakeInferGroup(2, delays={"0": 0.05, "1": 0.02})
+    seen = []
+    role = GroupInferRole("actor_infer", InferWorkerConfig(), group)
+    found = asyncio.run(role.generate(requests([1, 1, 1]), lambda completion: seen.append(completion.id)))
+    assert [completion.id for completion in found] == ["0", "1", "2"]
+    assert seen == ["2", "1", "0"]
+
+
+def test_requests_go_to_the_replica_with_the_fewest_outputs():
+    group = FakeInferGroup(2)
+    asyncio.run(GroupInferRole("actor_infer", InferWorkerConfig(), group).generate(requests([8, 2, 2, 2, 2, 4])))
+    assert group.submitted == [["0", "5"], ["1", "2", "3", "4"]]
+
+
+def test_the_failure_of_one_request_is_raised_as_it_is():
+    role = GroupInferRole("actor_infer", InferWorkerConfig(), FakeInferGroup(1, fails="1"))
+    with pytest.raises(ValueError, match="1 broke"):
+        asyncio.run(role.generate(requests([1, 1, 1])))

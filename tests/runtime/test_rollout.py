@@ -1,0 +1,154 @@
+"""Rollouts and judging: order, seeds, and the three states of a reward."""
+
+import asyncio
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from roll_core.errors import DataError, RewardFailure
+from roll_core.runtime.executors.base import Peers
+from roll_core.runtime.judging import Judges
+from roll_core.runtime.placement import Place
+from roll_core.runtime.rollout import roll_out, stable_seed
+from roll_core.runtime.workers.reward import RewardWorker
+from roll_core.spec.config import RewardConfig
+from roll_core.spec.pipeline import Prompt
+from roll_core.spec.providers import RewardProvider
+from roll_core.spec.reward import RewardFunction, RewardRequest
+from roll_core.types import Completion, CompletionOutput, Reward, Sample, SamplingParams
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(97 + i) for i in ids)
+
+
+class EchoRole:
+    """Answers with the last prompt token and the request's seed; finishes in the reverse order."""
+
+    async def generate(self, requests, on_completion=None):
+        self.requests = list(requests)
+        found = []
+        for request in reversed(self.requests):
+            outputs = tuple(
+                CompletionOutput(
+                    token_ids=np.array([int(request.prompt_ids[-1]), i]),
+                    logprobs=np.zeros(2, dtype=np.float32),
+                    versions=np.zeros(2, dtype=np.int32),
+                    finish_reason="length",
+                )
+                for i in range(request.n)
+            )
+            completion = Completion(id=request.id, outputs=outputs)
+            found.append(completion)
+            on_completion(completion)
+            await asyncio.sleep(0)
+        return found[::-1]
+
+
+class LengthJudge:
+    """One point for each letter of the answer before the last."""
+
+    async def score(self, requests):
+        await asyncio.sleep(0)
+        return [Reward(value=float(ord(request.response[-1]) - 97)) for request in requests]
+
+
+def prompts(count: int, tags: tuple[str, ...] = ("",)) -> list[Prompt]:
+    return [Prompt(id=f"{i}/0", tokens=np.array([3, i]), text="?", tag=tags[i % len(tags)]) for i in range(count)]
+
+
+def run(role, found, **given):
+    arguments = {"n": 2, "seed_of": (1, "train", 0), "judges": None, "tokenizer": Letters()} | given
+    return asyncio.run(roll_out(role, found, SamplingParams(), **arguments))
+
+
+def test_groups_are_in_prompt_order_and_samples_in_order_of_their_index():
+    groups = run(EchoRole(), prompts(4), judges=Judges({"only": LengthJudge()}, {}))
+    assert [group.id for group in groups] == ["0/0", "1/0", "2/0", "3/0"]
+    assert [[sample.id for sample in group.samples] for group in groups[:1]] == [["0/0/0", "0/0/1"]]
+    assert [[sample.reward.value for sample in group.samples] for group in groups] == [[0.0, 1.0]] * 4
+    assert all(sample.loss_mask.all() for group in groups for sample in group.samples)
+
+
+def test_every_request_has_a_seed_that_depends_on_run_step_and_prompt_only():
+    role = EchoRole()
+    run(role, prompts(3))
+    first = [request.params.seed for request in role.requests]
+    assert len(set(first)) == 3
+    run(role, prompts(3)[::-1])
+    assert [request.params.seed for request in role.requests] == first[::-1]
+    run(role, prompts(3), seed_of=(1, "train", 1))
+    assert not set(first) & {request.params.seed for request in role.requests}
+
+
+def test_stable_seed_is_the_same_on_every_machine():
+    assert stable_seed(1, "train", 0, "5/0") == stable_seed(1, "train", 0, "5/0")
+    assert 0 <= stable_seed("x") < 2**63
+    assert stable_seed(1, 11) != stable_seed(11, 1)
+
+
+def test_a_tag_chooses_its_judge_and_an_unknown_tag_is_an_error_that_names_those_known():
+    judges = Judges({"math": "m", "code": "c"}, {"code": ["python"]})
+    assert judges.domain_of("math") == "math"
+    assert judges.domain_of("python") == "code"
+    with pytest.raises(DataError, match=r"'poetry'.*code, math, python"):
+        judges.domain_of("poetry")
+    assert Judges({"only": "o"}, {}).domain_of("anything") == "only"
+
+
+class Moody(RewardFunction):
+    """Answers, fails, raises or says nonsense, as the sample's text says."""
+
+    def score(self, request: RewardRequest) -> Reward:
+        if request.response == "failure":
+            raise RewardFailure("the sandbox died")
+        if request.response == "bug":
+            raise KeyError("oops")
+        return Reward(value=float(request.response))
+
+
+def judge(*answers: str, weight: float = 1.0) -> list[Reward]:
+    provider = RewardProvider(
+        name="moody", target=f"{__name__}:Moody", summary="", config="roll_core.spec.config:RewardConfig"
+    )
+    config = RewardConfig(reward="moody", weight=weight)
+    with mock.patch("roll_core.runtime.workers.reward.load_target", side_effect=[RewardConfig, Moody]):
+        worker = RewardWorker(
+            place=Place(rank=0, world_size=1),
+            peers=Peers(),
+            role="rewards.moody",
+            provider=provider,
+            config=config.model_dump(),
+        )
+    sample = Sample(
+        id="0",
+        group_id="0",
+        prompt_ids=np.array([1]),
+        response_ids=np.array([1]),
+        logprobs=np.zeros(1, dtype=np.float32),
+        loss_mask=np.ones(1, dtype=bool),
+        versions=np.zeros(1, dtype=np.int32),
+        finish_reason="stop",
+    )
+
+    async def score():
+        try:
+            return await worker.score([RewardRequest(sample=sample, prompt="", response=text) for text in answers])
+        finally:
+            await worker.close()
+
+    return asyncio.run(score())
+
+
+def test_a_failure_is_never_a_value():
+    value, failure, bug, nan, infinite = judge("0.5", "failure", "bug", "nan", "inf", weight=2.0)
+    assert value.value == 1.0
+    assert (failure.value, failure.failure) == (None, "the sandbox died")
+    assert bug.value is None
+    assert "KeyError" in bug.failure
+    assert nan.failed
+    assert infinite.failed

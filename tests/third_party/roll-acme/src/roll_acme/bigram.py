@@ -1,0 +1,126 @@
+"""A language model as small as can be: a table of the logits of the next token given the last one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from roll_acme.plugin import INFER, TRAIN
+from roll_core.errors import MissingTensorError
+from roll_core.spec.infer import InferStrategy
+from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
+from roll_core.spec.weights import make_receipt
+from roll_core.types import Completion, CompletionOutput, GenerateRequest, WeightManifest, WeightReceipt
+
+
+def logprobs_of(table_VV: torch.Tensor, micro: MicroBatch, want: Want) -> TokenOutputs:
+    """Logprobs and entropy of each token given the one before it."""
+    before_T = micro.tokens_T.roll(1)
+    all_TV = torch.log_softmax(table_VV[before_T] / want.temperature, dim=-1)
+    chosen_T = all_TV.gather(1, micro.tokens_T[:, None])[:, 0]
+    inside_T = (micro.positions_T > 0).float()
+    entropy_T = -(all_TV.exp() * all_TV).sum(-1)
+    return TokenOutputs(
+        logprobs_T=chosen_T * inside_T if want.logprobs else None,
+        entropy_T=entropy_T * inside_T if want.entropy else None,
+    )
+
+
+class BigramTrainStrategy(TrainStrategy):
+    """Plain gradient ascent on the table."""
+
+    capabilities = TRAIN
+
+    def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        self._mesh = mesh
+        size = self.config.vocabulary
+        self.table_VV = torch.zeros(size, size, requires_grad=self.training is not None)
+        self.steps = 0
+
+    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        with torch.no_grad():
+            return logprobs_of(self.table_VV, micro, want)
+
+    def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
+        found = []
+        for micro in micros:
+            output = loss(logprobs_of(self.table_VV, micro, loss.want), micro)
+            output.loss.backward()
+            found.append({name: float(value) for name, value in output.metrics.items()})
+        return found
+
+    def optimizer_step(self) -> StepStats:
+        gradient = self.table_VV.grad
+        with torch.no_grad():
+            self.table_VV -= self.training.learning_rate * gradient
+        norm = float(gradient.norm())
+        self.table_VV.grad = None
+        self.steps += 1
+        return StepStats(grad_norm=norm, learning_rate=self.training.learning_rate)
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "table", self.table_VV.detach()
+
+    def save(self, path: Path) -> None:
+        save_file({"table": self.table_VV.detach().contiguous()}, path / "table.safetensors")
+        (path / "steps.json").write_text(json.dumps(self.steps), encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        with torch.no_grad():
+            self.table_VV.copy_(load_file(path / "table.safetensors")["table"])
+        self.steps = json.loads((path / "steps.json").read_text(encoding="utf-8"))
+
+
+class BigramInferStrategy(InferStrategy):
+    """Draws one token after the other; nothing runs long enough to be aborted."""
+
+    capabilities = INFER
+
+    async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        self.table_VV = torch.zeros(self.config.vocabulary, self.config.vocabulary)
+        self.version = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return Completion(id=request.id, outputs=tuple(self._draw(request, i) for i in range(request.n)))
+
+    def _draw(self, request: GenerateRequest, index: int) -> CompletionOutput:
+        rng = np.random.default_rng((request.params.seed or 0, index))
+        all_VV = torch.log_softmax(self.table_VV / (request.params.temperature or 1.0), dim=-1)
+        token, ids, logprobs = int(request.prompt_ids[-1]), [], []
+        for _ in range(request.params.max_new_tokens):
+            row_V = all_VV[token].double().exp().numpy()
+            before, token = token, int(rng.choice(len(row_V), p=row_V / row_V.sum()))
+            ids.append(token)
+            logprobs.append(float(all_VV[before, token]))
+        return CompletionOutput(
+            token_ids=np.array(ids, dtype=np.int64),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            versions=np.full(len(ids), self.version, dtype=np.int32),
+            finish_reason="length",
+        )
+
+    async def abort(self, ids: Sequence[str]) -> list[Completion]:
+        return []
+
+    async def update_weights(
+        self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> WeightReceipt:
+        given = dict(tensors)
+        if "table" not in given:
+            raise MissingTensorError("the table is missing")
+        self.table_VV = given["table"] if self.same_memory(given["table"]) else given["table"].clone()
+        self.version = version
+        return make_receipt(version, [("table", self.table_VV)])
+
+    def same_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether the engine holds this very tensor already."""
+        return tensor.data_ptr() == self.table_VV.data_ptr()
+
+    async def stop(self) -> None:
+        self.table_VV = torch.zeros(0)
