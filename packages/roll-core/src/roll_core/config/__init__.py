@@ -1,1 +1,1 @@
-"""From YAML files and overrides to a validated config, with every mistake located."""
+"""From YAML files and overrides to a validated config, with every mistake located: `load` and `dump`."""

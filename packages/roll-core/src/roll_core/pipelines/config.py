@@ -56,7 +56,6 @@ class _Judged(RunConfig):
 class SFTConfig(_Judged):
     """`pipeline: sft`: supervised fine-tuning on prompts and responses."""
 
-    pipeline: Literal["sft"]
     sft_train: TrainWorkerConfig
     """The model that is trained."""
     actor_infer: InferWorkerConfig | None = None
@@ -80,7 +79,6 @@ class SFTConfig(_Judged):
 class RLVRConfig(_Judged):
     """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and their kin)."""
 
-    pipeline: Literal["rlvr"]
     actor_train: TrainWorkerConfig
     """The policy."""
     actor_infer: InferWorkerConfig

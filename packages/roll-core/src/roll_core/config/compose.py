@@ -1,0 +1,346 @@
+"""Composes one config: file, fragments of its `defaults:` list, overrides, interpolations.
+
+Hydra composes and OmegaConf resolves, and both are only imported for files that need them: reading a plain file takes
+a third of the time without. Where things were written is kept alongside, see `written`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_core.config.source import read_source
+from roll_core.config.written import FileLayer, Interpolation, OverrideLayer, Written
+from roll_core.errors import ConfigError, ConfigProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omegaconf import DictConfig
+
+    from roll_core.config.overrides import Override
+    from roll_core.config.source import KeyPath, Source
+
+_HEADER = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
+_REFERENCE = re.compile(r"\$\{\s*(\.*)([\w/@-]+(?:[.\[\]][\w/@-]*)*)\s*\}")
+_HYDRA_RESOLVER = re.compile(r"\$\{\s*(now|hydra|hydra_version|python_version)\s*:")
+MISSING = "???"
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """Plain values, and where each was written."""
+
+    data: dict[Any, Any]
+    written: Written
+    files: tuple[Path, ...]
+    """All files that were read, the one that was asked for first."""
+
+
+def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
+    """Compose the config at `path`. Raises `ConfigError`; changes nothing outside, neither Hydra's state nor folders."""
+    name = str(path)
+    source = read_source(path, name)
+    written = Written(name, [FileLayer((), source)])
+    problems: list[ConfigProblem] = []
+    files = [path]
+    if "defaults" in source.data or _HEADER.search(_head(path)):
+        composition = _Composition(path, source, written)
+        cfg, parsed = composition.run(overrides, problems)
+        files += composition.fragments
+    elif overrides or _has_interpolation(source.data):
+        from omegaconf import OmegaConf
+
+        cfg = _create(source, problems)
+        if _uses_hydra(source.data):
+            _register_hydra_resolvers()
+        parsed = _parse_overrides(overrides, (), problems)[0]
+        OmegaConf.set_struct(cfg, False)
+    else:
+        data = deepcopy(source.data)
+        data.pop("hydra", None)
+        return _finish(data, written, problems, files)
+    if "hydra" in cfg:
+        cfg.pop("hydra")
+    for override in parsed:
+        _apply(cfg, override, written, problems)
+    return _finish(_resolve(cfg, written, problems), written, problems, files)
+
+
+def _finish(data: Any, written: Written, problems: list[ConfigProblem], files: list[Path]) -> Composed:
+    _report_missing(data, (), written, problems)
+    if problems:
+        raise ConfigError(problems)
+    return Composed(data, written, tuple(files))
+
+
+def _head(path: Path) -> str:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        return file.read(512)
+
+
+def _has_interpolation(data: Any) -> bool:
+    if isinstance(data, dict):
+        return any(_has_interpolation(each) for each in data.values())
+    if isinstance(data, list):
+        return any(_has_interpolation(each) for each in data)
+    return isinstance(data, str) and "${" in data
+
+
+def _uses_hydra(data: Any) -> bool:
+    return _HYDRA_RESOLVER.search(str(data)) is not None
+
+
+def _register_hydra_resolvers() -> None:
+    from hydra.core.utils import setup_globals
+
+    setup_globals()
+
+
+def _create(source: Source, problems: list[ConfigProblem]) -> DictConfig:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        cfg: DictConfig = OmegaConf.create(source.data)
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError([*problems, ConfigProblem(source.name, "", _first_line(error))]) from error
+    return cfg
+
+
+def _parse_overrides(
+    overrides: Sequence[str], choices: Sequence[str], problems: list[ConfigProblem]
+) -> tuple[list[Override], list[str]]:
+    if not overrides:
+        return [], []
+    from roll_core.config.overrides import parse_overrides
+
+    return parse_overrides(overrides, choices, problems)
+
+
+# -- fragments ---------------------------------------------------------------------------------------------------------
+
+
+class _Composition:
+    """Hydra's compose API, with Hydra's global state as it was before."""
+
+    def __init__(self, path: Path, source: Source, written: Written) -> None:
+        self.path = path
+        self.source = source
+        self.written = written
+        self.fragments: list[Path] = []
+
+    def run(self, overrides: Sequence[str], problems: list[ConfigProblem]) -> tuple[DictConfig, list[Override]]:
+        from hydra import compose as hydra_compose
+        from hydra import initialize_config_dir
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.types import RunMode
+        from omegaconf import OmegaConf
+
+        if self.path.suffix != ".yaml":
+            raise ConfigError([self._problem("fragments are composed from files that end in .yaml; rename this one")])
+        try:
+            with initialize_config_dir(str(self.path.parent.resolve()), job_name="roll", version_base="1.3"):
+                loader = GlobalHydra.instance().config_loader()
+                defaults = loader.compute_defaults_list(self.path.name, [], RunMode.RUN).defaults
+                choices = [each.override_key for each in defaults if each.override_key]
+                values, chosen = _parse_overrides(overrides, choices, problems)
+                if chosen:
+                    defaults = loader.compute_defaults_list(self.path.name, chosen, RunMode.RUN).defaults
+                folders = [
+                    Path(each.path.removeprefix("file://"))
+                    for each in loader.get_search_path().get_path()
+                    if each.path.startswith("file://") or "://" not in each.path
+                ]
+                self.written.layers[:] = self._layers(defaults, folders)
+                cfg = hydra_compose(self.path.name, overrides=chosen)
+        except ConfigError:
+            raise
+        except Exception as error:  # Hydra meets a malformed defaults list with every kind of exception
+            raise self._explain(error) from error
+        OmegaConf.set_struct(cfg, False)
+        return cfg, values
+
+    def _layers(self, defaults: Sequence[Any], folders: list[Path]) -> list[FileLayer | OverrideLayer]:
+        """One layer per file in the order of merging."""
+        layers: list[FileLayer | OverrideLayer] = []
+        sources: dict[Path, Source] = {self.path.resolve(): self.source}
+        problems: list[ConfigProblem] = []
+        for each in defaults:
+            package = each.package or ""
+            if each.config_path is None or package.split(".")[0] == "hydra" or each.config_path.startswith("hydra/"):
+                continue
+            file = _find(each.config_path, folders)
+            if file is None:
+                continue
+            if file not in sources:
+                shown = Path(os.path.relpath(file))
+                self.fragments.append(shown)
+                try:
+                    sources[file] = read_source(file, str(shown))
+                except ConfigError as error:
+                    problems += error.problems
+                    continue
+            layers.append(FileLayer(tuple(step for step in package.split(".") if step), sources[file]))
+        if problems:
+            raise ConfigError(problems)
+        return layers
+
+    def _explain(self, error: Exception) -> ConfigError:
+        import yaml
+
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            file = Path(error.problem_mark.name)
+            if file.is_file():
+                try:
+                    read_source(file, os.path.relpath(file))
+                except ConfigError as located:
+                    return located
+        lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+        message = lines[0] if lines else type(error).__name__
+        message = message.removeprefix(f"In '{self.path.name}': ")
+        return ConfigError([self._problem(f"cannot be composed: {message}", error, "\n    ".join(lines[1:6]))])
+
+    def _problem(self, message: str, error: Exception | None = None, hint: str = "") -> ConfigProblem:
+        """At the item of the defaults list that the error speaks of, else at the list."""
+        path: KeyPath = ("defaults",)
+        missing = getattr(error, "missing_cfg_file", None)
+        items = self.source.data.get("defaults")
+        if isinstance(items, list):
+            for position, item in enumerate(items):
+                text = str(next(iter(item.values()), "")) if isinstance(item, dict) else str(item)
+                name = text.partition("@")[0]
+                if name and missing and str(missing).endswith(name):
+                    path = ("defaults", str(position))
+        mark = self.source.value_mark(path) if len(path) > 1 else self.source.key_mark(path)
+        where = self.source.name if mark is None else f"{self.source.name}:{mark.line}:{mark.column}"
+        return ConfigProblem(where, "defaults", message, hint)
+
+
+def _find(config_path: str, folders: list[Path]) -> Path | None:
+    name = config_path if config_path.endswith(".yaml") else f"{config_path}.yaml"
+    for folder in folders:
+        file = Path(os.path.normpath(folder / name))
+        if file.is_file():
+            return file.resolve()
+    return None
+
+
+# -- overrides ---------------------------------------------------------------------------------------------------------
+
+
+def _apply(cfg: DictConfig, override: Override, written: Written, problems: list[ConfigProblem]) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        present = OmegaConf.select(cfg, override.key, throw_on_missing=False, throw_on_resolution_failure=False)
+        if override.action == "delete":
+            _delete(cfg, override, problems)
+            return
+        if override.action == "add" and present is not None and not isinstance(override.value, (dict, list)):
+            problems.append(
+                ConfigProblem(
+                    "command line", override.text, "adds a key that is there already", f"write {override.text[1:]}"
+                )
+            )
+            return
+        OmegaConf.update(cfg, override.key, override.value, merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
+        problems.append(ConfigProblem("command line", override.text, f"cannot be applied: {_first_line(error)}"))
+    else:
+        written.layers.append(OverrideLayer(override.path, override.value))
+
+
+def _delete(cfg: DictConfig, override: Override, problems: list[ConfigProblem]) -> None:
+    from omegaconf import OmegaConf
+
+    parent_key, _, last = override.key.rpartition(".")
+    parent: Any = OmegaConf.select(cfg, parent_key) if parent_key else cfg
+    if not OmegaConf.is_dict(parent) or last not in parent:
+        problems.append(ConfigProblem("command line", override.text, f"there is no {override.key} to remove"))
+    else:
+        del parent[last]
+
+
+# -- interpolations ----------------------------------------------------------------------------------------------------
+
+
+def _resolve(cfg: DictConfig, written: Written, problems: list[ConfigProblem]) -> Any:
+    from omegaconf import OmegaConf
+
+    return _resolve_node(OmegaConf.to_container(cfg, resolve=False), cfg, (), written, problems)
+
+
+def _resolve_node(raw: Any, node: Any, path: KeyPath, written: Written, problems: list[ConfigProblem]) -> Any:
+    """`raw` with its interpolations replaced; each that fails is one problem."""
+    if isinstance(raw, dict):
+        return {key: _resolve_item(each, node, key, path, written, problems) for key, each in raw.items()}
+    if isinstance(raw, list):
+        return [_resolve_item(each, node, at, path, written, problems) for at, each in enumerate(raw)]
+    return raw
+
+
+def _resolve_item(
+    raw: Any, parent: Any, key: Any, path: KeyPath, written: Written, problems: list[ConfigProblem]
+) -> Any:
+    from omegaconf import Container, OmegaConf
+
+    here = (*path, str(key))
+    if isinstance(raw, (dict, list)):
+        return _resolve_node(raw, parent[key], here, written, problems)
+    if not isinstance(raw, str) or "${" not in raw:
+        return raw
+    written.interpolations[here] = _interpolation(raw, here)
+    try:
+        value = parent[key]
+        return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+    except Exception as error:  # whatever a resolver raises; RecursionError for a cycle
+        problems.append(_unresolved(error, raw, here, written))
+        return None
+
+
+def _interpolation(raw: str, here: KeyPath) -> Interpolation:
+    found = _REFERENCE.search(raw)
+    target: KeyPath | None = None
+    if found is not None:
+        dots, reference = found[1], found[2]
+        steps = tuple(step for step in re.split(r"[.\[\]]+", reference) if step)
+        target = (here[: len(here) - len(dots)] if dots else ()) + steps
+    return Interpolation(raw, target, "oc.env" in raw or "oc.decode" in raw)
+
+
+def _unresolved(error: Exception, raw: str, here: KeyPath, written: Written) -> ConfigProblem:
+    where, key = str(written.value(here)), ".".join(here)
+    if isinstance(error, RecursionError) or "Recursive interpolation" in str(error):
+        return ConfigProblem(where, key, f"{raw} refers to itself")
+    reason = _first_line(error)
+    hint = ""
+    if "Interpolation key" in reason and "not found" in reason:
+        reason = "refers to a key that is not in this config"
+        hint = "a reference is written from the top, ${actor_train.model_args.dtype}, or with dots from here, ${.dtype}"
+    return ConfigProblem(where, key, f"{raw}: {reason}", hint)
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "it contains itself"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _report_missing(data: Any, path: KeyPath, written: Written, problems: list[ConfigProblem]) -> None:
+    if isinstance(data, dict):
+        for key, each in data.items():
+            _report_missing(each, (*path, str(key)), written, problems)
+    elif isinstance(data, list):
+        for at, each in enumerate(data):
+            _report_missing(each, (*path, str(at)), written, problems)
+    elif data == MISSING:
+        problems.append(
+            ConfigProblem(str(written.value(path)), ".".join(path), "has to be given: it is written as ???")
+        )

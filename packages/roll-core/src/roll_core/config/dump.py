@@ -1,0 +1,56 @@
+"""Writes a config so that loading what was written gives an equal one."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from roll_core.config.source import Loader
+
+if TYPE_CHECKING:
+    from roll_core.spec.config import RunConfig
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what our loader would not read back as text, 1e-6 for example."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: list(resolvers) for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
+}
+for _first, _resolvers in Loader.yaml_implicit_resolvers.items():
+    for _resolver in _resolvers:
+        if _resolver not in _Dumper.yaml_implicit_resolvers.setdefault(_first, []):
+            _Dumper.yaml_implicit_resolvers[_first].append(_resolver)
+
+
+def dump(config: RunConfig) -> str:
+    """The config as YAML, complete: defaults are written out, and nothing is left to compose or to resolve."""
+    values = config.model_dump(mode="python", serialize_as_any=True, warnings=False)
+    text: str = yaml.dump(_plain(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, str):
+        return _escape(value)
+    return value
+
+
+def _escape(text: str) -> str:
+    """Text in which `${` is meant literally, as OmegaConf's grammar wants it."""
+    if "${" not in text:
+        return text
+    escaped = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)
+    # Backslashes at the very end would be read as escapes too, once the text is parsed for interpolations.
+    tail = len(escaped) - len(escaped.rstrip("\\"))
+    return escaped + "\\" * tail

@@ -1,0 +1,163 @@
+"""What pydantic found, in words for people: what stands there, and what was expected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from roll_core.config.secrets import HIDDEN, is_secret
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.config.source import KeyPath
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One mistake, by the path in the config that it concerns."""
+
+    path: KeyPath
+    message: str
+    hint: str = ""
+    at_key: bool = False
+    """Whether the key is to be pointed at rather than the value."""
+    kind: str = ""
+    """pydantic's name of the error."""
+
+
+def findings(errors: Sequence[Any], data: Any, prefix: KeyPath = ()) -> list[Finding]:
+    """One finding per path: the alternatives of a union are one mistake, not several."""
+    by_path: dict[KeyPath, list[Any]] = {}
+    for error in errors:
+        by_path.setdefault(_path(error, data), []).append(error)
+    return [_finding(prefix + path, group) for path, group in by_path.items()]
+
+
+def show(value: Any, key: str = "") -> str:
+    """A value as it is shown in a message: short, and hidden if its key says that it is a secret."""
+    if is_secret(key) and value not in (None, ""):
+        return HIDDEN
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return f"a mapping with {len(value)} keys" if len(value) != 1 else "a mapping with 1 key"
+    if isinstance(value, (list, tuple)):
+        items = f"{len(value)} items" if len(value) != 1 else "1 item"
+        return f"a list of {items}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _path(error: Any, data: Any) -> KeyPath:
+    """Where in the config. pydantic also names the alternatives of a union on the way, which are no keys."""
+    steps: list[str] = []
+    here = data
+    location = error["loc"]
+    for at, step in enumerate(location):
+        if (isinstance(here, dict) and step in here) or (isinstance(here, (list, tuple)) and isinstance(step, int) and 0 <= step < len(here)):
+            here = here[step]
+            steps.append(str(step))
+        elif error["type"] == "missing" and at == len(location) - 1:
+            steps.append(str(step))
+    return tuple(steps)
+
+
+def _finding(path: KeyPath, errors: list[Any]) -> Finding:
+    error = errors[0]
+    kind, value = error["type"], error["input"]
+    name = path[-1] if path else ""
+    if kind == "extra_forbidden":
+        return Finding(path, "there is no such key", at_key=True, kind=kind)
+    if kind == "missing":
+        return Finding(path, "is missing", at_key=True, kind=kind)
+    if kind == "invalid_key" or error["loc"][-1:] == ("[key]",):
+        return Finding(path, f"a key is text, found {name}", f"put quotes around it: '{name}'", at_key=True, kind=kind)
+    ours = [each for each in errors if each["type"] in ("value_error", "assertion_error")]
+    if ours:
+        cause = ours[0].get("ctx", {}).get("error")
+        return Finding(path, str(cause if cause is not None else ours[0]["msg"]), at_key=True, kind="value_error")
+    expected = _join([_expected(each) for each in errors])
+    return Finding(path, f"found {show(value, name)}, expected {expected}", _hint(value, errors), kind=kind)
+
+
+def _join(alternatives: list[str]) -> str:
+    return " or ".join(dict.fromkeys(alternatives))
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "keys and values",
+    "model_type": "keys and values",
+    "model_attributes_type": "keys and values",
+    "none_required": "nothing",
+}
+_BOUNDS = {
+    "greater_than": ("gt", ">"),
+    "greater_than_equal": ("ge", "≥"),
+    "less_than": ("lt", "<"),
+    "less_than_equal": ("le", "≤"),
+}
+
+
+def _expected(error: Any) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in _BOUNDS:
+        name, sign = _BOUNDS[kind]
+        return f"a number {sign} {context[name]:g}"
+    if kind == "literal_error":
+        return str(context["expected"]).replace("'", "")
+    if kind == "string_pattern_mismatch":
+        return f"text that matches {context['pattern']}"
+    if kind in _EXPECTED:
+        return _EXPECTED[kind]
+    message = str(error["msg"])
+    return message.removeprefix("Input should be ").removeprefix("a valid ")
+
+
+def _hint(value: Any, errors: list[Any]) -> str:
+    kinds = {error["type"] for error in errors}
+    if isinstance(value, str):
+        if "literal_error" in kinds:
+            return _nearest_literal(value, errors)
+        if kinds & {"int_type", "float_type", "bool_type"}:
+            return _unquoted(value, kinds)
+    if "string_type" in kinds and isinstance(value, (int, float)):
+        shown = str(value).lower() if isinstance(value, bool) else value
+        return f"put quotes around it: '{shown}'"
+    if value is None:
+        return "leave the key out to have its default"
+    if "int_type" in kinds and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    return ""
+
+
+def _nearest_literal(value: str, errors: list[Any]) -> str:
+    import difflib
+    import re
+
+    expected = next(str(error["ctx"]["expected"]) for error in errors if error["type"] == "literal_error")
+    close = difflib.get_close_matches(value, re.findall(r"'([^']*)'", expected), 1, 0.5)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def _unquoted(value: str, kinds: set[str]) -> str:
+    try:
+        float(value)
+    except ValueError:
+        if "bool_type" in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off"):
+            return "write it without quotes"
+        return ""
+    return "write it without quotes" if kinds & {"int_type", "float_type"} else ""

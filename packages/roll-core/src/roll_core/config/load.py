@@ -1,0 +1,46 @@
+"""Loads a config: composed, validated, or refused with all its mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.config.compose import compose
+from roll_core.config.validate import schema_of, validate
+from roll_core.spec.config import StrategyConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from os import PathLike
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.spec.config import RunConfig
+    from roll_core.spec.providers import InferProvider, PipelineProvider, TrainProvider
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A config that is valid as far as files and plugins can tell."""
+
+    config: RunConfig
+    """An instance of the pipeline's schema."""
+    pipeline: PipelineProvider
+    sources: tuple[Path, ...]
+    """The files it was composed of, the one that was asked for first."""
+
+
+def load(path: str | PathLike[str], overrides: Sequence[str], registry: Registry) -> LoadedConfig:
+    """Load the config at `path` with `key=value` overrides. Has no side effects and imports nothing heavy.
+
+    Raises `ConfigError` with every mistake, each located where it was written, and `PluginError` if a plugin that is
+    needed to judge the config cannot be loaded.
+    """
+    composed = compose(Path(path), overrides)
+    config, pipeline = validate(composed, registry)
+    return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files)
+
+
+def strategy_config(provider: TrainProvider | InferProvider, keys: dict[str, object], *, owner: str) -> StrategyConfig:
+    """`strategy_args.strategy_config` of a loaded config, as the schema that its strategy brings."""
+    return schema_of(provider, StrategyConfig, owner=owner).model_validate(keys)

@@ -1,0 +1,58 @@
+"""For a key that does not exist: the one that was meant, on this level or another."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from roll_core.config.source import KeyPath
+
+MANY = 14
+"""So many keys are listed where none is near; more would bury the message."""
+
+
+def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[KeyPath]) -> tuple[str, str]:
+    """A hint for the unknown key at `path`, and the name that was probably meant (empty if none was found)."""
+    parent, name = path[:-1], path[-1]
+    close = difflib.get_close_matches(name, siblings, 1, 0.75)
+    if close:
+        return f"did you mean {close[0]}?", close[0]
+    places = list(everywhere)
+    same = [each for each in places if each[-1] == name]
+    if same:
+        return f"{name} belongs under {_dotted(_best(same, parent)[:-1])}", name
+    close = difflib.get_close_matches(name, siblings, 1, 0.6)
+    if close:
+        return f"did you mean {close[0]}?", close[0]
+    close = difflib.get_close_matches(name, {each[-1] for each in places}, 1, 0.8)
+    if close:
+        best = _best([each for each in places if each[-1] == close[0]], parent)
+        return f"did you mean {_dotted(best)}?" if len(best) > 1 else f"did you mean {best[0]}, at the top?", close[0]
+    if 0 < len(siblings) <= MANY:
+        return f"keys here are {', '.join(siblings)}", ""
+    return "", ""
+
+
+def _best(places: list[KeyPath], parent: KeyPath) -> KeyPath:
+    """The place that shares most with where the key stands; the shallowest of those."""
+
+    def shared(place: KeyPath) -> int:
+        count = 0
+        for ours, theirs in zip(parent, place, strict=False):
+            if theirs not in (ours, "*"):
+                break
+            count += 1
+        return count
+
+    best = min(places, key=lambda place: (-shared(place), len(place)))
+    return tuple(
+        parent[at] if step == "*" and at < len(parent) and shared(best) > at else step for at, step in enumerate(best)
+    )
+
+
+def _dotted(path: KeyPath) -> str:
+    text = ".".join("<name>" if step == "*" else step for step in path)
+    return text or "the top level"

@@ -1,0 +1,79 @@
+"""Questions about pydantic schemas: which keys there are, where, and which of them are roles."""
+
+from __future__ import annotations
+
+import typing
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from roll_core.spec.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.config.source import KeyPath
+
+Schema = type[BaseModel]
+
+
+def members(annotation: Any) -> Iterator[tuple[Schema, bool]]:
+    """Schemas that an annotation admits, each with whether it is a mapping's value: `X | None`, `dict[str, X]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, False
+        return
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is dict:
+        for schema, _ in members(arguments[1]):
+            yield schema, True
+        return
+    for argument in arguments:
+        if not isinstance(argument, str):
+            yield from members(argument)
+
+
+def roles(schema: Schema, data: dict[Any, Any]) -> Iterator[tuple[KeyPath, type[WorkerConfig], dict[Any, Any]]]:
+    """Every role that `data` describes: its path, its schema and what was written for it."""
+    for name, field in schema.model_fields.items():
+        value = data.get(name)
+        if not isinstance(value, dict):
+            continue
+        for member, is_mapping in members(field.annotation):
+            if not issubclass(member, WorkerConfig):
+                continue
+            if not is_mapping:
+                yield (name,), member, value
+            else:
+                for key, each in value.items():
+                    if isinstance(each, dict):
+                        yield (name, str(key)), member, each
+
+
+def schema_at(schema: Schema, path: KeyPath) -> Schema | None:
+    """The schema of the mapping at `path`, or None where keys are free or there is none."""
+    found: Schema = schema
+    steps = list(path)
+    while steps:
+        field = found.model_fields.get(steps.pop(0))
+        if field is None:
+            return None
+        for member, is_mapping in members(field.annotation):
+            if is_mapping and not steps:
+                return None
+            if is_mapping:
+                steps.pop(0)
+            found = member
+            break
+        else:
+            return None
+    return found
+
+
+def paths(schema: Schema, prefix: KeyPath = (), depth: int = 6) -> Iterator[KeyPath]:
+    """The path of every key of a schema; `*` stands for a key that is free."""
+    if depth == 0:
+        return
+    for name, field in schema.model_fields.items():
+        yield (*prefix, name)
+        for member, is_mapping in members(field.annotation):
+            yield from paths(member, (*prefix, name, "*") if is_mapping else (*prefix, name), depth - 1)

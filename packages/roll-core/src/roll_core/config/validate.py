@@ -1,0 +1,405 @@
+"""Validates a composed config against the schemas that plugins bring, and collects every mistake.
+
+A part of the config that is wrong is set aside and the rest validated again, so that one mistake does not hide others:
+a misspelt key and an impossible batch size are reported together.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from roll_core.config.explain import Finding, findings, show
+from roll_core.config.nearest import suggest_key
+from roll_core.config.schema import members, paths, roles, schema_at
+from roll_core.errors import ConfigError, ConfigProblem, PluginError, PluginLoadError, UnknownProviderError
+from roll_core.plugins.targets import load_class
+from roll_core.spec.config import RewardConfig, RunConfig, StrategyConfig
+from roll_core.spec.providers import (
+    AdvantageProvider,
+    InferProvider,
+    PipelineProvider,
+    PlatformProvider,
+    PolicyLossProvider,
+    Provider,
+    RewardProvider,
+    TrackerProvider,
+    TrainProvider,
+)
+
+if TYPE_CHECKING:
+    from roll_core.config.compose import Composed
+    from roll_core.config.source import KeyPath
+    from roll_core.config.written import Place
+    from roll_core.plugins.registry import Registry
+    from roll_core.spec.config import WorkerConfig
+
+M = TypeVar("M", bound=BaseModel)
+P = TypeVar("P", bound=Provider)
+
+NAMED_PARTS: dict[str, type[Provider]] = {
+    "platform": PlatformProvider,
+    "adv_estimator": AdvantageProvider,
+    "pg_variant": PolicyLossProvider,
+}
+"""Keys at the top whose value is the name of a part, where a pipeline's schema has them."""
+
+
+def validate(composed: Composed, registry: Registry) -> tuple[RunConfig, PipelineProvider]:
+    """The pipeline's config. Raises `ConfigError` with all problems in the order in which they stand in the files."""
+    return _Validation(composed, registry).run()
+
+
+def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
+    """The schema that a record brings, `base` where it brings none. Raises `PluginLoadError`."""
+    return load_class(record.config, base, owner=owner) if record.config else base
+
+
+@dataclass(slots=True)
+class _Validation:
+    composed: Composed
+    registry: Registry
+    data: dict[Any, Any] = field(init=False)
+    found: list[Finding] = field(default_factory=list)
+    cause: BaseException | None = None
+    """Why a part that was asked for is not there, if a plugin failed to load."""
+    extra_paths: list[KeyPath] = field(default_factory=list)
+    """Keys of the schemas that strategies and rewards bring, for suggestions."""
+
+    def __post_init__(self) -> None:
+        self.data = deepcopy(self.composed.data)
+
+    def run(self) -> tuple[RunConfig, PipelineProvider]:
+        provider = self._pipeline()
+        if provider is None:
+            raise self._error(RunConfig)
+        schema = schema_of(provider, RunConfig, owner=self.registry.owner(provider))
+        for path, worker, role in list(roles(schema, self.data)):
+            if worker.kind == "reward":
+                self._reward(path, role)
+            else:
+                self._strategy(path, worker, role)
+        self._named_parts(schema)
+        config, found = _validate_all(schema, self.data, self.registry.owner(provider))
+        self.found += found
+        if self.found or config is None:
+            raise self._error(schema)
+        return config, provider
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _pipeline(self) -> PipelineProvider | None:
+        """The pipeline that is asked for. Where its name is misspelt: the nearest, so that the rest is checked too."""
+        available = ", ".join(self.registry.names(PipelineProvider)) or "none"
+        if "pipeline" not in self.data:
+            self.found.append(Finding(("pipeline",), "is missing", f"available: {available}", at_key=True))
+            return None
+        name = self.data["pipeline"]
+        if not isinstance(name, str):
+            message = f"found {show(name)}, expected the name of a pipeline"
+            self.found.append(Finding(("pipeline",), message, f"available: {available}"))
+            return None
+        provider = self._find(PipelineProvider, name, ("pipeline",))
+        if provider is None:
+            import difflib
+
+            close = difflib.get_close_matches(name, self.registry.names(PipelineProvider), 1, 0.6)
+            candidates = [each for each in self.registry.providers(PipelineProvider) if each.name in close]
+            if len(candidates) == 1:
+                return candidates[0]
+        return provider
+
+    def _find(self, kind: type[P], name: str, path: KeyPath) -> P | None:
+        """The record of a name, or None after recording why there is none."""
+        try:
+            return self.registry.find(kind, name)
+        except PluginError as error:
+            message, _, hint = str(error).partition("\n    ")
+            self.found.append(Finding(path, message, hint))
+            if isinstance(error, UnknownProviderError) and self.cause is None:
+                self.cause = error.__cause__
+            return None
+
+    def _named_parts(self, schema: type[RunConfig]) -> None:
+        for key, kind in NAMED_PARTS.items():
+            name = self.data.get(key, schema.model_fields[key].default if key in schema.model_fields else None)
+            if key not in schema.model_fields or not isinstance(name, str):
+                continue
+            provider = self._find(kind, name, (key,))
+            if isinstance(provider, AdvantageProvider) and provider.needs_critic and "critic" in schema.model_fields:
+                if self.data.get("critic") is None:
+                    message = f"{name} reads a critic's values, but there is no role critic"
+                    self.found.append(Finding((key,), message, "add the role critic, or take an estimator without one"))
+        trackers = self.data.get("track_with", schema.model_fields["track_with"].default)
+        single = isinstance(trackers, str)
+        names = [trackers] if single else trackers if isinstance(trackers, list) else []
+        for position, name in enumerate(names):
+            if isinstance(name, str):
+                self._find(TrackerProvider, name, ("track_with",) if single else ("track_with", str(position)))
+        options = self.data.get("tracker_kwargs")
+        if isinstance(options, dict):
+            for key in options:
+                if isinstance(key, str) and key not in names:
+                    message = (
+                        f"options for a tracker that track_with does not name: {', '.join(map(str, names)) or 'none'}"
+                    )
+                    self.found.append(Finding(("tracker_kwargs", key), message, at_key=True))
+
+    def _reward(self, path: KeyPath, role: dict[Any, Any]) -> None:
+        """Validate a reward by the schema of its provider, and put the result in its place."""
+        name = role.get("reward")
+        schema: type[RewardConfig] = RewardConfig
+        owner = "roll-core"
+        if isinstance(name, str):
+            provider = self._find(RewardProvider, name, (*path, "reward"))
+            if provider is not None:
+                owner = self.registry.owner(provider)
+                schema = schema_of(provider, RewardConfig, owner=owner)
+        if role.get("strategy_args") is not None:
+            self.found.append(Finding((*path, "strategy_args"), "a reward takes no strategy", at_key=True))
+        self.extra_paths += [(*path, *each) for each in paths(schema)]
+        known = set(schema.model_fields)
+        unjudged = isinstance(name, str) and schema is RewardConfig
+        reward, found = _validate_all(schema, role, owner)
+        for each in found:
+            unknown = each.kind == "extra_forbidden" and len(each.path) == 1
+            if unknown and unjudged and any(finding.path == (*path, "reward") for finding in self.found):
+                continue  # the keys of a reward that does not exist cannot be judged
+            self.found.append(self._with_key_hint(each, sorted(known), path) if unknown else _under(path, each))
+        replaced = reward if reward is not None else schema.model_construct(reward="")
+        self.data[path[0]][self._key(self.data[path[0]], path[1])] = replaced
+
+    def _strategy(self, path: KeyPath, worker: type[WorkerConfig], role: dict[Any, Any]) -> None:
+        """Look the strategy up, validate its `strategy_config`, and compute `num_gpus_per_worker`."""
+        arguments = role.get("strategy_args")
+        if not isinstance(arguments, dict) or not isinstance(arguments.get("strategy_name"), str):
+            return
+        name = arguments["strategy_name"]
+        at_name = (*path, "strategy_args", "strategy_name")
+        at_config = (*path, "strategy_args", "strategy_config")
+        provider: TrainProvider | InferProvider | None
+        if worker.kind == "generate":
+            provider = self._find(InferProvider, name, at_name)
+        else:
+            provider = self._find(TrainProvider, name, at_name)
+        if provider is None:
+            self._other_registry(worker, name, at_name)
+            return
+        self._suits(path, worker, role, provider)
+        owner = self.registry.owner(provider)
+        schema = schema_of(provider, StrategyConfig, owner=owner)
+        self.extra_paths += [(*at_config, *each) for each in paths(schema)]
+        raw = arguments.get("strategy_config")
+        if raw is not None and not isinstance(raw, dict):
+            return
+        strategy, found = _validate_all(schema, raw or {}, owner)
+        for each in found:
+            unknown = each.kind == "extra_forbidden" and len(each.path) == 1
+            known = sorted(schema.model_fields)
+            self.found.append(self._with_key_hint(each, known, at_config) if unknown else _under(at_config, each))
+        if strategy is not None:
+            self._slots(path, worker, role, provider, strategy)
+
+    def _other_registry(self, worker: type[WorkerConfig], name: str, at_name: KeyPath) -> None:
+        """Say so if the name exists, but for roles of the other kind."""
+        other: type[Provider] = TrainProvider if worker.kind == "generate" else InferProvider
+        if name in self.registry.names(other) and self.found[-1].path == at_name:
+            last = self.found.pop()
+            does = "trains or scores" if worker.kind == "generate" else "generates"
+            wanted = "generates" if worker.kind == "generate" else "trains" if worker.kind == "train" else "only scores"
+            self.found.append(Finding(at_name, f"{name} {does}, but this role {wanted}", last.hint))
+
+    def _suits(
+        self, path: KeyPath, worker: type[WorkerConfig], role: dict[Any, Any], provider: TrainProvider | InferProvider
+    ) -> None:
+        at_name = (*path, "strategy_args", "strategy_name")
+        if worker.kind == "train" and isinstance(provider, TrainProvider) and provider.forward_only:
+            trained = [each.name for each in self.registry.providers(TrainProvider) if not each.forward_only]
+            message = f"{provider.name} has no optimizer, but this role is trained"
+            self.found.append(Finding(at_name, message, f"strategies that train: {', '.join(trained)}"))
+        platform = self.data.get("platform")
+        if isinstance(platform, str) and provider.platforms and platform not in provider.platforms:
+            message = f"{provider.name} runs on {', '.join(provider.platforms)}, but platform is {platform}"
+            self.found.append(Finding(at_name, message))
+        model = role.get("model_args")
+        dtype = model.get("dtype") if isinstance(model, dict) else None
+        if isinstance(dtype, str) and dtype in ("fp32", "bf16", "fp16") and dtype not in provider.capabilities.dtypes:
+            message = f"{provider.name} does not compute in {dtype}"
+            hint = f"it computes in {', '.join(provider.capabilities.dtypes)}"
+            self.found.append(Finding((*path, "model_args", "dtype"), message, hint))
+
+    def _slots(
+        self,
+        path: KeyPath,
+        worker: type[WorkerConfig],
+        role: dict[Any, Any],
+        provider: TrainProvider | InferProvider,
+        strategy: StrategyConfig,
+    ) -> None:
+        """`num_gpus_per_worker` is what the strategy computes; a value that contradicts it is an error."""
+        given = role.get("num_gpus_per_worker")
+        computed = strategy.slots_per_worker()
+        if computed is None:
+            if worker.kind != "generate" and type(given) is int and given > 1:
+                message = f"found {given}, but a worker of {provider.name} takes 1 slot"
+                hint = "more workers are more slots in device_mapping"
+                self.found.append(Finding((*path, "num_gpus_per_worker"), message, hint))
+            return
+        if type(given) is int and given > 0 and given != computed:
+            message = f"found {given}, but {provider.name}'s strategy_config makes it {computed}"
+            self.found.append(Finding((*path, "num_gpus_per_worker"), message, f"leave it out, or write {computed}"))
+        elif given is None and role.get("device_mapping") is not None:
+            role["num_gpus_per_worker"] = computed
+
+    # -- problems ------------------------------------------------------------------------------------------------------
+
+    def _error(self, schema: type[RunConfig]) -> ConfigError:
+        problems: dict[ConfigProblem, Place] = {}
+        for each in self.found:
+            problem, place = self._problem(each, schema)
+            problems.setdefault(problem, place)
+        error = ConfigError(sorted(problems, key=lambda problem: (problems[problem], problem.key)))
+        error.__cause__ = self.cause
+        return error
+
+    def _problem(self, found: Finding, schema: type[RunConfig]) -> tuple[ConfigProblem, Place]:
+        written = self.composed.written
+        if found.kind == "extra_forbidden" and not found.hint:
+            siblings = schema_at(schema, found.path[:-1])
+            found = self._with_key_hint(found, sorted(siblings.model_fields) if siblings else [], (), schema)
+        if found.kind == "missing" or (found.path == ("pipeline",) and "pipeline" not in self.composed.data):
+            place = written.key(found.path[:-1])
+        else:
+            place = written.key(found.path) if found.at_key else written.value(found.path)
+        message = found.message
+        through = None if found.at_key else written.through(found.path)
+        if through is not None:
+            interpolation, target = through
+            source = f", written at {target}" if target is not None else ""
+            message += f" (from {interpolation.text}{source})"
+        return ConfigProblem(str(place), ".".join(found.path), message, found.hint), place
+
+    def _with_key_hint(
+        self, found: Finding, siblings: list[str], prefix: KeyPath, schema: type[BaseModel] | None = None
+    ) -> Finding:
+        path = prefix + found.path
+        everywhere = [*(paths(schema) if schema is not None else ()), *self.extra_paths]
+        hint, _ = suggest_key(path, siblings, everywhere)
+        return Finding(path, found.message, hint, at_key=True, kind=found.kind)
+
+    @staticmethod
+    def _key(mapping: dict[Any, Any], text: str) -> Any:
+        """The key whose text is `text`."""
+        return next(key for key in mapping if str(key) == text)
+
+
+def _under(prefix: KeyPath, found: Finding) -> Finding:
+    return Finding(prefix + found.path, found.message, found.hint, found.at_key, found.kind)
+
+
+# -- all at once -------------------------------------------------------------------------------------------------------
+
+MAX_ROUNDS = 8
+
+
+def _validate_all(schema: type[M], data: dict[Any, Any], owner: str) -> tuple[M | None, list[Finding]]:
+    """The validated config, or every mistake in it.
+
+    pydantic asks a mapping's own rules only once all its fields are valid. So what is wrong is taken out and the rest
+    validated again; what is then said about a key that was taken out is not repeated.
+    """
+    rest = _copy(data)
+    found: list[Finding] = []
+    touched: set[str] = set()
+    taken: set[KeyPath] = set()
+    for round_number in range(MAX_ROUNDS):
+        try:
+            valid = schema.model_validate(rest)
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+        except Exception as error:  # a rule of a plugin's schema that raises anything but ValueError
+            if round_number:
+                return None, found
+            reason = " ".join(str(error).split())
+            raise PluginLoadError(f"{owner}: its config schema raised {type(error).__name__}: {reason}") from error
+        else:
+            return (None, found) if found else (valid, [])
+        new = findings(errors, rest)
+        found += [each for each in new if each.path not in taken and not _mentions(each, touched)]
+        known = {each for place in paths(schema) for each in place[-1:]}
+        prunable = [each for each in new if each.path and each.kind != "value_error"]
+        prunable += [each for each in new if each.kind == "value_error" and _is_leaf(rest, each.path)]
+        if not prunable:
+            return None, found
+        for each in prunable:
+            touched.add(each.path[-1])
+            if each.kind == "extra_forbidden":
+                touched.add(suggest_key(each.path, sorted(known), ())[1])
+            if not _set_aside(schema, rest, each, taken):
+                return None, found
+            taken.add(each.path)
+    return None, found
+
+
+def _mentions(found: Finding, names: set[str]) -> bool:
+    if found.kind != "value_error":
+        return False
+    return any(name and re.search(rf"\b{re.escape(name)}\b", found.message) for name in names)
+
+
+def _copy(data: Any) -> Any:
+    """A copy of mappings and lists; schema instances inside stay what they are."""
+    if isinstance(data, dict):
+        return {key: _copy(each) for key, each in data.items()}
+    if isinstance(data, list):
+        return [_copy(each) for each in data]
+    return data
+
+
+def _is_leaf(data: Any, path: KeyPath) -> bool:
+    for step in path:
+        data = _child(data, step)
+    return bool(path) and not isinstance(data, (dict, BaseModel))
+
+
+def _child(data: Any, step: str) -> Any:
+    if isinstance(data, dict):
+        return next((each for key, each in data.items() if str(key) == step), None)
+    if isinstance(data, list) and step.isdigit() and int(step) < len(data):
+        return data[int(step)]
+    return None
+
+
+def _set_aside(schema: type[BaseModel], data: dict[Any, Any], found: Finding, taken: set[KeyPath]) -> bool:
+    """Take a mistake out of `data`, or put a stand-in where a required value is missing. False if neither can be."""
+    path = found.path
+    parents: list[Any] = [data]
+    for step in path[:-1]:
+        parents.append(_child(parents[-1], step))
+    while parents and not isinstance(parents[-1], dict):
+        parents.pop()  # an item of a list goes with its list
+    if not parents:
+        return False
+    parent, step = parents[-1], path[len(parents) - 1]
+    if found.kind == "missing":
+        container = schema_at(schema, path[:-1])
+        if container is None or step not in container.model_fields:
+            return False
+        stand_in = _stand_in(container.model_fields[step].annotation)
+        parent[step] = stand_in
+        return stand_in is not None
+    key = next((each for each in parent if str(each) == step), None)
+    if key is None:
+        return False
+    del parent[key]
+    return True
+
+
+def _stand_in(annotation: Any) -> Any:
+    for member, is_mapping in members(annotation):
+        return {} if is_mapping else member.model_construct()
+    return {str: "", int: 1, float: 1.0, bool: False}.get(annotation)

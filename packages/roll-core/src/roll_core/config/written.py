@@ -1,0 +1,121 @@
+"""Where each value of a composed config was written: files are layers, laid over each other in the order of merging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roll_core.config.source import KeyPath, Mark, Source
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A place, in the order in which problems are reported."""
+
+    layer: int
+    line: int
+    column: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.line}:{self.column}" if self.line else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayer:
+    """A file whose content was merged under `package`."""
+
+    package: KeyPath
+    source: Source
+
+    def place(self, index: int, path: KeyPath, *, key: bool) -> Place | None:
+        """Where this layer writes the key or the value of `path`, if it does."""
+        depth = len(self.package)
+        if path[:depth] != self.package:
+            return None
+        inside = path[depth:]
+        mark: Mark | None = self.source.key_mark(inside) if key else self.source.value_mark(inside)
+        if mark is None or not inside:
+            return None
+        return Place(index, mark.line, mark.column, self.source.name)
+
+
+@dataclass(frozen=True, slots=True)
+class OverrideLayer:
+    """A `key=value` of the command line."""
+
+    path: KeyPath
+    value: Any
+
+    def place(self, index: int, path: KeyPath, *, key: bool) -> Place | None:
+        """The command line, if the override writes `path` or what it is part of."""
+        depth = len(self.path)
+        if len(path) < depth:
+            # Only a value that was written nowhere else is an override's for the sake of what lies deeper.
+            return None
+        if path[:depth] != self.path:
+            return None
+        value = self.value
+        for step in path[depth:]:
+            if isinstance(value, dict):
+                if step not in {str(each) for each in value}:
+                    return None
+                value = next(each for name, each in value.items() if str(name) == step)
+            elif not isinstance(value, list):
+                return None
+        return Place(index, 0, 0, COMMAND_LINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Interpolation:
+    """A value that was written as `${…}`."""
+
+    text: str
+    target: KeyPath | None
+    """What it refers to, if that is a place in the config."""
+    from_environment: bool
+
+
+@dataclass(slots=True)
+class Written:
+    """Answers where a key or a value was written; the last layer that wrote it wins, as in merging."""
+
+    name: str
+    """Of the config; stands for what was written nowhere."""
+    layers: list[FileLayer | OverrideLayer] = field(default_factory=list)
+    interpolations: dict[KeyPath, Interpolation] = field(default_factory=dict)
+
+    def value(self, path: KeyPath) -> Place:
+        """Where the value of `path` was written; of what contains it if it was written nowhere."""
+        return self._nearest(path, key=False)
+
+    def key(self, path: KeyPath) -> Place:
+        """Where the key of `path` was written; of what contains it if it was written nowhere."""
+        return self._nearest(path, key=True)
+
+    def through(self, path: KeyPath) -> tuple[Interpolation, Place | None] | None:
+        """The interpolation that gave `path` its value, and where what it refers to was written."""
+        for length in range(len(path), 0, -1):
+            found = self.interpolations.get(path[:length])
+            if found is not None:
+                target = None if found.target is None else self._exact(found.target + path[length:], key=False)
+                return found, target
+        return None
+
+    def _nearest(self, path: KeyPath, *, key: bool) -> Place:
+        for length in range(len(path), 0, -1):
+            # What contains a path is named by its key: its value begins a line further down.
+            place = self._exact(path[:length], key=key or length < len(path))
+            if place is not None:
+                return place
+        return Place(0, 0, 0, self.name)
+
+    def _exact(self, path: KeyPath, *, key: bool) -> Place | None:
+        for index in range(len(self.layers) - 1, -1, -1):
+            place = self.layers[index].place(index, path, key=key)
+            if place is not None:
+                return place
+        return None
