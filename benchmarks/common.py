@@ -1,0 +1,87 @@
+"""What the benchmarks share: the machine's description, result files, environments for peers.
+
+Results are ratios measured within one run, because timings differ from machine to machine and from minute to minute.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
+ENVIRONMENTS = REPOSITORY / ".engines"
+"""Peers live here, one environment each; ignored by git."""
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on; no names, no paths."""
+    versions = {}
+    for name in ("torch", "transformers", "ray", "numpy", "pydantic"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def write_result(name: str, result: Mapping[str, Any], table: str = "") -> Path:
+    """Write `benchmarks/results/<name>.json`, and `<name>.md` with `table` for readers. Returns the former's path."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n", encoding="utf-8")
+    if table:
+        described = machine()
+        head = f"# {name}\n\n{described['cpu']}, {described['cores']} cores, {described['system']}, Python {described['python']}"
+        versions = ", ".join(f"{k} {v}" for k, v in described["versions"].items())
+        (RESULTS / f"{name}.md").write_text(f"{head}; {versions}.\n\n{table.rstrip()}\n", encoding="utf-8")
+    return path
+
+
+def peer_python(name: str, requirements: Sequence[str], *, remove: Sequence[str] = ()) -> Path:
+    """The interpreter of an environment that holds `requirements` (made on first use), without the packages `remove`.
+
+    Wheels that pip or uv are pointed at (a CPU build of torch) are used; see `./run`.
+    """
+    folder = ENVIRONMENTS / name
+    python = folder / "bin" / "python"
+    stamp = folder / "requirements.json"
+    wanted = json.dumps([list(requirements), list(remove)])
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    run = str(REPOSITORY / "run")
+    quiet: dict[str, Any] = {"check": True, "cwd": REPOSITORY, "stdout": sys.stderr}
+    subprocess.run([run, "venv", "--python", sys.executable, str(folder)], **quiet)
+    subprocess.run([run, "pip", "install", "--python", str(python), *requirements], **quiet)
+    if remove:
+        subprocess.run([run, "pip", "uninstall", "--python", str(python), *remove], **quiet)
+    stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return platform.processor()
+    return platform.processor()
