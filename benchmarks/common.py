@@ -48,10 +48,10 @@ def write_result(name: str, result: Mapping[str, Any], table: str = "") -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n", encoding="utf-8")
     if table:
-        described = machine()
-        head = f"# {name}\n\n{described['cpu']}, {described['cores']} cores, {described['system']}, Python {described['python']}"
-        versions = ", ".join(f"{k} {v}" for k, v in described["versions"].items())
-        (RESULTS / f"{name}.md").write_text(f"{head}; {versions}.\n\n{table.rstrip()}\n", encoding="utf-8")
+        here = machine()
+        versions = ", ".join(f"{k} {v}" for k, v in here["versions"].items())
+        where = f"{here['cpu']}, {here['cores']} cores, {here['system']}, Python {here['python']}; {versions}."
+        (RESULTS / f"{name}.md").write_text(f"# {name}\n\n{where}\n\n{table.rstrip()}\n", encoding="utf-8")
     return path
 
 
