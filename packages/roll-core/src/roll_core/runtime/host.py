@@ -32,6 +32,12 @@ def memory_limit_bytes() -> int | None:
     return min(limits, default=None)
 
 
+def num_oom_kills() -> int:
+    """Processes that the kernel killed for want of memory since it started; 0 where it does not say."""
+    counts = dict(line.split(maxsplit=1) for line in _text(Path("/proc/vmstat")).splitlines())
+    return int(counts.get("oom_kill", 0))
+
+
 def _cpu_quotas() -> Iterator[float]:
     """Cores by quota over period, of this cgroup and those above it."""
     for text in _cgroup_values("cpu.max"):

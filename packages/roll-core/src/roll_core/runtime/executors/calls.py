@@ -28,6 +28,7 @@ GRACE_S = 1.0
 """How long the other ranks may still answer after one has failed."""
 ECHO_GRACE_S = 15.0
 """The same where all failures so far look like echoes: the death that caused them is noticed within seconds."""
+SAME_MOMENT_S = 0.1
 _ECHO = re.compile(
     r"connection (was )?(reset|closed|refused|aborted|lost)|closed by (the )?(remote )?peer|broken pipe|end of file"
     r"|socket.*(closed|reset)|recv.*0 bytes|remote process exited",
@@ -76,7 +77,7 @@ class CallFailed(Exception):
 async def collect(role: str, method: str, futures: Mapping[Member, asyncio.Future[Any]], seconds: float) -> list[Any]:
     """Results in the order of `futures`. Futures that are not done when it returns or raises are cancelled."""
     for future in futures.values():
-        future.add_done_callback(_retrieve)
+        future.add_done_callback(retrieve)
     try:
         _, pending = await asyncio.wait(futures.values(), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         if any(_failed(future) for future in futures.values()):
@@ -103,7 +104,11 @@ def raise_first_cause(role: str, method: str, futures: Mapping[Member, asyncio.F
         elif error is not None:
             raise error
     if failures:
-        _, _, member, failure = min(failures, key=lambda each: each[:2])
+        echo, _, _, first = min(failures, key=lambda each: each[:2])
+        # Ranks that fail alike do so at about the same time: the lowest of them speaks for all.
+        _, _, member, failure = next(
+            each for each in failures if each[0] == echo and (each[3] is first or _alike(each[3], first))
+        )
         for _, _, other, secondary in failures:
             if other is not member:
                 log.debug("%s %s: %s also failed: %s", role, other, method, secondary.summary)
@@ -143,7 +148,11 @@ def _failed(future: asyncio.Future[Any]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is not None
 
 
-def _retrieve(future: asyncio.Future[Any]) -> None:
+def _alike(one: Failure, other: Failure) -> bool:
+    return one.summary == other.summary and abs(one.at - other.at) < SAME_MOMENT_S
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
     """Mark the exception as seen, so that asyncio does not report the ones that were not the first cause."""
     if not future.cancelled():
         future.exception()

@@ -1,0 +1,394 @@
+"""The Ray executor: every worker in a process of its own, on one machine or many.
+
+    driver                                    worker's process (one actor for each rank)
+    RayGroup.call ─► RayWorker.begin ── Ray ──► RayHost.call ─► WorkerHost ─► worker
+                     future ◄─────────────────── bytes
+    RayWorker.lifeline ◄── ends when the process does ──► every pending call, of any role, raises WorkerDiedError
+
+After a death all calls raise: whatever a role does next, it may wait for the dead worker in a collective.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import UnsupportedError, WorkerDiedError
+from roll_core.runtime.concurrency import gather
+from roll_core.runtime.executors.base import Executor, Member, Peers, WorkerGroup
+from roll_core.runtime.executors.calls import CallFailed, Failure, collect, retrieve
+from roll_core.runtime.executors.ray_instance import RayInstance
+from roll_core.runtime.executors.ray_placement import Reservation
+from roll_core.runtime.executors.reaper import MARK
+from roll_core.runtime.host import hostname, num_oom_kills
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+    from typing import NoReturn
+
+    from roll_core.runtime.executors.base import GroupSpec
+    from roll_core.runtime.executors.ray_host import Greeting
+    from roll_core.runtime.placement import Place
+    from roll_core.spec.platform import Platform
+
+log = logging.getLogger(__name__)
+
+PLACEMENT_S = 120.0
+"""How long slots may be taken by others before that is an error."""
+GREETING_S = 300.0
+"""How long Ray may take to start the processes, which by then have loaded nothing of ours that is heavy."""
+CLOSE_S = 10.0
+"""How long workers may take to close before they are killed."""
+DEATH_NEWS_S = 10.0
+"""How long after a failed call the news of the worker's death may take."""
+SHARED_BYTES = 100_000
+"""Arguments at least as large that go to several ranks are put into Ray's object store once."""
+LONGEST_WORDS = 300
+MAX_CONCURRENCY = 100_000
+"""Calls that one worker may have begun: more than a rollout has requests."""
+
+
+class RayExecutor(Executor):
+    """Workers are Ray actors in one placement group."""
+
+    name = "ray"
+    shares_memory = False
+
+    def __init__(self, platform: Platform, slots_per_node: int, *, placement_s: float = PLACEMENT_S) -> None:
+        self._platform = platform
+        self._instance = RayInstance(platform)
+        self._reservation = Reservation(platform, slots_per_node, placement_s)
+        self._workers: list[RayWorker] = []
+        self._death: WorkerDiedError | None = None
+        self._died = asyncio.Event()
+        self.is_closing = False
+        """Nobody wants news of the workers any more."""
+
+    async def start(self, specs: Sequence[GroupSpec]) -> dict[str, WorkerGroup]:
+        """See `Executor.start`. All roles are made at the same time."""
+        try:
+            self._instance.open()
+            await self._reservation.take(specs)
+            workers = {spec.role: [self._host(spec, place) for place in spec.places] for spec in specs}
+            greetings = {spec.role: await self._greet(spec, workers[spec.role]) for spec in specs}
+            await gather([self._make(spec, workers[spec.role], greetings[spec.role][0]) for spec in specs])
+            return {spec.role: RayGroup(spec, workers[spec.role]) for spec in specs}
+        except BaseException:
+            await self.close()
+            raise
+
+    def check_alive(self) -> None:
+        """See `Executor.check_alive`."""
+        if self._death is not None:
+            raise _again(self._death)
+
+    async def watch(self) -> NoReturn:
+        """See `Executor.watch`."""
+        while self._death is None:
+            await self._died.wait()
+        raise _again(self._death)
+
+    async def close(self) -> None:
+        """See `Executor.close`. Workers that are busy are killed."""
+        self.is_closing = True
+        workers, self._workers = self._workers, []
+        try:
+            closing = [worker.close(CLOSE_S) for worker in workers if worker.is_idle]
+            if closing:
+                await asyncio.wait(closing, timeout=CLOSE_S + 1)
+        finally:
+            for worker in workers:
+                worker.kill()
+            if self._instance.is_open:
+                self._reservation.give_back()
+            self._instance.close()
+
+    def death_of(self, worker: RayWorker, error: BaseException) -> None:
+        """A worker's process is gone: fail every call that is pending, and all later ones."""
+        if self.is_closing or self._death is not None:
+            return
+        self._death = worker.describe_death(error)
+        log.info("%s", self._death)
+        self._died.set()
+        for each in self._workers:
+            each.fail_pending(self._death)
+
+    @property
+    def death(self) -> WorkerDiedError | None:
+        """The first death."""
+        return self._death
+
+    def _host(self, spec: GroupSpec, place: Place) -> RayWorker:
+        """Start the process of one worker. It holds no worker yet."""
+        import ray
+
+        from roll_core.runtime.executors.ray_host import RayHost
+
+        node = self._reservation.nodes[place.node]
+        env = self._environment(spec, place, [node.device_ids[at] for at in place.local_indices if node.device_ids])
+        crash_file = self._instance.scratch / f"{spec.role}-{place.rank}.crash"
+        options = {
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_concurrency": MAX_CONCURRENCY,
+            "scheduling_strategy": self._reservation.strategy(place.node),
+            "runtime_env": {"env_vars": env},
+        }
+        level = logging.getLogger().getEffectiveLevel()
+        handle = ray.remote(RayHost).options(**options).remote(spec.role, place.rank, level, str(crash_file))
+        worker = RayWorker(self, spec, place, handle, crash_file)
+        self._workers.append(worker)
+        return worker
+
+    def _environment(self, spec: GroupSpec, place: Place, devices: Sequence[str]) -> dict[str, str]:
+        """Of a worker's process; later ones win: threads, platform, run and role, who it is, what it may see."""
+        platform = self._platform
+        env = {"OMP_NUM_THREADS": str(place.num_threads)}
+        env |= {each.name: each.value for each in platform.environment(spec.kind, place.local_indices)}
+        env |= spec.env
+        env |= {
+            "WORKER_NAME": f"{spec.role}-{place.rank}",
+            "CLUSTER_NAME": spec.role,
+            "RANK": str(place.rank),
+            "WORLD_SIZE": str(place.world_size),
+            "LOCAL_RANK": str(place.local_rank),
+            MARK: self._instance.mark,
+        }
+        if platform.visible_devices:
+            env[platform.visible_devices] = ",".join(devices)
+            env[f"RAY_EXPERIMENTAL_NOSET_{platform.visible_devices}"] = "1"
+        return env
+
+    async def _greet(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> list[Greeting]:
+        unknown = [
+            Member(rank=worker.place.rank, host="?", pid=0, node=worker.place.node, slots=worker.place.slots)
+            for worker in workers
+        ]
+        futures = {member: worker.greet() for member, worker in zip(unknown, workers, strict=True)}
+        greetings: list[Greeting] = await collect(spec.role, "start of its process", futures, GREETING_S)
+        for worker, member, greeting in zip(workers, unknown, greetings, strict=True):
+            worker.member = replace(member, host=greeting.host, pid=greeting.pid)
+        return greetings
+
+    async def _make(self, spec: GroupSpec, workers: Sequence[RayWorker], first: Greeting) -> None:
+        """Make the workers of a role, now that it is known where rank 0 is."""
+        alone = len(workers) == 1
+        address = "127.0.0.1" if alone or self._instance.single_host else first.address
+        peers = Peers(master_addr=address, master_port=0 if alone else first.port)
+        futures = {}
+        for worker in workers:
+            place = worker.place
+            if place.slots and self._platform.visible_devices:
+                # Its process sees only its own devices, and counts them from 0.
+                place = replace(place, device=self._platform.device(0))
+            futures[worker.member] = worker.make(place, peers)
+        await collect(spec.role, "start", futures, spec.timeout_s)
+
+
+class RayGroup(WorkerGroup):
+    """The actors of a role."""
+
+    def __init__(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> None:
+        super().__init__(spec, [worker.member for worker in workers])
+        self._workers = tuple(workers)
+
+    def _encode(self, method: str, args: tuple[Any, ...]) -> Any:
+        import ray
+        from ray import cloudpickle
+
+        try:
+            payload = bytes(cloudpickle.dumps(args))
+        except Exception as error:  # whatever a foreign object's pickling raises
+            raise UnsupportedError(
+                f"{self.role}.{method}: its arguments cannot be sent to another process: {error}"
+            ) from error
+        return ray.put(payload) if len(payload) >= SHARED_BYTES and self.world_size > 1 else payload
+
+    def _begin(self, rank: int, method: str, arguments: Any) -> asyncio.Future[Any]:
+        return self._workers[rank].begin(method, arguments)
+
+
+class RayWorker:
+    """One actor, as the driver sees it. Lives on the event loop of the executor."""
+
+    def __init__(self, executor: RayExecutor, spec: GroupSpec, place: Place, handle: Any, crash_file: Path) -> None:
+        self.place = place
+        self.member = Member(rank=place.rank, host="?", pid=0, node=place.node, slots=place.slots)
+        self._executor = executor
+        self._spec = spec
+        self._handle = handle
+        self._crash_file = crash_file
+        self._oom_kills_before = num_oom_kills()
+        self._loop = asyncio.get_running_loop()
+        self._number = 0
+        self._pending: dict[asyncio.Future[Any], str] = {}
+        """Who waits, and for which method."""
+        self._unanswered = 0
+        self.is_dead = False
+        self._on_answer(handle.lifeline.remote(), self._lifeline_ended)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether its process lives and works on nothing, also on nothing that nobody waits for any more."""
+        return not self._unanswered and not self.is_dead
+
+    def greet(self) -> asyncio.Future[Any]:
+        """Wait for its process."""
+        return self._ask("start of its process", self._handle.greet.remote())
+
+    def make(self, place: Place, peers: Peers) -> asyncio.Future[Any]:
+        """Make the worker in it."""
+        from ray import cloudpickle
+
+        self.place = place
+        env = {"MASTER_ADDR": peers.master_addr, "MASTER_PORT": str(peers.master_port)}
+        spec = self._spec
+        try:
+            payload = bytes(cloudpickle.dumps((spec.target, place, peers, dict(spec.args), env, _import_path())))
+        except Exception as error:
+            raise UnsupportedError(f"{spec.role}: its arguments cannot be sent to another process: {error}") from error
+        return self._ask("start", self._handle.make.remote(payload), decoded=True)
+
+    def begin(self, method: str, payload: Any) -> asyncio.Future[Any]:
+        """Begin a call. See `WorkerGroup._begin`."""
+        if self._executor.death is not None:
+            return self._dead_already(self._executor.death)
+        number, self._number = self._number, self._number + 1
+        future = self._ask(method, self._handle.call.remote(number, method, payload), decoded=True)
+
+        def tell_if_cancelled(done: asyncio.Future[Any]) -> None:
+            if done.cancelled() and not self._executor.is_closing:
+                self._handle.cancel.remote(number)
+
+        future.add_done_callback(tell_if_cancelled)
+        return future
+
+    def close(self, timeout_s: float) -> asyncio.Future[Any]:
+        """Close the worker in it."""
+        return self._ask("close", self._handle.close.remote(timeout_s))
+
+    def kill(self) -> None:
+        """End its process."""
+        import ray
+
+        ray.kill(self._handle)
+
+    def fail_pending(self, death: WorkerDiedError) -> None:
+        """Every call that waits raises."""
+        for future in list(self._pending):
+            if not future.done():
+                future.set_exception(_again(death))
+
+    def describe_death(self, error: BaseException) -> WorkerDiedError:
+        """What is known: Ray's words, the crash that the process itself wrote, the kernel's count of killings."""
+        method = next((method for future, method in self._pending.items() if not future.cancelled()), "")
+        trace = _text(self._crash_file)
+        crash = re.search(r"^Fatal Python error: (.+)$", trace, re.MULTILINE)
+        struck = num_oom_kills() - self._oom_kills_before
+        process = f"process {self.member.pid}" if self.member.pid else "its process"
+        if not self.member.pid:
+            cause = f"{process} did not start: {_first_words(error)}"
+        elif crash:
+            cause = f"{process} crashed: {crash[1]}"
+        elif struck > 0 and self.member.host in (hostname(), "?"):
+            cause = f"{process} is gone, and the kernel killed {struck} processes for want of memory (SIGKILL)"
+        else:
+            cause = f"{process} is gone, most likely killed (SIGKILL): {_first_words(error)}"
+        return WorkerDiedError(self._spec.role, self.place.rank, self.member.host, method, cause, trace or str(error))
+
+    def _ask(self, method: str, ref: Any, *, decoded: bool = False) -> asyncio.Future[Any]:
+        """The answer to a call that was made."""
+        from roll_core.runtime.executors.ray_host import decode
+
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._pending[future] = method
+        self._unanswered += 1
+        future.add_done_callback(self._forget)
+
+        def answered(answer: Any, error: BaseException | None) -> None:
+            self._unanswered -= 1
+            if future.done():
+                return
+            if error is not None:
+                self._unreachable(future, error)
+                return
+            try:
+                future.set_result(decode(answer) if decoded else answer)
+            except CallFailed as failed:
+                future.set_exception(failed)
+            except Exception as wrong:  # whatever the unpickling of a foreign object raises
+                future.set_exception(CallFailed(Failure.of(wrong)))
+
+        self._on_answer(ref, answered)
+        return future
+
+    def _forget(self, done: asyncio.Future[Any]) -> None:
+        self._pending.pop(done, None)
+        retrieve(done)
+
+    def _on_answer(self, ref: Any, callback: Callable[[Any, BaseException | None], None]) -> None:
+        """Call back on the event loop with the answer or the error. Ray calls from a thread of its own."""
+
+        def ready(done: Future[Any]) -> None:
+            error = done.exception()
+            answer = None if error else done.result()
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everyone who waited
+                self._loop.call_soon_threadsafe(callback, answer, error)
+
+        ref.future().add_done_callback(ready)
+
+    def _lifeline_ended(self, _answer: None, error: BaseException | None) -> None:
+        import ray
+
+        if isinstance(error, ray.exceptions.ActorUnavailableError):
+            # The network had a gap; Ray has not given the process up.
+            self._on_answer(self._handle.lifeline.remote(), self._lifeline_ended)
+        elif error is not None:
+            self.is_dead = True
+            self._executor.death_of(self, error)
+
+    def _unreachable(self, future: asyncio.Future[Any], error: BaseException) -> None:
+        """Ray lost a call. Most likely the process died, and the lifeline says so in a moment: that error is better."""
+
+        def give_up() -> None:
+            if not future.done():
+                future.set_exception(CallFailed(Failure.of(error)))
+
+        self._loop.call_later(DEATH_NEWS_S, give_up)
+
+    def _dead_already(self, death: WorkerDiedError) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        future.set_exception(_again(death))
+        return future
+
+
+def _again(death: WorkerDiedError) -> WorkerDiedError:
+    """The same error to raise in one more place, without the traceback of another."""
+    return WorkerDiedError(*death.args)
+
+
+def _first_words(error: BaseException) -> str:
+    """The part of Ray's message that says what happened, on one line."""
+    text = str(error).strip() or type(error).__name__
+    detail = re.search(r"Worker exit detail: (.+?)(Some common causes|There are some|$)", text)
+    words = " ".join((detail[1] if detail else text).split())
+    return words if len(words) <= LONGEST_WORDS else words[: LONGEST_WORDS - 1] + "…"
+
+
+def _import_path() -> list[str]:
+    """Where this process imports from: workers import the user's modules from there too."""
+    return [str(Path(entry or Path.cwd()).absolute()) for entry in sys.path]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

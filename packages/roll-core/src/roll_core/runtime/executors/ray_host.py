@@ -1,0 +1,191 @@
+"""What runs inside Ray's processes: one generic actor for each worker, and one that holds the slots of a node.
+
+Arguments and results cross as bytes that are pickled here, not by Ray: arrays arrive writable, and what cannot be
+pickled is an error of the call that can be attributed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import socket
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import cloudpickle
+
+from roll_core.runtime.executors.calls import CallFailed, Failure
+from roll_core.runtime.executors.host import WorkerHost
+from roll_core.runtime.host import hostname, usable_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.runtime.placement import Place
+
+PORTS = range(20_000, 32_000)
+"""Below the range from which systems take ports for outgoing connections, so that none takes ours meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """What a worker's process says of itself."""
+
+    host: str
+    address: str
+    pid: int
+    port: int
+    """Free on its host just now."""
+
+
+class RayHost:
+    """Actor that holds one worker. All methods are async: they run on the actor's event loop and may overlap."""
+
+    def __init__(self, role: str, rank: int, level: int, crash_file: str) -> None:
+        self._name = f"{role}[{rank}]"
+        logging.basicConfig(level=level, format=f"%(levelname)s {self._name} %(name)s: %(message)s", force=True)
+        if Path(crash_file).parent.is_dir():
+            # Open for the life of the process: a crash is written by the signal handler.
+            faulthandler.enable(Path(crash_file).open("w"))  # noqa: SIM115
+        self._host = WorkerHost(role, rank)
+        self._turns = Turns()
+        self._running: dict[int, asyncio.Future[Any]] = {}
+
+    def __repr__(self) -> str:
+        """What Ray puts in front of each line that the worker prints."""
+        return self._name
+
+    async def greet(self) -> Greeting:
+        """Say who is here."""
+        return Greeting(host=hostname(), address=ray.util.get_node_ip_address(), pid=os.getpid(), port=free_port())
+
+    async def lifeline(self) -> None:
+        """Never answers: the caller learns of the death of this process by the end of this call."""
+        await asyncio.Event().wait()
+
+    async def make(self, payload: bytes) -> bytes:
+        """Make the worker. Answers as `call` does."""
+        try:
+            target, place, peers, args, env, path = cloudpickle.loads(payload)
+            os.environ.update(env)
+            sys.path.extend(entry for entry in path if entry not in sys.path)
+            await self._host.make(target, _with_threads_of_this_host(place), peers, args)
+        except CallFailed as failed:
+            return encode_failure(failed.failure)
+        except Exception as error:
+            return encode_failure(Failure.of(error))
+        return encode_result(None)
+
+    async def call(self, number: int, method: str, payload: bytes) -> bytes:
+        """Call `number` of this worker, begun after all before it. Answers with `encode_result` or `encode_failure`."""
+        await self._turns.wait_for(number)
+        try:
+            future = self._host.begin(method, cloudpickle.loads(payload))
+        except Exception as error:
+            return encode_failure(Failure.of(error))
+        finally:
+            self._turns.done(number)
+        self._running[number] = future
+        try:
+            return encode_result(await future)
+        except CallFailed as failed:
+            return encode_failure(failed.failure)
+        except asyncio.CancelledError as error:
+            return encode_failure(Failure.of(error))
+        except Exception as error:
+            summary = f"its result cannot be sent to another process: {error}"
+            return encode_failure(replace(Failure.of(error), summary=summary))
+        finally:
+            del self._running[number]
+
+    async def cancel(self, number: int) -> None:
+        """Nobody waits for this call any more: end it if its method is async."""
+        if number in self._running:
+            self._running[number].cancel()
+
+    async def stack(self) -> str:
+        """Where the worker is right now."""
+        return self._host.stack()
+
+    async def close(self, timeout_s: float) -> None:
+        """Close the worker."""
+        await self._host.close(timeout_s)
+
+
+class SlotHolder:
+    """Actor that holds a node's slots, so that roles can share them, and knows which devices they are."""
+
+    def device_ids(self, resource: str) -> list[str]:
+        """What the node calls its slots, by local index."""
+        held: Mapping[str, Sequence[str]] = ray.get_runtime_context().get_accelerator_ids()
+        return [str(device) for device in held.get(resource, ())]
+
+
+class Turns:
+    """Calls begin in the order of their numbers, however they arrive."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    async def wait_for(self, number: int) -> None:
+        """Return when all calls before this one have begun."""
+        if number != self._next:
+            turn = self._waiting[number] = asyncio.get_running_loop().create_future()
+            await turn
+
+    def done(self, number: int) -> None:
+        """This one has begun: the next may."""
+        self._next = number + 1
+        if self._next in self._waiting:
+            self._waiting.pop(self._next).set_result(None)
+
+
+def encode_result(value: Any) -> bytes:
+    """Of a call that worked."""
+    return bytes(cloudpickle.dumps((True, value)))
+
+
+def encode_failure(failure: Failure) -> bytes:
+    """Of a call that failed. The exception itself travels if it survives the journey."""
+    try:
+        error = cloudpickle.dumps(failure.error)
+        cloudpickle.loads(error)
+    except Exception:  # whatever a foreign exception's pickling raises
+        error = b""
+    return bytes(cloudpickle.dumps((False, (error, failure.summary, failure.trace, failure.at))))
+
+
+def decode(answer: bytes) -> Any:
+    """The result. Raises `CallFailed`."""
+    worked, value = cloudpickle.loads(answer)
+    if worked:
+        return value
+    pickled, summary, trace, at = value
+    try:
+        error = cloudpickle.loads(pickled) if pickled else None
+    except Exception:  # a class that exists only over there
+        error = None
+    raise CallFailed(Failure(error=error, summary=summary, trace=trace, at=at))
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    for port in Random().sample(PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port between {PORTS.start} and {PORTS.stop}")
+
+
+def _with_threads_of_this_host(place: Place) -> Place:
+    return replace(place, num_threads=place.threads_of(usable_cores()))

@@ -1,0 +1,166 @@
+"""The Ray that an executor works with: the user's if there is one, else one of our own that nobody else sees.
+
+Ray is the user's if this process is connected already, or if `RAY_ADDRESS` says where it is. Ours lets in
+only who knows its secret, keeps its files in a scratch directory of its own, and ends with the executor, or with the
+driver however that dies.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_core.runtime.executors import reaper
+from roll_core.runtime.host import usable_cores
+
+if TYPE_CHECKING:
+    import subprocess
+
+    from roll_core.spec.platform import Platform
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 512 * 1024**2
+"""Of our own instance. Weights do not go through it, only batches and their results."""
+LONGEST_SCRATCH = 40
+"""Ray puts sockets below its directory, and the path of a socket is at most 107 bytes long."""
+
+
+class RayInstance:
+    """Connects to Ray or starts it, and undoes exactly that."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self.mark = secrets.token_hex(4)
+        self.scratch = _scratch_directory(self.mark)
+        self.single_host = False
+        """Whether it is an instance of our own, which has no other host."""
+        self._connected_by_us = False
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._env_before: dict[str, str | None] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether Ray can be asked anything."""
+        return self._reaper is not None and "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+    def open(self) -> None:
+        """Connect. Blocks. Call it from the thread that lives as long as the instance: Ray asks Linux to end its
+        processes together with the thread that started them."""
+        self._watch()
+        self._set_environment()
+        import ray
+
+        if ray.is_initialized():
+            del os.environ[reaper.MARK]
+            return
+        address = os.environ.get("RAY_ADDRESS")
+        sigterm = signal.getsignal(signal.SIGTERM)
+        self._connected_by_us = True
+        try:
+            if address:
+                ray.init(address=address, namespace=f"roll-{self.mark}", logging_level=logging.WARNING)
+            else:
+                self.single_host = True
+                self._start()
+        finally:
+            # What else the driver starts is not ours to end.
+            del os.environ[reaper.MARK]
+            if sigterm is not None:
+                signal.signal(signal.SIGTERM, sigterm)
+
+    def close(self) -> None:
+        """Disconnect, end what is ours, and sweep up. Blocks; may be called several times."""
+        if self._connected_by_us:
+            import ray
+
+            self._connected_by_us = False
+            ray.shutdown()
+        if self._reaper is not None:
+            left = reaper.sweep(self.mark, self.scratch)
+            if left:
+                log.debug("%d processes had to be killed at the end", left)
+            reaper.dismiss(self._reaper)
+            self._reaper = None
+        self._restore_environment()
+
+    def _start(self) -> None:
+        import ray
+
+        platform = self._platform
+        slots: dict[str, Any] = {}
+        if platform.ray_resource == "GPU":
+            slots["num_gpus"] = platform.device_count()
+        elif platform.ray_resource != "CPU":
+            slots["resources"] = {platform.ray_resource: platform.device_count()}
+        ray.init(
+            address="local",
+            namespace=f"roll-{self.mark}",
+            num_cpus=usable_cores(),
+            object_store_memory=_object_store_bytes(),
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            _temp_dir=str(self.scratch / "ray"),
+            **slots,
+        )
+
+    def _watch(self) -> None:
+        self.scratch.mkdir(mode=0o700)
+        self._reaper = reaper.watch_over(self.mark, self.scratch)
+
+    def _set_environment(self) -> None:
+        """What Ray reads when it is imported and started, and what its processes inherit. The user's settings stay."""
+        settings = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Workers use the driver's interpreter as it is: do not resolve an environment anew for each of them.
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            # We say which devices a worker sees, also where it asks Ray for none.
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            # Every worker gets its own environment, so none could use a process that waits with a plain one.
+            "RAY_prestart_worker_first_driver": "0",
+            "RAY_enable_worker_prestart": "0",
+            "RAY_SCHEDULER_EVENTS": "0",
+            # We say that a worker died, and in fewer words.
+            "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed while executing",
+            "RAY_COLOR_PREFIX": "" if sys.stderr.isatty() else "0",
+        }
+        env = {name: value for name, value in settings.items() if name not in os.environ}
+        env[reaper.MARK] = self.mark
+        if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
+            env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _token()}
+        self._env_before = {name: os.environ.get(name) for name in env}
+        os.environ.update(env)
+
+    def _restore_environment(self) -> None:
+        before, self._env_before = self._env_before, {}
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@functools.cache
+def _token() -> str:
+    """Secret of the instances of this process: Ray reads it once for each process."""
+    return secrets.token_hex(32)
+
+
+def _scratch_directory(mark: str) -> Path:
+    directory = Path(tempfile.gettempdir())
+    return (directory if len(str(directory)) <= LONGEST_SCRATCH else Path("/tmp")) / f"roll-{mark}"
+
+
+def _object_store_bytes() -> int:
+    """At most half of what shared memory has: containers often give very little."""
+    if not reaper.SHM.is_dir():
+        return OBJECT_STORE_BYTES
+    return max(80 * 1024**2, min(OBJECT_STORE_BYTES, shutil.disk_usage(reaper.SHM).free // 2))

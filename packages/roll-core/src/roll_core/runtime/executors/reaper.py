@@ -1,0 +1,129 @@
+"""What leaves nothing behind: a process that outlives the driver, and cleans up after it if nobody else did.
+
+    driver ──(pipe, its parent)── reaper, in a session of its own: neither Ctrl-C nor a killed group takes it along
+       ╳                             └─► driver gone: kill every process that bears the run's mark, unlink its shared
+                                         memory, remove its scratch directory
+
+A process bears the mark if it was started with `ROLL_INSTANCE=<mark>` in its environment, which children inherit: our
+own Ray instance, its workers, and whatever they started. Nobody else's processes have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MARK = "ROLL_INSTANCE"
+"""Environment variable whose value says to which executor a process belongs."""
+SHM = Path("/dev/shm")
+POLL_S = 0.5
+KILL_S = 10.0
+"""How long processes may take to vanish after SIGKILL."""
+
+
+def shm_prefix(mark: str) -> str:
+    """Names of a run's shared memory begin with this; what is left of them is unlinked at the end."""
+    return f"roll-{mark}-"
+
+
+def watch_over(mark: str, scratch: Path) -> subprocess.Popen[bytes]:
+    """Start a reaper for this process. End it with `dismiss`."""
+    command = [sys.executable, "-m", __name__, mark, str(os.getpid()), str(scratch)]
+    env = {name: value for name, value in os.environ.items() if name != MARK}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, env=env, cwd="/"
+    )
+
+
+def dismiss(reaper: subprocess.Popen[bytes]) -> None:
+    """Everything is cleaned up: the reaper is not needed any more."""
+    with contextlib.suppress(BrokenPipeError):
+        reaper.communicate(b"done", timeout=KILL_S)
+
+
+def sweep(mark: str, scratch: Path) -> int:
+    """Kill what bears the mark, unlink its shared memory, remove its files. Returns how many processes there were."""
+    segments: set[str] = set()
+    killed: set[int] = set()
+    deadline = time.monotonic() + KILL_S
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        owners = [process for process in found if not _tracks_resources(process)]
+        for process in owners:
+            segments.update(_mapped_segments(process))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+            killed.add(process.pid)
+        if not owners and time.monotonic() > deadline - KILL_S + 2:
+            # Python's resource trackers unlink what their dead owners left, and end then: they had two seconds.
+            for process in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        time.sleep(0.05)
+    if SHM.is_dir():
+        ours = {path.name for path in SHM.iterdir() if path.name.startswith(shm_prefix(mark))}
+        for name in segments | ours:
+            with contextlib.suppress(FileNotFoundError):
+                (SHM / name).unlink()
+    shutil.rmtree(scratch, ignore_errors=True)
+    return len(killed)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("resource_tracker" in word for word in process.cmdline())
+    return False
+
+
+def _mapped_segments(process: psutil.Process) -> Iterable[str]:
+    """Shared memory that a process has open, by the names that Python and torch give: it has no other owner."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for mapping in process.memory_maps():
+            path = Path(mapping.path)
+            if path.parent == SHM and path.name.startswith(("psm_", "torch_")):
+                yield path.name
+
+
+def _wait_for_end_of(driver: int) -> bool:
+    """Wait until the driver is gone (true) or says that all is done (false)."""
+    stdin = sys.stdin.fileno()
+    while True:
+        readable, _, _ = select.select([stdin], [], [], POLL_S)
+        if readable:
+            return os.read(stdin, 16) != b"done"
+        # A child that the driver forked may hold the pipe open: the driver's death also shows in our parent.
+        if os.getppid() != driver:
+            return True
+
+
+def main() -> None:
+    """Entry of the reaper process: `reaper.py <mark> <driver's pid> <scratch directory>`."""
+    mark, driver, scratch = sys.argv[1:]
+    if _wait_for_end_of(int(driver)):
+        sweep(mark, Path(scratch))
+
+
+if __name__ == "__main__":
+    main()
