@@ -43,9 +43,9 @@ class Headline:
 
 
 HEADLINES = (
-    Headline("reward", ("rollout/reward/mean", "reward/mean", "rollout/score/mean", "score/mean", "critic/score/mean")),
-    Headline("loss", ("train/loss", "actor/loss", "actor_train/loss", "loss")),
-    Headline("kl", ("train/kl", "actor/kl", "actor_train/kl", "kl"), dispensable=True),
+    Headline("reward", ("score/mean", "reward/mean")),
+    Headline("loss", ("actor/loss", "train/loss", "loss")),
+    Headline("kl", ("kl/mean", "actor/approx_kl"), dispensable=True),
     Headline("acc", ("train/acc", "actor/acc"), dispensable=True),
     Headline("val", ("val/score/mean", "val/loss"), dispensable=True),
     Headline("tokens/s", ("tokens_per_s/step", "tokens_per_s/train")),

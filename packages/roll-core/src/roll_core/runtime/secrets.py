@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-REDACTED = "[redacted]"
+REDACTED = "<redacted>"
+"""A plain scalar in YAML too, so that a config without its secrets still loads."""
 
 _MIN_KNOWN = 8
 """Shorter values are not searched for in text: `test` as a password would blacken every other word."""
@@ -111,7 +112,7 @@ class Redactor:
 def _redact_assignment(match: re.Match[str]) -> str:
     value = match["value"]
     bare = value.strip("\"'")
-    if bare == REDACTED or bare.startswith("[redacted") or _is_number(bare) or not is_secret(match["key"], bare):
+    if bare == REDACTED or _is_number(bare) or not is_secret(match["key"], bare):
         return match[0]
     quote = value[0] if value[0] in "\"'" else ""
     return f"{match['key']}{match['sign']}{quote}{REDACTED}{quote}"

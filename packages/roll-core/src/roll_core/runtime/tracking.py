@@ -1,6 +1,6 @@
 """Where a run's metrics go: `metrics.jsonl` always, and the trackers that were asked for.
 
-metrics of step n  ─►  MetricsFile ─► metrics.jsonl    {"step": n, "time": …, "rollout/reward/mean": …, …}
+metrics of step n  ─►  MetricsFile ─► metrics.jsonl    {"step": n, "time": …, "score/mean": …, …}
                    └►  Trackers    ─► tensorboard, …
 """
 

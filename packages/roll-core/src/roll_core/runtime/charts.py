@@ -1,0 +1,272 @@
+"""Charts of the report as inline SVG: no script is needed to see them, and none from anywhere else to point at them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Point = tuple[float, float]
+"""Step and value."""
+
+WIDTH, HEIGHT = 440, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 12, 24
+_MOST_POINTS = 400
+_SMOOTH_FROM = 30
+"""Shorter curves are shown as they are."""
+_SMOOTH_SPAN = 10
+"""Steps over which a curve is averaged, exponentially."""
+_MOST_BARS = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One curve, and the range around it where minimum and maximum were recorded beside the mean."""
+
+    name: str
+    points: Sequence[Point]
+    low: Sequence[Point] = ()
+    high: Sequence[Point] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A drawn curve. `svg` is markup; all else is data."""
+
+    title: str
+    svg: str
+    last: str
+    last_step: int
+    hover: str
+    """JSON: `[x, y, step, text]` of every point, in the units of the drawing."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """From values to places in the drawing."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+    x_ticks: list[float] = field(default_factory=list)
+    y_ticks: list[float] = field(default_factory=list)
+
+    def x(self, step: float) -> float:
+        return _LEFT + (step - self.x0) / (self.x1 - self.x0) * (WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        share = (value - self.y0) / (self.y1 - self.y0)
+        return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
+
+
+def line_chart(series: Series) -> Chart | None:
+    """None if there is no point to draw."""
+    finite = [(x, y) for x, y in series.points if math.isfinite(y)]
+    lost = [x for x, y in series.points if not math.isfinite(y)]
+    if not finite and not lost:
+        return None
+    low = [(x, y) for x, y in series.low if math.isfinite(y)]
+    high = [(x, y) for x, y in series.high if math.isfinite(y)]
+    scale = _scale(series.points, [y for _, y in [*finite, *low, *high]])
+    parts = [_axes(scale)]
+    if low and high:
+        outline = [*thin(high), *reversed(thin(low))]
+        parts.append(f'<path class="band" d="{_path(outline, scale)}Z"/>')
+    if len(finite) >= _SMOOTH_FROM:
+        parts.append(f'<path class="line raw" d="{_path(thin(finite), scale)}"/>')
+        parts.append(f'<path class="line" d="{_path(thin(smooth(finite)), scale)}"/>')
+    elif len(finite) > 1:
+        parts.append(f'<path class="line" d="{_path(finite, scale)}"/>')
+    if len(finite) < _SMOOTH_FROM:
+        parts += [f'<circle class="dot" cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="2.2"/>' for x, y in finite]
+    for x in lost[:_MOST_POINTS]:
+        place = f"M{scale.x(x):.1f} {_TOP}V{HEIGHT - _BOTTOM}"
+        parts.append(f'<path class="lost" d="{place}"><title>step {x:g}: not finite</title></path>')
+    hover = [[round(scale.x(x), 1), round(scale.y(y), 1), x, figure(y)] for x, y in thin(finite)]
+    last_step, last = (finite or list(series.points))[-1]
+    return Chart(
+        title=series.name,
+        svg="".join(parts),
+        last=figure(last),
+        last_step=int(last_step),
+        hover=json.dumps(hover),
+        note=f"{len(lost)} not finite" if lost else "",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One part of a bar, in per cent of the whole."""
+
+    name: str
+    left: float
+    width: float
+    colour: int
+    text: str
+
+
+def stacked_bar(rows: Sequence[tuple[str, float]], colours: Mapping[str, int]) -> list[Segment]:
+    """Parts of a whole, side by side."""
+    total = sum(value for _, value in rows)
+    segments, left = [], 0.0
+    for name, value in rows:
+        width = 100 * value / total if total > 0 else 0.0
+        text = f"{name}: {seconds(value)} ({width:.1f} %)"
+        segments.append(Segment(name=name, left=left, width=width, colour=colours[name], text=text))
+        left += width
+    return segments
+
+
+def stacked_steps(steps: Sequence[tuple[int, Mapping[str, float]]], colours: Mapping[str, int]) -> str:
+    """The time of each step by stage, as stacked bars; neighbouring steps are averaged where there are many."""
+    if not steps:
+        return ""
+    per_bar = math.ceil(len(steps) / _MOST_BARS)
+    bars = [_average(steps[i : i + per_bar]) for i in range(0, len(steps), per_bar)]
+    height, width, left, bottom = 200, 900, 46, 22
+    top = max(sum(parts.values()) for _, _, parts in bars) or 1.0
+    ticks = nice_ticks(0.0, top, 4)
+    top = max(top, ticks[-1])
+    step_px = (width - left - 8) / len(bars)
+    out = []
+    for tick in ticks:
+        y = height - bottom - tick / top * (height - bottom - 8)
+        out.append(f'<path class="grid" d="M{left} {y:.1f}H{width - 8}"/>')
+        out.append(f'<text class="tick" x="{left - 6}" y="{y + 3.5:.1f}" text-anchor="end">{figure(tick)} s</text>')
+    for index, (first, last, parts) in enumerate(bars):
+        x, y = left + index * step_px, float(height - bottom)
+        label = f"step {first}" if first == last else f"steps {first}–{last}, mean"
+        lines = [f"{label}: {seconds(sum(parts.values()))}"]
+        lines += [f"{name} {seconds(value)}" for name, value in sorted(parts.items(), key=lambda kv: -kv[1])]
+        out.append(f"<g><title>{_escape(chr(10).join(lines))}</title>")
+        for name in colours:
+            if parts.get(name, 0.0) > 0:
+                size = parts[name] / top * (height - bottom - 8)
+                y -= size
+                out.append(
+                    f'<rect class="c{colours[name]}" x="{x:.1f}" y="{y:.1f}" width="{max(0.6, step_px - 1):.1f}"'
+                    f' height="{size:.2f}"/>'
+                )
+        out.append("</g>")
+    every = max(1, math.ceil(len(bars) / 12))
+    for index in range(0, len(bars), every):
+        x = left + (index + 0.5) * step_px
+        out.append(f'<text class="tick" x="{x:.1f}" y="{height - 6}" text-anchor="middle">{bars[index][0]}</text>')
+    opening = f'<svg class="steps" viewBox="0 0 {width} {height}" role="img" aria-label="time of each step">'
+    return f"{opening}{''.join(out)}</svg>"
+
+
+def smooth(points: Sequence[Point], span: float = _SMOOTH_SPAN) -> list[Point]:
+    """Exponential moving average, without the bias of its first value (as Adam corrects its moments)."""
+    decay = 1 - 1 / span
+    total = weight = 0.0
+    smoothed = []
+    for x, y in points:
+        total = decay * total + (1 - decay) * y
+        weight = decay * weight + (1 - decay)
+        smoothed.append((x, total / weight))
+    return smoothed
+
+
+def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
+    """At most about `most` of the points: of each stretch the lowest and the highest, so that no spike is lost."""
+    if len(points) <= most:
+        return list(points)
+    stretch = math.ceil(2 * len(points) / most)
+    kept = []
+    for start in range(0, len(points), stretch):
+        part = points[start : start + stretch]
+        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    for end, point in ((0, points[0]), (len(kept), points[-1])):
+        if point not in kept:
+            kept.insert(end, point)
+    return kept
+
+
+def nice_ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) from at or below `low` to at or above `high`."""
+    span = high - low
+    if span <= 0 or not math.isfinite(span):
+        return [low]
+    raw = span / max(1, count)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12 - math.floor(math.log10(step))) for i in range(first, last + 1)]
+
+
+def figure(value: float) -> str:
+    """A number as a person reads it: four significant digits."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size >= 1e9 or size < 1e-4:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    for unit, name in ((1e6, "M"), (1e3, "k")):
+        if size >= unit * (10 if name == "k" else 1):
+            return f"{value / unit:.4g}{name}"
+    return f"{value:.4g}"
+
+
+def seconds(value: float) -> str:
+    """A duration as a person reads it."""
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def _scale(points: Sequence[Point], values: Sequence[float]) -> _Scale:
+    x0, x1 = min(x for x, _ in points), max(x for x, _ in points)
+    if x0 == x1:
+        x0, x1 = x0 - 0.5, x1 + 0.5
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-30):
+        margin = abs(low) * 0.1 or 1.0
+        low, high = low - margin, high + margin
+    ticks = nice_ticks(low, high, 3)
+    x_ticks = [t for t in nice_ticks(x0, x1, 5) if x0 <= t <= x1 and t == int(t)]
+    return _Scale(x0=x0, x1=x1, y0=min(low, ticks[0]), y1=max(high, ticks[-1]), x_ticks=x_ticks, y_ticks=ticks)
+
+
+def _axes(scale: _Scale) -> str:
+    parts = []
+    for tick in scale.y_ticks:
+        y = scale.y(tick)
+        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{figure(tick)}</text>')
+    for tick in scale.x_ticks:
+        parts.append(
+            f'<text class="tick" x="{scale.x(tick):.1f}" y="{HEIGHT - 7}" text-anchor="middle">{figure(tick)}</text>'
+        )
+    return "".join(parts)
+
+
+def _path(points: Sequence[Point], scale: _Scale) -> str:
+    return "M" + "L".join(f"{scale.x(x):.1f} {scale.y(y):.1f}" for x, y in points)
+
+
+def _average(steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[int, int, dict[str, float]]:
+    total: dict[str, float] = {}
+    for _, parts in steps:
+        for name, value in parts.items():
+            total[name] = total.get(name, 0.0) + value / len(steps)
+    return steps[0][0], steps[-1][0], total
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
