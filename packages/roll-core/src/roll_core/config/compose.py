@@ -42,7 +42,7 @@ class Composed:
 
 
 def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
-    """Compose the config at `path`. Raises `ConfigError`; changes nothing outside, neither Hydra's state nor folders."""
+    """Compose the config at `path`. Raises `ConfigError`. Leaves Hydra's state as it was, and makes no folders."""
     name = str(path)
     source = read_source(path, name)
     written = Written(name, [FileLayer((), source)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll_core.config.secrets import HIDDEN, is_secret
+from roll_core.config.secrets import is_secret
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ def findings(errors: Sequence[Any], data: Any, prefix: KeyPath = ()) -> list[Fin
 def show(value: Any, key: str = "") -> str:
     """A value as it is shown in a message: short, and hidden if its key says that it is a secret."""
     if is_secret(key) and value not in (None, ""):
-        return HIDDEN
+        return "a secret (not shown)"
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -57,7 +57,8 @@ def _path(error: Any, data: Any) -> KeyPath:
     here = data
     location = error["loc"]
     for at, step in enumerate(location):
-        if (isinstance(here, dict) and step in here) or (isinstance(here, (list, tuple)) and isinstance(step, int) and 0 <= step < len(here)):
+        in_list = isinstance(here, (list, tuple)) and isinstance(step, int) and 0 <= step < len(here)
+        if in_list or (isinstance(here, dict) and step in here):
             here = here[step]
             steps.append(str(step))
         elif error["type"] == "missing" and at == len(location) - 1:

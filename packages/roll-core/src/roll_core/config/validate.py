@@ -130,10 +130,10 @@ class _Validation:
             if key not in schema.model_fields or not isinstance(name, str):
                 continue
             provider = self._find(kind, name, (key,))
-            if isinstance(provider, AdvantageProvider) and provider.needs_critic and "critic" in schema.model_fields:
-                if self.data.get("critic") is None:
-                    message = f"{name} reads a critic's values, but there is no role critic"
-                    self.found.append(Finding((key,), message, "add the role critic, or take an estimator without one"))
+            reads_values = isinstance(provider, AdvantageProvider) and provider.needs_critic
+            if reads_values and "critic" in schema.model_fields and self.data.get("critic") is None:
+                message = f"{name} reads a critic's values, but there is no role critic"
+                self.found.append(Finding((key,), message, "add the role critic, or take an estimator without one"))
         trackers = self.data.get("track_with", schema.model_fields["track_with"].default)
         single = isinstance(trackers, str)
         names = [trackers] if single else trackers if isinstance(trackers, list) else []
@@ -144,9 +144,7 @@ class _Validation:
         if isinstance(options, dict):
             for key in options:
                 if isinstance(key, str) and key not in names:
-                    message = (
-                        f"options for a tracker that track_with does not name: {', '.join(map(str, names)) or 'none'}"
-                    )
+                    message = f"is not used: track_with names {', '.join(map(str, names)) or 'no tracker'}"
                     self.found.append(Finding(("tracker_kwargs", key), message, at_key=True))
 
     def _reward(self, path: KeyPath, role: dict[Any, Any]) -> None:

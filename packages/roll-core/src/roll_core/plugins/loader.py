@@ -164,10 +164,8 @@ def _refuse_unknown(disabled: Collection[str], found: list[Plugin]) -> None:
         if not any(_is_named(plugin, {name}) for plugin in found):
             installed = sorted({plugin.package for plugin in found})
             close = difflib.get_close_matches(normalise(name), installed, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise PluginError(
-                f"--disable-plugin {name}: no such plugin is installed{hint} Installed: {', '.join(installed)}"
-            )
+            hint = f"did you mean {close[0]}?" if close else f"installed: {', '.join(installed)}"
+            raise PluginError(f"--disable-plugin {name}: no such plugin is installed; {hint}")
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

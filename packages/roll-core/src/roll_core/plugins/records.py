@@ -44,7 +44,8 @@ def _check_needs(needs: tuple[str, ...]) -> str:
 
 
 def _check_fields(record: Any, prefix: str = "") -> str:
-    hints = _hints(type(record))
+    cls: Any = type(record)
+    hints = _hints(cls)
     for each in fields(record):
         value = getattr(record, each.name)
         name = prefix + each.name

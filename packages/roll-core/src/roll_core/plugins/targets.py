@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import PluginLoadError
+
+if TYPE_CHECKING:
+    from roll_core.spec.providers import Provider
 
 T = TypeVar("T")
 
@@ -42,3 +45,54 @@ def load_class(target: str, base: type[T], *, owner: str) -> type[T]:
     if not isinstance(found, type) or not issubclass(found, base):
         raise PluginLoadError(f"{owner}: {target} is not a subclass of {base.__module__}.{base.__qualname__}")
     return found
+
+
+def check_part(record: Provider, *, owner: str) -> None:
+    """Import everything that a record points at, and hold it against the contract of its kind.
+
+    Raises `PluginLoadError` for what cannot be imported, is no subclass of the contract's class, lacks an abstract method,
+    or declares other capabilities than the record does.
+    """
+    contract = _contract(record)
+    part = load_target(record.target, owner=owner)
+    if contract is None:
+        if not callable(part):
+            raise PluginLoadError(f"{owner}: {record.target} is not callable")
+    else:
+        part = load_class(record.target, contract, owner=owner)
+        missing = sorted(part.__abstractmethods__)
+        if missing:
+            raise PluginLoadError(f"{owner}: {record.target} does not implement {', '.join(missing)}")
+    declared = getattr(record, "capabilities", None)
+    actual = getattr(part, "capabilities", declared)
+    if actual != declared:
+        raise PluginLoadError(f"{owner}: {record.target} has other capabilities than its record: {actual}, {declared}")
+    if record.config:
+        load_class(record.config, _schema(record), owner=owner)
+
+
+def _contract(record: Provider) -> type | None:
+    """The class that the target has to be a subclass of; None where it is a function."""
+    from roll_core.spec import infer, pipeline, platform, providers, reward, tracker, train
+
+    contracts: dict[type[Provider], type] = {
+        providers.PlatformProvider: platform.Platform,
+        providers.TrainProvider: train.TrainStrategy,
+        providers.InferProvider: infer.InferStrategy,
+        providers.PipelineProvider: pipeline.Pipeline,
+        providers.RewardProvider: reward.RewardFunction,
+        providers.TrackerProvider: tracker.Tracker,
+    }
+    return contracts.get(type(record))
+
+
+def _schema(record: Provider) -> type:
+    from roll_core.spec import config, providers
+
+    schemas: dict[type[Provider], type] = {
+        providers.TrainProvider: config.StrategyConfig,
+        providers.InferProvider: config.StrategyConfig,
+        providers.PipelineProvider: config.RunConfig,
+        providers.RewardProvider: config.RewardConfig,
+    }
+    return schemas.get(type(record), config.Config)

@@ -1,0 +1,152 @@
+"""`roll-core`: the commands, and how a run or a mistake ends. Each command imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core import __version__
+from roll_core.errors import RollError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+USAGE = """roll-core [--version] [--help] COMMAND ...
+
+Post-train language models: reinforcement learning and supervised fine-tuning.
+
+commands:
+  run CONFIG... [key=value ...]     one run per config, in order
+  check CONFIG... [key=value ...]   every mistake in the configs at once; starts nothing
+  plugins [--json | -v] [--check]   what is installed, what it offers, what is broken
+  report RUN                        write the report of a run directory again
+
+roll-core COMMAND --help says more."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 done, 1 failed, 2 a mistake of the user's, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(f"usage: {USAGE}\n")
+        return 0 if words else 2
+    if words[0] == "--version":
+        sys.stdout.write(f"roll-core {__version__}\n")
+        return 0
+    command = COMMANDS.get(words[0])
+    if command is None:
+        import difflib
+
+        close = difflib.get_close_matches(words[0], COMMANDS, 1)
+        hint = f"did you mean {close[0]}?" if close else f"commands are {', '.join(COMMANDS)}"
+        _complain(f"roll-core has no command {words[0]!r}; {hint}")
+        return 2
+    try:
+        code = command(words[1:])
+        sys.stdout.flush()
+    except RollError as error:
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has left (`| head`); the interpreter must not fail on it once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _run(words: list[str]) -> int:
+    parser = _parser("run", "One run per config, in order: a later one may start from what an earlier one left.")
+    configs, overrides, disabled = _configs(parser, words)
+    from roll_core.cli.run import run_configs
+
+    return run_configs(configs, overrides, disabled)
+
+
+def _check(words: list[str]) -> int:
+    parser = _parser("check", "Report every mistake in the configs at once. Starts nothing and imports nothing heavy.")
+    configs, overrides, disabled = _configs(parser, words)
+    from roll_core.cli.check import check_configs
+
+    return check_configs(configs, overrides, disabled)
+
+
+def _plugins(words: list[str]) -> int:
+    parser = _parser("plugins", "Show the installed plugins: what they offer, and why they failed to load.")
+    parser.add_argument("--json", action="store_true", help="everything, for programs")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also hooks, summaries and import times")
+    parser.add_argument(
+        "--check", action="store_true", help="also import every part; exit code 2 if one is broken or lacks something"
+    )
+    _add_disable_plugin(parser)
+    options = parser.parse_args(words)
+    from roll_core.cli.plugins import show_plugins
+
+    return show_plugins(
+        options.disable_plugin, as_json=options.json, verbose=options.verbose, check_parts=options.check
+    )
+
+
+def _report(words: list[str]) -> int:
+    parser = _parser("report", "Write report.html of a run directory again.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
+    options = parser.parse_args(words)
+    from roll_core.cli.report import write_report
+
+    return write_report(options.run)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "run": _run,
+    "check": _check,
+    "plugins": _plugins,
+    "report": _report,
+}
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"roll-core {command}", description=description, allow_abbrev=False)
+
+
+def _add_disable_plugin(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--disable-plugin",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="do not even import this plugin (a distribution); may be repeated",
+    )
+
+
+def _configs(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[Path], list[str], list[str]]:
+    """Configs, overrides and disabled plugins: whatever contains `=` or begins with `~` is an override."""
+    parser.add_argument("words", metavar="CONFIG | key=value", nargs="+", help="config files, and keys to override")
+    _add_disable_plugin(parser)
+    options = parser.parse_intermixed_args(words)
+    overrides = [word for word in options.words if "=" in word or word.startswith("~")]
+    configs = [Path(word) for word in options.words if word not in overrides]
+    if not configs:
+        parser.error("name at least one config file")
+    return configs, overrides, options.disable_plugin
+
+
+def _complain(message: str) -> None:
+    """Say what went wrong, on stderr: in colour for people, in plain lines for files and pipes."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
+        Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red").append(message, style="default"))
+    else:
+        sys.stderr.write(f"error: {message}\n")

@@ -1,0 +1,93 @@
+"""`roll-core plugins`: what is installed, what it offers, and what is broken. Works whatever a plugin does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import PluginError
+from roll_core.plugins.kinds import KINDS
+from roll_core.plugins.loader import SLOW_IMPORT_S
+from roll_core.plugins.registry import load_registry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.plugins.loader import Plugin
+    from roll_core.plugins.registry import Registry
+
+
+def show_plugins(disabled_plugins: Sequence[str], *, as_json: bool, verbose: bool, check_parts: bool) -> int:
+    """List every plugin. The exit code is 0 however broken they are, unless `check_parts` asks to judge them: then 2."""
+    registry = load_registry(disabled_plugins)
+    broken = _check_parts(registry) if check_parts else []
+    if as_json:
+        listing: dict[str, Any] = {"plugins": registry.describe(), "conflicts": _conflicts(registry)}
+        if check_parts:
+            listing["broken"] = broken
+        sys.stdout.write(json.dumps(listing, indent=2) + "\n")
+    else:
+        for plugin in registry.plugins:
+            sys.stdout.write("\n".join(_lines(plugin, verbose=verbose)) + "\n")
+        for conflict in _conflicts(registry):
+            sys.stdout.write(f"conflict: {conflict}\n")
+        for problem in broken:
+            sys.stdout.write(f"broken: {problem}\n")
+        if check_parts and not broken:
+            sys.stdout.write("all parts can be imported and have what they need\n")
+    return 2 if broken else 0
+
+
+def _lines(plugin: Plugin, *, verbose: bool) -> list[str]:
+    lines = [f"{plugin!s:<32} {plugin.state}"]
+    if plugin.error is not None:
+        lines.append(f"    {plugin.error}")
+    for kind in KINDS:
+        offered = [record for record in plugin.providers if type(record) is kind.record]
+        if offered and not verbose:
+            lines.append(f"    {kind.key.replace('_', ' ')}: {', '.join(record.name for record in offered)}")
+        for record in offered if verbose else ():
+            lines.append(f"    {kind.noun} {record.name}: {record.summary}")
+            if record.needs:
+                lines.append(f"        needs {', '.join(record.needs)}")
+    if verbose and plugin.target:
+        slow = "  (slow: every command that reads a config waits for it)" if plugin.import_s > SLOW_IMPORT_S else ""
+        lines.append(f"    {plugin.target}, hook API {plugin.hook_api}, imported in {plugin.import_s:.3f} s{slow}")
+        if plugin.hooks:
+            lines.append(f"    hooks: {', '.join(plugin.hooks)}")
+    elif plugin.import_s > SLOW_IMPORT_S:
+        lines.append(f"    slow to import: {plugin.import_s:.1f} s")
+    return lines
+
+
+def _conflicts(registry: Registry) -> list[str]:
+    """Names that several plugins offer: an error only for the config that uses one."""
+    owners: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for plugin in registry.plugins:
+        for record in plugin.providers:
+            noun = next(kind.noun for kind in KINDS if kind.record is type(record))
+            owners[noun, record.name].append(str(plugin))
+    return [
+        f"{noun} {name!r} is offered by {' and '.join(packages)}"
+        for (noun, name), packages in owners.items()
+        if len(packages) > 1
+    ]
+
+
+def _check_parts(registry: Registry) -> list[str]:
+    """Everything that would fail if it were used: plugins that did not load, parts that cannot be imported, and
+    requirements that are not met."""
+    from roll_core.plugins.requirements import check_requirements
+    from roll_core.plugins.targets import check_part
+
+    broken = [str(plugin.error) for plugin in registry.plugins if plugin.error is not None]
+    for plugin in registry.plugins:
+        for record in plugin.providers:
+            try:
+                check_requirements(record, owner=registry.owner(record))
+                check_part(record, owner=registry.owner(record))
+            except PluginError as error:
+                broken.append(str(error))
+    return broken
