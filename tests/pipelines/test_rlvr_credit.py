@@ -1,0 +1,268 @@
+"""From judged samples to advantages, against numbers worked out by hand."""
+
+import asyncio
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from roll_core.algorithms.advantages import gae, grpo, reinforce, rloo
+from roll_core.pipelines.config import RLVRConfig
+from roll_core.pipelines.experience import Experience, sample_metrics
+from roll_core.pipelines.rlvr import RLVRPipeline
+from roll_core.spec.pipeline import Prompt, ScoredSequences, UpdateResult
+from roll_core.types import Group, Reward, Sample
+
+ESTIMATORS = {"grpo": grpo, "reinforce": reinforce, "rloo": rloo, "gae": gae}
+
+
+def config(**given) -> RLVRConfig:
+    role = {"training_args": {"per_device_train_batch_size": 4}}
+    base = {
+        "pipeline": "rlvr",
+        "rollout_batch_size": 2,
+        "num_return_sequences_in_group": 2,
+        "actor_train": role | {"data_args": {"file_name": "x.jsonl"}},
+        "actor_infer": {},
+        "rewards": {"only": {"reward": "function"}},
+        "max_steps": 3,
+    }
+    return RLVRConfig.model_validate(base | given)
+
+
+class FakeRole:
+    """Answers what the test says and remembers what it was given."""
+
+    def __init__(self, logprob: float = 0.0, value: float = 0.0) -> None:
+        self.logprob, self.value = logprob, value
+        self.updates = []
+
+    async def score(self, sequences, *, logprobs=False, entropy=False, values=False, temperature=1.0):
+        def rows(number):
+            return [np.where(s.loss_mask, number, 0).astype(np.float32) for s in sequences]
+
+        return ScoredSequences(
+            logprobs=rows(self.logprob) if logprobs else None, values=rows(self.value) if values else None
+        )
+
+    async def update(self, sequences, loss, *, epochs=1, max_length=1):
+        self.updates.append((list(sequences), loss, epochs, max_length))
+        return UpdateResult(metrics={"loss": 0.0}, num_steps=1, num_skipped=0, num_tokens=10)
+
+
+class FakeRun:
+    """A run without an engine: the rollouts are given."""
+
+    def __init__(self, groups=(), roles=None) -> None:
+        self.groups, self.step = list(groups), 0
+        self.roles = roles or {}
+        self.metrics, self.tripped, self.published = {}, [], []
+
+    def prompts(self, data):
+        return [Prompt(id=str(i), tokens=np.array([5]), text="?") for i in range(4)]
+
+    def advantage_estimator(self, name):
+        return ESTIMATORS[name]
+
+    def policy_loss(self, name):
+        return f"roll_core.algorithms.policy_losses:{name}"
+
+    def train_role(self, name):
+        return self.roles[name]
+
+    def stage(self, name):
+        return nullcontext()
+
+    def log(self, metrics):
+        self.metrics |= metrics
+
+    def log_samples(self, samples, split="train"):
+        self.samples = list(samples)
+
+    def guard(self, guard_id, ok, message):
+        if not ok:
+            self.tripped.append((guard_id, message))
+
+    async def publish_weights(self, source, target):
+        self.published.append((source, target))
+
+    async def rollout(self, role, prompts, params, *, n, split="train"):
+        return self.groups
+
+
+def sample(group: int, index: int, reward: float | None, length: int = 2, finish: str = "stop") -> Sample:
+    return Sample(
+        id=f"{group}/{index}",
+        group_id=str(group),
+        prompt_ids=np.array([7, 8]),
+        response_ids=np.arange(length),
+        logprobs=np.full(length, -0.5, dtype=np.float32),
+        loss_mask=np.ones(length, dtype=bool),
+        versions=np.zeros(length, dtype=np.int32),
+        finish_reason=finish,
+        reward=Reward(value=reward) if reward is not None else Reward(value=None, failure="broke"),
+    )
+
+
+def groups_of(*rewards: tuple[float | None, ...]) -> list[Group]:
+    return [
+        Group(id=str(g), samples=tuple(sample(g, i, r) for i, r in enumerate(group))) for g, group in enumerate(rewards)
+    ]
+
+
+def step(groups, roles=None, **given):
+    run = FakeRun(groups, {"actor_train": FakeRole()} | (roles or {}))
+    pipeline = RLVRPipeline(config(**given))
+    pipeline.num_steps(run)
+    asyncio.run(pipeline.step(run))
+    return run, run.roles["actor_train"].updates[0][0] if run.roles["actor_train"].updates else []
+
+
+def test_grpo_gives_every_token_its_groups_normalised_reward():
+    # Group 0: rewards 1 and 0, mean 1/2, unbiased deviation sqrt(1/2): advantages ±0.5/sqrt(0.5) = ±sqrt(1/2).
+    # Group 1: equal rewards, no spread: 0.
+    run, sequences = step(groups_of((1.0, 0.0), (1.0, 1.0)))
+    expected = [[0.5**0.5] * 2, [-(0.5**0.5)] * 2, [0, 0], [0, 0]]
+    for sequence, advantages in zip(sequences, expected, strict=True):
+        assert sequence.advantages == pytest.approx([0, 0, *advantages], abs=1e-5)
+    assert run.metrics["score/mean"] == 0.75
+    assert run.metrics["groups/mixed_share"] == 0.5
+    assert run.published == [("actor_train", "actor_infer")]
+
+
+def test_a_failed_reward_takes_no_part_in_its_groups_statistics():
+    # Were the failure a 0, the other sample would get a positive advantage. Alone in its group it gets none.
+    run, sequences = step(groups_of((1.0, None), (1.0, 0.0)))
+    assert [sequence.id for sequence in sequences] == ["0/0", "1/0", "1/1"]
+    assert sequences[0].advantages == pytest.approx([0, 0, 0, 0])
+    assert run.metrics["reward/failures"] == 1.0
+    assert run.metrics["score/mean"] == pytest.approx(2 / 3)
+
+
+def test_a_step_whose_rewards_all_failed_learns_nothing_and_says_so():
+    run, sequences = step(groups_of((None, None), (None, None)))
+    assert not sequences
+    assert [guard for guard, _ in run.tripped] == ["all_groups_filtered"]
+
+
+def test_a_step_without_any_spread_trips_the_guard():
+    run, _ = step(groups_of((1.0, 1.0), (0.0, 0.0)))
+    assert [guard for guard, _ in run.tripped] == ["all_groups_filtered"]
+
+
+def test_rloo_compares_with_the_others_of_the_group():
+    # Three samples with 1, 0, 0: 1 - 0 = 1; 0 - 1/2 = -1/2 twice.
+    groups = groups_of((1.0, 0.0, 0.0))
+    _, sequences = step(
+        groups, adv_estimator="rloo", rollout_batch_size=4, num_return_sequences_in_group=3,
+        actor_train={"training_args": {"per_device_train_batch_size": 12}, "data_args": {"file_name": "x.jsonl"}},
+    )  # fmt: skip
+    assert [s.advantages[-1] for s in sequences] == pytest.approx([1.0, -0.5, -0.5])
+
+
+def test_kl_in_the_reward_is_charged_where_it_arises():
+    # k1 per token: logprob -0.5 less reference -0.8 = 0.3, coefficient 0.1: -0.03 per token. gamma 1, REINFORCE:
+    # the first token sees both charges and the reward, the last one charge and the reward.
+    roles = {"actor_train": FakeRole(logprob=-0.5), "reference": FakeRole(logprob=-0.8)}
+    run, sequences = step(
+        groups_of((1.0, 0.0), (1.0, 0.0)),
+        roles,
+        adv_estimator="reinforce",
+        add_token_level_kl=True,
+        init_kl_coef=0.1,
+        reference={},
+    )
+    assert sequences[0].advantages == pytest.approx([0, 0, 1 - 0.06, 1 - 0.03], abs=1e-6)
+    assert sequences[1].advantages == pytest.approx([0, 0, -0.06, -0.03], abs=1e-6)
+    assert run.metrics["kl/mean"] == pytest.approx(0.3)
+    assert run.metrics["kl/coef"] == 0.1
+
+
+def test_gae_reads_the_critic_and_sets_its_target():
+    # Values 0.4 before both tokens, reward 1 at the last, gamma 1, lambda 0.5:
+    # last: delta = 1 - 0.4 = 0.6; first: delta = 0.4 - 0.4 = 0, advantage 0 + 0.5 * 0.6 = 0.3. Returns add the value.
+    roles = {"critic": FakeRole(value=0.4)}
+    _, sequences = step(
+        groups_of((1.0, 0.0), (1.0, 0.0)),
+        roles,
+        adv_estimator="gae",
+        lambd=0.5,
+        critic={"training_args": {"per_device_train_batch_size": 4}},
+    )
+    assert sequences[0].advantages == pytest.approx([0, 0, 0.3, 0.6], abs=1e-6)
+    assert sequences[0].returns == pytest.approx([0, 0, 0.7, 1.0], abs=1e-6)
+    assert roles["critic"].updates[0][0][0].values == pytest.approx([0, 0, 0.4, 0.4])
+
+
+def test_a_critic_warms_up_before_the_policy_learns():
+    critic = FakeRole()
+    _, sequences = step(
+        groups_of((1.0, 0.0), (1.0, 0.0)),
+        {"critic": critic},
+        adv_estimator="gae",
+        critic_warmup=1,
+        critic={"training_args": {"per_device_train_batch_size": 4}},
+    )
+    assert len(critic.updates) == 1
+    assert sequences == []
+
+
+def test_masked_samples_still_count_in_their_groups_statistics():
+    groups = groups_of((1.0, 0.0), (1.0, 0.0))
+    cut = sample(0, 1, 0.0, finish="length")
+    groups[0] = Group(id="0", samples=(groups[0].samples[0], cut))
+    _, sequences = step(groups, max_len_mask=True)
+    assert [s.id for s in sequences] == ["0/0", "1/0", "1/1"]
+    assert sequences[0].advantages[-1] == pytest.approx(0.5**0.5, abs=1e-5)
+
+
+def test_several_steps_per_batch_ask_for_the_old_logprobs_and_one_does_not():
+    actor = FakeRole(logprob=-0.7)
+    _, sequences = step(groups_of((1.0, 0.0), (1.0, 0.0)), {"actor_train": actor})
+    assert sequences[0].old_logprobs is None
+    _, sequences = step(groups_of((1.0, 0.0), (1.0, 0.0)), {"actor_train": FakeRole(logprob=-0.7)}, ppo_epochs=2)
+    assert sequences[0].old_logprobs == pytest.approx([0, 0, -0.7, -0.7])
+    _, sequences = step(
+        groups_of((1.0, 0.0), (1.0, 0.0)), ppo_epochs=2, force_disable_old_logprobs_recompute=True
+    )  # fmt: skip
+    assert sequences[0].old_logprobs == pytest.approx([0, 0, -0.5, -0.5])
+
+
+def test_sample_metrics_of_answers_of_different_lengths():
+    groups = [Group(id="0", samples=(sample(0, 0, 1.0, length=1), sample(0, 1, 0.0, length=5, finish="length")))]
+    metrics = sample_metrics(groups)
+    assert metrics["response_length/mean"] == 3.0
+    assert metrics["response_length/cut_share"] == 0.5
+    assert metrics["tokens/generated"] == 6.0
+    assert metrics["score/std"] == 0.5
+
+
+def test_an_empty_answer_is_not_a_sequence():
+    experience = Experience.of([Group(id="0", samples=(sample(0, 0, 1.0, length=0), sample(0, 1, 1.0)))])
+    assert [s.id for s in experience.sequences] == ["0/1"]
+
+
+def test_flat_and_rows_are_inverse():
+    experience = Experience.of(groups_of((1.0, 0.0), (1.0, 0.5)))
+    flat = torch.arange(16, dtype=torch.float32)
+    again = experience.with_flat(advantages=flat).flat("advantages")
+    assert torch.equal(again, flat)
+    assert experience.flat("advantages") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rollout_batch_size": 3}, r"3 prompts × .* 2 = 6 samples is not a multiple of actor_train's .* = 4"),
+        ({"use_kl_loss": True}, "use_kl_loss needs the role reference"),
+        ({"reference": {}}, "reference would not be used"),
+        ({"target_kl": 0.1}, "needs add_token_level_kl"),
+        ({"rewards": {}}, "rewards is empty"),
+        ({"num_return_sequences_in_group": 1, "rollout_batch_size": 4}, "at least 2"),
+        ({"norm_mean_type": "batch"}, "grpo subtracts the group's mean"),
+    ],
+)
+def test_contradictions_are_refused_with_what_to_do(given, message):
+    with pytest.raises(ValueError, match=message):
+        config(**given)
