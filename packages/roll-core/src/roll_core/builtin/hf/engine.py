@@ -1,0 +1,341 @@
+"""The embedded infer strategy: a continuous-batching engine on a thread of its own, behind asyncio.
+
+    event loop                                   worker thread (one)
+    ----------                                   -------------------
+    generate() ── command ──► inbox ──────────►  carry out commands, then step until a request is done
+    abort()                     ▲                or the inbox is no longer empty
+    update_weights()            └── futures ◄──  results
+
+All requests that enter in one turn of the event loop are in the inbox before the thread looks, so equal sets of
+requests are batched alike every time. The thread touches the model and the core; the event loop touches the inbox and
+the futures; nothing is locked because only one of them runs with either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.builtin.hf.config import HFInferConfig
+from roll_core.errors import DataError, ModelError, UnsupportedError
+from roll_core.spec.infer import InferStrategy
+from roll_core.spec.providers import InferCapabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from roll_core.builtin.hf.core import EngineCore
+    from roll_core.builtin.hf.held_weights import HeldWeights
+    from roll_core.builtin.hf.sequence import RunningRequest
+    from roll_core.builtin.hf.stopping import StopStrings
+    from roll_core.spec.config import StrategyConfig
+    from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.types import Completion, GenerateRequest, WeightManifest, WeightReceipt
+
+log = logging.getLogger(__name__)
+
+Command = tuple["Callable[[], Any]", "asyncio.Future[Any] | None"]
+"""What the thread shall do between two steps, and who waits for its result."""
+
+
+class HFInferStrategy(InferStrategy):
+    """Generates with a Hugging Face model in this process. Role `generate` of `hf_infer`."""
+
+    def __init__(self, config: StrategyConfig) -> None:
+        super().__init__(config)
+        if not isinstance(config, HFInferConfig):
+            raise TypeError(f"the embedded engine takes an HFInferConfig, not a {type(config).__name__}")
+        self._settings: HFInferConfig = config
+        self._core: EngineCore | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._inbox: deque[Command] = deque()
+        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._arrivals = itertools.count()
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+
+    capabilities = InferCapabilities(
+        prompt_logprobs=True, in_flight_update=True, weight_transports=("shared", "shm", "collective")
+    )
+
+    async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        """Load or make the model, on the thread that will run it."""
+        if self._task is not None:
+            raise RuntimeError("the engine was started twice")
+        self._spec, self._mesh = model, mesh
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roll-engine")
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._build)
+        self._task = asyncio.create_task(self._run(), name="roll-engine")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Queue the request. Raises `DataError` for prompts and parameters that cannot be served, `NonFiniteError`."""
+        running = self._admit(request)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = future
+        self._tell(functools.partial(self._ready_core.submit, running), None)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._task is not None:
+                self._tell(functools.partial(self._forget, request.id), None)
+            raise
+
+    async def abort(self, ids: Sequence[str]) -> list[Completion]:
+        """Between two steps; waits for the step that runs."""
+        chosen = [each for each in ids if each in self._waiting]
+        done: list[RunningRequest] = await self._ask(functools.partial(self._ready_core.abort, chosen))
+        self._resolve(done)
+        return [each.completion() for each in done if each.error is None]
+
+    async def update_weights(
+        self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
+    ) -> WeightReceipt:
+        """Between two steps of running requests, which go on under the new weights."""
+        receipt: WeightReceipt = await self._ask(
+            functools.partial(self._update, version, manifest, tensors, shared=shared)
+        )
+        return receipt
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters since the last call, rows and queues now."""
+        core = self._ready_core
+        counters, core.counters = core.counters, type(core.counters)()
+        found = {name: float(value) for name, value in counters.items()}
+        if found.get("decode_steps"):
+            found["rows_per_step"] = found.pop("decode_rows") / found["decode_steps"]
+        return {**found, **core.gauges()}
+
+    async def stop(self) -> None:
+        """Cancel what waits, end the thread, drop the model."""
+        task, self._task = self._task, None
+        if task is not None:
+            self._closing = True
+            self._wake.set()
+            await task
+        for future in self._waiting.values():
+            future.cancel()
+        self._waiting.clear()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await asyncio.get_running_loop().run_in_executor(None, thread.shutdown)
+        self._core = None
+        self._weights: HeldWeights | None = None
+
+    # -- event loop ----------------------------------------------------------------------------------------------------
+
+    _closing = False
+
+    @property
+    def _ready_core(self) -> EngineCore:
+        if self._core is None:
+            raise RuntimeError("the engine does not run: start it first, and not after stop")
+        return self._core
+
+    def _tell(self, act: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
+        self._inbox.append((act, future))
+        self._wake.set()
+
+    async def _ask(self, act: Callable[[], Any]) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        self._tell(act, future)
+        return await future
+
+    async def _run(self) -> None:
+        """Owns the thread: hands it commands, brings back what is done."""
+        loop = asyncio.get_running_loop()
+        while not self._closing:
+            await self._wake.wait()
+            self._wake.clear()
+            # Whoever was woken by the last results, or by the same event as the first request, enters before we look.
+            for _ in range(3):
+                await asyncio.sleep(0)
+            commands = [self._inbox.popleft() for _ in range(len(self._inbox))]
+            done, answers = await loop.run_in_executor(self._thread, self._work, commands)
+            for future, result, error in answers:
+                if future.cancelled():
+                    continue
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            self._resolve(done)
+            if self._ready_core.busy or self._inbox:
+                self._wake.set()
+        for _, future in self._inbox:
+            if future is not None:
+                future.cancel()
+        self._inbox.clear()
+
+    def _resolve(self, done: Iterable[RunningRequest]) -> None:
+        for request in done:
+            future = self._waiting.pop(request.request.id, None)
+            if future is None or future.done():
+                continue
+            if request.error is not None:
+                future.set_exception(request.error)
+            else:
+                future.set_result(request.completion())
+
+    # -- worker thread -------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        import torch
+
+        from roll_core.builtin.hf import decoder
+        from roll_core.builtin.hf.core import EngineCore
+        from roll_core.builtin.hf.held_weights import HeldWeights
+        from roll_core.builtin.hf.layout import make_adjacent
+        from roll_core.builtin.hf.model import load_model
+        from roll_core.builtin.hf.module_runner import ModuleRunner
+        from roll_core.builtin.hf.runner import Runner
+
+        if self._mesh.num_threads:
+            torch.set_num_threads(self._mesh.num_threads)
+        model = load_model(self._spec, device=self._mesh.device)
+        model.requires_grad_(False)
+        make_adjacent(model)
+        room: dict[str, int] = {
+            "cache_bytes": int(self._settings.kv_cache_gib * 2**30),
+            "max_rows": self._settings.max_num_seqs,
+        }
+        reason = decoder.unsupported(model)
+        runner: Runner
+        if reason is None:
+            runner = decoder.Decoder(model, **room)
+        else:
+            log.info("the embedded engine runs this model through transformers' own code, more slowly: %s", reason)
+            runner = ModuleRunner(model, **room)
+        self._weights = HeldWeights(model, role=self._mesh.role, rank=self._mesh.rank)
+        self._runner = runner
+        self._eos_ids = _eos_ids(model, runner.vocab_size)
+        self._core = EngineCore(runner, self._settings)
+
+    def _work(
+        self, commands: Sequence[Command]
+    ) -> tuple[list[RunningRequest], list[tuple[asyncio.Future[Any], Any, BaseException | None]]]:
+        """Carry out commands, then step until somebody has to be told something."""
+        answers: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+        core = self._ready_core
+        for act, future in commands:
+            try:
+                result, error = act(), None
+            except Exception as caught:  # the caller's to handle; the engine goes on
+                if future is None:
+                    return core.fail_all(caught), answers
+                result, error = None, caught
+            if future is not None:
+                answers.append((future, result, error))
+        done: list[RunningRequest] = []
+        try:
+            while core.busy and not done and not answers and not self._inbox and not self._closing:
+                done = core.step()
+        except Exception as caught:  # a model that fails in the middle of a step fails everything that runs on it
+            log.exception("the engine's step failed")
+            done = core.fail_all(caught)
+        return done, answers
+
+    def _forget(self, request_id: str) -> None:
+        self._ready_core.abort([request_id])
+
+    def _update(
+        self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool
+    ) -> WeightReceipt:
+        if self._weights is None:
+            raise RuntimeError("the engine does not run")
+        core = self._ready_core
+        receipt = self._weights.update(version, core.version, manifest, tensors, shared=shared)
+        core.weights_changed(version)
+        return receipt
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+
+    def _admit(self, request: GenerateRequest) -> RunningRequest:
+        """Check what can be checked before the request waits."""
+        from roll_core.builtin.hf.sequence import RunningRequest
+
+        runner = self._runner if self._core is not None else self._ready_core and self._runner
+        params, prompt = request.params, np.asarray(request.prompt_ids)
+        name = f"request {request.id!r}"
+        if request.id in self._waiting:
+            raise DataError(f"{name}: a request of this id is still running; ids are unique")
+        if prompt.ndim != 1 or len(prompt) == 0:
+            raise DataError(f"{name}: the prompt is empty; a model needs at least one token (a bos token, for example)")
+        if not np.issubdtype(prompt.dtype, np.integer):
+            raise DataError(f"{name}: prompt_ids are {prompt.dtype}; token ids are integers")
+        wrong = np.flatnonzero((prompt < 0) | (prompt >= runner.vocab_size))
+        if len(wrong):
+            raise DataError(
+                f"{name}: prompt token {int(wrong[0])} is id {int(prompt[wrong[0]])}, but the model's vocabulary has"
+                f" {runner.vocab_size}; does the tokenizer belong to the model?"
+            )
+        if request.n < 1 or params.max_new_tokens < 0:
+            raise DataError(f"{name}: n is {request.n} and max_new_tokens {params.max_new_tokens}; neither makes sense")
+        total = len(prompt) + params.max_new_tokens
+        if total > runner.max_positions:
+            raise DataError(
+                f"{name}: {len(prompt)} prompt tokens + max_new_tokens {params.max_new_tokens} = {total} are more than"
+                f" the model's {runner.max_positions} positions"
+            )
+        if not runner.fits(1, total):
+            raise ModelError(
+                f"{name}: keys and values of {total} tokens do not fit kv_cache_gib {self._settings.kv_cache_gib:g};"
+                " raise it in the role's strategy_config"
+            )
+        foreign = [each for each in params.stop_token_ids if not 0 <= each < runner.vocab_size]
+        if foreign:
+            raise DataError(f"{name}: stop_token_ids has {foreign[0]}; the vocabulary has {runner.vocab_size}")
+        _check_sampling(request)
+        arrival = next(self._arrivals)
+        ends = () if params.ignore_eos else tuple(sorted({*self._eos_ids, *params.stop_token_ids}))
+        stops = self._stops(params.stop) if params.stop and not params.ignore_eos else None
+        seed = params.seed
+        if seed is None:
+            seed = int(np.random.SeedSequence([self._spec.seed % 2**32, arrival]).generate_state(1, np.uint64)[0])
+        return RunningRequest.make(request, (request.priority, arrival), ends, stops, seed)
+
+    def _stops(self, strings: tuple[str, ...]) -> StopStrings:
+        from roll_core.builtin.hf.model import load_tokenizer
+        from roll_core.builtin.hf.stopping import StopStrings
+
+        if not all(strings):
+            raise DataError("stop strings: an empty string would end every response at once")
+        if strings not in self._stop_strings:
+            if not (self._spec.tokenizer or self._spec.path):
+                raise UnsupportedError(
+                    "stop strings need a tokenizer, and this role's model has none; stop_token_ids work without"
+                )
+            self._stop_strings[strings] = StopStrings(load_tokenizer(self._spec), strings)
+        return self._stop_strings[strings]
+
+
+def _check_sampling(request: GenerateRequest) -> None:
+    params = request.params
+    ranges: tuple[tuple[str, bool, str], ...] = (
+        ("temperature", params.temperature >= 0 and np.isfinite(params.temperature), "at least 0"),
+        ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
+        ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
+        ("repetition_penalty", params.repetition_penalty > 0, "above 0"),
+    )
+    for name, valid, wanted in ranges:
+        if not valid:
+            raise DataError(f"request {request.id!r}: {name} is {getattr(params, name)}; it must be {wanted}")
+
+
+def _eos_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
+    """The model's end-of-sequence ids, from its generation config if it has one."""
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            ids = found if isinstance(found, (list, tuple)) else [found]
+            return tuple(int(each) for each in ids if 0 <= int(each) < vocab_size)
+    return ()

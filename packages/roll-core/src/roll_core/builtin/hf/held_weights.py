@@ -1,0 +1,134 @@
+"""The weights that the engine holds, by their Hugging Face names, and how published ones replace them.
+
+They are the parameters of the engine's own model. Published tensors are copied into them, each digested from the
+engine's memory afterwards; or, where they are live parameters of a trainer in this process, take their place, so that
+nothing is copied at all. Siblings are held live only together and side by side (`layout`): otherwise the fused matrices
+that are multiplied would be other memory than what is digested.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roll_core.builtin.hf.layout import SIBLINGS, adjacent
+from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
+from roll_core.spec.weights import copy_digested, digest, dtype_name
+from roll_core.types import WeightReceipt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+    from roll_core.types import WeightManifest
+
+
+class HeldWeights:
+    """Parameters of one model."""
+
+    def __init__(self, model: nn.Module, *, role: str, rank: int) -> None:
+        self._role, self._rank = role, rank
+        self._held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        """Tied parameters stand under each of their names."""
+        self._held.update(model.state_dict(keep_vars=True))
+        self._needed = {name for name, _ in model.named_parameters()}
+        self._live: set[int] = set()
+        """Parameters whose memory is the trainer's."""
+
+    def update(
+        self, version: int, current: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool
+    ) -> WeightReceipt:
+        """Hold `tensors` from now on. Raises `WeightSyncError`s."""
+        if version < current or version != manifest.version:
+            raise StaleWeightsError(
+                f"{self._who}: was sent version {version} with a manifest of version {manifest.version}"
+                f" while it holds version {current}"
+            )
+        entries = {entry.name: entry for entry in manifest.tensors}
+        digests: dict[str, str] = {}
+        borrowed: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in tensors:
+            held = self._held.get(name)
+            if held is None or name not in entries:
+                whose = "the model" if held is None else "the manifest"
+                raise UnexpectedTensorError(f"{self._who}: was sent {name}, which {whose} does not have")
+            entry = entries[name]
+            if tensor.shape != held.shape or tuple(tensor.shape) != entry.shape:
+                raise CorruptTensorError(
+                    f"{self._who}: {name} arrived as {_list(tensor.shape)}; the manifest says {_list(entry.shape)}"
+                    f" and the model has {_list(held.shape)}"
+                )
+            if dtype_name(tensor) != entry.dtype:
+                raise CorruptTensorError(
+                    f"{self._who}: {name} arrived as {dtype_name(tensor)}; the manifest says {entry.dtype}"
+                )
+            seen.add(id(held))
+            if shared and tensor.dtype == held.dtype and tensor.device == held.device:
+                borrowed[name] = tensor.detach()
+                digests[name] = ""
+            else:
+                digests[name] = self._copy(held, tensor)
+        self._refuse_missing(entries.keys() - digests.keys(), "was not sent", manifest.version)
+        absent = {name for name in self._needed if id(self._held[name]) not in seen}
+        self._refuse_missing(absent, "is not in the manifest", manifest.version)
+        for name, tensor in self._adjacent(borrowed).items():
+            held = self._held[name]
+            held.data = tensor
+            self._live.add(id(held))
+        for name, tensor in borrowed.items():
+            held = self._held[name]
+            if held.data_ptr() != tensor.data_ptr():
+                digests[name] = self._copy(held, tensor)
+            else:
+                digests[name] = digest(held.detach())
+        return WeightReceipt(version=version, digests=digests, role=self._role, rank=self._rank)
+
+    @property
+    def _who(self) -> str:
+        return f"{self._role or 'engine'} rank {self._rank}"
+
+    def _refuse_missing(self, names: Iterable[str], problem: str, version: int) -> None:
+        missing = sorted(names)
+        if missing:
+            raise MissingTensorError(
+                f"{self._who}: {missing[0]} {problem} of version {version} ({len(missing)} such tensors)"
+            )
+
+    def _copy(self, held: Tensor, tensor: Tensor) -> str:
+        """Into the engine's own memory; its digest afterwards."""
+        if id(held) in self._live:
+            held.data = torch.empty_like(held)
+            self._live.discard(id(held))
+        if tensor.dtype == held.dtype:
+            return copy_digested(held.detach(), tensor)
+        held.detach().copy_(tensor)
+        return digest(held.detach())
+
+    def _adjacent(self, borrowed: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Without those whose siblings do not lie beside them."""
+        lonely: set[str] = set()
+        for name in borrowed:
+            group = _siblings(name, self._held)
+            if len(group) > 1 and not (
+                all(each in borrowed for each in group) and adjacent([borrowed[each] for each in group]) is not None
+            ):
+                lonely.add(name)
+        return {name: tensor for name, tensor in borrowed.items() if name not in lonely}
+
+
+def _siblings(name: str, held: dict[str, Any]) -> list[str]:
+    """All names of the group of `name`, in layout order; empty if it has no siblings."""
+    parts = name.split(".")
+    for group in SIBLINGS:
+        if len(parts) > 2 and parts[-2] in group:
+            return [".".join([*parts[:-2], sibling, parts[-1]]) for sibling in group if (
+                ".".join([*parts[:-2], sibling, parts[-1]]) in held
+            )]
+    return []
+
+
+def _list(shape: Iterable[int]) -> str:
+    return str(list(shape))

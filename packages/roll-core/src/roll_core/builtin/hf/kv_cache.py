@@ -1,0 +1,92 @@
+"""Keys and values of rows, one stretch of memory per row, so that a dense batch of rows is a view.
+
+Layout `[layer, key|value, row, head, position, D]`: the rows `[0, N)` and positions `[0, W)` of one layer are N × heads
+matrices `[W, D]` at equal distances, which is what a batched GEMM takes without a copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+ALIGNMENT = 16
+"""Positions to which a row's room is rounded up."""
+
+
+class KVCache:
+    """Room for `rows` sequences of `width` positions; grows when asked, and keeps what it holds."""
+
+    def __init__(
+        self, *, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_layers, self.num_heads, self.head_dim = num_layers, num_heads, head_dim
+        self.dtype, self.device = dtype, device
+        self.rows = self.width = 0
+        self._allocate(0, 0)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one position of one row."""
+        return 2 * self.num_layers * self.num_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return self.rows * self.width * self.token_bytes
+
+    def reserve(self, rows: int, width: int, used_rows: int, used_width: int) -> None:
+        """Make room; the first `used_rows` rows and `used_width` positions are kept."""
+        width = -(-width // ALIGNMENT) * ALIGNMENT
+        if rows <= self.rows and width <= self.width:
+            return
+        old = self._kv
+        self._allocate(max(rows, self.rows if used_rows else 0), max(width, self.width if used_rows else 0))
+        self._finite_rows, self._finite_width = used_rows, used_width
+        if used_rows:
+            self._kv[:, :, :used_rows, :, :used_width] = old[:, :, :used_rows, :, :used_width]
+
+    def expose(self, rows: int, width: int) -> None:
+        """Make sure that rows and positions up to these hold finite numbers, as a dense batch reads past short rows."""
+        if rows > self._finite_rows:
+            self._kv[:, :, self._finite_rows : rows, :, : self._finite_width] = 0
+            self._finite_rows = rows
+        if width > self._finite_width:
+            width = min(width + ALIGNMENT, self.width)
+            self._kv[:, :, : self._finite_rows, :, self._finite_width : width] = 0
+            self._finite_width = width
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy one row's first `length` positions over another's."""
+        self._kv[:, :, target, :, :length] = self._kv[:, :, source, :, :length]
+
+    def take(self, other: KVCache, source: int, target: int, length: int) -> None:
+        """Copy a row of another cache."""
+        self._kv[:, :, target, :, :length] = other._kv[:, :, source, :, :length]
+
+    def clear(self, rows: npt.NDArray[np.int64]) -> None:
+        """Zeros in these rows."""
+        for row in rows:
+            self._kv[:, :, int(row), :, : self._finite_width] = 0
+
+    def forget(self) -> None:
+        """Nothing of what it holds is needed any more; the memory stays."""
+        self._finite_rows = self._finite_width = 0
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._allocate(0, 0)
+
+    def _allocate(self, rows: int, width: int) -> None:
+        self.rows, self.width = rows, width
+        self._finite_rows = self._finite_width = 0
+        shape = (self.num_layers, 2, rows, self.num_heads, width, self.head_dim)
+        self._kv = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.keys: list[Tensor] = [layer[0] for layer in self._kv]
+        """By layer, `[row, head, position, D]`."""
+        self.values: list[Tensor] = [layer[1] for layer in self._kv]
