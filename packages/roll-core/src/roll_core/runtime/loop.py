@@ -1,6 +1,6 @@
 """The loop that every run goes through, from a checked config to a complete record.
 
-    build roles -> setup -> [resume] -> evaluate? -> { step -> evaluate? -> record -> checkpoint? } * num_steps -> export
+    build -> setup -> [resume] -> evaluate? -> { step -> evaluate? -> record -> checkpoint? } * num_steps -> export
 
 Whatever happens, workers are closed, the record says how it ended, and the report is written.
 """
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config import dump
 from roll_core.errors import RunInterruptedError, WorkerDiedError
 from roll_core.plugins.events import Events
-from roll_core.plugins.targets import load_class
+from roll_core.plugins.targets import load_target
 from roll_core.runtime.build import group_specs, slots_per_worker
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.console import Console
+from roll_core.runtime.data import RunData
 from roll_core.runtime.executors import choose_executor, make_executor
 from roll_core.runtime.guards import Guards
 from roll_core.runtime.judging import Judges
@@ -33,16 +34,13 @@ from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.record import RunFacts, RunRecord
 from roll_core.runtime.report import write_report
 from roll_core.runtime.roles import GroupInferRole, GroupTrainRole, RewardRole
-from roll_core.runtime.rows import Rows
 from roll_core.runtime.run import ActiveRun
 from roll_core.runtime.run_dir import RunDir, find_checkpoint
 from roll_core.runtime.samples import SamplesFile
 from roll_core.runtime.secrets import Redactor
 from roll_core.runtime.tokenizer import prepare_tokenizer
 from roll_core.runtime.tracking import MetricsFile, Trackers
-from roll_core.spec.pipeline import Pipeline
 from roll_core.spec.providers import TrackerProvider
-from roll_core.spec.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,8 +51,9 @@ if TYPE_CHECKING:
     from roll_core.runtime.executors.base import Executor
     from roll_core.runtime.record import Outcome
     from roll_core.spec.config import RunConfig
-    from roll_core.spec.pipeline import RoleSpec
+    from roll_core.spec.pipeline import Pipeline
     from roll_core.spec.platform import Platform
+    from roll_core.spec.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ def execute(
     record = RunRecord(run_dir.record, facts, redactor)
     driver = _Driver(
         config=config,
-        pipeline=load_class(loaded.pipeline.target, Pipeline, owner=f"pipeline {config.pipeline}")(config),
+        pipeline=load_target(loaded.pipeline.target, owner=f"pipeline {config.pipeline}")(config),
         registry=registry,
         run_dir=run_dir,
         record=record,
@@ -196,8 +195,8 @@ class _Driver:
         history = checkpoint.path.parent.parent if checkpoint is not None else None
         resumed_step = checkpoint.step if checkpoint is not None else 0
         with ledger.stage("data"):
-            tokenizer = prepare_tokenizer(config, self.run_dir)
-            rows = Rows(config, tokenizer)
+            data = RunData(config)
+            tokenizer = prepare_tokenizer(config, data, self.run_dir.tokenizer)
         async with contextlib.AsyncExitStack() as stack:
             samples = SamplesFile(
                 self.run_dir.samples,
@@ -212,7 +211,7 @@ class _Driver:
                 run_dir=self.run_dir,
                 registry=self.registry,
                 tokenizer=tokenizer,
-                rows=rows,
+                data=data,
                 ledger=ledger,
                 guards=guards,
                 samples=samples,
@@ -387,7 +386,7 @@ class _Driver:
 
         def factory(name: str) -> Callable[[], Tracker]:
             provider = self.registry.find(TrackerProvider, name)
-            tracker_class = load_class(provider.target, Tracker, owner=f"tracker {name}")
+            tracker_class: type[Tracker] = load_target(provider.target, owner=f"tracker {name}")
             options = config.tracker_kwargs.get(name, {})
             return lambda: tracker_class(self.run_dir.path, self.run_dir.name, options)
 

@@ -1,4 +1,4 @@
-"""Bringing engines to a trainer's weights during a run: when, by which transport, and what is done about a failed proof."""
+"""Bringing engines to a trainer's weights during a run: when, by which transport, and what a failed proof leads to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from roll_core.errors import WeightsUnchangedError, WeightSyncError
 from roll_core.runtime.build import provider_of
-from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport, logprob_probe
+from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,6 +95,8 @@ class Publishing:
 
     async def _probe(self, source: str, target: str) -> dict[str, float]:
         """The same fixed tokens, through the trainer and through the engine."""
+        from roll_core.runtime.weight_sync.probe import logprob_probe
+
         run = self._run
         gap = await logprob_probe(run.train_role(source), run.infer_role(target), probe_tokens(len(run.tokenizer)))
         run.guards.check_at_most(

@@ -5,7 +5,7 @@ The loop that drives it is in `roll_core.runtime.loop`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.plugins.registry import Registry
+    from roll_core.runtime.data import RunData
     from roll_core.runtime.guards import Guards
     from roll_core.runtime.judging import Judges
     from roll_core.runtime.ledger import Ledger
     from roll_core.runtime.publishing import Publishing
     from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
-    from roll_core.runtime.rows import Rows
     from roll_core.runtime.run_dir import RunDir
     from roll_core.runtime.samples import SamplesFile
     from roll_core.spec.algorithms import AdvantageEstimator
@@ -49,7 +49,7 @@ class ActiveRun(Run):
         run_dir: RunDir,
         registry: Registry,
         tokenizer: PreTrainedTokenizerBase,
-        rows: Rows,
+        data: RunData,
         ledger: Ledger,
         guards: Guards,
         samples: SamplesFile,
@@ -61,7 +61,7 @@ class ActiveRun(Run):
         self.judges: Judges | None = None
         self.publishing: Publishing
         self.guards = guards
-        self._registry, self._rows, self._ledger, self._samples = registry, rows, ledger, samples
+        self._registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
         self._metrics: dict[str, float] = {}
 
     @override
@@ -73,7 +73,7 @@ class ActiveRun(Run):
         return _role(self.infer_roles, name, "generates")
 
     @override
-    def stage(self, name: str) -> AbstractContextManager[None]:
+    def stage(self, name: str) -> AbstractContextManager[Any]:
         return self._ledger.stage(name)
 
     @override
@@ -131,17 +131,17 @@ class ActiveRun(Run):
 
     @override
     def prompts(self, data: DataArguments) -> Sequence[Prompt]:
-        return self._rows.prompts(data)
+        return self._data.prompts(data, self.tokenizer)
 
     @override
     def sequences(
         self, data: DataArguments, *, overlong: Literal["drop", "truncate"] = "drop", on_prompt: bool = False
     ) -> Sequence[TrainSequence]:
-        return self._rows.sequences(data, overlong=overlong, on_prompt=on_prompt)
+        return self._data.sequences(data, self.tokenizer, overlong=overlong, on_prompt=on_prompt)
 
     @override
     def columns(self, data: DataArguments) -> Sequence[str]:
-        return self._rows.columns(data)
+        return self._data.rows(data).columns
 
     @override
     def advantage_estimator(self, name: str) -> AdvantageEstimator:

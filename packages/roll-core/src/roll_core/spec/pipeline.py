@@ -172,7 +172,7 @@ class Run(ABC):
         """A role that generates."""
 
     @abstractmethod
-    def stage(self, name: str) -> AbstractContextManager[None]:
+    def stage(self, name: str) -> AbstractContextManager[Any]:
         """Account what happens inside to `name` in the ledger of where the time went. Stages nest; time is counted
         once."""
 

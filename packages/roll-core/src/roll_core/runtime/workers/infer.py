@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.runtime.executors.base import Peers, Place
+    from roll_core.runtime.weight_sync import Offer, ReceiveOutcome, SyncPlan
     from roll_core.spec.infer import InferStrategy
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import InferProvider
@@ -76,6 +77,10 @@ class InferWorker:
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """End requests now; their `result` has what there is."""
         return await self.strategy.abort(ids)
+
+    async def receive_weights(self, plan: SyncPlan, offer: Offer) -> ReceiveOutcome:
+        """Take published weights and answer with what the engine holds."""
+        return await self.receiver.receive(plan, offer)
 
     async def metrics(self) -> Mapping[str, float]:
         """The engine's counters since the last call."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.runtime.executors.base import Peers, Place
+    from roll_core.runtime.weight_sync import Offer, SendOutcome, SyncPlan
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import TrainProvider
     from roll_core.spec.train import LossFn, LossMetrics, StepStats, TokenOutputs, TrainingSpec, TrainStrategy
@@ -129,6 +130,14 @@ class TrainWorker:
         micros = pack(sequences, max_sequences=limits.train_sequences, max_tokens=limits.train_tokens, totals=totals)
         metrics = combine(self.strategy.forward_backward(micros, loss))
         return UpdateShare(metrics=metrics, stats=self.strategy.optimizer_step())
+
+    def prepare_send(self, plan: SyncPlan) -> Offer | None:
+        """First half of a publish: what this rank has ready."""
+        return self.sender.prepare(plan)
+
+    def send_weights(self, plan: SyncPlan) -> SendOutcome | None:
+        """Second half of a publish, while the receivers take them."""
+        return self.sender.send(plan)
 
     def save(self, path: str) -> None:
         """Write this rank's share of the state into `path`."""

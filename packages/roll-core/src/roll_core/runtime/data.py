@@ -1,0 +1,59 @@
+"""The data of a run: each file is read once, whoever asks for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.data.datasets import read_rows
+from roll_core.data.encode import encode_prompts, encode_sft
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Literal
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.data.datasets import Rows
+    from roll_core.spec.config import DataArguments, RunConfig
+    from roll_core.spec.pipeline import Prompt
+    from roll_core.types import TrainSequence
+
+
+class RunData:
+    """Rows by the `data_args` that describe them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._read: dict[str, Rows] = {}
+
+    def rows(self, data: DataArguments) -> Rows:
+        """The rows, read on first use."""
+        key = data.model_dump_json()
+        if key not in self._read:
+            self._read[key] = read_rows(data)
+        return self._read[key]
+
+    def prompts(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
+        """Rows as prompts of at most `prompt_length` tokens."""
+        prompts, _ = encode_prompts(self.rows(data), data, tokenizer, prompt_length=self._config.prompt_length)
+        return prompts
+
+    def sequences(
+        self,
+        data: DataArguments,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        overlong: Literal["drop", "truncate"],
+        on_prompt: bool,
+    ) -> Sequence[TrainSequence]:
+        """Rows with prompt and response as sequences to learn."""
+        sequences, _ = encode_sft(
+            self.rows(data),
+            data,
+            tokenizer,
+            prompt_length=self._config.prompt_length,
+            response_length=self._config.response_length,
+            overlong=overlong,
+            on_prompt=on_prompt,
+        )
+        return sequences

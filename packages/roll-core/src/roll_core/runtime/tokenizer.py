@@ -1,0 +1,83 @@
+"""The tokenizer of a run: made from the data where the config says so, else that of the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.data.datasets import messages_of
+from roll_core.data.templates import control_tokens
+from roll_core.data.tokenizers import make_tokenizer
+from roll_core.errors import ConfigError, ConfigProblem, DataError, ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.runtime.data import RunData
+    from roll_core.spec.config import DataArguments, RunConfig
+
+
+def prepare_tokenizer(config: RunConfig, data: RunData, directory: Path) -> PreTrainedTokenizerBase:
+    """Make or load the tokenizer and write it into `directory`, from where every worker loads it.
+
+    Raises `ConfigError` where neither a tokenizer nor a model to take it from is named.
+    """
+    sources = _data_of(config)
+    if config.tokenizer is not None:
+        control = [token for source in sources for token in control_tokens(source.template)]
+        return make_tokenizer(config.tokenizer, _texts(data, sources), directory, control_tokens=control)
+    path = _model_path(config)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"{path} has no tokenizer that can be loaded: {first_line};"
+            " give tokenizer.kind, or a directory or hub id of a model with its tokenizer"
+        ) from error
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def _model_path(config: RunConfig) -> str:
+    """Where the run's first model with a path comes from."""
+    for worker in config.roles().values():
+        if worker.model_args.model_name_or_path:
+            return worker.model_args.model_name_or_path
+    if config.pretrain is None:
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    where=config.exp_name,
+                    key="tokenizer",
+                    message="is missing, and no model is loaded that would bring one",
+                    hint="give tokenizer.kind (char, byte or bpe), or pretrain",
+                )
+            ]
+        )
+    return config.pretrain
+
+
+def _data_of(config: RunConfig) -> list[DataArguments]:
+    """Every `data_args` of the run that names files."""
+    validation = getattr(config, "validation", None)
+    found = [worker.data_args for worker in config.roles().values()]
+    if validation is not None:
+        found.append(validation.data_args)
+    return [data for data in found if data.file_name]
+
+
+def _texts(data: RunData, sources: list[DataArguments]) -> Iterator[str]:
+    """All texts that the run will encode."""
+    for source in sources:
+        rows = data.rows(source)
+        for row in rows:
+            try:
+                messages = messages_of(row, source, rows, response=True)
+            except DataError:  # rows of prompts alone have no response
+                messages = messages_of(row, source, rows, response=False)
+            yield from (message["content"] for message in messages)
