@@ -1,0 +1,273 @@
+"""Reads rows from files by Hugging Face `datasets`, and says which file, row and column is wrong where one is.
+
+Nothing is cached between runs: a changed file is a changed dataset, and no cache grows in anyone's home.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from roll_core.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from roll_core.spec.config import DataArguments
+
+ENDINGS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".arrow": "arrow",
+}
+Message = dict[str, str]
+"""`role` and `content`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: a mapping of its columns, with a stable id, a domain, and where it stands for error messages."""
+
+    id: str
+    tag: str
+    where: str
+    """`train.jsonl row 12`, counted from 1."""
+    values: Mapping[str, Any]
+
+
+class Rows(Sequence[Row]):
+    """All rows of some files, in order."""
+
+    def __init__(self, parts: Sequence[tuple[str, Dataset]], data: DataArguments) -> None:
+        self._data = data
+        self._places: list[tuple[str, int]] = []
+        self._values: list[Mapping[str, Any]] = []
+        columns: dict[str, None] = {}
+        for name, dataset in parts:
+            columns.update(dict.fromkeys(dataset.column_names))
+            for number, values in enumerate(dataset.to_list(), start=1):
+                if data.max_samples is not None and len(self._values) >= data.max_samples:
+                    break
+                self._places.append((name, number))
+                self._values.append(values)
+        self.columns = tuple(columns)
+        self._check_ids()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        name, number = self._places[index]
+        values = self._values[index]
+        return Row(
+            id=self._id(index),
+            tag=str(values.get(self._data.tag) or ""),
+            where=f"{name} row {number}",
+            values=values,
+        )
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    def _id(self, index: int) -> str:
+        value = self._values[index].get(self._data.id)
+        return str(index) if value is None else str(value)
+
+    def _check_ids(self) -> None:
+        if self._data.id not in self.columns:
+            return
+        seen: dict[str, int] = {}
+        for index in range(len(self)):
+            first = seen.setdefault(self._id(index), index)
+            if first != index:
+                raise DataError(
+                    f"{self[index].where}: column {self._data.id!r} has {self._id(index)!r}, as"
+                    f" {self[first].where} has; ids must differ (data_args.id names another column)"
+                )
+
+
+def read_rows(data: DataArguments) -> Rows:
+    """Rows of the files in `data.file_name`, in order, at most `max_samples`. Raises `DataError`."""
+    names = [data.file_name] if isinstance(data.file_name, str) else list(data.file_name or ())
+    if not names:
+        raise DataError("data_args.file_name is not given: which files have the rows?")
+    parts = [(Path(name).name, _read_file(Path(name), data.dataset_type)) for name in names]
+    rows = Rows(parts, data)
+    if not len(rows):
+        raise DataError(f"{', '.join(names)}: no rows")
+    return rows
+
+
+def text_of(row: Row, column: str, rows: Rows) -> str:
+    """The text in a column. Raises `DataError` that names the row, and the nearest column where there is none."""
+    need_column(column, rows)
+    value = row.values.get(column)
+    if not isinstance(value, str):
+        found = "nothing" if value is None else f"{type(value).__name__} {_short(value)}"
+        raise DataError(f"{row.where}: column {column!r} must be text, but has {found}")
+    return value
+
+
+def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) -> list[Message]:
+    """The row as chat messages: with `response` the last one is the assistant's, without it is not."""
+    if data.messages is None:
+        messages = [{"role": "user", "content": text_of(row, data.prompt, rows)}]
+        if response:
+            messages.append({"role": "assistant", "content": text_of(row, data.response, rows)})
+        return _with_system(messages, row, data, rows)
+    messages = stored_messages(row, data, rows)
+    if response and messages[-1]["role"] != "assistant":
+        raise DataError(f"{row.where}: column {data.messages!r} must end with a message of the assistant")
+    while not response and messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if all(each["role"] == "system" for each in messages):
+        raise DataError(f"{row.where}: column {data.messages!r} has nothing to answer")
+    return messages
+
+
+def need_column(column: str, rows: Rows) -> None:
+    """Raise `DataError` unless the rows have the column."""
+    if column not in rows.columns:
+        close = difflib.get_close_matches(column, rows.columns, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(map(repr, rows.columns))}"
+        raise DataError(f"{rows[0].where.rsplit(' row ', 1)[0]}: no column {column!r}; {hint}")
+
+
+def _with_system(messages: list[Message], row: Row, data: DataArguments, rows: Rows) -> list[Message]:
+    if data.system is None:
+        return messages
+    return [{"role": "system", "content": text_of(row, data.system, rows)}, *messages]
+
+
+def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
+    """All messages in the row's `messages` column, a list or its JSON, after those of its system column."""
+    column = data.messages
+    if column is None:
+        raise DataError("data_args.messages names no column")
+    need_column(column, rows)
+    value = row.values.get(column)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{row.where}: column {column!r} is text but not JSON: {error}") from error
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{row.where}: column {column!r} must be a list of messages, but has {_short(value)}")
+    messages: list[Message] = []
+    for at, each in enumerate(value, start=1):
+        if (
+            not isinstance(each, dict)
+            or not isinstance(each.get("role"), str)
+            or not isinstance(each.get("content"), str)
+        ):
+            raise DataError(
+                f"{row.where}: message {at} of column {column!r} must have a role and a content, both text,"
+                f" but is {_short(each)}"
+            )
+        messages.append({"role": each["role"], "content": each["content"]})
+    return _with_system(messages, row, data, rows)
+
+
+def _read_file(path: Path, kind: str) -> Dataset:
+    if not path.is_file():
+        raise DataError(f"{path}: {_where_else(path)}")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty")
+    if kind == "auto":
+        if path.suffix.lower() not in ENDINGS:
+            raise DataError(
+                f"{path}: the ending {path.suffix!r} tells no format;"
+                " set data_args.dataset_type to json, parquet, csv or arrow"
+            )
+        kind = ENDINGS[path.suffix.lower()]
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    options: dict[str, Any] = {}
+    if kind == "csv":
+        # Text stays text: 007 is no number and NA is no gap.
+        options = {"dtype": str, "keep_default_na": False, "sep": "\t" if path.suffix.lower() == ".tsv" else ","}
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory(prefix="roll-rows-") as cache:
+            return datasets.load_dataset(
+                kind, data_files=[str(path)], split="train", cache_dir=cache, keep_in_memory=True, **options
+            )
+    except (DatasetGenerationError, ValueError, OSError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: {_why_unreadable(path, kind, error)}") from error
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def _where_else(path: Path) -> str:
+    if path.is_dir():
+        return "is a directory; name the files in it"
+    folder = path.parent
+    if not folder.is_dir():
+        return f"no such file; there is no directory {folder} either (paths are relative to {Path.cwd()})"
+    close = difflib.get_close_matches(path.name, [each.name for each in folder.iterdir()], n=1)
+    return f"no such file; did you mean {close[0]!r}?" if close else f"no such file in {folder.resolve()}"
+
+
+def _why_unreadable(path: Path, kind: str, error: BaseException) -> str:
+    """The first row that is no row; what the library said where the rows look right."""
+    if kind == "json":
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as bad:
+            return f"is not UTF-8 at byte {bad.start}"
+        if not text.strip():
+            return "the file is empty"
+        types: dict[str, tuple[str, int]] = {}
+        for number, line in enumerate(_json_rows(text), start=1):
+            try:
+                row = json.loads(line) if isinstance(line, str) else line
+            except json.JSONDecodeError as bad:
+                return f"row {number} is not JSON: {bad}"
+            if not isinstance(row, dict):
+                return f"row {number} must be an object with columns, but is {_short(row)}"
+            for column, value in row.items():
+                if value is not None:
+                    name = type(value).__name__
+                    known, first = types.setdefault(column, (name, number))
+                    if known != name and {known, name} != {"int", "float"}:
+                        return f"row {number}: column {column!r} is {name}, but row {first} has {known} there"
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = [line for line in str(cause).splitlines() if line.strip()]
+    return f"cannot be read as {kind}: {lines[0] if lines else type(cause).__name__}"
+
+
+def _json_rows(text: str) -> list[Any]:
+    if text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError:
+            return [text]
+        return rows if isinstance(rows, list) else [rows]
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

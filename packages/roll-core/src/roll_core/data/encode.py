@@ -1,0 +1,208 @@
+"""From rows to tokens: prompts to be answered, and sequences to be learnt. What is left out or cut is counted."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from roll_core.data.datasets import Row, Rows, messages_of, stored_messages
+from roll_core.data.templates import Segment, Template, load_template, texts_of
+from roll_core.errors import DataError
+from roll_core.types import TrainSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.spec.config import DataArguments
+    from roll_core.spec.pipeline import Prompt
+    from roll_core.types import TokenIds
+
+log = logging.getLogger(__name__)
+
+Overlong = Literal["drop", "truncate"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the rows."""
+
+    kept: int = 0
+    overlong_prompts: int = 0
+    """Left out: the prompt is longer than `prompt_length`."""
+    overlong_responses: int = 0
+    """Left out: the response is longer than `response_length`."""
+    truncated_responses: int = 0
+    """Kept, but cut to `response_length`: the end token is gone."""
+    empty: int = 0
+    """Left out: no token to learn."""
+
+    def __str__(self) -> str:
+        named = [f"{getattr(self, each.name)} {each.name.replace('_', ' ')}" for each in fields(self)]
+        return ", ".join(text for text in named if not text.startswith("0 "))
+
+
+class Encoder:
+    """A tokenizer and a template. Encodes text without losing any of it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+        self.tokenizer = tokenizer
+        self.template: Template = load_template(template, tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no end-of-sequence token, so a response could not end")
+        first = tokenizer("", add_special_tokens=True)["input_ids"][:1]
+        # A chat template writes the beginning-of-sequence token itself; in plain text it comes from the tokenizer.
+        self.begins_with: list[int] = list(first) if first and first[0] == tokenizer.bos_token_id else []
+
+    def prompt(self, messages: Sequence[dict[str, str]], where: str) -> tuple[str, TokenIds]:
+        """The text after which the model answers, and its tokens."""
+        text = self.template.prompt(messages)
+        return text, self._begin(np.asarray(self.encode(text, where), dtype=np.int64))
+
+    def conversation(self, messages: Sequence[dict[str, str]], where: str) -> tuple[TokenIds, Any]:
+        """Tokens `[L]`, and which of them the model writes, bool `[L]`. Each segment is encoded alone."""
+        pieces: list[int] = []
+        written: list[bool] = []
+        for segment in self.template.segments(messages):
+            ids = self._segment(segment, where)
+            pieces += ids
+            written += [segment.written] * len(ids)
+        tokens = self._begin(np.asarray(pieces, dtype=np.int64))
+        mask = np.asarray([False] * (len(tokens) - len(written)) + written, dtype=np.bool_)
+        return tokens, mask
+
+    def encode(self, text: str, where: str) -> list[int]:
+        """Tokens of a text. Raises `DataError` for characters that the tokenizer does not cover."""
+        if not text:
+            return []
+        try:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # the library raises the bare class
+            raise DataError(f"{where}: {self._uncovered(text)}") from error
+        unknown = self.tokenizer.unk_token_id
+        if unknown is not None and unknown in ids and str(self.tokenizer.unk_token) not in text:
+            raise DataError(f"{where}: {self._uncovered(text)}")
+        return ids
+
+    def _segment(self, segment: Segment, where: str) -> list[int]:
+        ids = self.encode(segment.text, where)
+        return [*ids, self.tokenizer.eos_token_id] if segment.ends else ids
+
+    def _begin(self, tokens: TokenIds) -> TokenIds:
+        if not self.begins_with or (len(tokens) and tokens[0] == self.begins_with[0]):
+            return tokens
+        return np.concatenate([np.asarray(self.begins_with, dtype=np.int64), tokens])
+
+    def _uncovered(self, text: str) -> str:
+        def known(character: str) -> bool:
+            try:
+                ids = self.tokenizer(character, add_special_tokens=False)["input_ids"]
+            except Exception:  # see `encode`
+                return False
+            return self.tokenizer.unk_token_id is None or self.tokenizer.unk_token_id not in ids
+
+        bad = sorted({each for each in text if not known(each)})
+        shown = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in bad[:5]) or "some of its text"
+        return f"the tokenizer does not cover {shown}; extend its alphabet, or take a byte or bpe tokenizer"
+
+
+def encode_prompts(
+    rows: Rows, data: DataArguments, tokenizer: PreTrainedTokenizerBase, *, prompt_length: int
+) -> tuple[list[Prompt], Counts]:
+    """Rows as prompts, in their order; those longer than `prompt_length` tokens are left out. Ids are the rows'."""
+    from roll_core.spec.pipeline import Prompt
+
+    encoder = Encoder(tokenizer, data.template)
+    counts = Counts()
+    prompts: list[Prompt] = []
+    for row in rows:
+        text, tokens = encoder.prompt(messages_of(row, data, rows, response=False), row.where)
+        if len(tokens) == 0:
+            raise DataError(f"{row.where}: the prompt has no token")
+        if len(tokens) > prompt_length:
+            counts.overlong_prompts += 1
+            continue
+        counts.kept += 1
+        prompts.append(Prompt(id=row.id, tokens=tokens, text=text, tag=row.tag, metadata=dict(row.values)))
+    _report("prompts", rows, counts)
+    return prompts, counts
+
+
+def tokenizer_texts(rows: Rows, data: DataArguments) -> Iterator[str]:
+    """All texts of the rows, as the template writes them: what a tokenizer that is made for them must cover."""
+    for row in rows:
+        if data.messages is not None:
+            messages = stored_messages(row, data, rows)
+        else:
+            messages = messages_of(row, data, rows, response=isinstance(row.values.get(data.response), str))
+        yield from texts_of(messages, data.template)
+
+
+def encode_sft(
+    rows: Rows,
+    data: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_length: int,
+    response_length: int,
+    overlong: Overlong = "drop",
+    on_prompt: bool = False,
+) -> tuple[list[TrainSequence], Counts]:
+    """Rows with prompt and response as sequences to learn, in their order.
+
+    The prompt is what stands before the first token that the model writes; the response is all the rest (several turns,
+    of which only the model's are learnt). A longer prompt than `prompt_length` leaves the row out; a longer response
+    than `response_length` leaves it out (`drop`) or is cut at its end (`truncate`). `on_prompt` also learns what the
+    model only reads, except for the first token.
+    """
+    encoder = Encoder(tokenizer, data.template)
+    counts = Counts()
+    sequences: list[TrainSequence] = []
+    for row in rows:
+        messages = messages_of(row, data, rows, response=True)
+        tokens, mask = encoder.conversation(messages, row.where)
+        sequence = _within(row, tokens, mask, counts, prompt_length, response_length, overlong)
+        if sequence is not None:
+            sequences.append(_with_prompt(sequence) if on_prompt else sequence)
+    _report("rows", rows, counts)
+    return sequences, counts
+
+
+def _within(
+    row: Row, tokens: TokenIds, mask: Any, counts: Counts, prompt_length: int, response_length: int, overlong: Overlong
+) -> TrainSequence | None:
+    num_prompt = int(mask.argmax()) if mask.any() else len(tokens)
+    if num_prompt > prompt_length:
+        counts.overlong_prompts += 1
+        return None
+    if len(tokens) - num_prompt > response_length:
+        if overlong == "drop":
+            counts.overlong_responses += 1
+            return None
+        counts.truncated_responses += 1
+        tokens, mask = tokens[: num_prompt + response_length], mask[: num_prompt + response_length]
+    if len(mask):
+        # Nothing stands before the first token from which it could be predicted.
+        mask = mask.copy()
+        mask[0] = False
+    if not mask.any():
+        counts.empty += 1
+        return None
+    counts.kept += 1
+    return TrainSequence(id=row.id, tokens=tokens, loss_mask=mask)
+
+
+def _with_prompt(sequence: TrainSequence) -> TrainSequence:
+    mask = np.ones(len(sequence), dtype=np.bool_)
+    mask[0] = False
+    return TrainSequence(id=sequence.id, tokens=sequence.tokens, loss_mask=mask)
+
+
+def _report(what: str, rows: Rows, counts: Counts) -> None:
+    if counts.kept == 0:
+        raise DataError(f"of {len(rows)} {what} none can be used: {counts}; raise prompt_length or response_length")
+    log.info("%d %s: %s", len(rows), what, counts)

@@ -1,0 +1,114 @@
+"""Makes tokenizers for models that begin from nothing: characters, bytes, or byte pairs learnt from the data.
+
+What they cover they give back exactly: `decode(encode(text)) == text`. What a `char` tokenizer does not cover is an
+error, never a silent unknown token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.spec.config import TokenizerConfig
+
+PAD, EOS = "<pad>", "<eos>"
+"""Ids 0 and 1 of every tokenizer made here. There is no beginning-of-sequence token: a prompt begins a sequence."""
+
+
+def make_tokenizer(
+    config: TokenizerConfig, texts: Iterable[str], directory: Path, *, control_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerBase:
+    """Make the tokenizer, write it into `directory`, and return it as `transformers.AutoTokenizer` loads it from there.
+
+    `texts` are all texts of the data; only `bpe`, and `char` without an alphabet, read them. `control_tokens` are those
+    of the chat template (see `templates.control_tokens`); each becomes one token. Raises `DataError`.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    special = [PAD, EOS, *(token for token in dict.fromkeys(control_tokens) if token not in (PAD, EOS))]
+    if config.kind == "char":
+        built = _characters(config.alphabet if config.alphabet is not None else _alphabet_of(texts), special)
+    elif config.kind == "byte":
+        built = _bytes(special)
+    else:
+        built = _byte_pairs(texts, config.vocab_size, special)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=built, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    wrapped.save_pretrained(directory)
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    return loaded
+
+
+def _characters(alphabet: str, special: Sequence[str]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = list(dict.fromkeys(alphabet))
+    if not characters:
+        raise DataError("a char tokenizer needs an alphabet, and neither the config nor the data gives a character")
+    names = [*special, *characters]
+    # A word-level model without an unknown token refuses what it does not know.
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer
+
+
+def _bytes(special: Sequence[str]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    names = [*special, *_byte_names()]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer
+
+
+def _byte_pairs(texts: Iterable[str], vocab_size: int, special: Sequence[str]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    least = len(special) + 256
+    if vocab_size < least:
+        raise DataError(
+            f"a bpe tokenizer has a token for each of 256 bytes and {len(special)} special tokens:"
+            f" vocab_size must be at least {least}, not {vocab_size}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _byte_names() -> list[str]:
+    """The character by which a byte-level tokenizer writes each byte, in the order of the bytes.
+
+    Printable bytes stand for themselves, the others are moved up behind Latin-1 in their order, as in GPT-2.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    moved = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
+
+
+def _alphabet_of(texts: Iterable[str]) -> str:
+    found: set[str] = set()
+    for text in texts:
+        found.update(text)
+    return "".join(sorted(found))
