@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass, field
@@ -16,10 +17,12 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 440, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 12, 24
 _MOST_POINTS = 400
-_SMOOTH_FROM = 30
-"""Shorter curves are shown as they are."""
-_SMOOTH_SPAN = 10
-"""Steps over which a curve is averaged, exponentially."""
+_DOTS_UP_TO = 30
+"""Points of shorter curves are marked."""
+_SMOOTH_REACH = 6
+"""Neighbours on each side over which a noisy curve is averaged."""
+_NOISY = 4.0
+"""A curve goes so many times its range up and down before it is called noisy, and a smooth one is drawn through it."""
 _MOST_BARS = 120
 
 
@@ -73,17 +76,19 @@ def line_chart(series: Series) -> Chart | None:
         return None
     low = [(x, y) for x, y in series.low if math.isfinite(y)]
     high = [(x, y) for x, y in series.high if math.isfinite(y)]
+    if not (_varies(low) or _varies(high)):  # such as the rewards 0 and 1: it would only fill the chart
+        low = high = []
     scale = _scale(series.points, [y for _, y in [*finite, *low, *high]])
     parts = [_axes(scale)]
     if low and high:
         outline = [*thin(high), *reversed(thin(low))]
         parts.append(f'<path class="band" d="{_path(outline, scale)}Z"/>')
-    if len(finite) >= _SMOOTH_FROM:
+    if is_noisy(finite):
         parts.append(f'<path class="line raw" d="{_path(thin(finite), scale)}"/>')
         parts.append(f'<path class="line" d="{_path(thin(smooth(finite)), scale)}"/>')
     elif len(finite) > 1:
         parts.append(f'<path class="line" d="{_path(finite, scale)}"/>')
-    if len(finite) < _SMOOTH_FROM:
+    if len(finite) <= _DOTS_UP_TO:
         parts += [f'<circle class="dot" cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="2.2"/>' for x, y in finite]
     for x in lost[:_MOST_POINTS]:
         place = f"M{scale.x(x):.1f} {_TOP}V{HEIGHT - _BOTTOM}"
@@ -129,7 +134,7 @@ def stacked_steps(steps: Sequence[tuple[int, Mapping[str, float]]], colours: Map
         return ""
     per_bar = math.ceil(len(steps) / _MOST_BARS)
     bars = [_average(steps[i : i + per_bar]) for i in range(0, len(steps), per_bar)]
-    height, width, left, bottom = 200, 900, 46, 22
+    height, width, left, bottom = 300, 900, 46, 22
     top = max(sum(parts.values()) for _, _, parts in bars) or 1.0
     ticks = nice_ticks(0.0, top, 4)
     top = max(top, ticks[-1])
@@ -154,24 +159,39 @@ def stacked_steps(steps: Sequence[tuple[int, Mapping[str, float]]], colours: Map
                     f' height="{size:.2f}"/>'
                 )
         out.append("</g>")
-    every = max(1, math.ceil(len(bars) / 12))
-    for index in range(0, len(bars), every):
-        x = left + (index + 0.5) * step_px
-        out.append(f'<text class="tick" x="{x:.1f}" y="{height - 6}" text-anchor="middle">{bars[index][0]}</text>')
+    for tick in nice_ticks(bars[0][0], bars[-1][1], 8) if len(bars) > 1 else [float(bars[0][0])]:
+        place = next((i for i, (first, last, _) in enumerate(bars) if first <= tick <= last), None)
+        if place is not None:
+            x = left + (place + 0.5) * step_px
+            out.append(f'<text class="tick" x="{x:.1f}" y="{height - 6}" text-anchor="middle">{tick:g}</text>')
     opening = f'<svg class="steps" viewBox="0 0 {width} {height}" role="img" aria-label="time of each step">'
     return f"{opening}{''.join(out)}</svg>"
 
 
-def smooth(points: Sequence[Point], span: float = _SMOOTH_SPAN) -> list[Point]:
-    """Exponential moving average, without the bias of its first value (as Adam corrects its moments)."""
-    decay = 1 - 1 / span
-    total = weight = 0.0
+def smooth(points: Sequence[Point], reach: int = _SMOOTH_REACH) -> list[Point]:
+    """Each value averaged with its neighbours, the nearer the more. Centred: nothing looks later than it was."""
     smoothed = []
-    for x, y in points:
-        total = decay * total + (1 - decay) * y
-        weight = decay * weight + (1 - decay)
+    for index, (x, _) in enumerate(points):
+        total = weight = 0.0
+        for other in range(max(0, index - reach), min(len(points), index + reach + 1)):
+            share = 1 - abs(other - index) / (reach + 1)
+            total += share * points[other][1]
+            weight += share
         smoothed.append((x, total / weight))
     return smoothed
+
+
+def is_noisy(points: Sequence[Point]) -> bool:
+    """Whether the eye needs help to follow a curve."""
+    if len(points) <= _DOTS_UP_TO:
+        return False
+    values = [y for _, y in points]
+    path = sum(abs(after - before) for before, after in itertools.pairwise(values))
+    return path > _NOISY * (max(values) - min(values))
+
+
+def _varies(points: Sequence[Point]) -> bool:
+    return len({y for _, y in points}) > 1
 
 
 def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:

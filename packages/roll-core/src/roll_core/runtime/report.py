@@ -48,11 +48,11 @@ KEY_CURVES = (
     ("actor/clip_fraction", "actor/clipfrac"),
     ("response_length/mean",),
     ("actor/grad_norm", "train/grad_norm"),
-    ("actor/lr", "train/lr"),
     ("tokens_per_s/step", "tokens_per_s/train"),
 )
 """Shown first: of each entry the first that the run has."""
 
+_WEIGHTS = "Weight sync"
 SECTIONS = {
     "val": "Held-out data",
     "score": "Rewards",
@@ -68,12 +68,12 @@ SECTIONS = {
     "prompt_length": "Lengths and tokens",
     "tokens": "Lengths and tokens",
     "tokens_per_s": "Throughput",
-    "weight_sync": "Weight sync",
+    "weight_sync": _WEIGHTS,
 }
 """Where the curves of a prefix stand, in this order; other prefixes get sections of their own behind."""
 
-_COLOURS = 10
-_MOST_SAMPLES = 1500
+_COLOURS = 14
+_MOST_SAMPLES = 4000
 _MOST_CHARS = 6000
 _LOG_LINES = 60
 
@@ -99,6 +99,16 @@ class TimeAccount:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Section:
+    """Curves that belong together."""
+
+    title: str
+    charts: list[Chart] = field(default_factory=list)
+    constants: list[tuple[str, str]] = field(default_factory=list)
+    """What never changed, which needs no curve."""
+
+
 @dataclass(kw_only=True)
 class _Page:
     """What the template is given."""
@@ -110,7 +120,8 @@ class _Page:
     facts: list[tuple[str, str]]
     tiles: list[Tile]
     key_charts: list[Chart]
-    sections: list[tuple[str, list[Chart]]]
+    sections: list[_Section]
+    weight_charts: list[Chart]
     time: TimeAccount | None
     samples_json: str
     num_samples: int
@@ -156,6 +167,7 @@ def _page(run_dir: RunDir) -> _Page:
     redactor = Redactor()
     outcome, tone = _outcome(record)
     key_charts, sections = _charts(metrics)
+    weights = next((section for section in sections if section.title == _WEIGHTS), _Section(title=_WEIGHTS))
     samples, left_out = _samples(run_dir.samples, redactor)
     error = record.get("error")
     found = record.get("guards")
@@ -168,7 +180,8 @@ def _page(run_dir: RunDir) -> _Page:
         facts=_facts(record),
         tiles=_tiles(record, metrics, guards),
         key_charts=key_charts,
-        sections=sections,
+        sections=[section for section in sections if section is not weights],
+        weight_charts=weights.charts,
         time=_time(record, metrics),
         samples_json=_for_script(samples),
         num_samples=len(samples),
@@ -218,49 +231,63 @@ _FACTS = (("pipeline", "pipeline"), ("platform", "platform"), ("executor", "exec
 
 
 def _tiles(record: Mapping[str, Any], metrics: Sequence[Mapping[str, float]], guards: Mapping[str, Any]) -> list[Tile]:
-    tiles = []
-    for label, names, better in (
-        ("held-out score", ("val/score/mean",), max),
-        ("held-out loss", ("val/loss",), min),
-        ("reward", ("score/mean", "reward/mean"), max),
-        ("loss", ("train/loss", "loss"), min),
-    ):
-        points = _points(metrics, next((name for name in names if any(name in row for row in metrics)), ""))
-        finite = [(x, y) for x, y in points if math.isfinite(y)]
-        if not finite:
-            continue
-        best_step, best = better(finite, key=lambda p: p[1])
-        note = f"from {figure(finite[0][1])}"
-        if len(finite) > 2:
-            note += f" · best {figure(best)} at step {best_step:g}"
-        tiles.append(Tile(label=label, value=figure(finite[-1][1]), note=note if len(finite) > 1 else ""))
+    tiles = [
+        tile
+        for label, name, noisy in _SCORES
+        if (tile := _score_tile(label, _points(metrics, name), noisy)) is not None
+    ][:3]
     steps = max((int(row["step"]) for row in metrics), default=int(number(record.get("steps_done")) or 0))
     asked = number(record.get("steps_asked"))
     tiles.append(Tile(label="steps", value=f"{steps}" + (f" / {asked:.0f}" if asked else "")))
-    account = _time_rows(record, metrics)[0]
-    if account:
-        tiles.append(Tile(label="wall time", value=seconds(sum(row["seconds"] for row in account))))
+    started, ended = number(record.get("started")), number(record.get("ended"))
+    if started is not None and ended is not None:
+        tiles.append(Tile(label="wall time", value=seconds(sum(_ledger_seconds(record)) or ended - started)))
     trained = sum(row.get("tokens/trained", 0.0) for row in metrics)
     if trained:
         spent = sum(row.get("time/step", 0.0) for row in metrics if "tokens/trained" in row)
         rate = f"{figure(trained / spent)} per second" if spent else ""
         tiles.append(Tile(label="tokens trained", value=figure(trained), note=rate))
-    tripped = sum(count for _, count in _counts(guards.get("counts")))
+    counts = _counts(guards.get("counts"))
     if record:
+        tripped = sum(count for _, count in counts)
+        fatal = any(event.get("action") == "error" for event in _dicts(guards.get("events")))
+        value = f"{tripped} tripped" if tripped else "none tripped"
+        note = ", ".join(name for name, _ in counts)
         tiles.append(
-            Tile(
-                label="guards",
-                value=f"{tripped} tripped" if tripped else "none tripped",
-                tone="bad" if tripped else "good",
-            )
+            Tile(label="guards", value=value, note=note, tone="bad" if fatal else "warn" if tripped else "good")
         )
     return tiles
+
+
+_SCORES = (
+    ("held-out score", "val/score/mean", False),
+    ("held-out loss", "val/loss", False),
+    ("reward", "score/mean", True),
+    ("loss", "train/loss", True),
+)
+"""Label and metric of the first tiles, and whether single values are too noisy to be quoted."""
+_QUOTED_STEPS = 10
+
+
+def _ledger_seconds(record: Mapping[str, Any]) -> list[float]:
+    """The ledger's account begins before the record does: with the process."""
+    return [s for row in _dicts(record.get("time")) if (s := number(row.get("seconds"))) is not None]
+
+
+def _score_tile(label: str, points: Sequence[tuple[float, float]], noisy: bool) -> Tile | None:
+    values = [y for _, y in points if math.isfinite(y)]
+    if not values:
+        return None
+    if not noisy or len(values) < 3 * _QUOTED_STEPS:
+        return Tile(label=label, value=figure(values[-1]), note=f"from {figure(values[0])}" if len(values) > 1 else "")
+    first, last = (sum(part) / len(part) for part in (values[:_QUOTED_STEPS], values[-_QUOTED_STEPS:]))
+    return Tile(label=label, value=figure(last), note=f"from {figure(first)}; means of {_QUOTED_STEPS} steps")
 
 
 # -- curves ------------------------------------------------------------------------------------------------------------
 
 
-def _charts(metrics: Sequence[Mapping[str, float]]) -> tuple[list[Chart], list[tuple[str, list[Chart]]]]:
+def _charts(metrics: Sequence[Mapping[str, float]]) -> tuple[list[Chart], list[_Section]]:
     names = sorted({name for row in metrics for name in row if name not in ("step", "time")})
     series = _series(metrics, [name for name in names if not name.startswith("time/")])
     key: list[Chart] = []
@@ -268,17 +295,19 @@ def _charts(metrics: Sequence[Mapping[str, float]]) -> tuple[list[Chart], list[t
         found = next((name for name in candidates if name in series), None)
         if found is not None and (chart := line_chart(series.pop(found))) is not None:
             key.append(chart)
-    by_section: dict[str, list[Chart]] = defaultdict(list)
+    sections: dict[str, _Section] = {}
     for name, each in series.items():
-        chart = line_chart(each)
-        if chart is not None:
-            prefix = name.partition("/")[0]
-            by_section[SECTIONS.get(prefix, prefix)].append(chart)
+        title = SECTIONS.get(name.partition("/")[0], name.partition("/")[0])
+        section = sections.setdefault(title, _Section(title=title))
+        values = {value for _, value in each.points}
+        if len(values) == 1 and math.isfinite(each.points[0][1]):
+            section.constants.append((name, figure(values.pop())))
+        elif (chart := line_chart(each)) is not None:
+            section.charts.append(chart)
     order = list(dict.fromkeys(SECTIONS.values()))
-    ranked = sorted(
-        by_section.items(), key=lambda item: (order.index(item[0]) if item[0] in order else len(order), item[0])
+    return key, sorted(
+        sections.values(), key=lambda s: (order.index(s.title) if s.title in order else len(order), s.title)
     )
-    return key, ranked
 
 
 def _series(metrics: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, Series]:

@@ -1,0 +1,24 @@
+"""`roll-core report RUN`: write a run's report again, also of a run that goes on or that crashed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write_report(run: Path) -> int:
+    """Write `report.html` of a run directory, or of an experiment's newest run, and say where it is.
+
+    Returns the exit code. Raises `RunDirectoryError` where there is no run.
+    """
+    from roll_core.runtime.report import write_report as write
+    from roll_core.runtime.run_dir import RunDir
+
+    report = write(RunDir.open(run).path)
+    Console(soft_wrap=True, highlight=False).print(Text(str(report)))
+    return 0
