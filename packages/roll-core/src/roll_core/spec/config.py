@@ -32,7 +32,6 @@ class Config(BaseModel):
         frozen=True,
         strict=True,
         protected_namespaces=(),
-        use_attribute_docstrings=True,
         validate_default=True,
     )
 
@@ -340,6 +339,9 @@ class RewardFailuresConfig(GuardConfig):
 
 class GuardsConfig(Config):
     """`guards`: what is watched while a run goes on. Pipelines with guards of their own use a subclass."""
+
+    # The docstrings are the guards' meanings at run time. Elsewhere they are for readers: reading them costs start-up.
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     weights_unchanged: GuardConfig = GuardConfig()
     """Optimizer steps were published, but no weight differs from the version before."""
