@@ -1,17 +1,18 @@
 """The transport `collective`: broadcasts in buckets over gloo, between processes on any hosts.
 
 The process group is made here, from a store of its own: the default process group, which belongs to the strategies, is
-neither used nor needed. Around the broadcasts the receivers write into the store how far they are, so that a timeout
-can name who is behind:
+neither used nor needed. The ends meet in the store before the group is made, because there a missing one can be named,
+and receivers write into it how far they are, so that a timeout can name who is behind:
 
-    receivers   met/<n>/<rank>          wait begin/<n>   broadcasts...   taken/<n>/<rank>   (or, any time, gone/<rank>)
-    sender      wait met/<n>/*   begin/<n>               broadcasts...   wait taken/<n>/*
+    receivers   here/<rank> (or gone/<rank>)   wait go    broadcasts ...   taken/<n>/<rank>   all-reduce
+    sender      wait here/*                    go         broadcasts ...                      all-reduce
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,8 @@ BUCKET_BYTES = 32 << 20
 LOOPBACK = "127.0.0.1"
 SENDER = 0
 """Rank of the sender in the group; receiver r has rank r + 1."""
-_LOOK_S = 0.5
-"""How often a wait looks whether a receiver has hung up."""
+_LOOK_S = 0.002
+"""How often the sender looks who has come."""
 
 
 class CollectiveSender(SendingEnd):
@@ -63,33 +64,32 @@ class CollectiveSender(SendingEnd):
         store = _still_open(self._store)
         self._number += 1
         buckets = plan_buckets(manifest, self._bucket_bytes)
-        self._wait_for_all(store, "met", buckets[:1], deadline)
-        store.set(f"begin/{self._number}", "")
         sent: list[TensorEntry] = []
-        at = 0
+        at = buckets[0].first if buckets else ""
         try:
             if self._group is None:
+                self._meet(store, at, deadline)
                 self._group = _make_group(store, SENDER, self._num_receivers + 1, self._host, deadline)
             memory = _buffers(buckets)
             running: list[Work] = []
             for number, bucket in enumerate(buckets):
                 if number >= 2:
-                    at = number - 2
-                    running[at].wait(_timeout(deadline))
+                    at = buckets[number - 2].first
+                    running[number - 2].wait(_timeout(deadline))
                 sent += fill(memory[number % 2], bucket, exported)
                 running.append(_broadcast(self._group, memory[number % 2], bucket, deadline))
-            for at in range(max(0, len(buckets) - 2), len(buckets)):
-                running[at].wait(_timeout(deadline))
+            nothing_left(exported)
+            at = buckets[-1].first if buckets else ""
+            for work in running[-2:]:
+                work.wait(_timeout(deadline))
+            _all_done(self._group, deadline)
         except RuntimeError as error:
             if isinstance(error, WeightSyncError):
                 raise
-            gone, behind = self._with("gone", store), self._without(f"taken/{self._number}", store)
-            name = buckets[at].first if buckets else ""
-            if gone or deadline.left > 0:
-                raise ReceiversLostError(name, gone=gone or behind) from error
-            raise ReceiversLostError(name, silent=behind) from error
-        nothing_left(exported)
-        self._wait_for_all(store, "taken", buckets[-1:], deadline)
+            behind = self._without(f"taken/{self._number}", store)
+            if deadline.left == 0:
+                raise ReceiversLostError(at, silent=behind) from error
+            raise ReceiversLostError(at, gone=self._with("gone", store) or behind) from error
         return sent
 
     @override
@@ -98,22 +98,15 @@ class CollectiveSender(SendingEnd):
             self._group.abort()
         self._group = self._store = None
 
-    def _wait_for_all(self, store: Store, key: str, buckets: list[Bucket], deadline: Deadline) -> None:
-        from torch.distributed import DistStoreError
-
-        at = buckets[0].first if buckets else ""
-        keys = [f"{key}/{self._number}/{rank}" for rank in range(self._num_receivers)]
-        while True:
-            try:
-                store.wait(keys, min(_timeout(deadline), timedelta(seconds=_LOOK_S)))
-            except DistStoreError:
-                if gone := self._with("gone", store):
-                    raise ReceiversLostError(at, gone=gone) from None
-                if deadline.left == 0:
-                    silent = self._without(f"{key}/{self._number}", store)
-                    raise ReceiversLostError(at, silent=silent) from None
-            else:
-                return
+    def _meet(self, store: Store, at: str, deadline: Deadline) -> None:
+        here = [f"here/{rank}" for rank in range(self._num_receivers)]
+        while not store.check(here):
+            if gone := self._with("gone", store):
+                raise ReceiversLostError(at, gone=gone)
+            if deadline.left == 0:
+                raise ReceiversLostError(at, silent=self._without("here", store))
+            time.sleep(_LOOK_S)
+        store.set("go", "")
 
     def _with(self, key: str, store: Store) -> tuple[int, ...]:
         """Receivers that have written `key`."""
@@ -148,9 +141,9 @@ class CollectiveReceiver(ReceivingEnd):
         store = _still_open(self._store)
         self._number += 1
         try:
-            store.set(f"met/{self._number}/{self._rank}", "")
-            store.wait([f"begin/{self._number}"], _timeout(deadline))
             if self._group is None:
+                store.set(f"here/{self._rank}", "")
+                store.wait(["go"], _timeout(deadline))
                 size, rank = self._num_receivers + 1, self._rank + 1
                 # The loopback device reaches nobody else; a sender that is met there has only receivers that are, too.
                 self._group = _make_group(store, rank, size, self._sender_host, deadline)
@@ -164,6 +157,7 @@ class CollectiveReceiver(ReceivingEnd):
                 for piece in bucket.pieces:
                     yield piece.entry.name, view(memory[number % 2], piece)
             store.set(f"taken/{self._number}/{self._rank}", "")
+            _all_done(self._group, deadline)
         except RuntimeError as error:
             if isinstance(error, WeightSyncError):
                 raise
@@ -207,6 +201,16 @@ def _make_group(store: Store, rank: int, size: int, host: str, deadline: Deadlin
 def _broadcast(group: ProcessGroupGloo, memory: Tensor, bucket: Bucket, deadline: Deadline) -> Work:
     work: Work = group.broadcast(memory[: bucket.num_bytes], SENDER, _timeout(deadline))  # type: ignore[attr-defined]
     return work
+
+
+def _all_done(group: ProcessGroupGloo, deadline: Deadline) -> None:
+    """Wait for every rank. A broadcast alone may end for the sender while its bytes still lie in a socket."""
+    import torch
+    from torch.distributed import AllreduceOptions
+
+    options = AllreduceOptions()
+    options.timeout = _timeout(deadline)
+    group.allreduce([torch.zeros(1)], options).wait(_timeout(deadline))  # type: ignore[attr-defined]
 
 
 def _buffers(buckets: list[Bucket]) -> list[Tensor]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 GRACE_S = 5.0
 """How long one side may still answer after the other has failed, and after the deadline that workers watch themselves:
 the news of a dead process comes later than that of its closed connection."""
+AFTERTHOUGHT_S = 1.0
+"""The same where the sender has already waited for receivers until the deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +148,7 @@ class WeightPublisher:
         try:
             done, pending = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if pending:
-                went_well = all(_went_well(future) for future in done)
-                await asyncio.wait(pending, timeout=None if went_well else GRACE_S)
+                await asyncio.wait(pending, timeout=_patience_s(done))
             self._raise_first_cause(plan, sending, receiving)
             return sending.result(), _receipts(receiving.result())
         finally:
@@ -166,25 +167,24 @@ class WeightPublisher:
         receiving: asyncio.Future[list[ReceiveOutcome]],
     ) -> None:
         raised = [error for future in (receiving, sending) if future.done() and (error := future.exception())]
+        sent = sending.result() if sending.done() and not sending.exception() else SendOutcome()
         for error in sorted(raised, key=lambda error: not isinstance(error, WorkerDiedError)):
             if isinstance(error, WorkerTimeoutError) and error.role == self._infer.role:
-                raise self._silent(plan, error.silent) from error
+                raise self._silent(plan, error.silent, sent.at) from error
             raise error
         received = receiving.result() if receiving.done() else []
         for outcome in received:
             if outcome.failure is not None and not outcome.cut_off:
                 raise outcome.failure
-        if sending.done():
-            sent = sending.result()
-            if sent.failure is not None:
-                raise sent.failure
-            if sent.silent:
-                raise self._silent(plan, sent.silent, sent.at)
-            if sent.gone:
-                raise WeightSyncError(
-                    f"{self._infer.role} rank {_ranks(sent.gone)} hung up before {sent.at} of weight version"
-                    f" {plan.version} was taken"
-                )
+        if sent.failure is not None:
+            raise sent.failure
+        if sent.silent:
+            raise self._silent(plan, sent.silent, sent.at)
+        if sent.gone:
+            raise WeightSyncError(
+                f"{self._infer.role} rank {_ranks(sent.gone)} hung up before {sent.at} of weight version"
+                f" {plan.version} was taken"
+            )
         for outcome in received:
             if outcome.failure is not None:
                 raise outcome.failure
@@ -225,13 +225,17 @@ class WeightPublisher:
         require_change(sent, previous, role=self._train.role, rank=rank)
 
 
-def _went_well(future: asyncio.Future[object]) -> bool:
-    if future.exception() is not None:
-        return False
-    result = future.result()
-    if isinstance(result, list):
-        return all(outcome.failure is None for outcome in result)
-    return getattr(result, "manifest", None) is not None
+def _patience_s(done: set[asyncio.Future[object]]) -> float | None:
+    """How long to wait for the other side when one has answered; None, until its deadline, if that answer is good."""
+    for future in done:
+        if future.exception() is not None:
+            return GRACE_S
+        result = future.result()
+        if isinstance(result, list) and any(outcome.failure is not None for outcome in result):
+            return GRACE_S
+        if isinstance(result, SendOutcome) and result.manifest is None:
+            return AFTERTHOUGHT_S if result.silent else GRACE_S
+    return None
 
 
 def _receipts(outcomes: Sequence[ReceiveOutcome]) -> list[WeightReceipt]:

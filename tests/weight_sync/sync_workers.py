@@ -1,0 +1,275 @@
+"""A trainer and an engine that misbehave when they are told to, and processes to run them in."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+from roll_core.errors import MissingTensorError, WorkerDiedError
+from roll_core.runtime.executors.base import GroupSpec, Member, Place, WorkerGroup
+from roll_core.runtime.executors.calls import CallFailed, Failure
+from roll_core.runtime.weight_sync import WeightReceiver, WeightSender
+from roll_core.spec.weights import copy_digested, make_receipt
+from roll_core.types import DataRank, WeightReceipt
+
+
+def parameters() -> dict[str, Any]:
+    """Tensors of every awkward kind; `left` and `right` are alike in dtype and shape."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    return {
+        "embed": draw(300, 256),
+        "left": draw(64, 96),
+        "right": draw(64, 96),
+        "transposed": draw(40, 30).t(),
+        "half": draw(1000, 33).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 8),
+        "counts": torch.arange(17, dtype=torch.int8),
+        "bias": draw(5),
+    }
+
+
+class Trainer:
+    """Stands in for a train strategy: named tensors that an optimizer step moves in place."""
+
+    def __init__(self) -> None:
+        self.tensors = parameters()
+        self.data_rank = DataRank()
+        self.fault = ""
+        self.stale = {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def step(self, learning_rate: float) -> None:
+        for tensor in self.tensors.values():
+            if tensor.is_floating_point():
+                tensor -= learning_rate * (tensor.abs() + 1)
+
+    def export_weights(self) -> Any:
+        for name, tensor in self.tensors.items():
+            if self.fault == f"skip:{name}":
+                continue
+            yield name, self.stale[name] if self.fault == "stale" else tensor
+            if self.fault == f"die:{name}":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Engine:
+    """Stands in for an infer strategy. `fault` says what it does wrong with the next update."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}
+        self.version = 0
+        self.fault = ""
+
+    async def update_weights(self, version: int, manifest: Any, tensors: Any, *, shared: bool = False) -> WeightReceipt:
+        import torch
+
+        fault, _, what = self.fault.partition(":")
+        if fault == "ignore":
+            return WeightReceipt(version=self.version, digests=self._digests(manifest))
+        if fault == "pretend":
+            return WeightReceipt(version=version, digests=self._digests(manifest))
+        if fault == "refuse":
+            raise MissingTensorError(f"the model has no {what}")
+        if fault == "crash":
+            raise ZeroDivisionError("a mistake of the engine's")
+        digests = {}
+        first, _, second = what.partition(",")
+        for name, tensor in tensors:
+            if fault == "sleep" and name == what:
+                if shared:
+                    await asyncio.sleep(3600)
+                time.sleep(3600)
+            if fault == "die" and name == what:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "drop" and name == what:
+                self.held.pop(name, None)
+                continue
+            key = {first: second, second: first}.get(name, name) if fault == "swap" else name
+            if shared:
+                self.held[key] = tensor
+                continue
+            if key not in self.held:
+                self.held[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            digests[key] = copy_digested(self.held[key], tensor)
+        if fault == "flip":
+            damaged = self.held[what].clone()
+            damaged.view(-1).view(torch.uint8)[0] ^= 16
+            self.held[what] = damaged
+        if fault == "grow":
+            self.held[what] = torch.ones(2)
+        self.version = version
+        known = not shared and fault == ""
+        return WeightReceipt(version=version, digests=digests if known else self._digests(manifest))
+
+    def _digests(self, manifest: Any) -> Any:
+        return make_receipt(manifest, self.held.items()).digests
+
+
+class TrainWorker:
+    """Delegates as the runtime's worker does."""
+
+    def __init__(self, *, place: Place, peers: Any = None) -> None:
+        self.rank = place.rank
+        self.begin()
+
+    def begin(self) -> None:
+        self.strategy = Trainer()
+        self.sender = WeightSender(self.strategy, role="actor_train", rank=self.rank)  # type: ignore[arg-type]
+
+    def prepare_send(self, plan: Any) -> Any:
+        return self.sender.prepare(plan)
+
+    def send_weights(self, plan: Any) -> Any:
+        return self.sender.send(plan)
+
+    def step(self, learning_rate: float) -> None:
+        self.strategy.step(learning_rate)
+
+    def set_fault(self, fault: str) -> None:
+        self.strategy.fault = fault
+
+    def values(self) -> Any:
+        return {name: tensor.tolist() for name, tensor in self.strategy.tensors.items()}
+
+    def close(self) -> None:
+        self.sender.close()
+
+
+class InferWorker:
+    """Delegates as the runtime's worker does."""
+
+    def __init__(self, *, place: Place, peers: Any = None) -> None:
+        self.rank = place.rank
+        self.begin()
+
+    def begin(self) -> None:
+        self.strategy = Engine()
+        self.receiver = WeightReceiver(self.strategy, role="actor_infer", rank=self.rank)  # type: ignore[arg-type]
+
+    async def receive_weights(self, plan: Any, offer: Any) -> Any:
+        return await self.receiver.receive(plan, offer)
+
+    def set_fault(self, fault: str) -> None:
+        self.strategy.fault = fault
+
+    def values(self) -> Any:
+        return {name: tensor.tolist() for name, tensor in self.strategy.held.items()}
+
+    def pointers(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self.strategy.held.items()}
+
+    def close(self) -> None:
+        self.receiver.close()
+
+
+WORKERS = {"train": TrainWorker, "generate": InferWorker}
+
+
+def serve(connection: Any, kind: str, place: Place) -> None:
+    """A worker's process: one call after the other until the connection ends."""
+    import torch
+
+    torch.set_num_threads(1)
+    worker = WORKERS[kind](place=place)
+    while True:
+        try:
+            method, args = connection.recv()
+        except EOFError:
+            worker.close()
+            return
+        try:
+            result = getattr(worker, method)(*args)
+            if inspect.iscoroutine(result):
+                result = asyncio.run(result)
+        except Exception as error:
+            connection.send((False, error))
+        else:
+            connection.send((True, result))
+
+
+class ProcessGroup(WorkerGroup):
+    """A worker group of real processes, one thread each to wait for its answers."""
+
+    def __init__(self, role: str, kind: Any, world_size: int) -> None:
+        self.unanswered = 0
+        places = tuple(Place(rank=rank, world_size=world_size) for rank in range(world_size))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "roll_core.runtime.weight_sync.collective"])
+        self.processes, self.connections = [], []
+        for place in places:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, kind, place), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+        members = [
+            Member(rank=rank, host=socket.gethostname(), pid=process.pid or 0, node=0)
+            for rank, process in enumerate(self.processes)
+        ]
+        spec = GroupSpec(role=role, kind=kind, target="sync_workers", places=places, timeout_s=60.0)
+        super().__init__(spec, members)
+
+    def _begin(self, rank: int, method: str, arguments: Any) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def settle(error: Exception | None, result: Any) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        self.unanswered += 1
+
+        def wait() -> None:
+            member = self.members[rank]
+            error: Exception | None = None
+            result = None
+            try:
+                self.connections[rank].send((method, arguments))
+                fine, result = self.connections[rank].recv()
+                if not fine:
+                    error = CallFailed(Failure.of(result))
+            except (EOFError, OSError):
+                error = WorkerDiedError(self.role, rank, member.host, method, "its process was killed")
+            else:
+                self.unanswered -= 1
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, error, result)
+
+        threading.Thread(target=wait, daemon=True).start()
+        return future
+
+    @property
+    def usable(self) -> bool:
+        """Whether every process lives and waits for a call."""
+        return self.unanswered == 0 and all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.join()
+            process.close()
+            connection.close()
+
+
+def same_values(left: Any, right: Any) -> bool:
+    """Nested lists of numbers that are equal, NaN to NaN."""
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same_values, left, right))
+    return left == right or (math.isnan(left) and math.isnan(right))

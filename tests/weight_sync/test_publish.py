@@ -1,0 +1,251 @@
+import os
+import time
+
+import pytest
+from sync_workers import same_values
+
+from roll_core.errors import (
+    CorruptTensorError,
+    MissingTensorError,
+    ReceiverSilentError,
+    StaleWeightsError,
+    UnexpectedTensorError,
+    WeightsUnchangedError,
+    WeightSyncError,
+    WorkerDiedError,
+    WorkerError,
+)
+
+EVERYWHERE = pytest.mark.parametrize("transport", ["shared", "shm", "collective"])
+BETWEEN_PROCESSES = pytest.mark.parametrize("transport", ["shm", "collective"])
+
+
+@EVERYWHERE
+def test_every_receiver_holds_what_the_trainer_has_publish_after_publish(with_duo, transport):
+    async def scenario(duo):
+        for version in range(3):
+            report = await duo.publisher.publish(version)
+            (sent,) = await duo.train.call("values")
+            for held in await duo.infer.call("values"):
+                assert held.keys() == sent.keys()
+                assert all(same_values(held[name], sent[name]) for name in sent)
+            await duo.step()
+        return report
+
+    report = with_duo(transport, scenario)
+    assert (report.version, report.transport, report.num_tensors, report.num_receivers) == (2, transport, 9, 2)
+    weight_bytes = 4 * (300 * 256 + 2 * 64 * 96 + 40 * 30 + 1 + 5) + 2 * 33000 + 17
+    assert report.weight_bytes == weight_bytes
+    assert report.copied_bytes == (0 if transport == "shared" else weight_bytes)
+    assert 0 < report.proof_s < report.seconds
+
+
+def test_shared_hands_over_the_very_memory(with_duo):
+    async def scenario(duo):
+        await duo.publisher.publish(0)
+        await duo.step()
+        (trained,) = await duo.train.call("values")
+        (held,) = await duo.infer.call("values")
+        assert all(same_values(held[name], trained[name]) for name in trained)
+
+    with_duo("shared", scenario, receivers=1)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("drop:half", MissingTensorError, ["does not hold half", "8 of 9"]),
+        ("swap:left,right", CorruptTensorError, ["left and right swapped"]),
+        ("flip:embed", CorruptTensorError, ["embed", "F32 [300, 256]"]),
+        ("flip:counts", CorruptTensorError, ["counts"]),
+        ("ignore", StaleWeightsError, ["version 0", "published was 1"]),
+        ("grow:lm_head.bias", UnexpectedTensorError, ["lm_head.bias"]),
+        ("refuse:left", MissingTensorError, ["the model has no left"]),
+    ],
+)
+def test_a_receiver_that_holds_something_else_is_named(with_duo, transport, fault, error, words):
+    async def scenario(duo):
+        await duo.publisher.publish(0)
+        await duo.step()
+        await duo.fault(fault, 1)
+        with pytest.raises(error) as caught:
+            await duo.publisher.publish(1)
+        assert type(caught.value) is error
+        for word in ["actor_infer rank 1", *words]:
+            assert word in str(caught.value)
+        await duo.fault("", 1)
+        if not fault.startswith("grow"):
+            await duo.publisher.publish(1)  # the fault is gone, and so is its trace
+
+    with_duo(transport, scenario)
+
+
+@BETWEEN_PROCESSES
+def test_a_receiver_that_claims_a_version_with_the_values_of_the_one_before_is_stale(with_duo, transport):
+    async def scenario(duo):
+        await duo.publisher.publish(3)
+        await duo.step()
+        await duo.fault("pretend", 0)
+        with pytest.raises(
+            StaleWeightsError, match=r"actor_infer rank 0 says weight version 4 but embed, .* version 3"
+        ):
+            await duo.publisher.publish(4)
+
+    with_duo(transport, scenario)
+
+
+@EVERYWHERE
+def test_a_version_older_than_the_one_held_is_refused(with_duo, transport):
+    async def scenario(duo):
+        await duo.publisher.publish(5)
+        with pytest.raises(
+            StaleWeightsError, match=r"actor_infer rank \d: was sent weight version 4 .* holds version 5"
+        ):
+            await duo.publisher.publish(4)
+
+    with_duo(transport, scenario)
+
+
+@EVERYWHERE
+def test_an_optimizer_step_that_changes_nothing_is_an_error_that_mentions_the_learning_rate(with_duo, transport):
+    async def scenario(duo):
+        await duo.publisher.publish(0)
+        await duo.publisher.publish(0)  # the same version again is no claim that something changed
+        await duo.step(learning_rate=0.0)
+        with pytest.raises(
+            WeightsUnchangedError, match=r"actor_train rank 0 did 1 optimizer step .*embed.* rate was 0"
+        ):
+            await duo.publisher.publish(1)
+        await duo.step()
+        await duo.publisher.publish(2)
+
+    with_duo(transport, scenario)
+
+
+@EVERYWHERE
+def test_an_export_of_a_stale_copy_is_noticed(with_duo, transport):
+    async def scenario(duo):
+        await duo.train.call("set_fault", "stale")
+        await duo.publisher.publish(0)
+        await duo.step()
+        with pytest.raises(WeightsUnchangedError, match="stale copy"):
+            await duo.publisher.publish(1)
+
+    with_duo(transport, scenario)
+
+
+@BETWEEN_PROCESSES
+def test_an_export_that_loses_a_tensor_is_named(with_duo, transport):
+    async def scenario(duo):
+        await duo.publisher.publish(0)
+        await duo.step()
+        await duo.train.call("set_fault", "skip:bias")
+        with pytest.raises(MissingTensorError, match="actor_train rank 0: the export ended before bias"):
+            await duo.publisher.publish(1)
+        await duo.train.call("set_fault", "")
+        await duo.publisher.publish(1)
+
+    with_duo(transport, scenario)
+
+
+@EVERYWHERE
+def test_a_receiver_that_sleeps_is_silent_after_the_deadline(with_duo, transport):
+    async def scenario(duo):
+        await duo.publisher.publish(0)
+        await duo.step()
+        await duo.fault("sleep:left", 1)
+        duo.deadline(1.0)
+        begun = time.monotonic()
+        with pytest.raises(ReceiverSilentError, match="actor_infer rank 1 did not confirm weight version 1 within 1 s"):
+            await duo.publisher.publish(1)
+        assert time.monotonic() - begun < 15
+
+    with_duo(transport, scenario)
+
+
+@BETWEEN_PROCESSES
+def test_a_silent_receiver_s_error_names_a_tensor_it_did_not_take(with_duo, transport):
+    async def scenario(duo):
+        await duo.fault("sleep:embed", 1)
+        duo.deadline(1.0)
+        with pytest.raises(ReceiverSilentError, match=r"did not take \w+"):
+            await duo.publisher.publish(0)
+
+    with_duo(transport, scenario)
+
+
+@BETWEEN_PROCESSES
+@pytest.mark.parametrize("tensor", ["embed", "bias"])
+def test_a_killed_receiver_is_the_error_not_its_echo(with_duo, transport, tensor):
+    async def scenario(duo):
+        await duo.publisher.publish(0)
+        await duo.step()
+        await duo.fault(f"die:{tensor}", 1)
+        begun = time.monotonic()
+        with pytest.raises(WorkerDiedError, match="actor_infer rank 1"):
+            await duo.publisher.publish(1)
+        assert time.monotonic() - begun < 15
+        await duo.train.call("values", deadline_s=10)  # the sender is free again
+
+    with_duo(transport, scenario)
+
+
+@BETWEEN_PROCESSES
+def test_a_killed_sender_is_the_error_and_frees_the_receivers(with_duo, transport):
+    async def scenario(duo):
+        await duo.publisher.publish(0)
+        await duo.step()
+        await duo.train.call("set_fault", "die:left")
+        with pytest.raises(WorkerDiedError, match="actor_train rank 0"):
+            await duo.publisher.publish(1)
+        await duo.infer.call("values", deadline_s=10)
+
+    with_duo(transport, scenario)
+
+
+@BETWEEN_PROCESSES
+def test_a_mistake_of_the_engine_s_is_reported_as_such(with_duo, transport):
+    async def scenario(duo):
+        await duo.fault("crash", 0)
+        with pytest.raises(WorkerError, match=r"actor_infer rank 0 .* a mistake of the engine's"):
+            await duo.publisher.publish(0)
+
+    with_duo(transport, scenario)
+
+
+@BETWEEN_PROCESSES
+def test_weights_travel_in_the_dtype_of_the_receiver(with_duo, transport):
+    async def scenario(duo):
+        duo.publisher._dtype = "BF16"
+        await duo.publisher.publish(0)
+        (sent,) = await duo.train.call("values")
+        (held, _) = await duo.infer.call("values")
+        assert held["scalar"] == sent["scalar"] == 2.5
+        assert held["bias"] != sent["bias"]
+        assert held["bias"] == pytest.approx(sent["bias"], rel=2**-8)
+        assert held["counts"] == sent["counts"]
+
+    with_duo(transport, scenario)
+
+
+@pytest.mark.parametrize("fault", ["", "die:left", "sleep:left"])
+def test_nothing_is_left_in_shared_memory_whoever_is_killed(with_duo, fault):
+    before = set(os.listdir("/dev/shm"))
+
+    async def scenario(duo):
+        await duo.publisher.publish(0)
+        duo.deadline(1.0)
+        if fault.startswith("die"):
+            await duo.train.call("set_fault", fault)
+        else:
+            await duo.fault(fault)
+        try:
+            await duo.publisher.publish(0)
+        except (WeightSyncError, WorkerDiedError):
+            assert fault
+        for process in [*duo.train.processes, *duo.infer.processes]:
+            process.kill()
+
+    with_duo("shm", scenario)
+    assert {name for name in os.listdir("/dev/shm") if "roll" in name} <= before
