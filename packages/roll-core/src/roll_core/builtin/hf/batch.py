@@ -125,10 +125,11 @@ class Batch:
         self._tokens_ST[slots_N, counts_N] = drawn.tokens_N
         self._logprobs_ST[slots_N, counts_N] = drawn.logprobs_N
         self._versions_ST[slots_N, counts_N] = version
-        counts_N = self._counts_S[slots_N] = counts_N + 1
+        counts_N = counts_N + 1
+        self._counts_S[slots_N] = counts_N
         broken = np.flatnonzero(~np.isfinite(drawn.logprobs_N)) + first
         goes_on = np.ones(len(self.rows), dtype=np.bool_)
-        ended_N = self._ends_EV[self._end_set_N[rows], drawn.tokens_N]
+        ended_N: npt.NDArray[np.bool_] = self._ends_EV[self._end_set_N[rows], drawn.tokens_N]
         for row in np.flatnonzero(ended_N) + first:
             self.finish(self.rows[row], "stop", int(drawn.tokens_N[row - first]))
             goes_on[row] = False
@@ -172,7 +173,7 @@ class Batch:
         self._shaped_N = shaped_rows(self._table_N)
         self._penalised = bool((self._table_N["penalty"] != 1).any())
         self._end_set_N = self._end_set_S[self._slots_N]
-        self._has_ends_N = self._ends_EV.any(axis=1)[self._end_set_N] if len(self._slots_N) else self._slots_N > 0
+        self._has_ends_N = np.array([bool(ids) for ids in self._end_sets], dtype=np.bool_)[self._end_set_N]
         self._stop_string_rows = np.flatnonzero(self._has_stops_S[self._slots_N])
 
     def _occupy(self, slot: int, sequence: Sequence) -> None:

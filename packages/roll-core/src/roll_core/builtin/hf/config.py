@@ -24,7 +24,7 @@ class HFInferConfig(StrategyConfig):
     kv_cache_gib: PositiveFloat = 4.0
     """Memory for keys and values of running sequences; sequences whose longest possible response would not fit wait."""
     min_shared_prefix: NonNegativeInt = 32
-    """Different prompts that begin with at least so many equal tokens compute these once; 0 shares only equal prompts."""
+    """Prompts that begin with at least so many equal tokens compute these once; 0 shares only equal prompts."""
     kv_after_update: Literal["keep", "recompute"] = "keep"
-    """Keys and values of running sequences after a weight update: keep the old weights' (fast, what other engines do), or
-    compute them again under the new weights."""
+    """Keys and values of running sequences after a weight update: keep those of the old weights (what other engines do),
+    or compute them again under the new ones."""

@@ -1,14 +1,14 @@
 """The engine's inner loop: synchronous, on one thread, ignorant of asyncio.
 
-    submit ─► scheduler ─► prefill ─┐
-                                    ├─► draw ─► record ─► ended? ─► drop rows
-              running rows ─► decode┘
+submit ─► scheduler ─► prefill ─┐
+                                ├─► draw ─► record ─► ended? ─► drop rows
+          running rows ─► decode┘
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import numpy.typing as npt
-
-    from roll_core.builtin.hf.config import HFInferConfig
     from torch import Tensor
 
+    from roll_core.builtin.hf.config import HFInferConfig
     from roll_core.builtin.hf.runner import Piece, Prompt, Runner
     from roll_core.builtin.hf.sequence import RunningRequest, Sequence
 
@@ -33,7 +32,7 @@ class EngineCore:
     """Owns the requests between submission and completion."""
 
     def __init__(self, runner: Runner, config: HFInferConfig) -> None:
-        self._runner = runner
+        self.runner = runner
         self._scheduler = Scheduler(
             runner, token_budget=config.max_num_batched_tokens, min_shared_prefix=config.min_shared_prefix
         )
@@ -42,7 +41,7 @@ class EngineCore:
         self._unfinished: dict[str, RunningRequest] = {}
         self._some_ended = False
         self.version = 0
-        self.counters: Counter[str] = Counter()
+        self.counters: dict[str, float] = defaultdict(float)
 
     @property
     def busy(self) -> bool:
@@ -66,7 +65,7 @@ class EngineCore:
         started = time.perf_counter()
         if len(self._batch):
             num = len(self._batch)
-            self._advance(self._runner.decode(self._batch.last_tokens()), 0)
+            self._advance(self.runner.decode(self._batch.last_tokens()), 0)
             self.counters["decode_steps"] += 1
             self.counters["decode_rows"] += num
             self.counters["decode_seconds"] += time.perf_counter() - started
@@ -103,7 +102,7 @@ class EngineCore:
             recalled = self._batch.rows
             self._drop(np.zeros(len(recalled), dtype=np.bool_))
             self._scheduler.add(recalled)
-        self._runner.refresh()
+        self.runner.refresh()
 
     def gauges(self) -> dict[str, float]:
         """Rows and queues right now."""
@@ -112,7 +111,7 @@ class EngineCore:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _prefill(self, pieces: list[Piece]) -> None:
-        logits = self._runner.prefill(pieces)
+        logits = self.runner.prefill(pieces)
         self.counters["prompt_tokens"] += sum(each.end - each.begin for each in pieces)
         complete = self._scheduler.ready(pieces)
         sequences: list[Sequence] = []
@@ -135,7 +134,7 @@ class EngineCore:
         )
         if sequences:
             first = len(self._batch)
-            self._runner.join(prompts)
+            self.runner.join(prompts)
             self._batch.join(sequences)
             self._advance(logits[sources], first)
         self._scheduler.release([prompt for prompt, _ in complete])
@@ -144,7 +143,7 @@ class EngineCore:
         kept, broken = self._batch.draw(logits, first, self.version)
         self.counters["generated_tokens"] += len(self._batch) - first
         if len(broken):
-            self._runner.scrub(broken)
+            self.runner.scrub(broken)
             requests = {id(self._batch.rows[row].request): self._batch.rows[row].request for row in broken}
             for request in requests.values():
                 error = NonFiniteError(
@@ -167,7 +166,7 @@ class EngineCore:
     def _drop(self, kept_N: npt.NDArray[np.bool_]) -> None:
         if not kept_N.all():
             self._some_ended = True
-            self._batch.reorder(self._runner.drop(kept_N))
+            self._batch.reorder(self.runner.drop(kept_N))
 
     def _take_done(self) -> list[RunningRequest]:
         if not self._some_ended:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+import torch.nn.functional as F
 
 from roll_core.builtin.hf.kv_cache import KVCache
 from roll_core.builtin.hf.layout import adjacent
@@ -188,7 +188,9 @@ class Decoder(Runner):
             flat = slice(int(bounds[i]), int(bounds[j]))
             slots = slice(first.prompt.slot, first.prompt.slot + j - i)
             attended[flat] = self._attend_prompts(
-                query[flat].unflatten(0, (j - i, -1)), keys[slots, :, : first.end], values[slots, :, : first.end]
+                query[flat].view(j - i, -1, self.num_heads, self.head_dim),
+                keys[slots, :, : first.end],
+                values[slots, :, : first.end],
             ).flatten(0, 1)
             i = j
         return attended
@@ -202,15 +204,15 @@ class Decoder(Runner):
             last = torch.arange(width - length, width, device=self.device).unsqueeze(1)
             mask = torch.arange(width, device=self.device) <= last
         # The query heads of one key head are a batch dimension of their own, along which keys have stride 0.
-        result = F.scaled_dot_product_attention(
-            query_SLHD.transpose(1, 2).unflatten(1, (-1, groups)).flatten(0, 1),
+        result: Tensor = F.scaled_dot_product_attention(
+            query_SLHD.transpose(1, 2).reshape(num * self.num_kv_heads, groups, length, self.head_dim),
             keys_SKWD.flatten(0, 1).unsqueeze(1).expand(-1, groups, -1, -1),
             values_SKWD.flatten(0, 1).unsqueeze(1).expand(-1, groups, -1, -1),
             attn_mask=mask,
             is_causal=mask is None and length > 1,
             scale=self.scale,
         )
-        return result.unflatten(0, (num, -1)).flatten(1, 2).transpose(1, 2)
+        return result.view(num, self.num_heads, length, -1).transpose(1, 2)
 
     def _score(self, piece: Piece, hidden_TC: Tensor) -> None:
         """Logprobs of the tokens that follow those of the piece."""

@@ -17,7 +17,7 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from roll_core.builtin.hf.core import EngineCore
     from roll_core.builtin.hf.held_weights import HeldWeights
+    from roll_core.builtin.hf.runner import Runner
     from roll_core.builtin.hf.sequence import RunningRequest
     from roll_core.builtin.hf.stopping import StopStrings
     from roll_core.spec.config import StrategyConfig
@@ -109,8 +110,8 @@ class HFInferStrategy(InferStrategy):
     def metrics(self) -> Mapping[str, float]:
         """Counters since the last call, rows and queues now."""
         core = self._ready_core
-        counters, core.counters = core.counters, type(core.counters)()
-        found = {name: float(value) for name, value in counters.items()}
+        counters, core.counters = core.counters, defaultdict(float)
+        found = dict(counters)
         if found.get("decode_steps"):
             found["rows_per_step"] = found.pop("decode_rows") / found["decode_steps"]
         return {**found, **core.gauges()}
@@ -161,13 +162,13 @@ class HFInferStrategy(InferStrategy):
                 await asyncio.sleep(0)
             commands = [self._inbox.popleft() for _ in range(len(self._inbox))]
             done, answers = await loop.run_in_executor(self._thread, self._work, commands)
-            for future, result, error in answers:
-                if future.cancelled():
+            for waiter, result, error in answers:
+                if waiter.cancelled():
                     continue
                 if error is not None:
-                    future.set_exception(error)
+                    waiter.set_exception(error)
                 else:
-                    future.set_result(result)
+                    waiter.set_result(result)
             self._resolve(done)
             if self._ready_core.busy or self._inbox:
                 self._wake.set()
@@ -197,7 +198,6 @@ class HFInferStrategy(InferStrategy):
         from roll_core.builtin.hf.layout import make_adjacent
         from roll_core.builtin.hf.model import load_model
         from roll_core.builtin.hf.module_runner import ModuleRunner
-        from roll_core.builtin.hf.runner import Runner
 
         if self._mesh.num_threads:
             torch.set_num_threads(self._mesh.num_threads)
@@ -216,7 +216,6 @@ class HFInferStrategy(InferStrategy):
             log.info("the embedded engine runs this model through transformers' own code, more slowly: %s", reason)
             runner = ModuleRunner(model, **room)
         self._weights = HeldWeights(model, role=self._mesh.role, rank=self._mesh.rank)
-        self._runner = runner
         self._eos_ids = _eos_ids(model, runner.vocab_size)
         self._core = EngineCore(runner, self._settings)
 
@@ -263,7 +262,7 @@ class HFInferStrategy(InferStrategy):
         """Check what can be checked before the request waits."""
         from roll_core.builtin.hf.sequence import RunningRequest
 
-        runner = self._runner if self._core is not None else self._ready_core and self._runner
+        runner = self._ready_core.runner
         params, prompt = request.params, np.asarray(request.prompt_ids)
         name = f"request {request.id!r}"
         if request.id in self._waiting:

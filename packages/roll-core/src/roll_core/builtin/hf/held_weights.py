@@ -38,7 +38,13 @@ class HeldWeights:
         """Parameters whose memory is the trainer's."""
 
     def update(
-        self, version: int, current: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool
+        self,
+        version: int,
+        current: int,
+        manifest: WeightManifest,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        shared: bool,
     ) -> WeightReceipt:
         """Hold `tensors` from now on. Raises `WeightSyncError`s."""
         if version < current or version != manifest.version:
@@ -124,9 +130,11 @@ def _siblings(name: str, held: dict[str, Any]) -> list[str]:
     parts = name.split(".")
     for group in SIBLINGS:
         if len(parts) > 2 and parts[-2] in group:
-            return [".".join([*parts[:-2], sibling, parts[-1]]) for sibling in group if (
-                ".".join([*parts[:-2], sibling, parts[-1]]) in held
-            )]
+            return [
+                ".".join([*parts[:-2], sibling, parts[-1]])
+                for sibling in group
+                if (".".join([*parts[:-2], sibling, parts[-1]]) in held)
+            ]
     return []
 
 

@@ -86,7 +86,7 @@ class KVCache:
         self.rows, self.width = rows, width
         self._finite_rows = self._finite_width = 0
         shape = (self.num_layers, 2, rows, self.num_heads, width, self.head_dim)
-        self._kv = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._kv: Tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.keys: list[Tensor] = [layer[0] for layer in self._kv]
         """By layer, `[row, head, position, D]`."""
         self.values: list[Tensor] = [layer[1] for layer in self._kv]

@@ -44,7 +44,7 @@ def make_adjacent(model: nn.Module) -> int:
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over `tensors` stacked along their first dimension, without a copy, if they lie that way; else None."""
+    """`tensors` stacked along their first dimension, without a copy, if that is how they lie; else None."""
     first = tensors[0].detach()
     end = first.storage_offset()
     for tensor in tensors:

@@ -11,11 +11,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     import numpy.typing as npt
     from torch import Tensor
 
@@ -96,6 +95,7 @@ class Runner(ABC):
 
     def scrub(self, rows: npt.NDArray[np.int64]) -> None:
         """Rows that will be dropped hold numbers that are not finite; see that they harm no other."""
+        return
 
     @abstractmethod
     def refresh(self) -> None:

@@ -77,6 +77,7 @@ class Draw:
     """Under softmax(logits / temperature); not finite where the logits are not."""
 
 
+@torch.inference_mode()
 def draw(
     logits_NV: Tensor,
     uniforms_N: npt.NDArray[np.float64],
@@ -86,9 +87,9 @@ def draw(
     seen_SV: Tensor | None = None,
     banned_SV: Tensor | None = None,
 ) -> Draw:
-    """One token for each row of `logits_NV` (float32, overwritten).
+    """One token for each row of `logits_NV` (float32, overwritten), which have the parameters `table_N` (`ROW`s).
 
-    `table_N` has `ROW`s. `shaped` are the rows to which anything but temperature applies; `seen_SV` and `banned_SV` (bool) have one row for
+    `shaped` are the rows to which anything but temperature applies; `seen_SV` and `banned_SV` (bool) have one row for
     each of them: tokens that the repetition penalty hits, and tokens that must not be drawn.
     """
     device = logits_NV.device
@@ -141,7 +142,11 @@ def invert_cdf(weights_NV: Tensor, u_N: Tensor) -> Tensor:
 
 
 def _draw_shaped(
-    logits_SV: Tensor, u_S: Tensor, table_N: npt.NDArray[np.void], rows: npt.NDArray[np.int64], seen_SV: Tensor | None,
+    logits_SV: Tensor,
+    u_S: Tensor,
+    table_N: npt.NDArray[np.void],
+    rows: npt.NDArray[np.int64],
+    seen_SV: Tensor | None,
     banned_SV: Tensor | None,
 ) -> Tensor:
     """Repetition penalty, bans, then greedy, cut or plain draws, on rows whose logits are already tempered.
@@ -197,10 +202,8 @@ def _draw_sorted(probs_SV: Tensor, u_S: Tensor, top_k: int, top_p_S: Tensor, min
     tokens_S = _draw_candidates(values_SK, indices_SK, u_S, top_p_S * total_S, min_p_S)
     short = values_SK.sum(-1) < top_p_S * total_S
     if not top_k and num < vocabulary and bool(short.any()):
-        found = probs_SV[short].sort(dim=-1, descending=True, stable=True)
-        tokens_S[short] = _draw_candidates(
-            found.values.double(), found.indices, u_S[short], top_p_S[short], min_p_S[short]
-        )
+        values, indices = probs_SV[short].sort(dim=-1, descending=True, stable=True)
+        tokens_S[short] = _draw_candidates(values.double(), indices, u_S[short], top_p_S[short], min_p_S[short])
     return tokens_S
 
 

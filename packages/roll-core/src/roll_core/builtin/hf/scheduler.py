@@ -94,7 +94,7 @@ class Scheduler:
             self._share_prefixes(list(new.values()))
 
     def pieces(self) -> list[Piece]:
-        """What to compute before the next decoding step, within the token budget; donors before those they donate to."""
+        """What to compute before the next decoding step, within the token budget; donors before their dependants."""
         room = self._token_budget
         chosen: list[Piece] = []
         for prompt, _ in sorted(self.entering.values(), key=lambda each: _by_donor(each[0])):
@@ -134,7 +134,7 @@ class Scheduler:
         self._runner.forget(given_up)
 
     def _share_prefixes(self, new: list[Prompt]) -> None:
-        """Neighbours in lexical order share the longest prefixes: each prompt takes what it shares with the one before."""
+        """Neighbours in lexical order share the longest prefixes: each takes what it shares with the one before."""
         if not self._runner.can_split or self._min_shared == 0:
             return
         before: Prompt | None = None

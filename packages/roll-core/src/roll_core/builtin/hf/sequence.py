@@ -52,7 +52,11 @@ class RunningRequest:
 
     @classmethod
     def make(
-        cls, request: GenerateRequest, order: tuple[int, int], end_ids: tuple[int, ...], stops: StopStrings | None,
+        cls,
+        request: GenerateRequest,
+        order: tuple[int, int],
+        end_ids: tuple[int, ...],
+        stops: StopStrings | None,
         seed: int,
     ) -> RunningRequest:
         """With its `n` outputs to come."""
@@ -76,11 +80,17 @@ class RunningRequest:
 
 
 def make_output(
-    tokens: TokenIds, logprobs: Floats, versions: np.ndarray[tuple[int], np.dtype[np.int32]], reason: FinishReason,
+    tokens: TokenIds,
+    logprobs: Floats,
+    versions: np.ndarray[tuple[int], np.dtype[np.int32]],
+    reason: FinishReason,
     stop: str | int | None = None,
 ) -> CompletionOutput:
     """An output that owns its arrays."""
     return CompletionOutput(
-        token_ids=tokens.astype(np.int64), logprobs=logprobs.astype(np.float32), versions=versions.astype(np.int32),
-        finish_reason=reason, stop=stop,
+        token_ids=tokens.astype(np.int64),
+        logprobs=logprobs.astype(np.float32),
+        versions=versions.astype(np.int32),
+        finish_reason=reason,
+        stop=stop,
     )

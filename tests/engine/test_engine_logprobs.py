@@ -1,0 +1,149 @@
+"""The engine's logprobs are those of a plain forward pass of transformers over the whole sequence."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from roll_core.builtin.hf import decoder
+from roll_core.builtin.hf.config import HFInferConfig
+from roll_core.builtin.hf.engine import HFInferStrategy
+from roll_core.builtin.hf.model import load_model
+from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.types import GenerateRequest, SamplingParams
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+}
+WINDOW = {"sliding_window": 8}
+FAST = {
+    "llama": {**SMALL, "model_type": "llama"},
+    "llama with biases": {**SMALL, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama, one key head, tied": {**SMALL, "model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "llama, rope base": {**SMALL, "model_type": "llama", "rope_theta": 500.0},
+    "llama 3 rope": {
+        **SMALL,
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "yarn": {
+        **SMALL,
+        "model_type": "qwen3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2": {**SMALL, "model_type": "qwen2"},
+    "qwen3": {**SMALL, "model_type": "qwen3", "head_dim": 16},
+    "qwen3, tied": {**SMALL, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+    "mistral without window": {**SMALL, "model_type": "mistral", "sliding_window": None},
+}
+GENERAL = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": 97},
+    "gpt_neox": {
+        **{k: v for k, v in SMALL.items() if k != "num_key_value_heads"},
+        "model_type": "gpt_neox",
+    },
+    "mistral with window": {**SMALL, **WINDOW, "model_type": "mistral"},
+    "qwen3_moe": {
+        **SMALL,
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "gemma2": {**SMALL, **WINDOW, "model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**SMALL, **WINDOW, "model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8},
+    "phi": {**{k: v for k, v in SMALL.items()}, "model_type": "phi"},
+    "qwen2 with windows": {
+        **SMALL, **WINDOW, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1,
+    },
+    "mamba2 hybrid": {},
+}
+GENERAL.pop("mamba2 hybrid")
+
+
+def run(spec, requests, **config):
+    async def all_of_them():
+        engine = HFInferStrategy(HFInferConfig(**config))
+        await engine.start(spec, MeshInfo(role="actor_infer", num_threads=1))
+        try:
+            return await asyncio.gather(*[engine.generate(each) for each in requests])
+        finally:
+            await engine.stop()
+
+    return asyncio.run(all_of_them())
+
+
+def some_requests(*, seed=0, vocabulary=97, n=2, **params):
+    rng = np.random.default_rng(seed)
+    return [
+        GenerateRequest(
+            id=f"r{i}",
+            prompt_ids=rng.integers(0, vocabulary, length),
+            params=SamplingParams(max_new_tokens=new, seed=i, ignore_eos=True, **params),
+            n=n,
+            prompt_logprobs=i % 2 == 0,
+        )
+        for i, (length, new) in enumerate([(5, 12), (1, 20), (17, 3), (5, 9), (23, 14)])
+    ]
+
+
+def reference(model, tokens, temperature=1.0):
+    """Logprob of each token given those before it; 0 for the first."""
+    ids = torch.from_numpy(tokens).unsqueeze(0)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits.float() / temperature, dim=-1)
+    found = logprobs[0, :-1].gather(1, ids[0, 1:, None]).squeeze(1).numpy()
+    return np.concatenate([np.zeros(1, dtype=np.float32), found])
+
+
+def largest_difference(model, requests, completions):
+    worst = 0.0
+    for request, completion in zip(requests, completions, strict=True):
+        num = len(request.prompt_ids)
+        for output in completion.outputs:
+            tokens = np.concatenate([request.prompt_ids, output.token_ids])
+            expected = reference(model, tokens, request.params.temperature or 1.0)
+            worst = max(worst, float(np.abs(expected[num:] - output.logprobs).max()))
+        if request.prompt_logprobs:
+            expected = reference(model, request.prompt_ids)
+            worst = max(worst, float(np.abs(expected - completion.prompt_logprobs).max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_fast_path_gives_the_logprobs_of_a_plain_forward_pass(name):
+    spec = ModelSpec(random_init=FAST[name], dtype="fp32", seed=3)
+    model = load_model(spec)
+    assert decoder.unsupported(model) is None
+    requests = some_requests(temperature=0.7)
+    assert largest_difference(model, requests, run(spec, requests)) < 1e-5
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_general_path_gives_the_logprobs_of_a_plain_forward_pass(name):
+    spec = ModelSpec(random_init=GENERAL[name], dtype="fp32", seed=3)
+    model = load_model(spec)
+    assert decoder.unsupported(model) is not None
+    requests = some_requests(temperature=1.3)
+    assert largest_difference(model, requests, run(spec, requests)) < 1e-5
