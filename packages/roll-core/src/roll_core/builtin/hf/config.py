@@ -26,5 +26,5 @@ class HFInferConfig(StrategyConfig):
     min_shared_prefix: NonNegativeInt = 32
     """Prompts that begin with at least so many equal tokens compute these once; 0 shares only equal prompts."""
     kv_after_update: Literal["keep", "recompute"] = "keep"
-    """Keys and values of running sequences after a weight update: keep those of the old weights (what other engines do),
+    """Keys and values of running sequences after a weight update: keep the old ones (what other engines do),
     or compute them again under the new ones."""
