@@ -132,28 +132,30 @@ class RayExecutor(Executor):
         from roll_core.runtime.executors.ray_host import RayHost
 
         node = self._reservation.nodes[place.node]
-        env = self._environment(spec, place, [node.device_ids[at] for at in place.local_indices if node.device_ids])
+        configured = {each.name: each.value for each in self._platform.environment(spec.kind, place.local_indices)}
+        configured |= spec.env
+        devices = [node.device_ids[at] for at in place.local_indices if node.device_ids]
+        env = {"OMP_NUM_THREADS": str(place.num_threads), **configured, **self._identity(spec, place, devices)}
         crash_file = self._instance.scratch / f"{spec.role}-{place.rank}.crash"
         options = {
             "num_cpus": 0,
             "max_restarts": 0,
             "max_concurrency": MAX_CONCURRENCY,
             "scheduling_strategy": self._reservation.strategy(place.node),
-            "runtime_env": {"env_vars": env},
         }
+        if configured:
+            # Some variables are read when a process begins (LD_PRELOAD): Ray starts it with them, which takes twice as
+            # long as to set them in `RayHost`, before anything heavy is imported.
+            options["runtime_env"] = {"env_vars": env}
         level = logging.getLogger().getEffectiveLevel()
-        handle = ray.remote(RayHost).options(**options).remote(spec.role, place.rank, level, str(crash_file))
+        handle = ray.remote(RayHost).options(**options).remote(spec.role, place.rank, env, level, str(crash_file))
         worker = RayWorker(self, spec, place, handle, crash_file)
         self._workers.append(worker)
         return worker
 
-    def _environment(self, spec: GroupSpec, place: Place, devices: Sequence[str]) -> dict[str, str]:
-        """Of a worker's process; later ones win: threads, platform, run and role, who it is, what it may see."""
-        platform = self._platform
-        env = {"OMP_NUM_THREADS": str(place.num_threads)}
-        env |= {each.name: each.value for each in platform.environment(spec.kind, place.local_indices)}
-        env |= spec.env
-        env |= {
+    def _identity(self, spec: GroupSpec, place: Place, devices: Sequence[str]) -> dict[str, str]:
+        """What tells a worker who it is and what it may see; no configuration changes that."""
+        env = {
             "WORKER_NAME": f"{spec.role}-{place.rank}",
             "CLUSTER_NAME": spec.role,
             "RANK": str(place.rank),
@@ -161,9 +163,8 @@ class RayExecutor(Executor):
             "LOCAL_RANK": str(place.local_rank),
             MARK: self._instance.mark,
         }
-        if platform.visible_devices:
-            env[platform.visible_devices] = ",".join(devices)
-            env[f"RAY_EXPERIMENTAL_NOSET_{platform.visible_devices}"] = "1"
+        if self._platform.visible_devices:
+            env[self._platform.visible_devices] = ",".join(devices)
         return env
 
     async def _greet(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> list[Greeting]:

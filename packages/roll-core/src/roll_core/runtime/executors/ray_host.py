@@ -47,7 +47,8 @@ class Greeting:
 class RayHost:
     """Actor that holds one worker. All methods are async: they run on the actor's event loop and may overlap."""
 
-    def __init__(self, role: str, rank: int, level: int, crash_file: str) -> None:
+    def __init__(self, role: str, rank: int, env: Mapping[str, str], level: int, crash_file: str) -> None:
+        os.environ.update(env)
         self._name = f"{role}[{rank}]"
         logging.basicConfig(level=level, format=f"%(levelname)s {self._name} %(name)s: %(message)s", force=True)
         if Path(crash_file).parent.is_dir():

@@ -124,7 +124,7 @@ class RayInstance:
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
             # We say which devices a worker sees, also where it asks Ray for none.
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            # Every worker gets its own environment, so none could use a process that waits with a plain one.
+            # As many processes as there are cores would start, of which we need a few.
             "RAY_prestart_worker_first_driver": "0",
             "RAY_enable_worker_prestart": "0",
             "RAY_SCHEDULER_EVENTS": "0",
