@@ -1,0 +1,118 @@
+"""The process in which judging happens: started by path, it imports nothing but the standard library and its target.
+
+    parent (JudgePool)                       child (this file)
+       hello: sys.path, target, options  ->  load the target
+                              ready | error <-
+       job: arguments, seconds           ->  handle(**arguments)
+                             result | error <-
+       end of file                       ->  exit
+
+What crosses the socket is JSON. A child ends with its parent in three ways, each for a case that the others miss: idle,
+it reads an end of file; busy in Python, a thread sees that the parent is gone; busy in C code that never lets go of
+Python's lock, the kernel's timer kills it a little after its job's deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+GRACE_S = 2.0
+"""Between the deadline that the parent keeps and the one that the kernel keeps for it."""
+
+
+def main() -> None:
+    """Serve jobs from the socket whose number is the only argument, until the parent closes it."""
+    os.dup2(2, 1)  # what a function prints must not look like the run's own output
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    parent = os.getppid()
+    hello = receive(connection)
+    if hello is None:
+        return
+    threading.Thread(target=_end_with_parent, args=(connection, parent), daemon=True).start()
+    sys.path[:] = hello["sys_path"]
+    if hello["memory_bytes"]:
+        # Not every system limits address space (macOS does not): judging is then only limited in time.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, (hello["memory_bytes"],) * 2)
+    try:
+        module, _, attribute = hello["target"].partition(":")
+        handle = getattr(importlib.import_module(module), attribute)(hello["options"])
+    except BaseException as error:  # foreign code is imported here; the parent tells the user
+        connection.sendall(encode({"error": describe(error)}))
+        return
+    connection.sendall(encode({"ready": True}))
+    while (job := receive(connection)) is not None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, job["seconds"] + GRACE_S)
+        try:
+            reply = encode({"result": handle(**job["arguments"])})
+        except BaseException as error:  # foreign code again: whatever it raises is this job's failure
+            reply = encode({"error": describe(error)})
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.sendall(reply)
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """One frame: four bytes of length, then JSON. ASCII, so that any text passes, lone surrogates too."""
+    payload = json.dumps(message).encode("ascii")
+    return struct.pack("!I", len(payload)) + payload
+
+
+def receive(connection: socket.socket) -> dict[str, Any] | None:
+    """The next frame; None if the other side has closed."""
+    header = _read(connection, 4)
+    if header is None:
+        return None
+    payload = _read(connection, struct.unpack("!I", header)[0])
+    if payload is None:
+        return None
+    message: dict[str, Any] = json.loads(payload)
+    return message
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError: no such unit (rewards.py:12 in score)`; a `RewardFailure` speaks for itself."""
+    text = " ".join(str(error).split())[:500]
+    if type(error).__name__ == "RewardFailure":
+        return text or "the function gave no reason"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < num_bytes:
+        part = connection.recv(num_bytes - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _end_with_parent(connection: socket.socket, parent: int) -> None:
+    """Kill this process and all that it started once the parent has closed the socket or is gone."""
+    poll = select.poll()
+    poll.register(connection, 0)  # hang-ups are always reported; jobs are none of this thread's business
+    while os.getppid() == parent and not poll.poll(1000):
+        pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

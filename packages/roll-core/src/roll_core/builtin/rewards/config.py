@@ -1,0 +1,40 @@
+"""What can be configured about the built-in rewards: `rewards.<domain>` with one of these `reward` names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, RewardConfig
+
+
+class MathRuleConfig(RewardConfig):
+    """`reward: math_rule`: 1 if the final answer equals the ground truth mathematically, else 0."""
+
+    reward: Literal["math_rule"]
+    ground_truth: str = "ground_truth"
+    """Column with the right answer: text, a number, or a list of which any is right."""
+    require_boxed: bool = False
+    r"""Give 0 to responses without \boxed{…}; otherwise an answer may also stand in $…$ or in plain text."""
+    float_rounding: NonNegativeInt = 6
+    """Decimal places to which numbers are compared."""
+    processes: PositiveInt = 2
+    """Judging processes per worker at most; more are started as answers queue up."""
+    memory_limit_mb: PositiveInt = 4096
+    """Address space of a judging process: a malicious answer cannot take the host's memory."""
+
+
+class FunctionConfig(RewardConfig):
+    """`reward: function`: a Python function of the user's."""
+
+    reward: Literal["function"]
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+    """`module:function`, importable from the working directory: `f(prompt, response, **metadata)`."""
+    isolation: Literal["process", "none"] = "process"
+    """`process`: in processes of its own, killed when it hangs. `none`: in the worker itself, for functions that need
+    the worker's memory; one that hangs without releasing Python's lock then stops the worker."""
+    processes: PositiveInt = 2
+    """Processes per worker at most, with `isolation: process`; more are started as answers queue up."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds that importing the function's module may take."""

@@ -1,0 +1,226 @@
+"""Judging in processes that can be killed: a deadline that holds inside C code, whatever the judged text does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_core.builtin.rewards.child import encode, receive
+from roll_core.errors import RewardFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PATIENCE_S = 0.1
+"""How long a job waits for a process to become free before one more is started."""
+
+
+class JudgePool:
+    """Up to `size` child processes with one target loaded in each; `call` may be used from any thread.
+
+    The target is `"module:attribute"` of a function that takes `options` and returns the function that handles jobs.
+    Arguments, options and results are JSON. A process that misses a deadline or dies is replaced when it is next
+    needed.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        options: Mapping[str, Any],
+        *,
+        size: int,
+        start_timeout_s: float,
+        memory_bytes: int | None = None,
+    ) -> None:
+        self._hello = {"target": target, "options": dict(options), "memory_bytes": memory_bytes}
+        self._size = size
+        self._start_timeout_s = start_timeout_s
+        self._changed = threading.Condition()
+        self._idle: list[_Child] = []
+        self._children: set[_Child] = set()
+        self._closed = False
+
+    def start(self, *, wait: bool) -> None:
+        """Start the first process; with `wait`, until its target is loaded. Raises `RewardFailure` if that fails."""
+        child = self._take()
+        try:
+            if wait:
+                child.await_ready(self._start_timeout_s)
+        except BaseException:
+            self._discard(child)
+            raise
+        self._give_back(child)
+
+    def call(self, arguments: Mapping[str, Any], timeout_s: float) -> Any:
+        """What the target says to `arguments`. Blocks until a process is free, and then for at most `timeout_s`.
+
+        Raises `RewardFailure` if the target raised, the deadline passed, or the process died.
+        """
+        job = encode({"arguments": dict(arguments), "seconds": timeout_s})
+        try:
+            reply = self._ask_one(job, timeout_s)
+        except _NeverBegan:
+            reply = self._ask_one(job, timeout_s)
+        if "error" in reply:
+            raise RewardFailure(reply["error"])
+        return reply["result"]
+
+    def close(self) -> None:
+        """Kill the processes. Calls that are under way fail."""
+        with self._changed:
+            self._closed = True
+            children, self._children = self._children, set()
+            idle, self._idle = self._idle, []
+            self._changed.notify_all()
+        for child in children:
+            child.kill()
+        for child in idle:
+            child.close()
+
+    def _ask_one(self, job: bytes, timeout_s: float) -> Mapping[str, Any]:
+        child = self._take()
+        try:
+            child.await_ready(self._start_timeout_s)
+            reply = child.ask(job, timeout_s)
+        except BaseException:
+            # Whatever the process is at, its next words would belong to this job.
+            self._discard(child)
+            raise
+        self._give_back(child)
+        return reply
+
+    def _take(self) -> _Child:
+        """A process of which no one else makes use, loaded or about to be."""
+        started_waiting = time.monotonic()
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise RewardFailure("the reward has been closed")
+                while self._idle:
+                    child = self._idle.pop()
+                    if child.is_alive():
+                        return child
+                    self._children.discard(child)
+                    child.close()
+                waited = time.monotonic() - started_waiting >= PATIENCE_S
+                may_grow = len(self._children) < self._size and all(each.ready for each in self._children)
+                if not self._children or (waited and may_grow):
+                    child = _Child(self._hello)
+                    self._children.add(child)
+                    return child
+                self._changed.wait(PATIENCE_S)
+
+    def _give_back(self, child: _Child) -> None:
+        with self._changed:
+            if not self._closed:
+                self._idle.append(child)
+                self._changed.notify()
+                return
+        child.close()
+
+    def _discard(self, child: _Child) -> None:
+        with self._changed:
+            self._children.discard(child)
+            self._changed.notify()
+        child.close()
+
+
+class _NeverBegan(RewardFailure):
+    """The process was dead before it had read the job: another may do it."""
+
+
+class _Child:
+    """The parent's end of one judging process. Used by one thread at a time, but for `kill`."""
+
+    def __init__(self, hello: Mapping[str, Any]) -> None:
+        self.ready = False
+        self._killing = threading.Lock()
+        self._killed = False
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            # A session of its own: Ctrl-C is the parent's to handle, and killing the group takes what a function
+            # started along. `-P` keeps this package's directory out of the child's module path.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).with_name("child.py")), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        here = os.getcwd()
+        path = [here, *(entry for entry in sys.path if entry not in ("", here))]
+        self._connection.settimeout(30.0)
+        with contextlib.suppress(OSError):  # if it is dead already, `await_ready` says how
+            self._connection.sendall(encode({**hello, "sys_path": path}))
+
+    def await_ready(self, timeout_s: float) -> None:
+        """Returns when the target is loaded."""
+        if self.ready:
+            return
+        reply = self._receive(time.monotonic() + timeout_s, timeout_s, "starting")
+        if "error" in reply:
+            raise RewardFailure(f"the judging process cannot start: {reply['error']}")
+        self.ready = True
+
+    def ask(self, job: bytes, timeout_s: float) -> Mapping[str, Any]:
+        """The reply to a job."""
+        deadline = time.monotonic() + timeout_s
+        self._connection.settimeout(timeout_s)
+        try:
+            self._connection.sendall(job)
+        except TimeoutError:
+            raise _silent(timeout_s, "judging") from None
+        except OSError as error:
+            raise _NeverBegan(str(self._died("judging"))) from error
+        return self._receive(deadline, timeout_s, "judging")
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the process and all that it started; it is gone when this returns. May be called by any thread."""
+        with self._killing:
+            if not self._killed:
+                self._killed = True
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+    def close(self) -> None:
+        """Kill it and let go of the connection; only for the thread that uses it."""
+        self.kill()
+        self._connection.close()
+
+    def _receive(self, deadline: float, timeout_s: float, doing: str) -> Mapping[str, Any]:
+        self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        try:
+            reply = receive(self._connection)
+        except TimeoutError:
+            raise _silent(timeout_s, doing) from None
+        except ConnectionResetError as error:  # it left the job unread
+            raise _NeverBegan(str(self._died(doing))) from error
+        except OSError as error:
+            raise self._died(doing) from error
+        if reply is None:
+            raise self._died(doing)
+        return reply
+
+    def _died(self, doing: str) -> RewardFailure:
+        try:
+            status = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return RewardFailure(f"the judging process stopped talking while {doing}")
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
+        return RewardFailure(f"the judging process {how} while {doing}")
+
+
+def _silent(timeout_s: float, doing: str) -> RewardFailure:
+    return RewardFailure(f"{doing} took longer than {timeout_s:g} s and was stopped")

@@ -1,0 +1,77 @@
+r"""`reward: math_rule`: 1 if the response's final answer equals the ground truth mathematically, else 0.
+
+Three states, told apart by whose fault it is:
+
+* value 1 or 0: the answer was compared. An answer that is missing, garbled, or cannot be shown equal is 0.
+* failure: the comparison was not made. Judging took too long or its process died, or the ground truth itself is missing
+  or no mathematics.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from roll_core.builtin.rewards.judge_pool import JudgePool
+from roll_core.errors import DataError
+from roll_core.spec.reward import RewardFunction
+from roll_core.types import Reward
+
+if TYPE_CHECKING:
+    from roll_core.builtin.rewards.config import MathRuleConfig
+    from roll_core.spec.reward import RewardRequest
+
+START_TIMEOUT_S = 120.0
+"""Importing sympy takes about two seconds of an idle core."""
+
+
+class MathRuleReward(RewardFunction):
+    """Judges by math-verify in processes that are killed at `timeout_s`."""
+
+    config: MathRuleConfig
+
+    @override
+    def start(self) -> None:
+        """Begin to load sympy in the first judging process; the first `score` waits for it."""
+        config = self.config
+        self._pool = JudgePool(
+            "roll_core.builtin.rewards.math_judge:prepare",
+            {"require_boxed": config.require_boxed, "float_rounding": config.float_rounding},
+            size=config.processes,
+            start_timeout_s=START_TIMEOUT_S,
+            memory_bytes=config.memory_limit_mb << 20,
+        )
+        self._pool.start(wait=False)
+
+    @override
+    def score(self, request: RewardRequest) -> Reward:
+        """1 or 0, with the answer that was found as detail. Raises `RewardFailure`, and `DataError` without a truth."""
+        config = self.config
+        truths = truths_of(request, config.ground_truth)
+        found = self._pool.call({"response": request.response, "truths": truths}, config.timeout_s)
+        return Reward(value=found["value"], detail={"answer": found["answer"]})
+
+    @override
+    def close(self) -> None:
+        pool = getattr(self, "_pool", None)
+        if pool is not None:
+            pool.close()
+
+
+def truths_of(request: RewardRequest, column: str) -> list[str]:
+    """The right answers of a row as text. Raises `DataError` that names row and column."""
+    value = request.metadata.get(column)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    usable = [each for each in values if isinstance(each, (str, int, float)) and not isinstance(each, bool)]
+    usable = [each for each in usable if isinstance(each, str) or math.isfinite(each)]
+    if not values or len(usable) != len(values):
+        known = ", ".join(sorted(request.metadata)) or "none"
+        raise DataError(
+            f"sample {request.sample.id}: column {column!r} holds {value!r}, and math_rule needs the right answer"
+            f" there: text, a number, or a list of them (the row's columns: {known})"
+        )
+    # A float's own spelling may be 1e-05, which in mathematics is a difference.
+    return [format(Decimal(repr(each)), "f") if isinstance(each, float) else str(each) for each in usable]

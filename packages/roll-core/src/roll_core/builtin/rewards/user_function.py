@@ -1,0 +1,92 @@
+"""Calling a reward function of the user's: which arguments it gets, and what its answer means.
+
+Imported by the judging process too, so nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import numbers
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import RewardFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+Verdict = dict[str, Any]
+"""`value`, `failure` and `detail` of a `Reward`, as plain values."""
+
+
+def prepare(options: Mapping[str, Any]) -> Callable[..., Verdict]:
+    """A judge of `(prompt, response, metadata)` that calls the function named by `options["function"]`.
+
+    Raises whatever importing the user's module raises, AttributeError if it has no such function, TypeError if that
+    cannot be called with a prompt and a response.
+    """
+    module, _, name = options["function"].partition(":")
+    function: Any = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    accepts = _check_signature(options["function"], function)
+
+    def judge(prompt: str, response: str, metadata: Mapping[str, Any]) -> Verdict:
+        chosen = {key: value for key, value in metadata.items() if accepts(key)}
+        return verdict(function(prompt, response, **chosen))
+
+    return judge
+
+
+def verdict(answer: Any) -> Verdict:
+    """What a function's return value means. Raises `RewardFailure` for anything that is not a finite number, a
+    `Reward`, or a mapping with `value`; a mapping's other entries are details worth recording."""
+    if hasattr(answer, "failed") and hasattr(answer, "detail"):  # a Reward; its class is not imported here
+        answer = {**answer.detail, "value": answer.value, "failure": answer.failure}
+    if not isinstance(answer, dict):
+        return {"value": _number(answer), "failure": "", "detail": {}}
+    detail = {str(key): each for key, each in answer.items() if key not in ("value", "failure")}
+    for key, each in detail.items():
+        detail[key] = each if isinstance(each, str) else _number(each, of=f"detail {key!r}")
+    if answer.get("value") is None:
+        failure = str(answer.get("failure") or "")
+        if not failure:
+            raise RewardFailure("the function returned neither a value nor a failure")
+        return {"value": None, "failure": failure, "detail": detail}
+    return {"value": _number(answer["value"]), "failure": "", "detail": detail}
+
+
+def _number(answer: Any, of: str = "its value") -> float:
+    if hasattr(answer, "item") and getattr(answer, "ndim", None) == 0:
+        answer = answer.item()  # numpy's and torch's scalars
+    if not isinstance(answer, numbers.Real):
+        raise RewardFailure(
+            f"the function returned {type(answer).__name__} as {of}: return a number, a Reward or a dict"
+        )
+    value = float(answer)
+    if not math.isfinite(value):
+        raise RewardFailure(f"the function returned {value} as {of}, which is not a finite number")
+    return value
+
+
+def _check_signature(name: str, function: Any) -> Callable[[str], bool]:
+    """Which columns of a row the function takes by name."""
+    if not callable(function):
+        raise TypeError(f"{name} is {type(function).__name__}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(f"{name} is a coroutine function: make it a plain one")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C do not say
+        return lambda key: False
+    try:
+        signature.bind_partial("prompt", "response")
+    except TypeError as error:
+        raise TypeError(f"{name}{signature} cannot be called as f(prompt, response, **metadata): {error}") from error
+    parameters = list(signature.parameters.values())
+    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    taken = set(positional[:2]) | {"prompt", "response"}
+    return lambda key: key not in taken and (takes_all or key in named)
