@@ -102,6 +102,7 @@ class Guards:
 
     def check(self, guard_id: str, ok: bool, message: str) -> None:
         """Unless `ok`, trip: raise `GuardTrippedError`, warn, or do nothing, as the config says."""
+        self.of(guard_id)
         if not ok:
             self._trip(guard_id, message, None)
 

@@ -63,8 +63,16 @@ class _Frame:
 class Ledger:
     """The account of one run, kept by its driver. Safe to use from several tasks and threads."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, before_s: float = 0.0) -> None:
-        """`before_s` have gone by already and belong to the row `start-up`; see `process_age_s`."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        before_s: float = 0.0,
+        on_enter: Callable[[str], None] | None = None,
+    ) -> None:
+        """`before_s` have gone by already and belong to the row `start-up`; see `process_age_s`. `on_enter` is told of
+        each stage that begins, for the screen."""
+        self._on_enter = on_enter
         self._clock = clock
         self._lock = threading.Lock()
         self._current: ContextVar[_Frame | None] = ContextVar("stage", default=None)
@@ -166,6 +174,8 @@ class Ledger:
             self._leaves[name] += 1
             self._entries[name] += 1
         self._current.set(frame)
+        if self._on_enter is not None:
+            self._on_enter(name)
         return frame
 
     def _leave(self, frame: _Frame) -> None:

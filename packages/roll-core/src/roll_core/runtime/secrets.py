@@ -106,16 +106,22 @@ class Redactor:
         text = _URL_CREDENTIALS.sub(rf"\g<1>{REDACTED}@", text)
         text = _BEARER.sub(rf"\g<1> {REDACTED}", text)
         text = _FORMS.sub(REDACTED, text)
-        return _ASSIGNMENT.sub(_redact_assignment, text)
+        return _redact_assignments(text)
 
 
-def _redact_assignment(match: re.Match[str]) -> str:
-    value = match["value"]
-    bare = value.strip("\"'")
-    if bare == REDACTED or _is_number(bare) or not is_secret(match["key"], bare):
-        return match[0]
-    quote = value[0] if value[0] in "\"'" else ""
-    return f"{match['key']}{match['sign']}{quote}{REDACTED}{quote}"
+def _redact_assignments(text: str) -> str:
+    """What is no secret itself may hold one: `url=https://host?api_key=…`."""
+    parts, done, position = [], 0, 0
+    while match := _ASSIGNMENT.search(text, position):
+        value = match["value"]
+        bare = value.strip("\"'")
+        if bare == REDACTED or _is_number(bare) or not is_secret(match["key"], bare):
+            position = match.end("sign")
+            continue
+        quote = value[0] if value[0] in "\"'" else ""
+        parts += [text[done : match.start("value")], quote, REDACTED, quote]
+        done = position = match.end()
+    return "".join([*parts, text[done:]])
 
 
 def _is_number(text: str) -> bool:

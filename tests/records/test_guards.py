@@ -1,0 +1,139 @@
+import logging
+import math
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from roll_core.errors import GuardTrippedError, MissingTensorError, UnsupportedError
+from roll_core.runtime.guards import REMEDIES, GuardEvent, Guards, guard_table
+from roll_core.spec.config import GuardConfig, GuardsConfig, RunConfig
+
+DOCS = Path(__file__).parents[2] / "docs" / "guards.md"
+
+
+def guards(**config: object) -> Guards:
+    return Guards(GuardsConfig.model_validate(config))
+
+
+def test_what_is_in_order_trips_nothing() -> None:
+    watch = guards()
+    for name in guard_table():
+        watch.check(name, True, "all is well")
+    assert not watch.counts
+
+
+@pytest.mark.parametrize("name", [name for name, info in guard_table().items() if info.default == "error"])
+def test_a_guard_ends_the_run_by_its_id_with_what_to_do(name: str) -> None:
+    with pytest.raises(
+        GuardTrippedError, match=rf"guard {name}: seen at step 3; .*\(docs/guards.md#{name}\)"
+    ) as caught:
+        guards().check(name, False, "seen at step 3")
+    assert caught.value.guard == name
+    assert REMEDIES[name] in str(caught.value)
+
+
+def test_a_guard_that_warns_lets_the_run_go_on_and_repeats_itself_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[GuardEvent] = []
+    watch = Guards(GuardsConfig(non_finite=GuardConfig(action="warn")), events.append)
+    with caplog.at_level(logging.INFO):
+        for step in range(25):
+            watch.step = step
+            watch.check("non_finite", False, f"loss is NaN at {step}")
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 2
+    assert "loss is NaN at 0" in warned[0]
+    assert "for the 10th time: loss is NaN at 9" in warned[1]
+    assert watch.counts["non_finite"] == len(events) == 25
+    assert [event.step for event in events] == list(range(25))
+
+
+def test_a_guard_that_is_off_sees_nothing() -> None:
+    events: list[GuardEvent] = []
+    watch = Guards(GuardsConfig.model_validate({"zero_steps": False}), events.append)
+    watch.check("zero_steps", False, "nothing to do")
+    assert not watch.active("zero_steps")
+    assert watch.active("non_finite")
+    assert events == []
+
+
+def test_an_error_that_a_guard_watches_for_is_raised_as_it_is() -> None:
+    error = MissingTensorError("actor_infer rank 0 lacks lm_head.weight")
+    with pytest.raises(MissingTensorError) as caught:
+        guards().failed("weight_manifest", error)
+    assert caught.value is error
+    guards(weight_manifest="warn").failed("weight_manifest", error)
+
+
+@pytest.mark.parametrize(
+    ("value", "trips"), [(0.0, False), (0.05, False), (0.051, True), (math.nan, True), (math.inf, True)]
+)
+def test_a_threshold_holds_numbers_and_nothing_else(value: float, trips: bool) -> None:
+    watch = guards(logprob_gap="warn")
+    watch.check_at_most("logprob_gap", value, watch.config.logprob_gap.threshold, "mean |Δ logprob|")
+    assert watch.counts["logprob_gap"] == trips
+
+
+def test_a_guard_that_does_not_exist_is_named_with_those_that_do() -> None:
+    with pytest.raises(UnsupportedError, match="no guard 'non_finit'; there are weights_unchanged, "):
+        guards().check("non_finit", True, "")
+
+
+def test_the_event_is_recorded_before_the_run_ends() -> None:
+    events: list[GuardEvent] = []
+    with pytest.raises(GuardTrippedError):
+        Guards(GuardsConfig(), events.append).check("dead_worker", False, "gone")
+    assert [(event.guard, event.action, event.message) for event in events] == [("dead_worker", "error", "gone")]
+
+
+def test_the_config_takes_a_word_or_details() -> None:
+    config = RunConfig.model_validate(
+        {"pipeline": "sft", "guards": {"zero_steps": "off", "logprob_probe": {"every": 3}, "logprob_gap": False}}
+    ).guards
+    assert (config.zero_steps.action, config.logprob_probe.every, config.logprob_gap.action) == ("off", 3, "off")
+    assert config.logprob_probe.action == "error"
+    assert RunConfig.model_validate(RunConfig(pipeline="sft", guards=config).model_dump()).guards == config
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ({"zero_step": "warn"}, ("guards", "zero_step")),
+        ({"zero_steps": "wran"}, ("guards", "zero_steps", "action")),
+        ({"zero_steps": {"threshold": 1}}, ("guards", "zero_steps", "threshold")),
+        ({"reward_failures": {"threshold": 1.5}}, ("guards", "reward_failures", "threshold")),
+        ({"logprob_gap": True}, ("guards", "logprob_gap")),
+    ],
+)
+def test_mistakes_in_the_config_are_located(config: object, where: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate({"pipeline": "sft", "guards": config})
+    assert [error["loc"] for error in caught.value.errors()] == [where]
+
+
+def test_a_pipeline_of_a_plugin_may_have_guards_of_its_own() -> None:
+    class FlowGuards(GuardsConfig):
+        black_images: GuardConfig = GuardConfig()
+        """A step's images are all black."""
+
+    assert guard_table(FlowGuards)["black_images"].meaning == "A step's images are all black."
+    with pytest.raises(GuardTrippedError, match="guard black_images: 8 of 8"):
+        Guards(FlowGuards()).check("black_images", False, "8 of 8")
+
+
+def test_every_guard_has_a_remedy_and_a_section_in_the_docs() -> None:
+    table = guard_table()
+    assert set(REMEDIES) == set(table)
+    sections = re.split(r"^## ", DOCS.read_text(), flags=re.MULTILINE)[1:]
+    documented = {section.partition("\n")[0].strip("` "): section for section in sections}
+    assert set(documented) == set(table)
+    for name, info in table.items():
+        assert info.meaning in " ".join(documented[name].split()), name
+        assert f"Default: `{info.default}`" in documented[name]
+        options = type(getattr(GuardsConfig(), name)).model_fields
+        for option in set(options) - {"action"}:
+            assert f"`{option}` ({getattr(getattr(GuardsConfig(), name), option):g})" in documented[name], (
+                name,
+                option,
+            )

@@ -1,0 +1,112 @@
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roll_core.runtime.samples import SamplesFile
+from roll_core.types import Reward, Sample
+
+
+def sample(group: int, index: int, text: str = "42", **fields: object) -> Sample:
+    ids = np.frombuffer(text.encode("utf-32-le"), dtype=np.int32).astype(np.int64)
+    known: dict[str, object] = {
+        "id": f"{group}/0/{index}",
+        "group_id": f"{group}/0",
+        "prompt_ids": np.array([ord("?")]),
+        "response_ids": ids,
+        "logprobs": np.zeros(len(ids), np.float32),
+        "loss_mask": np.ones(len(ids), bool),
+        "versions": np.full(len(ids), 3, np.int32),
+        "finish_reason": "stop",
+    }
+    return Sample(**(known | fields))  # type: ignore[arg-type]
+
+
+def decode(ids: np.ndarray) -> str:
+    return "".join(map(chr, ids.tolist()))
+
+
+@pytest.fixture
+def open_file() -> Iterator[Callable[..., SamplesFile]]:
+    files: list[SamplesFile] = []
+
+    def opened(path: Path, **options: object) -> SamplesFile:
+        files.append(SamplesFile(path, decode, **options))  # type: ignore[arg-type]
+        return files[-1]
+
+    yield opened
+    for file in files:
+        file.close()
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_sample_is_recorded_as_a_person_reads_it(tmp_path: Path, open_file: Callable[..., SamplesFile]) -> None:
+    file = open_file(tmp_path / "s.jsonl")
+    reward = Reward(value=0.5, detail={"format": 1.0})
+    file.write(1, [sample(7, 0, "größe\n🎉", tag="math", reward=reward, metadata={"answer": "4", "n": 3, "x": [1]})])
+    [row] = rows(tmp_path / "s.jsonl")
+    assert row == {
+        "step": 1, "split": "train", "id": "7/0/0", "group": "7/0", "tag": "math", "prompt": "?",
+        "response": "größe\n🎉", "finish": "stop", "prompt_tokens": 1, "response_tokens": 7, "reward": 0.5,
+        "detail": {"format": 1.0}, "version": 3, "metadata": {"answer": "4", "n": 3},
+    }  # fmt: skip
+
+
+def test_a_failed_reward_is_no_number(tmp_path: Path, open_file: Callable[..., SamplesFile]) -> None:
+    file = open_file(tmp_path / "s.jsonl")
+    file.write(
+        1,
+        [
+            sample(0, 0, reward=Reward(value=None, failure="timed out")),
+            sample(0, 1, "", versions=np.array([], np.int32)),
+        ],
+    )
+    first, second = rows(tmp_path / "s.jsonl")
+    assert (first["reward"], first["failure"]) == (None, "timed out")
+    assert "reward" not in second
+    assert second["response"] == ""
+
+
+def test_only_the_first_few_of_a_step_and_of_a_prompt_are_recorded(
+    tmp_path: Path, open_file: Callable[..., SamplesFile]
+) -> None:
+    file = open_file(tmp_path / "s.jsonl", per_step=5, per_group=2)
+    for step in (1, 2):
+        file.write(step, [sample(group, index) for group in range(4) for index in range(3)])
+        file.write(step, [sample(9, 9)])  # the step's allowance is used up
+        file.write(step, [sample(8, 0)], split="val")
+    found = [(row["step"], row["split"], row["id"]) for row in rows(tmp_path / "s.jsonl")]
+    train = ["0/0/0", "0/0/1", "1/0/0", "1/0/1", "2/0/0"]
+    assert found == [
+        (step, split, name)
+        for step in (1, 2)
+        for split, name in [*(("train", name) for name in train), ("val", "8/0/0")]
+    ]
+
+
+def test_token_ids_are_recorded_when_asked_for(tmp_path: Path, open_file: Callable[..., SamplesFile]) -> None:
+    file = open_file(tmp_path / "s.jsonl", ids=True)
+    file.write(1, [sample(0, 0, "ab")])
+    [row] = rows(tmp_path / "s.jsonl")
+    assert (row["prompt_ids"], row["response_ids"]) == ([63], [97, 98])
+
+
+def test_long_columns_are_cut(tmp_path: Path, open_file: Callable[..., SamplesFile]) -> None:
+    file = open_file(tmp_path / "s.jsonl")
+    file.write(1, [sample(0, 0, metadata={"document": "x" * 10_000})])
+    [row] = rows(tmp_path / "s.jsonl")
+    assert row["metadata"] == {"document": "x" * 500 + "…"}
+
+
+def test_a_resumed_run_keeps_the_samples_before_its_step(tmp_path: Path, open_file: Callable[..., SamplesFile]) -> None:
+    old = open_file(tmp_path / "old.jsonl")
+    for step in range(1, 5):
+        old.write(step, [sample(step, 0)])
+    new = open_file(tmp_path / "new.jsonl", history=tmp_path / "old.jsonl", resumed_step=2)
+    new.write(3, [sample(33, 0)])
+    assert [row["group"] for row in rows(tmp_path / "new.jsonl")] == ["1/0", "2/0", "33/0"]

@@ -1,0 +1,166 @@
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_core.errors import TrackerError
+from roll_core.runtime.jsonlines import LineWriter, encode, number, read_lines
+from roll_core.runtime.tracking import MetricsFile, Trackers, read_metrics
+from roll_core.spec.tracker import Tracker
+
+
+class FakeTracker(Tracker):
+    def __init__(self, events: list[str], name: str, breaks: str = "") -> None:
+        self.events, self.name, self.breaks = events, name, breaks
+        self._do("open")
+
+    def _do(self, act: str) -> None:
+        self.events.append(f"{self.name} {act}")
+        if self.breaks == act:
+            raise ConnectionError("no route to host")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._do("log")
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self._do("config")
+
+    def close(self) -> None:
+        self._do("close")
+
+
+def opened(events: list[str], **breaks: str) -> Trackers:
+    return Trackers.opened({n: lambda n=n, b=b: FakeTracker(events, n, b) for n, b in breaks.items()})  # type: ignore[misc]
+
+
+def test_each_step_is_a_line_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.log(1, {"loss": 0.1, "tokens": 12})
+    [line] = (tmp_path / "m.jsonl").read_text().splitlines()  # not closed, and there already
+    row = json.loads(line)
+    assert list(row) == ["step", "time", "loss", "tokens"]
+    assert (row["step"], row["loss"], row["tokens"]) == (1, 0.1, 12)
+    file.close()
+
+
+def test_non_finite_numbers_are_json_and_come_back(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    file.close()
+    strict = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (strict["a"], strict["b"], strict["c"]) == ("NaN", "Infinity", "-Infinity")
+    [row] = read_metrics(tmp_path / "m.jsonl")
+    assert math.isnan(row["a"])
+    assert (row["b"], row["c"]) == (math.inf, -math.inf)
+
+
+@given(st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False) | st.integers(-(2**53), 2**53), max_size=5))
+def test_numbers_come_back_to_the_last_bit_under_any_name(values: dict[str, float]) -> None:
+    read = json.loads(encode(values), parse_constant=pytest.fail)
+    assert {name: number(value) for name, value in read.items()} == values
+    assert "\n" not in encode(values)
+
+
+def test_a_metric_cannot_take_the_name_of_a_field(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    with pytest.raises(ValueError, match="cannot be called 'step'"):
+        file.log(1, {"step": 3.0})
+    file.close()
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    file = MetricsFile(old)
+    for step in range(6):
+        file.log(step, {"loss": float(step)})
+    file.close()
+    file = MetricsFile(new, history=old, resumed_step=3)
+    file.log(4, {"loss": 40.0})
+    file.close()
+    assert [(row["step"], row["loss"]) for row in read_metrics(new)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
+    file = MetricsFile(old, history=old, resumed_step=2)  # in place, as well
+    file.log(3, {"loss": 30.0})
+    file.close()
+    assert [(row["step"], row["loss"]) for row in read_metrics(old)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new.jsonl", "old.jsonl"]
+
+
+def test_a_resumed_run_without_history_begins_with_nothing(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl", history=tmp_path / "gone.jsonl", resumed_step=3)
+    file.log(4, {"loss": 1.0})
+    file.close()
+    assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == [4]
+
+
+def test_reading_survives_a_cut_line_garbage_and_a_missing_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    assert read_metrics(path) == []
+    path.write_bytes(
+        b'{"step": 1, "loss": 0.5}\n\xff\xfe\x00\n[1, 2]\n\n{"loss": 3}\n'
+        b'{"step": 2, "loss": 0.25, "note": "x"}\n{"step": 3, "lo'
+    )
+    assert read_metrics(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
+
+
+def test_writing_goes_on_behind_a_cut_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+    writer = LineWriter(path)
+    writer.write({"step": 3})
+    writer.close()
+    writer.close()
+    assert [row["step"] for row in read_lines(path)] == [1, 3]
+
+
+def test_steps_are_read_in_order_and_later_lines_complete_earlier_ones(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 2, "a": 1}\n{"step": 1, "a": 0}\n{"step": 2, "b": 5, "a": 3}\n')
+    assert read_metrics(path) == [{"step": 1, "a": 0}, {"step": 2, "a": 3, "b": 5}]
+
+
+def test_all_trackers_get_everything_and_are_closed_once() -> None:
+    events: list[str] = []
+    with opened(events, a="", b="") as trackers:
+        trackers.log_config({})
+        trackers.log(1, {"loss": 1.0})
+        trackers.close()
+    expected = ["a open", "b open", "a config", "b config", "a log", "b log", "a close", "b close"]
+    assert sorted(events) == sorted(expected)
+    assert events[:6] == expected[:6]
+
+
+def test_a_tracker_that_raises_is_named_and_the_others_are_closed() -> None:
+    events: list[str] = []
+    failure = pytest.raises(TrackerError, match="tracker b failed to record step 7: ConnectionError: no route")
+    with failure as caught, opened(events, a="", b="log", c="") as trackers:
+        trackers.log(7, {})
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert sorted(e for e in events if "close" in e) == ["a close", "b close", "c close"]
+
+
+def test_a_tracker_that_cannot_be_opened_closes_those_before_it() -> None:
+    events: list[str] = []
+    with pytest.raises(TrackerError, match="tracker b could not be opened"):
+        opened(events, a="", b="open", c="")
+    assert events == ["a open", "b open", "a close"]
+
+
+def test_a_tracker_that_cannot_be_closed_is_named_after_the_others_are_closed() -> None:
+    events: list[str] = []
+    trackers = opened(events, a="", b="close", c="")
+    with pytest.raises(TrackerError, match="tracker b failed to close"):
+        trackers.close()
+    assert sorted(e for e in events if "close" in e) == ["a close", "b close", "c close"]
+    trackers.close()
+    assert len(events) == 6
+
+
+def test_an_error_of_the_run_is_not_hidden_by_one_of_a_tracker(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyError, match="the run's own"), opened([], a="close"):
+        raise KeyError("the run's own")
+    assert "tracker a failed to close" in caplog.text
