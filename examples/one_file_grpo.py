@@ -75,7 +75,9 @@ async def train(steps: int = STEPS, seed: int = 0) -> list[float]:
             prompts = [np.array(tokenizer.encode(f"{digit}>")) for digit in digits]
             params = SamplingParams(max_new_tokens=LENGTH, seed=seed * steps + step)
             requests = [
-                GenerateRequest(id=str(i), prompt_ids=p, params=replace(params, seed=params.seed * PROMPTS + i), n=ANSWERS)
+                GenerateRequest(
+                    id=str(i), prompt_ids=p, params=replace(params, seed=params.seed * PROMPTS + i), n=ANSWERS
+                )
                 for i, p in enumerate(prompts)
             ]
             completions = await asyncio.gather(*(engine.generate(request) for request in requests))

@@ -1,12 +1,12 @@
-"""Make the quick start's data: sums of two-digit numbers, as a teacher who often forgets to carry would do them.
+"""Make the quick start's data: digits to be sorted, as a teacher would who confuses the last two.
 
     python examples/quickstart/make_data.py [DIRECTORY]
 
-The teacher adds digit by digit. Where a column needs a carry he forgets it more often than not, so a model that imitates him perfectly is
-right on about half of the problems. What is right is never shown to it: that it has to find out by reinforcement learning.
+The teacher sorts five digits and then, more often than not, swaps the last two. A model that imitates him perfectly is right on about half of
+the problems. What is right is never shown to it: that it has to find out by reinforcement learning.
 
-    sft.jsonl     the teacher's work on the training problems, some of them several times
-    train.jsonl   the training problems with their true sums, to be rewarded
+    sft.jsonl     problems with the teacher's answers
+    train.jsonl   the same problems with the true answers, to be rewarded
     val.jsonl     problems that are in neither file
 """
 
@@ -17,43 +17,34 @@ import random
 import sys
 from pathlib import Path
 
-SEED = 20_26
-FORGETS_TO_CARRY = 0.75
-NUM_TRAIN, NUM_VALIDATION, NUM_SHOWN = 6000, 400, 24_000
+SEED = 2026
+SWAPS_THE_LAST_TWO = 0.62
+NUM_TRAIN, NUM_VALIDATION, DIGITS = 24_000, 500, 5
 
 
-def teacher_adds(a: int, b: int, rng: random.Random) -> int:
-    """The sum of two two-digit numbers, with a carry from ones to tens that may be forgotten."""
-    carry = (a % 10 + b % 10) // 10
-    if carry and rng.random() < FORGETS_TO_CARRY:
-        carry = 0
-    return (a // 10 + b // 10 + carry) * 10 + (a + b) % 10
+def teacher_sorts(digits: str, rng: random.Random) -> str:
+    """The digits in order, the last two of them too often the wrong way round."""
+    right = "".join(sorted(digits))
+    return right[:-2] + right[-1] + right[-2] if rng.random() < SWAPS_THE_LAST_TWO else right
 
 
 def main(directory: Path) -> None:
     """Write the three files; the same ones every time."""
     rng = random.Random(SEED)
-    problems = [(a, b) for a in range(100) for b in range(100)]
-    rng.shuffle(problems)
-    # Sums that need a carry are the interesting ones: three of four problems.
-    carries = [p for p in problems if p[0] % 10 + p[1] % 10 >= 10]
-    others = [p for p in problems if p[0] % 10 + p[1] % 10 < 10]
-    wanted = NUM_TRAIN + NUM_VALIDATION
-    chosen = carries[: wanted * 3 // 4] + others[: wanted - min(len(carries), wanted * 3 // 4)]
-    rng.shuffle(chosen)
-    validation, train = chosen[:NUM_VALIDATION], chosen[NUM_VALIDATION:]
-
+    # Drawn without replacement, so no problem of the validation is among those that are trained on.
+    problems = [f"{number:0{DIGITS}d}" for number in rng.sample(range(10**DIGITS), NUM_TRAIN + NUM_VALIDATION)]
+    train, validation = problems[:NUM_TRAIN], problems[NUM_TRAIN:]
     directory.mkdir(parents=True, exist_ok=True)
-    shown = [rng.choice(train) for _ in range(NUM_SHOWN)]
-    write(directory / "sft.jsonl", [row(i, a, b, teacher_adds(a, b, rng)) for i, (a, b) in enumerate(shown)])
-    write(directory / "train.jsonl", [row(i, a, b) for i, (a, b) in enumerate(train)])
-    write(directory / "val.jsonl", [row(i, a, b) for i, (a, b) in enumerate(validation)])
+    write(
+        directory / "sft.jsonl", [row(i, each) | {"response": teacher_sorts(each, rng)} for i, each in enumerate(train)]
+    )
+    write(directory / "train.jsonl", [row(i, each) for i, each in enumerate(train)])
+    write(directory / "val.jsonl", [row(i, each) for i, each in enumerate(validation)])
 
 
-def row(number: int, a: int, b: int, answer: int | None = None) -> dict[str, object]:
-    """One line of a file; with the teacher's answer if there is one."""
-    columns: dict[str, object] = {"id": number, "prompt": f"{a:02d}+{b:02d}=", "ground_truth": str(a + b)}
-    return columns if answer is None else columns | {"response": str(answer)}
+def row(number: int, digits: str) -> dict[str, object]:
+    """One line of a file."""
+    return {"id": number, "prompt": f"{digits}>", "ground_truth": "".join(sorted(digits))}
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> None:

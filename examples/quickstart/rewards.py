@@ -1,6 +1,6 @@
-"""The quick start's reward: 1 for the right sum, 0 for anything else."""
+"""The quick start's reward: 1 for the digits in order, 0 for anything else."""
 
 
-def right_sum(prompt: str, response: str, ground_truth: str, **row: object) -> float:
+def sorted_digits(prompt: str, response: str, ground_truth: str, **row: object) -> float:
     """Compare the answer's text with the row's `ground_truth`."""
     return 1.0 if response.strip() == ground_truth else 0.0

@@ -85,6 +85,15 @@ def test_every_request_has_a_seed_that_depends_on_run_step_and_prompt_only():
     assert not set(first) & {request.params.seed for request in role.requests}
 
 
+def test_a_fixed_seed_is_not_the_same_draw_for_every_prompt():
+    role = EchoRole()
+    asyncio.run(roll_out(role, prompts(3), SamplingParams(seed=0), n=1, seed_of=(1,), judges=None, tokenizer=Letters()))
+    first = [request.params.seed for request in role.requests]
+    assert len(set(first)) == 3
+    asyncio.run(roll_out(role, prompts(3), SamplingParams(seed=0), n=1, seed_of=(2,), judges=None, tokenizer=Letters()))
+    assert [request.params.seed for request in role.requests] == first
+
+
 def test_stable_seed_is_the_same_on_every_machine():
     assert stable_seed(1, "train", 0, "5/0") == stable_seed(1, "train", 0, "5/0")
     assert 0 <= stable_seed("x") < 2**63

@@ -182,8 +182,9 @@ class _Driver:
         self._announce()
         with ledger.stage("load libraries"):
             import torch  # noqa: F401 - loaded here so that the ledger knows where the time went
-            import transformers  # noqa: F401
+            import transformers
 
+            transformers.utils.logging.disable_progress_bar()
             self.adopt_logs()
         platform = select_platform(self.registry, config.platform)
         checkpoint = find_checkpoint(

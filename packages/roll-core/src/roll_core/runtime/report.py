@@ -7,6 +7,7 @@ Every file may be missing, cut off or full of nonsense: the page shows what ther
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -36,6 +37,8 @@ from roll_core.runtime.tracking import read_metrics
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+    import jinja2
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +152,11 @@ def write_report(run: Path) -> Path:
 
 
 def _render(page: _Page) -> str:
+    return _template().render(page=page)
+
+
+@functools.cache
+def _template() -> jinja2.Template:
     import jinja2
 
     environment = jinja2.Environment(
@@ -158,7 +166,7 @@ def _render(page: _Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2").render(page=page)
+    return environment.get_template("report.html.j2")
 
 
 def _page(run_dir: RunDir) -> _Page:

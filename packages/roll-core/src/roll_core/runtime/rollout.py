@@ -38,14 +38,15 @@ async def roll_out(
 ) -> list[Group]:
     """One group per prompt, in prompt order. Without judges the samples have no reward.
 
-    `seed_of` is what the draws depend on besides the prompt; it is ignored where `params.seed` is set.
+    The draws depend on the prompt and on `seed_of`, or on `params.seed` instead where that is set.
     """
     by_id = {prompt.id: prompt for prompt in prompts}
     requests = [
         GenerateRequest(
             id=prompt.id,
             prompt_ids=prompt.tokens,
-            params=replace(params, seed=stable_seed(*seed_of, prompt.id)) if params.seed is None else params,
+            # Prompts never share a seed: equal draws in every answer would make an average far too noisy.
+            params=replace(params, seed=stable_seed(*(seed_of if params.seed is None else (params.seed,)), prompt.id)),
             n=n,
         )
         for prompt in prompts

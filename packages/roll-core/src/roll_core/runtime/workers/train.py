@@ -12,7 +12,6 @@ from roll_core.data.pack import pack
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.weight_sync import WeightSender
 from roll_core.spec.model import MeshInfo
-from roll_core.spec.train import Want
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.weight_sync import Offer, SendOutcome, SyncPlan
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import TrainProvider
-    from roll_core.spec.train import LossFn, LossMetrics, StepStats, TokenOutputs, TrainingSpec, TrainStrategy
+    from roll_core.spec.train import LossFn, LossMetrics, StepStats, TokenOutputs, TrainingSpec, TrainStrategy, Want
     from roll_core.types import DataRank, Floats, Totals, TrainSequence
 
 
