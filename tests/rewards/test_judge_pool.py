@@ -84,7 +84,9 @@ def gone(pid: int, within_s: float = 30.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize("value", ["", "Grüße, 世界 🎲", "\ud800", "x" * 3_000_000, {"a": [1, 2.5, None]}, '{"result": 1}'])
+@pytest.mark.parametrize(
+    "value", ["", "Grüße, 世界 🎲", "\ud800", "x" * 3_000_000, {"a": [1, 2.5, None]}, '{"result": 1}']
+)
 def test_any_value_goes_there_and_back(pool_of, value):
     assert pool_of().call({"act": "echo", "value": value}, timeout_s=30) == value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from roll_core.errors import RewardFailure
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+log = logging.getLogger(__name__)
 PATIENCE_S = 0.1
 """How long a job waits for a process to become free before one more is started."""
 
@@ -98,7 +100,7 @@ class JudgePool:
         return reply
 
     def _take(self) -> _Child:
-        """A process of which no one else makes use, loaded or about to be."""
+        """A process of which no one else makes use; the first one may still be loading its target."""
         started_waiting = time.monotonic()
         with self._changed:
             while True:
@@ -110,13 +112,27 @@ class JudgePool:
                         return child
                     self._children.discard(child)
                     child.close()
-                waited = time.monotonic() - started_waiting >= PATIENCE_S
-                may_grow = len(self._children) < self._size and all(each.ready for each in self._children)
-                if not self._children or (waited and may_grow):
+                if not self._children:
                     child = _Child(self._hello)
                     self._children.add(child)
                     return child
+                waited = time.monotonic() - started_waiting >= PATIENCE_S
+                if waited and len(self._children) < self._size and all(each.ready for each in self._children):
+                    child = _Child(self._hello)
+                    self._children.add(child)
+                    threading.Thread(target=self._make_ready, args=(child,), daemon=True).start()
                 self._changed.wait(PATIENCE_S)
+
+    def _make_ready(self, child: _Child) -> None:
+        """One more process loads its target; no job waits for it meanwhile."""
+        try:
+            child.await_ready(self._start_timeout_s)
+        except RewardFailure as failure:
+            if not self._closed:
+                log.warning("one of %d judging processes: %s", self._size, failure)
+            self._discard(child)
+        else:
+            self._give_back(child)
 
     def _give_back(self, child: _Child) -> None:
         with self._changed:

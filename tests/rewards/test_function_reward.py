@@ -1,0 +1,236 @@
+"""`reward: function`: what the user's function is given, and what becomes of what it does."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from roll_core.builtin.rewards.config import FunctionConfig
+from roll_core.builtin.rewards.function import FunctionReward
+from roll_core.errors import ConfigError, DataError, RewardFailure
+
+BOTH = pytest.mark.parametrize("isolation", ["process", "none"])
+
+
+@pytest.fixture
+def reward_of(user_module):
+    rewards = []
+
+    def make(source, function="f", **config):
+        module = user_module(source)
+        reward = FunctionReward(FunctionConfig(reward="function", function=f"{module}:{function}", **config))
+        rewards.append(reward)
+        reward.start()
+        return reward
+
+    yield make
+    for reward in rewards:
+        reward.close()
+
+
+@BOTH
+def test_a_function_gets_prompt_response_and_columns(reward_of, asking, isolation):
+    reward = reward_of(
+        """
+        def f(prompt, response, **metadata):
+            assert prompt == "2+2?" and response == "4", (prompt, response)
+            assert metadata == {"answer": 4, "tags": ["sum"]}, metadata
+            return 0.5
+        """,
+        isolation=isolation,
+    )
+    assert reward.score(asking("4", "2+2?", answer=4, tags=["sum"])).value == 0.5
+
+
+@BOTH
+def test_a_function_gets_only_the_columns_that_it_names(reward_of, asking, isolation):
+    reward = reward_of(
+        "def f(question, reply, answer, *, unit=''): return float(reply == answer + unit)", isolation=isolation
+    )
+    assert reward.score(asking("4 m", answer="4", unit=" m", difficulty=3, question="x")).value == 1.0
+
+
+@BOTH
+def test_a_column_called_like_an_argument_does_not_collide(reward_of, asking, isolation):
+    reward = reward_of("def f(prompt, response, **metadata): return len(metadata)", isolation=isolation)
+    assert reward.score(asking("4", response_column=1)).value == 1
+    request = asking("4")
+    object.__setattr__(request.sample, "metadata", {"prompt": "p", "response": "r", "other": 1})
+    assert reward.score(request).value == 1
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("returned", "value", "detail"),
+    [
+        ("1", 1.0, {}),
+        ("True", 1.0, {}),
+        ("-2.5", -2.5, {}),
+        ("__import__('numpy').float32(0.25)", 0.25, {}),
+        ("__import__('numpy').bool_(True)", 1.0, {}),
+        ("__import__('fractions').Fraction(1, 4)", 0.25, {}),
+        ("{'value': 0.5, 'format': 1, 'why': 'close'}", 0.5, {"format": 1.0, "why": "close"}),
+        ("__import__('roll_core.types').types.Reward(value=2.0, detail={'a': 1.0})", 2.0, {"a": 1.0}),
+    ],
+)
+def test_what_a_function_may_return(reward_of, asking, isolation, returned, value, detail):
+    found = reward_of(f"def f(prompt, response): return {returned}", isolation=isolation).score(asking("x"))
+    assert (found.value, dict(found.detail), found.failed) == (value, detail, False)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "returned",
+    [
+        "{'value': None, 'failure': 'no judge'}",
+        "__import__('roll_core.types').types.Reward(value=None, failure='no judge')",
+    ],
+)
+def test_a_function_may_say_that_it_failed(reward_of, asking, isolation, returned):
+    found = reward_of(f"def f(prompt, response): return {returned}", isolation=isolation).score(asking("x"))
+    assert (found.value, found.failure) == (None, "no judge")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return None", "returned NoneType as its value"),
+        ("return '1.0'", "returned str as its value"),
+        ("return [1.0]", "returned list as its value"),
+        ("return 1j", "returned complex as its value"),
+        ("return float('nan')", "returned nan as its value, which is not a finite number"),
+        ("return float('-inf')", "returned -inf"),
+        ("return {'score': 1.0}", "neither a value nor a failure"),
+        ("return {'value': 1.0, 'parts': [1]}", "returned list as detail 'parts'"),
+        ("return {'value': 1.0, 'part': float('nan')}", "nan as detail 'part'"),
+        ("return {}['answer']", r"KeyError: 'answer' \(user_rewards_\w+\.py:1 in f\)"),
+        ("raise SystemExit(1)", "SystemExit: 1"),
+        ("from roll_core.errors import RewardFailure; raise RewardFailure('judge offline')", "^judge offline$"),
+    ],
+)
+def test_whatever_else_a_function_does_is_a_failure_with_its_cause(reward_of, asking, isolation, body, message):
+    reward = reward_of(f"def f(prompt, response): {body}", isolation=isolation)
+    with pytest.raises(RewardFailure, match=message):
+        reward.score(asking("x"))
+
+
+@BOTH
+def test_a_missing_column_is_a_failure_that_names_it(reward_of, asking, isolation):
+    reward = reward_of("def f(prompt, response, answer): return 1", isolation=isolation)
+    with pytest.raises(RewardFailure, match=r"TypeError.*'answer'"):
+        reward.score(asking("x", solution=1))
+
+
+@BOTH
+def test_a_function_that_hangs_is_a_failure_at_its_deadline(reward_of, asking, isolation, tmp_path):
+    reward = reward_of(
+        """
+        import pathlib, time
+        def f(prompt, response):
+            while response == "hang" and not pathlib.Path(__file__).with_name("enough").exists():
+                time.sleep(0.01)
+            return 1
+        """,
+        isolation=isolation,
+        timeout_s=0.3,
+    )
+    with pytest.raises(RewardFailure, match=r"longer than 0\.3 s"):
+        reward.score(asking("hang"))
+    assert reward.score(asking("go on")).value == 1.0
+    (tmp_path / "enough").touch()
+
+
+def test_without_isolation_only_so_many_hanging_calls_are_given_up_on(reward_of, asking):
+    release = threading.Event()
+    reward = reward_of("def f(prompt, response, wait): return wait()", isolation="none", timeout_s=0.02)
+    for _ in range(8):
+        with pytest.raises(RewardFailure, match="given up"):
+            reward.score(asking("x", wait=release.wait))
+    with pytest.raises(RewardFailure, match="isolation: process"):
+        reward.score(asking("x", wait=release.wait))
+    release.set()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and any("_answer" in thread.name for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert reward.score(asking("x", wait=lambda: 1.0)).value == 1.0
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("source", "function", "message"),
+    [
+        ("raise RuntimeError('no model')", "f", "RuntimeError: no model"),
+        ("import no_such_module_anywhere", "f", "No module named 'no_such_module_anywhere'"),
+        ("import sys; sys.exit(1)", "f", "SystemExit: 1"),
+        ("def g(prompt, response): return 1", "f", "has no attribute 'f'"),
+        ("f = 3", "f", "is int, not a function"),
+        ("def f(prompt): return 1", "f", r"cannot be called as f\(prompt, response, \*\*metadata\)"),
+        ("async def f(prompt, response): return 1", "f", "coroutine function"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_told_before_anything_starts(reward_of, isolation, source, function, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        reward_of(source, function, isolation=isolation)
+    assert caught.value.problems[0].key == "function"
+    assert "working directory" in caught.value.problems[0].hint
+
+
+@BOTH
+def test_a_method_of_a_class_can_be_named(reward_of, asking, isolation):
+    reward = reward_of(
+        "class Judge:\n    @staticmethod\n    def f(prompt, response): return len(response)",
+        "Judge.f",
+        isolation=isolation,
+    )
+    assert reward.score(asking("four")).value == 4.0
+
+
+@BOTH
+def test_text_of_any_kind_arrives_as_it_is(reward_of, asking, isolation):
+    reward = reward_of("def f(prompt, response): return sum(map(ord, response)) + len(response)", isolation=isolation)
+    for text in ["", "Grüße 世界 🎲", "\ud800 \x00", '{"result": {"value": 1}}\n', "x" * 10_000]:
+        assert reward.score(asking(text)).value == sum(map(ord, text)) + len(text)
+
+
+@BOTH
+def test_many_threads_get_their_own_answers(reward_of, asking, isolation):
+    reward = reward_of("def f(prompt, response): return int(response)", isolation=isolation)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda i: reward.score(asking(str(i))).value, range(512)))
+    assert found == list(range(512))
+
+
+def test_arrays_travel_to_the_process_as_lists(reward_of, asking):
+    reward = reward_of("def f(prompt, response, grid, scale): return sum(map(sum, grid)) * scale")
+    assert reward.score(asking("", grid=np.ones((2, 3)), scale=np.float32(2))).value == 12.0
+
+
+def test_a_column_that_cannot_travel_is_named(reward_of, asking):
+    reward = reward_of("def f(prompt, response, **metadata): return 1")
+    with pytest.raises(DataError, match=r"column 'when'.*isolation: none"):
+        reward.score(asking("", when=object()))
+
+
+def test_closing_before_the_start_and_twice_is_no_error():
+    reward = FunctionReward(FunctionConfig(reward="function", function="m:f"))
+    reward.close()
+    reward.close()
+
+
+@pytest.mark.parametrize("function", ["rewards.py", "rewards", ":f", "m:", "m:f()", "m:f; import os", "../m:f"])
+def test_a_function_that_is_not_module_and_name_is_refused(function):
+    with pytest.raises(ValidationError):
+        FunctionConfig(reward="function", function=function)
+
+
+def test_the_deadline_is_positive():
+    with pytest.raises(ValidationError):
+        FunctionConfig(reward="function", function="m:f", timeout_s=0)
+    assert math.isfinite(FunctionConfig(reward="function", function="m:f").timeout_s)

@@ -1,0 +1,227 @@
+r"""`reward: math_rule`: a table of equivalences, and the three states."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from roll_core.builtin.rewards.config import MathRuleConfig
+from roll_core.builtin.rewards.math_rule import MathRuleReward
+from roll_core.errors import DataError, RewardFailure
+
+RIGHT = [
+    ("42", "The answer is 42"),
+    ("42", r"\boxed{42}"),
+    ("42", r"\boxed{42.0}"),
+    ("3.0", "3"),
+    ("-3", r"\boxed{-3}"),
+    ("2^{10}", r"\boxed{1024}"),
+    # fractions
+    ("1/2", r"\boxed{\frac{1}{2}}"),
+    ("1/2", "1/2"),
+    (r"\frac12", "0.5"),
+    ("0.5", r"the answer is $\frac{1}{2}$"),
+    (r"\frac{2}{4}", r"\boxed{\tfrac{1}{2}}"),
+    ("1/3", "0.333333"),
+    # intervals and inequalities
+    ("(1,2]", r"\boxed{(1, 2]}"),
+    ("x>2", r"\boxed{(2,\infty)}"),
+    # sets, in any order, also in several boxes
+    (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}"),
+    ("1,2", r"\boxed{2,1}"),
+    ("1,2", r"Solutions: \boxed{1} and \boxed{2}"),
+    # percent: as a number of percent, and as a share
+    ("50%", r"\boxed{50\%}"),
+    ("50%", r"\boxed{50%}"),
+    (r"50\%", r"$50\%$"),
+    (r"50\%", r"\boxed{0.5}"),
+    ("0.5", r"\boxed{50\%}"),
+    ("50", r"\boxed{50\%}"),
+    ("50%", "about 50%"),
+    (r"12.5\%", r"\boxed{\frac{25}{2}\%}"),
+    # thousands, units, currency
+    ("1,234", r"\boxed{1234}"),
+    ("1234", "The total is 1,234"),
+    ("12 cm", r"\boxed{12\text{ cm}}"),
+    ("5", r"\boxed{\$5}"),
+    # symbols
+    ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+    (r"\sqrt{8}", r"\boxed{2\sqrt{2}}"),
+    ("3", r"\boxed{x=3}"),
+    ("x=3", r"\boxed{3}"),
+    (r"\pi", r"\boxed{3.14159265}"),
+    ("3+4i", r"\boxed{4i+3}"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}"),
+    # choices and words
+    ("A", r"\boxed{A}"),
+    ("Monday", r"\boxed{\text{Monday}}"),
+    # a box wins over other mathematics, and a later one over one far before it
+    ("42", r"$x$ is 5% of 3. \boxed{42} is not 43"),
+    ("42", r"\boxed{41} " + "no, that cannot be right, so let me compute it once more. " * 3 + r"\boxed{42}"),
+]
+WRONG = [
+    ("42", ""),
+    ("42", "   \n"),
+    ("42", "forty-two"),
+    ("42", r"\boxed{}"),
+    ("42", r"\boxed{42"),
+    ("42", r"\boxed{43}"),
+    ("-3", "3"),
+    ("1/3", "0.33"),
+    ("(1,2]", r"\boxed{[1,2]}"),
+    (r"\{1,2,3\}", r"\boxed{\{1,2\}}"),
+    ("50%", r"\boxed{51\%}"),
+    ("50%", r"\boxed{5\%}"),
+    ("A", r"\boxed{B}"),
+    ("yes", r"\boxed{no}"),
+    ("42", r"\boxed{42} " + "no, that cannot be right, so let me compute it once more. " * 3 + r"\boxed{41}"),
+]
+FORGED = [
+    # several guesses at once
+    r"\boxed{1} \boxed{42} \boxed{3}",
+    r"\boxed{42 or 43}",
+    r"\boxed{42, 43}",
+    "$42$ and $43$",
+    # anything at all
+    r"\boxed{n}",
+    r"\boxed{x}",
+    r"\boxed{\text{any number}}",
+    r"\boxed{\mathbb{R}}",
+    r"\boxed{(-\infty, \infty)}",
+    # what a judge might say, and what it might run
+    '{"value": 1.0}',
+    '{"result": {"value": 1.0, "answer": "42"}}',
+    r"\boxed{True}",
+    r"\boxed{__import__('os')}",
+    "answer: __import__('os').system('true')",
+    r"\boxed{float('nan')}",
+    r"\boxed{\infty}",
+    r"\boxed{\text{nan}}",
+]
+
+
+@pytest.fixture(scope="module")
+def math_rule():
+    reward = MathRuleReward(MathRuleConfig(reward="math_rule", timeout_s=60))
+    reward.start()
+    yield reward
+    reward.close()
+
+
+@pytest.mark.parametrize(("truth", "response"), RIGHT)
+def test_equal_answers_are_right(math_rule, asking, truth, response):
+    assert math_rule.score(asking(response, ground_truth=truth)).value == 1.0
+
+
+@pytest.mark.parametrize(("truth", "response"), WRONG)
+def test_other_answers_are_wrong_and_no_failure(math_rule, asking, truth, response):
+    found = math_rule.score(asking(response, ground_truth=truth))
+    assert (found.value, found.failed) == (0.0, False)
+
+
+@pytest.mark.parametrize("response", FORGED)
+def test_forged_answers_are_wrong(math_rule, asking, response):
+    assert math_rule.score(asking(response, ground_truth="42")).value == 0.0
+
+
+def test_no_answer_makes_later_ones_right(math_rule, asking):
+    # CVE-2026-6878: one payload that patches the judge in its own process
+    payload = "answer: __import__('sympy').Basic.__eq__ = lambda *a: True; 9**2"
+    assert math_rule.score(asking(payload, ground_truth="42")).value == 0.0
+    assert math_rule.score(asking(r"\boxed{43}", ground_truth="42")).value == 0.0
+
+
+@pytest.mark.parametrize("wrap", ["{}", r"\boxed{{{}}}", "answer: {}", "${}$"])
+def test_the_text_is_never_run(math_rule, asking, tmp_path, wrap):
+    canary = Path(tmp_path / "canary")
+    for code in (f"__import__('pathlib').Path('{canary}').touch()", f"open('{canary}','w')", "(1).__class__.__base__"):
+        math_rule.score(asking(wrap.format(code), ground_truth="42"))
+    assert not canary.exists()
+
+
+GARBAGE = {
+    "letters": "a" * 10_000,
+    "dollars": "$" * 10_000,
+    "brackets": "(" * 10_000,
+    "open boxes": r"\boxed{" * 2_000,
+    "open fractions": r"\frac{" * 500,
+    "a long sum": "1+" * 5_000,
+    "control characters": "\x00\ufffd\u202e" * 3_000,
+    "another script": "日本語の答えは " * 1_000,
+    "lone surrogates": "\ud800" * 100,
+    "many digits": "9" * 10_000,
+    "percent signs": "%" * 10_000,
+    "open boxes of percent signs": r"\boxed{%" * 1_000,
+}
+
+
+@pytest.mark.parametrize("response", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_worth_nothing(math_rule, asking, response):
+    assert math_rule.score(asking(response, ground_truth="42")).value == 0.0
+
+
+def test_unicode_around_an_answer_does_not_hide_it(math_rule, asking):
+    assert math_rule.score(asking("日本語の答えは 🎲 \\boxed{42} です", ground_truth="42")).value == 1.0
+
+
+def test_the_answer_that_was_found_is_shown_with_the_sample(math_rule, asking):
+    assert math_rule.score(asking(r"so \boxed{\frac{1}{3}}", ground_truth="42")).detail == {"answer": r"\frac{1}{3}"}
+
+
+@pytest.mark.parametrize(
+    ("truth", "response"),
+    [(42, "42"), (0.5, "1/2"), (0.00001, "0.00001"), (["1", 2], "2"), (("1", "2"), "1"), ("$\\frac{1}{2}$", "0.5")],
+)
+def test_a_truth_may_be_a_number_or_a_list(math_rule, asking, truth, response):
+    assert math_rule.score(asking(response, ground_truth=truth)).value == 1.0
+
+
+@pytest.mark.parametrize("truth", ["", "  ", "日本", r"\frac{1}{", "????"])
+def test_a_truth_that_is_no_mathematics_is_a_failure(math_rule, asking, truth):
+    with pytest.raises(RewardFailure, match="the ground truth"):
+        math_rule.score(asking(r"\boxed{42}", ground_truth=truth))
+
+
+@pytest.mark.parametrize("truth", [None, True, [], [None], {"answer": 42}, float("nan"), object()])
+def test_a_truth_of_the_wrong_kind_names_row_and_column(math_rule, asking, truth):
+    with pytest.raises(DataError, match=r"row7/0/1: column 'ground_truth'"):
+        math_rule.score(asking(r"\boxed{42}", ground_truth=truth))
+
+
+def test_a_missing_column_lists_those_there_are(math_rule, asking):
+    with pytest.raises(DataError, match="the row's columns: answer, level"):
+        math_rule.score(asking(r"\boxed{42}", answer="42", level=1))
+
+
+def test_the_column_of_the_truth_and_the_need_of_a_box_can_be_configured(asking):
+    reward = MathRuleReward(
+        MathRuleConfig(reward="math_rule", ground_truth="solution", require_boxed=True, timeout_s=60)
+    )
+    reward.start()
+    try:
+        assert reward.score(asking(r"\boxed{42}", solution="42")).value == 1.0
+        assert reward.score(asking("the answer is $42$", solution="42")).value == 0.0
+    finally:
+        reward.close()
+
+
+def test_answers_that_never_end_cost_their_deadline_and_are_failures(asking):
+    reward = MathRuleReward(MathRuleConfig(reward="math_rule", timeout_s=3, processes=1))
+    reward.start()
+    try:
+        assert reward.score(asking("42", ground_truth="42")).value == 1.0
+        with pytest.raises(RewardFailure, match="longer than 3 s"):
+            reward.score(asking("The answer is 9**9**9**9", ground_truth="42"))
+        assert reward.score(asking("43", ground_truth="42")).value == 0.0
+    finally:
+        reward.close()
+
+
+def test_many_threads_get_their_own_verdicts(math_rule, asking):
+    def judge(i):
+        return math_rule.score(asking(rf"\boxed{{{i % 7}}}", ground_truth=str(i % 5))).value
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(judge, range(105))) == [float(i % 7 == i % 5) for i in range(105)]
