@@ -1,0 +1,144 @@
+import io
+import re
+
+import pytest
+
+from roll_core.runtime.console import Console, time_table
+from roll_core.runtime.ledger import LedgerRow
+
+STEP = {
+    "score/mean": 0.5,
+    "actor/loss": 0.0031,
+    "kl/mean": 0.0008,
+    "tokens_per_s/step": 1234.5,
+    "time/step": 1.25,
+    "x": 1.0,
+}
+ROWS = [
+    LedgerRow(stage="rollout", seconds=6.0, share=0.6, entries=3, tokens=600),
+    LedgerRow(stage="train", seconds=3.5, share=0.35, entries=3),
+    LedgerRow(stage="other", seconds=0.5, share=0.05, entries=0),
+]
+
+
+def plain() -> tuple[Console, io.StringIO]:
+    stream = io.StringIO()
+    return Console(stream=stream), stream
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 120) -> tuple[Console, io.StringIO]:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", "40")
+    stream = io.StringIO()
+    return Console(stream=stream, terminal=True), stream
+
+
+def shown(stream: io.StringIO) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+
+
+def test_without_a_terminal_each_step_is_one_line_that_programs_can_read() -> None:
+    console, stream = plain()
+    assert not console.is_terminal
+    console.start(total_steps=200)
+    console.step(3, STEP)
+    line = stream.getvalue()
+    assert re.fullmatch(
+        r"step=3/200 reward=0\.5 loss=0\.0031 kl=0\.0008 tokens_per_s=1234\.5 step_s=1\.25 eta_s=\d+\n", line
+    )
+    assert dict(part.split("=") for part in line.split())["reward"] == "0.5"
+
+
+def test_a_line_has_only_what_its_step_has() -> None:
+    console, stream = plain()
+    console.start(total_steps=10)
+    console.step(1, STEP)
+    console.step(2, {"actor/loss": float("nan")})
+    second = stream.getvalue().splitlines()[1]
+    assert re.fullmatch(r"step=2/10 loss=nan eta_s=\d+", second)
+
+
+def test_evaluation_is_a_line_of_its_own() -> None:
+    console, stream = plain()
+    console.start(total_steps=10)
+    console.evaluated(0, {"val/score/mean": 0.25, "val/num_samples": 128.0})
+    assert stream.getvalue() == "step=0/10 val/score/mean=0.25 val/num_samples=128\n"
+
+
+def test_long_lines_are_not_broken_and_markup_in_them_is_text() -> None:
+    console, stream = plain()
+    console.warn("[red]not markup[/red] " + "x" * 500)
+    assert stream.getvalue() == "[red]not markup[/red] " + "x" * 500 + "\n"
+
+
+def test_a_terminal_shows_figures_steps_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, stream = terminal(monkeypatch)
+    console.start(total_steps=200)
+    console.stage("rollout")
+    console.step(1, STEP)
+    console.step(2, STEP)
+    console.close()
+    last = [drawn for drawn in re.split(r"[\r\n]", shown(stream)) if "tokens/s" in drawn][-1]
+    for part in ("2/200", "reward 0.500", "loss 0.0031", "kl 0.0008", "1234 tokens/s", "0:00:00 < 0:00:0", "rollout"):
+        assert part in last
+
+
+def test_a_narrow_terminal_keeps_reward_loss_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, stream = terminal(monkeypatch, columns=80)
+    console.start(total_steps=200)
+    console.step(1, STEP | {"val/score/mean": 0.9})
+    console.close()
+    last = [drawn for drawn in re.split(r"[\r\n]", shown(stream)) if "tokens/s" in drawn][-1]
+    for part in ("1/200", "reward 0.500", "loss 0.0031", "1234 tokens/s"):
+        assert part in last
+    assert "kl" not in last
+    assert len(last) <= 80
+
+
+def test_warnings_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, stream = terminal(monkeypatch)
+    console.start(total_steps=20)
+    console.step(1, STEP)
+    console.warn("guard logprob_gap: too wide")
+    console.step(2, STEP)
+    console.close()
+    text = shown(stream)
+    assert "guard logprob_gap: too wide\n" in text
+    assert text.index("guard logprob_gap") < text.rindex("2/20")
+
+
+def test_a_resumed_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, stream = terminal(monkeypatch)
+    console.start(total_steps=20, done=12)
+    console.close()
+    assert "12/20" in shown(stream)
+
+
+def test_the_end_says_where_the_time_went_how_it_ended_and_where_things_are() -> None:
+    console, stream = plain()
+    console.finish(
+        outcome="failed", rows=ROWS, lines=[("run", "output/x/001"), ("report", "r.html")], error="out of [memory]"
+    )
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert lines[0] == "where the time went"
+    assert [line.split() for line in lines[2:6]] == [
+        ["rollout", "6.00", "60.0%", "3", "100"],
+        ["train", "3.50", "35.0%", "3"],
+        ["other", "0.50", "5.0%"],
+        ["total", "10.00", "100.0%"],
+    ]
+    assert lines[6:] == ["failed: out of [memory]", "run     output/x/001", "report  r.html"]
+
+
+def test_the_table_has_a_row_for_each_stage_and_the_total() -> None:
+    assert time_table(ROWS).row_count == len(ROWS) + 1
+
+
+def test_closing_twice_or_unstarted_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, _ = terminal(monkeypatch)
+    console.close()
+    console.start(total_steps=1)
+    console.close()
+    console.close()
+    console.step(1, STEP)
+    console.stage("train")
