@@ -29,6 +29,8 @@ _HEADER = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
 _REFERENCE = re.compile(r"\$\{\s*(\.*)([\w/@-]+(?:[.\[\]][\w/@-]*)*)\s*\}")
 _HYDRA_RESOLVER = re.compile(r"\$\{\s*(now|hydra|hydra_version|python_version)\s*:")
 MISSING = "???"
+_BROKEN = object()
+"""Stands where an interpolation gave nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,17 @@ class Composed:
     written: Written
     files: tuple[Path, ...]
     """All files that were read, the one that was asked for first."""
+    problems: tuple[ConfigProblem, ...]
+    """Overrides and interpolations that cannot be honoured: the rest can still be judged."""
+    broken: frozenset[KeyPath]
+    """Keys that have no value because of them."""
 
 
 def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
-    """Compose the config at `path`. Raises `ConfigError`. Leaves Hydra's state as it was, and makes no folders."""
+    """Compose the config at `path`. Leaves Hydra's state as it was, and makes no folders.
+
+    Raises `ConfigError` for what leaves nothing to judge: a file that cannot be read, a fragment that is not there.
+    """
     name = str(path)
     source = read_source(path, name)
     written = Written(name, [FileLayer((), source)])
@@ -72,10 +81,9 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
 
 
 def _finish(data: Any, written: Written, problems: list[ConfigProblem], files: list[Path]) -> Composed:
-    _report_missing(data, (), written, problems)
-    if problems:
-        raise ConfigError(problems)
-    return Composed(data, written, tuple(files))
+    broken: set[KeyPath] = set()
+    _report_missing(data, (), written, problems, broken)
+    return Composed(data, written, tuple(files), tuple(problems), frozenset(broken))
 
 
 def _head(path: Path) -> str:
@@ -108,8 +116,36 @@ def _create(source: Source, problems: list[ConfigProblem]) -> DictConfig:
     try:
         cfg: DictConfig = OmegaConf.create(source.data)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError([*problems, ConfigProblem(source.name, "", _first_line(error))]) from error
+        located = _malformed(source) or [ConfigProblem(source.name, "", _first_line(error))]
+        raise ConfigError([*problems, *located]) from error
     return cfg
+
+
+def _malformed(source: Source) -> list[ConfigProblem]:
+    """Every `${…}` that OmegaConf's grammar does not take, where it stands."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    found: list[ConfigProblem] = []
+
+    def visit(data: Any, path: KeyPath) -> None:
+        if isinstance(data, dict):
+            for key, each in data.items():
+                visit(each, (*path, str(key)))
+        elif isinstance(data, list):
+            for at, each in enumerate(data):
+                visit(each, (*path, str(at)))
+        elif isinstance(data, str) and "${" in data:
+            try:
+                OmegaConf.create({"value": data})
+            except OmegaConfBaseException:
+                mark = source.value_mark(path)
+                where = source.name if mark is None else f"{source.name}:{mark.line}:{mark.column}"
+                hint = "a reference is written ${seed}; text in which ${ is meant as it stands, \\${"
+                found.append(ConfigProblem(where, ".".join(path), f"{data!r} is not an interpolation", hint))
+
+    visit(source.data, ())
+    return found
 
 
 def _parse_overrides(
@@ -133,6 +169,7 @@ class _Composition:
         self.source = source
         self.written = written
         self.fragments: list[Path] = []
+        self.sources: dict[Path, Source] = {path.resolve(): source}
 
     def run(self, overrides: Sequence[str], problems: list[ConfigProblem]) -> tuple[DictConfig, list[Override]]:
         from hydra import compose as hydra_compose
@@ -168,7 +205,6 @@ class _Composition:
     def _layers(self, defaults: Sequence[Any], folders: list[Path]) -> list[FileLayer | OverrideLayer]:
         """One layer per file in the order of merging."""
         layers: list[FileLayer | OverrideLayer] = []
-        sources: dict[Path, Source] = {self.path.resolve(): self.source}
         problems: list[ConfigProblem] = []
         for each in defaults:
             package = each.package or ""
@@ -177,15 +213,15 @@ class _Composition:
             file = _find(each.config_path, folders)
             if file is None:
                 continue
-            if file not in sources:
+            if file not in self.sources:
                 shown = Path(os.path.relpath(file))
                 self.fragments.append(shown)
                 try:
-                    sources[file] = read_source(file, str(shown))
+                    self.sources[file] = read_source(file, str(shown))
                 except ConfigError as error:
                     problems += error.problems
                     continue
-            layers.append(FileLayer(tuple(step for step in package.split(".") if step), sources[file]))
+            layers.append(FileLayer(tuple(step for step in package.split(".") if step), self.sources[file]))
         if problems:
             raise ConfigError(problems)
         return layers
@@ -200,23 +236,37 @@ class _Composition:
                     read_source(file, os.path.relpath(file))
                 except ConfigError as located:
                     return located
-        lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
-        message = lines[0] if lines else type(error).__name__
-        message = message.removeprefix(f"In '{self.path.name}': ")
-        return ConfigError([self._problem(f"cannot be composed: {message}", error, "\n    ".join(lines[1:6]))])
-
-    def _problem(self, message: str, error: Exception | None = None, hint: str = "") -> ConfigProblem:
-        """At the item of the defaults list that the error speaks of, else at the list."""
-        path: KeyPath = ("defaults",)
+        malformed = [problem for source in self.sources.values() for problem in _malformed(source)]
+        if malformed:
+            return ConfigError(malformed)
         missing = getattr(error, "missing_cfg_file", None)
+        if missing is not None:
+            return ConfigError([self._missing(str(missing))])
+        if isinstance(error, RecursionError):
+            return ConfigError([self._problem("its fragments include each other without end")])
+        lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+        message = (lines[0] if lines else type(error).__name__).removeprefix(f"In '{self.path.name}': ")
+        return ConfigError([self._problem(f"cannot be composed: {message}", hint="\n    ".join(lines[1:6]))])
+
+    def _missing(self, name: str) -> ConfigProblem:
+        """At the item that asks for the fragment, if this file does; another fragment may."""
+        import difflib
+
+        folder = (self.path.parent / name).parent
+        files = sorted(each.stem for each in folder.glob("*.yaml")) if folder.is_dir() else []
+        close = difflib.get_close_matches(Path(name).stem, files, 1)
+        hint = f"did you mean {Path(name).with_name(close[0])}?" if close else f"there is no {name}.yaml"
         items = self.source.data.get("defaults")
-        if isinstance(items, list):
-            for position, item in enumerate(items):
-                text = str(next(iter(item.values()), "")) if isinstance(item, dict) else str(item)
-                name = text.partition("@")[0]
-                if name and missing and str(missing).endswith(name):
-                    path = ("defaults", str(position))
-        mark = self.source.value_mark(path) if len(path) > 1 else self.source.key_mark(path)
+        at: KeyPath = ()
+        for position, item in enumerate(items if isinstance(items, list) else []):
+            text = "/".join(map(str, *item.items())) if isinstance(item, dict) and len(item) == 1 else str(item)
+            if text.partition("@")[0] == name:
+                at = (str(position),)
+        return self._problem(f"there is no fragment {name!r}", at, hint)
+
+    def _problem(self, message: str, at: KeyPath = (), hint: str = "") -> ConfigProblem:
+        path = ("defaults", *at)
+        mark = self.source.value_mark(path) if at else self.source.key_mark(path)
         where = self.source.name if mark is None else f"{self.source.name}:{mark.line}:{mark.column}"
         return ConfigProblem(where, "defaults", message, hint)
 
@@ -262,7 +312,7 @@ def _delete(cfg: DictConfig, override: Override, problems: list[ConfigProblem]) 
     parent_key, _, last = override.key.rpartition(".")
     parent: Any = OmegaConf.select(cfg, parent_key) if parent_key else cfg
     if not OmegaConf.is_dict(parent) or last not in parent:
-        problems.append(ConfigProblem("command line", override.text, f"there is no {override.key} to remove"))
+        problems.append(ConfigProblem("command line", override.text, f"there is no key {override.key} to remove"))
     else:
         del parent[last]
 
@@ -301,7 +351,7 @@ def _resolve_item(
         return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
     except Exception as error:  # whatever a resolver raises; RecursionError for a cycle
         problems.append(_unresolved(error, raw, here, written))
-        return None
+        return _BROKEN
 
 
 def _interpolation(raw: str, here: KeyPath) -> Interpolation:
@@ -318,11 +368,13 @@ def _unresolved(error: Exception, raw: str, here: KeyPath, written: Written) -> 
     where, key = str(written.value(here)), ".".join(here)
     if isinstance(error, RecursionError) or "Recursive interpolation" in str(error):
         return ConfigProblem(where, key, f"{raw} refers to itself")
-    reason = _first_line(error)
+    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", _first_line(error)).strip('"')
     hint = ""
     if "Interpolation key" in reason and "not found" in reason:
         reason = "refers to a key that is not in this config"
-        hint = "a reference is written from the top, ${actor_train.model_args.dtype}, or with dots from here, ${.dtype}"
+        hint = (
+            "a reference is written from the top, ${actor_train.infer_batch_size}, or from here, ${.infer_batch_size}"
+        )
     return ConfigProblem(where, key, f"{raw}: {reason}", hint)
 
 
@@ -333,14 +385,18 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _report_missing(data: Any, path: KeyPath, written: Written, problems: list[ConfigProblem]) -> None:
+def _report_missing(
+    data: Any, path: KeyPath, written: Written, problems: list[ConfigProblem], broken: set[KeyPath]
+) -> None:
     if isinstance(data, dict):
         for key, each in data.items():
-            _report_missing(each, (*path, str(key)), written, problems)
+            _report_missing(each, (*path, str(key)), written, problems, broken)
     elif isinstance(data, list):
         for at, each in enumerate(data):
-            _report_missing(each, (*path, str(at)), written, problems)
+            _report_missing(each, (*path, str(at)), written, problems, broken)
+    elif data is _BROKEN:
+        broken.add(path)
     elif data == MISSING:
-        problems.append(
-            ConfigProblem(str(written.value(path)), ".".join(path), "has to be given: it is written as ???")
-        )
+        broken.add(path)
+        where = str(written.value(path))
+        problems.append(ConfigProblem(where, ".".join(path), "has to be given: it is written as ???"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from roll_core.config.secrets import is_secret
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ class Finding:
     """Whether the key is to be pointed at rather than the value."""
     kind: str = ""
     """pydantic's name of the error."""
+    shown: str = ""
+    """The value as `message` shows it."""
 
 
 def findings(errors: Sequence[Any], data: Any, prefix: KeyPath = ()) -> list[Finding]:
@@ -31,7 +35,14 @@ def findings(errors: Sequence[Any], data: Any, prefix: KeyPath = ()) -> list[Fin
     by_path: dict[KeyPath, list[Any]] = {}
     for error in errors:
         by_path.setdefault(_path(error, data), []).append(error)
-    return [_finding(prefix + path, group) for path, group in by_path.items()]
+    found = [_finding(prefix + path, group) for path, group in by_path.items()]
+    return [each for each in found if not (each.shown and _is_part_of_another(each, found))]
+
+
+def _is_part_of_another(found: Finding, others: list[Finding]) -> bool:
+    """Whether an alternative of a union that fits down to one of its items has a finding of its own."""
+    depth = len(found.path)
+    return any(len(each.path) > depth and each.path[:depth] == found.path for each in others)
 
 
 def show(value: Any, key: str = "") -> str:
@@ -79,9 +90,12 @@ def _finding(path: KeyPath, errors: list[Any]) -> Finding:
     ours = [each for each in errors if each["type"] in ("value_error", "assertion_error")]
     if ours:
         cause = ours[0].get("ctx", {}).get("error")
-        return Finding(path, str(cause if cause is not None else ours[0]["msg"]), at_key=True, kind="value_error")
+        message = str(cause if cause is not None else ours[0]["msg"])
+        return Finding(path, message, at_key=isinstance(value, dict | BaseModel), kind="value_error")
     expected = _join([_expected(each) for each in errors])
-    return Finding(path, f"found {show(value, name)}, expected {expected}", _hint(value, errors), kind=kind)
+    shown = show(value, name)
+    hint = "" if is_secret(name) else _hint(value, errors)
+    return Finding(path, f"found {shown}, expected {expected}", hint, kind=kind, shown=shown)
 
 
 def _join(alternatives: list[str]) -> str:

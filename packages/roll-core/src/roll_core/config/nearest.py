@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from roll_core.config.source import KeyPath
 
-MANY = 14
+MANY = 10
 """So many keys are listed where none is near; more would bury the message."""
 
 
@@ -23,14 +23,15 @@ def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[Key
     places = list(everywhere)
     same = [each for each in places if each[-1] == name]
     if same:
-        return f"{name} belongs under {_dotted(_best(same, parent)[:-1])}", name
+        place = _best(same, parent)[:-1]
+        return f"{name} belongs {f'under {_dotted(place)}' if place else 'at the top level'}", name
     close = difflib.get_close_matches(name, siblings, 1, 0.6)
     if close:
         return f"did you mean {close[0]}?", close[0]
     close = difflib.get_close_matches(name, {each[-1] for each in places}, 1, 0.8)
     if close:
         best = _best([each for each in places if each[-1] == close[0]], parent)
-        return f"did you mean {_dotted(best)}?" if len(best) > 1 else f"did you mean {best[0]}, at the top?", close[0]
+        return f"did you mean {_dotted(best)}{'' if len(best) > 1 else ', at the top level'}?", close[0]
     if 0 < len(siblings) <= MANY:
         return f"keys here are {', '.join(siblings)}", ""
     return "", ""
@@ -54,5 +55,4 @@ def _best(places: list[KeyPath], parent: KeyPath) -> KeyPath:
 
 
 def _dotted(path: KeyPath) -> str:
-    text = ".".join("<name>" if step == "*" else step for step in path)
-    return text or "the top level"
+    return ".".join("<name>" if step == "*" else step for step in path)

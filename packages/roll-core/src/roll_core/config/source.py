@@ -198,7 +198,7 @@ class _Reader:
             value = self._scalar(event, path, mark)
         else:
             if event.tag not in (None, "!", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
-                self._problem(mark, _dotted(path), f"tag {event.tag} is not allowed in a config")
+                self._problem(mark, _dotted(path), f"tag {_short(event.tag)} is not allowed in a config")
             sequence = isinstance(event, yaml.SequenceStartEvent)
             value = self._sequence(path, depth) if sequence else self._mapping(path, depth)
         if event.anchor is not None:
@@ -225,7 +225,7 @@ class _Reader:
         if tag == _MERGE_TAG or tag == "tag:yaml.org,2002:value":
             tag = "tag:yaml.org,2002:str"
         if tag not in _PLAIN_TAGS:
-            self._problem(mark, _dotted(path), f"tag {tag} is not allowed in a config")
+            self._problem(mark, _dotted(path), f"tag {_short(tag)} is not allowed in a config")
             return None
         try:
             return self.loader.construct_object(yaml.ScalarNode(tag, event.value, event.start_mark, event.end_mark))
@@ -313,6 +313,11 @@ class _Reader:
 
 def _mark(event: Any) -> Mark:
     return Mark(event.start_mark.line + 1, event.start_mark.column + 1)
+
+
+def _short(tag: str) -> str:
+    """A tag as people write it."""
+    return f"!!{tag.removeprefix('tag:yaml.org,2002:')}" if tag.startswith("tag:yaml.org,2002:") else tag
 
 
 def _dotted(path: KeyPath) -> str:

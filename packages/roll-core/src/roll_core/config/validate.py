@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from roll_core.config.explain import Finding, findings, show
 from roll_core.config.nearest import suggest_key
 from roll_core.config.schema import members, paths, roles, schema_at
+from roll_core.config.written import COMMAND_LINE, Place
 from roll_core.errors import ConfigError, ConfigProblem, PluginError, PluginLoadError, UnknownProviderError
 from roll_core.plugins.targets import load_class
 from roll_core.spec.config import RewardConfig, RunConfig, StrategyConfig
@@ -32,12 +33,14 @@ from roll_core.spec.providers import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from roll_core.config.compose import Composed
     from roll_core.config.source import KeyPath
-    from roll_core.config.written import Place
     from roll_core.plugins.registry import Registry
     from roll_core.spec.config import WorkerConfig
 
+MAX_LAYER = 1_000_000
 M = TypeVar("M", bound=BaseModel)
 P = TypeVar("P", bound=Provider)
 
@@ -72,23 +75,28 @@ class _Validation:
 
     def __post_init__(self) -> None:
         self.data = deepcopy(self.composed.data)
+        for path in self.composed.broken:
+            _take_out(self.data, path)
 
     def run(self) -> tuple[RunConfig, PipelineProvider]:
-        provider = self._pipeline()
+        provider = None if ("pipeline",) in self.composed.broken else self._pipeline()
         if provider is None:
             raise self._error(RunConfig)
         schema = schema_of(provider, RunConfig, owner=self.registry.owner(provider))
+        asked_for = self.data["pipeline"]
+        self.data["pipeline"] = provider.name
         for path, worker, role in list(roles(schema, self.data)):
             if worker.kind == "reward":
                 self._reward(path, role)
             else:
                 self._strategy(path, worker, role)
         self._named_parts(schema)
-        config, found = _validate_all(schema, self.data, self.registry.owner(provider))
+        broken = self.composed.broken
+        config, found = _validate_all(schema, self.data, self.registry.owner(provider), broken)
         self.found += found
-        if self.found or config is None:
+        if self.found or config is None or self.composed.problems:
             raise self._error(schema)
-        return config, provider
+        return _restore_name(config, "pipeline", asked_for), provider
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -162,13 +170,15 @@ class _Validation:
         self.extra_paths += [(*path, *each) for each in paths(schema)]
         known = set(schema.model_fields)
         unjudged = isinstance(name, str) and schema is RewardConfig
+        if isinstance(name, str):
+            role["reward"] = name.rpartition("/")[2]
         reward, found = _validate_all(schema, role, owner)
         for each in found:
             unknown = each.kind == "extra_forbidden" and len(each.path) == 1
             if unknown and unjudged and any(finding.path == (*path, "reward") for finding in self.found):
                 continue  # the keys of a reward that does not exist cannot be judged
             self.found.append(self._with_key_hint(each, sorted(known), path) if unknown else _under(path, each))
-        replaced = reward if reward is not None else schema.model_construct(reward="")
+        replaced = schema.model_construct(reward="") if reward is None else _restore_name(reward, "reward", str(name))
         self.data[path[0]][self._key(self.data[path[0]], path[1])] = replaced
 
     def _strategy(self, path: KeyPath, worker: type[WorkerConfig], role: dict[Any, Any]) -> None:
@@ -256,8 +266,10 @@ class _Validation:
     # -- problems ------------------------------------------------------------------------------------------------------
 
     def _error(self, schema: type[RunConfig]) -> ConfigError:
-        problems: dict[ConfigProblem, Place] = {}
+        problems: dict[ConfigProblem, Place] = {each: _place(each) for each in self.composed.problems}
         for each in self.found:
+            if any(each.path[: len(path)] == path for path in self.composed.broken):
+                continue
             problem, place = self._problem(each, schema)
             problems.setdefault(problem, place)
         error = ConfigError(sorted(problems, key=lambda problem: (problems[problem], problem.key)))
@@ -272,14 +284,30 @@ class _Validation:
         if found.kind == "missing" or (found.path == ("pipeline",) and "pipeline" not in self.composed.data):
             place = written.key(found.path[:-1])
         else:
-            place = written.key(found.path) if found.at_key else written.value(found.path)
+            path = self._subject(found)
+            place = written.key(path) if found.at_key else written.value(path)
         message = found.message
         through = None if found.at_key else written.through(found.path)
         if through is not None:
             interpolation, target = through
             source = f", written at {target}" if target is not None else ""
+            if interpolation.from_environment and found.shown:
+                # What an environment variable holds is not for showing: it may be meant for another key.
+                message = message.replace(found.shown, "text" if found.shown[0] in "'\"" else "a value", 1)
+                found = replace(found, hint="${oc.decode:${oc.env:NAME}} reads a variable as a number, a list, …")
             message += f" (from {interpolation.text}{source})"
         return ConfigProblem(str(place), ".".join(found.path), message, found.hint), place
+
+    def _subject(self, found: Finding) -> KeyPath:
+        """The path to point at. A rule about several keys concerns a whole mapping: the first key that it names and
+        that was written stands for it."""
+        if found.kind != "value_error":
+            return found.path
+        for words in re.findall(r"[A-Za-z_][\w.]*", found.message):
+            path = (*found.path, *words.rstrip(".").split("."))
+            if _is_written(self.composed.data, path):
+                return path
+        return found.path
 
     def _with_key_hint(
         self, found: Finding, siblings: list[str], prefix: KeyPath, schema: type[BaseModel] | None = None
@@ -295,6 +323,27 @@ class _Validation:
         return next(key for key in mapping if str(key) == text)
 
 
+def _place(problem: ConfigProblem) -> Place:
+    """The place that a problem's text names, for sorting."""
+    name, line, column = [*problem.where.rsplit(":", 2), "", ""][:3]
+    if line.isdigit() and column.isdigit():
+        return Place(0, int(line), int(column), name)
+    return Place(MAX_LAYER if problem.where == COMMAND_LINE else 0, 0, 0, problem.where)
+
+
+def _restore_name(config: M, key: str, name: str) -> M:
+    """The name as it was asked for: schemas know their part's bare name, a config may say `package/name`."""
+    return config if getattr(config, key) == name else config.model_copy(update={key: name})
+
+
+def _is_written(data: Any, path: KeyPath) -> bool:
+    for step in path:
+        if not isinstance(data, dict) or step not in data:
+            return False
+        data = data[step]
+    return True
+
+
 def _under(prefix: KeyPath, found: Finding) -> Finding:
     return Finding(prefix + found.path, found.message, found.hint, found.at_key, found.kind)
 
@@ -304,16 +353,19 @@ def _under(prefix: KeyPath, found: Finding) -> Finding:
 MAX_ROUNDS = 8
 
 
-def _validate_all(schema: type[M], data: dict[Any, Any], owner: str) -> tuple[M | None, list[Finding]]:
+def _validate_all(
+    schema: type[M], data: dict[Any, Any], owner: str, broken: Collection[KeyPath] = ()
+) -> tuple[M | None, list[Finding]]:
     """The validated config, or every mistake in it.
 
     pydantic asks a mapping's own rules only once all its fields are valid. So what is wrong is taken out and the rest
-    validated again; what is then said about a key that was taken out is not repeated.
+    validated again; what is then said about a key that was taken out is not repeated. Keys that are `broken` were taken
+    out before.
     """
     rest = _copy(data)
     found: list[Finding] = []
-    touched: set[str] = set()
-    taken: set[KeyPath] = set()
+    touched: set[str] = {path[-1] for path in broken}
+    taken: set[KeyPath] = set(broken)
     for round_number in range(MAX_ROUNDS):
         try:
             valid = schema.model_validate(rest)
@@ -325,7 +377,7 @@ def _validate_all(schema: type[M], data: dict[Any, Any], owner: str) -> tuple[M 
             reason = " ".join(str(error).split())
             raise PluginLoadError(f"{owner}: its config schema raised {type(error).__name__}: {reason}") from error
         else:
-            return (None, found) if found else (valid, [])
+            return (None, found) if found or broken else (valid, [])
         new = findings(errors, rest)
         found += [each for each in new if each.path not in taken and not _mentions(each, touched)]
         known = {each for place in paths(schema) for each in place[-1:]}
@@ -335,6 +387,8 @@ def _validate_all(schema: type[M], data: dict[Any, Any], owner: str) -> tuple[M 
             return None, found
         for each in prunable:
             touched.add(each.path[-1])
+            if len(each.path) > 1 and schema_at(schema, each.path[:-1]) is None:
+                touched.add(each.path[-2])  # a mapping with free keys has fewer of them now
             if each.kind == "extra_forbidden":
                 touched.add(suggest_key(each.path, sorted(known), ())[1])
             if not _set_aside(schema, rest, each, taken):
@@ -370,6 +424,18 @@ def _child(data: Any, step: str) -> Any:
     if isinstance(data, list) and step.isdigit() and int(step) < len(data):
         return data[int(step)]
     return None
+
+
+def _take_out(data: Any, path: KeyPath) -> None:
+    """Remove what is at `path`, with the list that it is an item of."""
+    parent: Any = None
+    at = ""
+    for step in path:
+        if isinstance(data, dict):
+            parent, at = data, step
+        data = _child(data, step)
+    if parent is not None:
+        parent.pop(next((key for key in parent if str(key) == at), None), None)
 
 
 def _set_aside(schema: type[BaseModel], data: dict[Any, Any], found: Finding, taken: set[KeyPath]) -> bool:

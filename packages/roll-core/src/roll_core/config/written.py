@@ -53,9 +53,6 @@ class OverrideLayer:
     def place(self, index: int, path: KeyPath, *, key: bool) -> Place | None:
         """The command line, if the override writes `path` or what it is part of."""
         depth = len(self.path)
-        if len(path) < depth:
-            # Only a value that was written nowhere else is an override's for the sake of what lies deeper.
-            return None
         if path[:depth] != self.path:
             return None
         value = self.value
@@ -106,6 +103,13 @@ class Written:
         return None
 
     def _nearest(self, path: KeyPath, *, key: bool) -> Place:
+        if path and self._exact(path, key=key) is None:
+            for index, layer in enumerate(self.layers):
+                # Nobody wrote this, but somebody wrote what is in it.
+                if isinstance(layer, OverrideLayer) and layer.path[: len(path)] == path:
+                    return Place(index, 0, 0, COMMAND_LINE)
+                if isinstance(layer, FileLayer) and layer.package[: len(path)] == path:
+                    return Place(index, 1, 1, layer.source.name)
         for length in range(len(path), 0, -1):
             # What contains a path is named by its key: its value begins a line further down.
             place = self._exact(path[:length], key=key or length < len(path))

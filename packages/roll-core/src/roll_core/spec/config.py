@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.platform import RoleKind  # noqa: TC001 - pydantic reads the annotation
@@ -22,6 +22,19 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+def _numbers_as_text(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: str(each) if isinstance(each, (int, float)) and not isinstance(each, bool) else each
+        for name, each in value.items()
+    }
+
+
+EnvVars = Annotated[dict[str, str], BeforeValidator(_numbers_as_text)]
+"""Environment variables; a number is taken for its text."""
 
 
 class Config(BaseModel):
@@ -172,8 +185,8 @@ class WorkerConfig(Config):
     """One role: its model, its strategy, and the slots it sits on. Schemas use the subclass of the role's kind."""
 
     kind: ClassVar[RoleKind]
-    """Decides in which registry `strategy_name` is looked up: train strategies for `train` and `score`, infer strategies for
-    `generate`, none for `reward`."""
+    """Decides in which registry `strategy_name` is looked up: train strategies for `train` and `score`, infer
+    strategies for `generate`, none for `reward`."""
 
     model_args: ModelArguments = ModelArguments()
     training_args: TrainingArguments = TrainingArguments()
@@ -197,22 +210,13 @@ class WorkerConfig(Config):
     """Fill microbatches by `max_tokens_per_microbatch_in_infer` instead of by `infer_batch_size`."""
     max_tokens_per_microbatch_in_infer: PositiveInt | None = None
     """Token budget of a microbatch that is only scored."""
-    system_envs: dict[str, str] = {}
+    system_envs: EnvVars = {}
     """Environment variables of this role's workers; they win over the pipeline's and the platform's."""
 
     @field_validator("device_mapping", mode="before")
     @classmethod
     def _parse_devices(cls, value: Any) -> Any:
         return None if value is None else parse_device_mapping(value)
-
-    @field_validator("system_envs", mode="before")
-    @classmethod
-    def _env_values_are_text(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {
-                k: str(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else v for k, v in value.items()
-            }
-        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> WorkerConfig:
@@ -416,7 +420,7 @@ class RunConfig(Config):
     """Seconds within which every engine must have proved that it holds the published weights."""
     model_update_buffer_size_mb: PositiveInt = 1024
     """Largest bucket in which weights travel."""
-    system_envs: dict[str, str] = {}
+    system_envs: EnvVars = {}
     """Environment variables of every role's workers."""
     guards: GuardsConfig = GuardsConfig()
     """What happens when a run goes wrong without failing, by id of the guard."""
