@@ -2,7 +2,7 @@
 
     python examples/one_file_grpo.py
 
-A model with random weights learns, from rewards alone, to repeat the digit that it is shown: "7>" is answered "77777777".
+A model with random weights learns, from rewards alone, to repeat the digit that it is shown: "7>" becomes "7>77777777".
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import random
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,11 +25,12 @@ from roll_core.builtin.hf.engine import HFInferStrategy
 from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.data.pack import pack, totals
 from roll_core.data.sequences import sample_of, sequence_of
-from roll_core.data.tokenizers import char_tokenizer
+from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.algorithms import AdvantageInput
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec
-from roll_core.spec.weights import manifest_of
+from roll_core.spec.weights import make_manifest
 from roll_core.types import GenerateRequest, Sample, SamplingParams
 
 STEPS, PROMPTS, ANSWERS, LENGTH = 60, 16, 8, 8
@@ -41,9 +43,8 @@ def reward(sample: Sample, digit_id: int) -> float:
 
 async def train(steps: int = STEPS, seed: int = 0) -> list[float]:
     """Run it; the mean reward of each step."""
-    tokenizer = char_tokenizer("0123456789>")
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        tokenizer = make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789>"), [], Path(folder))
         model = ModelSpec(
             random_init={
                 "model_type": "qwen3",
@@ -57,7 +58,7 @@ async def train(steps: int = STEPS, seed: int = 0) -> list[float]:
             tokenizer=folder,
             seed=seed,
         )
-        trainer = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=2e-3, num_steps=steps, max_grad_norm=1.0))
+        trainer = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=5e-3, num_steps=steps, max_grad_norm=1.0))
         trainer.build(model, MeshInfo(role="trainer"))
         engine = HFInferStrategy(HFInferConfig())
         await engine.start(model, MeshInfo(role="engine"))
@@ -68,7 +69,7 @@ async def train(steps: int = STEPS, seed: int = 0) -> list[float]:
         for step in range(steps):
             # The engine takes the trainer's weights: in one process that is the same memory.
             weights = list(trainer.export_weights())
-            await engine.update_weights(step, manifest_of(step, weights), weights)
+            await engine.update_weights(step, make_manifest(step, weights), weights)
 
             # Each prompt is answered by a group of samples.
             digits = [rng.randrange(10) for _ in range(PROMPTS)]

@@ -2,8 +2,9 @@
 
     python examples/quickstart/make_data.py [DIRECTORY]
 
-The teacher sorts five digits and then, more often than not, swaps the last two. A model that imitates him perfectly is right on about half of
-the problems. What is right is never shown to it: that it has to find out by reinforcement learning.
+The teacher sorts five digits and then, more often than not, swaps the last two. A model that imitates him perfectly is
+right on about half of the problems. What is right is never shown to it: that it has to find out by reinforcement
+learning.
 
     sft.jsonl     problems with the teacher's answers
     train.jsonl   the same problems with the true answers, to be rewarded

@@ -31,7 +31,8 @@ class PolicyObjective:
     """`policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy`, all aggregated alike.
 
     Metrics: `loss`, `policy_loss`, `kl_loss` (aggregated like the loss, before its coefficient), `entropy` (mean over
-    tokens), and those of the policy loss (mean over tokens; `/max` and `/min` where named so).
+    tokens), `logprob_gap` (mean over tokens of the distance to the engine's logprobs, where the policy has not moved
+    since), and those of the policy loss (mean over tokens; `/max` and `/min` where named so).
     """
 
     policy_loss: PolicyLoss | str = "roll_core.algorithms.policy_losses:ppo"

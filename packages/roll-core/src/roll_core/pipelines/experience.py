@@ -1,6 +1,7 @@
 """The samples of one batch on their way from rewards to advantages.
 
-S samples, T their tokens laid end to end (prompts included). Arrays of the sequences are numpy; credit is computed on flat tensors.
+S samples, T their tokens laid end to end (prompts included). Arrays of the sequences are numpy; credit is computed on
+flat tensors.
 """
 
 from __future__ import annotations
@@ -93,6 +94,14 @@ class Experience:
         return Experience(
             samples=tuple(self.samples[i] for i in chosen), sequences=tuple(self.sequences[i] for i in chosen)
         )
+
+
+def logprob_gap(experience: Experience) -> float:
+    """Mean over drawn tokens of |old logprob - engine's logprob|."""
+    old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
+    if old_T is None or behaviour_T is None:
+        return 0.0
+    return float((old_T - behaviour_T)[experience.mask_T].abs().mean())
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:

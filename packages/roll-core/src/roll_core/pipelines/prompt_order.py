@@ -1,4 +1,4 @@
-"""Which prompts a step takes: each domain its share of the batch, each domain's rows in an order drawn anew every epoch.
+"""Which prompts a step takes: each domain its share of the batch, its rows in an order drawn anew every epoch.
 
 The batch is a pure function of the step, so a resumed run goes on exactly where the other one would have.
 """
@@ -24,7 +24,10 @@ class PromptOrder:
     """Batches of `size` prompts."""
 
     def __init__(self, prompts: Sequence[Prompt], *, size: int, shares: Mapping[str, float], seed: int) -> None:
-        """`shares` by tag; empty takes each domain in proportion to its rows. Raises `DataError` for a tag without rows."""
+        """`shares` by tag; empty takes each domain in proportion to its rows.
+
+        Raises `DataError` for a tag without rows.
+        """
         by_tag: defaultdict[str, list[Prompt]] = defaultdict(list)
         for prompt in prompts:
             by_tag[prompt.tag].append(prompt)

@@ -20,7 +20,8 @@ from roll_core.algorithms.losses import PolicyObjective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
 from roll_core.algorithms.rewards import difficulty_mask, max_len_mask, token_rewards
 from roll_core.pipelines.config import RLVRConfig
-from roll_core.pipelines.experience import Experience, sample_metrics
+from roll_core.pipelines.experience import Experience, logprob_gap, sample_metrics
+from roll_core.pipelines.messages import skipped
 from roll_core.pipelines.prompt_order import PromptOrder
 from roll_core.pipelines.sampling import sampling_params
 from roll_core.pipelines.validation import Validation
@@ -138,6 +139,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         elif several_steps or config.add_token_level_kl:
             scored = await run.train_role("actor_train").score(sequences, logprobs=True, temperature=self.temperature)
             experience = experience.with_rows(old_logprobs=scored.logprobs)
+            gap = logprob_gap(experience)
+            run.log({"actor/logprob_gap": gap})
+            self._check_gap(run, gap)
         if config.reference is not None:
             scored = await run.train_role("reference").score(sequences, logprobs=True, temperature=self.temperature)
             experience = experience.with_rows(ref_logprobs=scored.logprobs)
@@ -182,7 +186,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         run.guard(
             "all_groups_filtered",
             bool((drawn_N != 0).any()) or config.use_kl_loss,
-            f"step {run.step + 1}: every advantage is 0, for example because all answers of each prompt have the same reward",
+            f"step {run.step + 1}: every advantage is 0; all answers of each prompt have the same reward",
         )
         return experience.with_flat(advantages=advantages_T, returns=found.returns_T).keep(self._kept(experience))
 
@@ -230,8 +234,20 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 sequences, self.policy_objective, epochs=config.ppo_epochs, max_length=config.response_length
             )
             run.log(update.named("actor"))
+            run.guard("non_finite", update.num_skipped == 0, skipped(run, update))
+            self._check_gap(run, update.metrics.get("logprob_gap"))
             num_tokens += update.num_tokens
         run.log({"tokens/trained": num_tokens})
+
+    def _check_gap(self, run: Run, gap: float | None) -> None:
+        """Engine and trainer hold the same weights, so they should give the drawn tokens the same logprobs."""
+        threshold = self.config.guards.logprob_gap.threshold
+        run.guard(
+            "logprob_gap",
+            gap is None or gap <= threshold,
+            f"step {run.step + 1}: mean |trainer's logprob - engine's logprob| of the drawn tokens is {gap},"
+            f" above the threshold of {threshold:g}",
+        )
 
     def _policy_objective(self, run: Run) -> PolicyObjective:
         config = self.config

@@ -14,6 +14,7 @@ from typing_extensions import override
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.data.order import RowOrder
 from roll_core.pipelines.config import SFTConfig, sequences_per_step
+from roll_core.pipelines.messages import skipped
 from roll_core.pipelines.validation import Validation
 from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
 
@@ -54,6 +55,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
         with run.stage("train"):
             update = await model.update(batch, SFTObjective())
         run.log(update.named("train") | {"tokens/trained": update.num_tokens})
+        run.guard("non_finite", update.num_skipped == 0, skipped(run, update))
 
     @override
     async def evaluate(self, run: Run) -> Mapping[str, float]:

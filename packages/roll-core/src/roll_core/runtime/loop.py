@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
-from roll_core.errors import RunInterruptedError, WorkerDiedError
+from roll_core.errors import NonFiniteError, RunInterruptedError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.build import group_specs, slots_per_worker
@@ -282,7 +282,11 @@ class _Driver:
                 guards.failed("dead_worker", error)
                 raise
             ledger.start_step()
-            await self.pipeline.step(run)
+            try:
+                await self.pipeline.step(run)
+            except NonFiniteError as error:
+                guards.failed("non_finite", error)
+                raise
             metrics = run.take_metrics()
             run.step += 1
             self.steps_done = guards.step = run.step

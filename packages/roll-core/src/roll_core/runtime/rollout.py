@@ -2,8 +2,9 @@
 
     prompts --requests--> infer role --completions--> judges --> groups in prompt order
 
-Each request carries a seed of its own that is a pure function of the run's seed, the step and the prompt, so a batch depends
-neither on the order in which answers finish nor on what was generated before: a resumed run draws the same tokens.
+Each request carries a seed of its own that is a pure function of the run's seed, the step and the prompt, so a batch
+depends neither on the order in which answers finish nor on what was generated before: a resumed run draws the same
+tokens.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from typing_extensions import override
 
 from roll_core.errors import RollError, UnsupportedError
@@ -112,8 +113,16 @@ class ActiveRun(Run):
                 judges=self.judges,
                 tokenizer=self.tokenizer,
             )
+        self._check_tokens(role, groups)
         self._check_rewards(groups)
         return groups
+
+    def _check_tokens(self, role: str, groups: Sequence[Group]) -> None:
+        """What the engine drew must be what can be trained on: ids that exist, a logprob and a version for each."""
+        size, version = len(self.tokenizer), self.infer_role(role).weight_version
+        for sample in (sample for group in groups for sample in group.samples):
+            if problem := token_problem(sample, vocab_size=size, version=version):
+                self.guards.check("token_round_trip", False, f"sample {sample.id}: {problem}")
 
     def _check_rewards(self, groups: Sequence[Group]) -> None:
         """A judge that fails too often is broken, whatever it says of the rest."""
@@ -157,6 +166,21 @@ class ActiveRun(Run):
     @override
     def policy_loss(self, name: str) -> str:
         return self._registry.find(PolicyLossProvider, name).target
+
+
+def token_problem(sample: Sample, *, vocab_size: int, version: int) -> str:
+    """What is wrong with the tokens of a sample that was drawn at one weight version; empty if nothing is."""
+    ids, drawn = sample.response_ids, sample.loss_mask
+    for name in ("logprobs", "loss_mask", "versions"):
+        if len(getattr(sample, name)) != len(ids):
+            return f"{len(ids)} response tokens but {len(getattr(sample, name))} {name}"
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        return f"token ids from {ids.min()} to {ids.max()}, but the tokenizer has {vocab_size}"
+    if not np.isfinite(sample.logprobs).all() or (sample.logprobs > 1e-3).any():
+        return "logprobs that are not the logarithms of probabilities"
+    if (sample.versions[drawn] != version).any():
+        return f"tokens drawn at weight versions {sorted(set(sample.versions[drawn].tolist()))}, not at {version}"
+    return ""
 
 
 def _role(roles: Mapping[str, T], name: str, does: str) -> T:

@@ -1,0 +1,16 @@
+"""What pipelines say alike when a guard trips."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from roll_core.spec.pipeline import Run, UpdateResult
+
+
+def skipped(run: Run, update: UpdateResult) -> str:
+    """Optimizer steps were skipped because the gradient was not finite."""
+    return (
+        f"step {run.step + 1}: {update.num_skipped} of {update.num_steps} optimizer steps had a gradient that is NaN or"
+        " infinite and changed nothing; lower the learning rate, clip the gradient, or look at the rewards"
+    )
