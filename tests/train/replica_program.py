@@ -1,0 +1,102 @@
+"""Data-parallel training for `test_replicas.py`: `python replica_program.py JOBS.json FOLDER`.
+
+Everything is imported once; each job then forks one process per rank, which writes `FOLDER/<job>-<rank>.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from roll_core.algorithms.losses import SFTObjective
+from roll_core.builtin.hf.config import HFTrainConfig
+from roll_core.builtin.hf.train import HFTrainStrategy
+from roll_core.data.pack import balance, pack, totals
+from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.spec.train import TrainingSpec
+from roll_core.types import TrainSequence
+
+
+def sequence(tokens, masked_from):
+    """Its loss mask begins at `masked_from`."""
+    length = len(tokens)
+    return TrainSequence(id=str(tokens), tokens=np.asarray(tokens), loss_mask=np.arange(length) >= masked_from)
+
+
+def run(rank, world_size, port, model, sequences, folder, attn_implementation):
+    """Two steps on this rank's share; returns the first gradient, the weights, and what was measured."""
+    torch.set_num_threads(1)
+    strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=1e-2, num_steps=9, max_grad_norm=1.0))
+    mesh = MeshInfo(role="student", rank=rank, world_size=world_size, master_port=port, num_threads=1, timeout_s=60)
+    # Ranks that draw other weights get rank 0's.
+    strategy.build(ModelSpec(random_init=model, seed=3 + rank, attn_implementation=attn_implementation), mesh)
+    share = [sequences[i] for i in balance(sequences, world_size)[rank]]
+    micros = pack(share, totals=totals(sequences), max_sequences=2)
+    strategy.forward_backward(micros, SFTObjective())
+    gradient = strategy.optimizer.flat_grad.clone()
+    strategy.replicas.sum(gradient)
+    stats = [strategy.optimizer_step()]
+    saved = folder / "state" / f"rank-{rank}"
+    saved.mkdir(parents=True)
+    strategy.save(saved)
+    strategy.forward_backward(micros, SFTObjective())
+    stats.append(strategy.optimizer_step())
+    strategy.load(saved)
+    strategy.forward_backward(micros, SFTObjective())
+    stats.append(strategy.optimizer_step())
+    weights = torch.cat([each.flatten() for _, each in strategy.export_weights()])
+    strategy.export_model(folder / "export")
+    data_rank = strategy.data_rank
+    strategy.close()
+    return {
+        "gradient": gradient.tolist(),
+        "weights": weights.tolist(),
+        "stats": [dataclasses.asdict(each) for each in stats],
+        "files": sorted(each.name for each in saved.iterdir()),
+        "data_rank": (data_rank.index, data_rank.size, data_rank.leader),
+    }
+
+
+def free_port():
+    """Which nothing listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main(jobs, folder):
+    """Run the jobs one after the other."""
+    for name, job in jobs.items():
+        place = folder / name
+        place.mkdir()
+        port = free_port()
+        children = []
+        for rank in range(job["world_size"]):
+            child = os.fork()
+            if child == 0:
+                try:
+                    sequences = [sequence(*each) for each in job["sequences"]]
+                    found = run(rank, job["world_size"], port, job["model"], sequences, place, job["attention"])
+                    (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        failed = [os.waitpid(child, 0)[1] for child in children]
+        if any(failed):
+            sys.exit(f"job {name} failed: {failed}")
+
+
+if __name__ == "__main__":
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - so that no rank has to
+
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -1,0 +1,130 @@
+"""Logprobs and entropies by chunks equal those from whole logits, which never come into being."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roll_core.algorithms.losses import SFTObjective
+from roll_core.builtin.hf.config import HFTrainConfig
+from roll_core.builtin.hf.logprobs import HeadRequest, LinearHead, any_head_outputs, head_outputs
+from roll_core.data.pack import pack
+from roll_core.spec.train import Want
+
+N, V, H = 23, 37, 8
+
+
+def inputs(seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, H, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, H, generator=generator, dtype=dtype, requires_grad=True)
+    bias = torch.randn(V, generator=generator, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, V, (N,), generator=generator)
+    return hidden, weight, bias, targets, torch.randn(2, N, generator=generator)
+
+
+def by_autograd(hidden, weight, bias, targets, temperature, scale, softcap):
+    logits = (hidden @ weight.T + bias) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return logp.gather(1, targets[:, None])[:, 0], torch.special.entr(logp.exp()).sum(dim=-1), logp
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 23])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.6, 1.7, 0.0), (0.6, 1.0, 3.0)])
+def test_values_and_gradients_equal_autograds(chunk, temperature, scale, softcap):
+    hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
+    expected_logp, expected_entropy, logp = by_autograd(hidden, weight, bias, targets, temperature, scale, softcap)
+    expected = torch.autograd.grad([expected_logp, expected_entropy], [hidden, weight, bias], list(upstream))
+    head = LinearHead(weight=weight, bias=bias, scale=scale, softcap=softcap)
+    request = HeadRequest(temperature=temperature, entropy=True, topk=4, chunk_tokens=chunk)
+    found = head_outputs(head, hidden, targets, request)
+    torch.testing.assert_close(found.logprobs_N, expected_logp, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.entropy_N, expected_entropy, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.topk_logprobs_NK, logp.topk(4).values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logp.gather(1, found.topk_ids_NK), logp.topk(4).values, rtol=0, atol=1e-5)
+    gradients = torch.autograd.grad([found.logprobs_N, found.entropy_N], [hidden, weight, bias], list(upstream))
+    for each, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_known_only_as_a_function_gives_the_same():
+    hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
+    request = HeadRequest(temperature=0.8, entropy=True, chunk_tokens=4, topk=2)
+    linear = head_outputs(LinearHead(weight=weight, bias=bias), hidden, targets, request)
+    free = any_head_outputs(lambda rows: rows @ weight.T + bias, V, hidden, targets, request)
+    torch.testing.assert_close(free.logprobs_N, linear.logprobs_N)
+    torch.testing.assert_close(free.topk_logprobs_NK, linear.topk_logprobs_NK)
+    wanted = [hidden, weight, bias]
+    one = torch.autograd.grad([linear.logprobs_N, linear.entropy_N], wanted, list(upstream))
+    two = torch.autograd.grad([free.logprobs_N, free.entropy_N], wanted, list(upstream))
+    for each, other in zip(one, two, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-5)
+
+
+def test_entropy_that_is_only_reported_carries_no_gradient():
+    hidden, weight, bias, targets, _ = inputs(dtype=torch.float32)
+    found = head_outputs(
+        LinearHead(weight=weight, bias=bias), hidden, targets, HeadRequest(entropy=True, entropy_grad=False)
+    )
+    assert not found.entropy_N.requires_grad
+    assert found.logprobs_N.requires_grad
+
+
+def test_an_impossible_token_leaves_the_entropy_and_its_gradient_finite():
+    weight = torch.tensor([[1e4], [-1e4]])
+    hidden = torch.ones(1, 1, requires_grad=True)
+    found = head_outputs(LinearHead(weight=weight), hidden, torch.tensor([1]), HeadRequest(entropy=True))
+    assert found.logprobs_N.tolist() == [-2e4]
+    assert found.entropy_N.tolist() == [0.0]
+    found.entropy_N.sum().backward()
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_no_tokens_give_no_outputs_and_zero_gradients():
+    hidden = torch.zeros(0, H, requires_grad=True)
+    weight = torch.ones(V, H, requires_grad=True)
+    found = head_outputs(
+        LinearHead(weight=weight), hidden, torch.zeros(0, dtype=torch.int64), HeadRequest(entropy=True)
+    )
+    (found.logprobs_N.sum() + found.entropy_N.sum()).backward()
+    assert found.logprobs_N.shape == (0,)
+    assert float(weight.grad.abs().sum()) == 0.0
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(each, torch.Tensor):
+                self.elements = max(self.elements, each.numel())
+        return out
+
+
+@pytest.mark.parametrize("want", [Want(logprobs=True, entropy=True, topk=2), Want(logprobs=True)])
+def test_logits_of_all_tokens_never_exist_at_once(build, sequences, want):
+    vocab_size, chunk = 5000, 4
+    keys = {
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    strategy = build(random_init=keys, config=HFTrainConfig(logprob_chunk_tokens=chunk))
+    (micro,) = pack(sequences)
+    with Largest() as seen:
+        strategy.forward(micro, want)
+        strategy.forward_backward([micro], SFTObjective())
+    weight = vocab_size * 16
+    assert seen.elements <= max(weight, chunk * vocab_size)
+    assert micro.num_tokens * vocab_size > 1.5 * seen.elements

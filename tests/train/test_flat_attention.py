@@ -1,0 +1,136 @@
+"""Flat microbatches give what transformers gives for each sequence by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from roll_core.builtin.hf.model import load_model
+from roll_core.data.pack import pack
+from roll_core.errors import ModelError
+from roll_core.spec.model import ModelSpec
+from roll_core.spec.train import Want
+from roll_core.types import TrainSequence
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+WINDOW = {"sliding_window": 4}
+MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+FLAT = {
+    "llama": SIZES,
+    "qwen2": SIZES,
+    "qwen3": {**SIZES, "head_dim": 8},
+    "mistral": SIZES | WINDOW,
+    "gemma2": SIZES | MIXED | {"query_pre_attn_scalar": 8},
+    "gemma3_text": SIZES | MIXED,
+    "gpt_neox": {k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
+    "phi3": SIZES | WINDOW | {"pad_token_id": 0},
+    "olmo2": SIZES,
+    "cohere": SIZES | {"logit_scale": 0.3},
+    "granite": SIZES | {"logits_scaling": 2.0},
+    "qwen3_moe": SIZES | MOE,
+    "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
+    "opt": {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "num_hidden_layers": 2,
+        "ffn_dim": 48,
+        "num_attention_heads": 4,
+    },
+}
+PADDED = {
+    "bloom": {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4},
+}
+
+
+@pytest.fixture
+def rows() -> list[TrainSequence]:
+    rng = np.random.default_rng(1)
+    return [
+        TrainSequence(id=str(i), tokens=rng.integers(0, 61, length), loss_mask=np.arange(length) > 0)
+        for i, length in enumerate((5, 1, 9, 3, 12))
+    ]
+
+
+def one_by_one(model, rows, temperature):
+    logprobs, entropies = [], []
+    for row in rows:
+        tokens = torch.from_numpy(row.tokens)
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0].float() / temperature
+        logp = torch.log_softmax(logits, dim=-1)[:-1]
+        logprobs.append(torch.cat([torch.zeros(1), logp.gather(1, tokens[1:, None])[:, 0]]))
+        entropies.append(torch.cat([torch.zeros(1), torch.special.entr(logits[:-1].softmax(-1)).sum(-1)]))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("model_type", FLAT)
+def test_flat_sequences_equal_plain_transformers_one_by_one(build, rows, model_type):
+    keys = {"model_type": model_type, **FLAT[model_type]}
+    strategy = build(random_init=keys, forward_only=True)
+    assert strategy.backbone.flat
+    outputs = strategy.forward(pack(rows)[0], Want(logprobs=True, entropy=True, temperature=0.7))
+    logprobs, entropies = one_by_one(load_model(ModelSpec(random_init=keys, seed=3)), rows, 0.7)
+    torch.testing.assert_close(outputs.logprobs_T, logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(outputs.entropy_T, entropies, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", PADDED)
+def test_architectures_that_cannot_be_flat_are_padded_inside_and_give_the_same(build, rows, model_type):
+    keys = {"model_type": model_type, **PADDED[model_type]}
+    strategy = build(random_init=keys, forward_only=True)
+    assert not strategy.backbone.flat
+    outputs = strategy.forward(pack(rows)[0], Want(logprobs=True))
+    logprobs, _ = one_by_one(load_model(ModelSpec(random_init=keys, seed=3)), rows, 1.0)
+    torch.testing.assert_close(outputs.logprobs_T, logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recurrent_model_is_padded_inside_and_gives_the_same(build, rows):
+    keys = {"model_type": "mamba", "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    strategy = build(random_init=keys, forward_only=True)
+    assert not strategy.backbone.flat
+    outputs = strategy.forward(pack(rows)[0], Want(logprobs=True))
+    logprobs, _ = one_by_one(load_model(ModelSpec(random_init=keys, seed=3)), rows, 1.0)
+    torch.testing.assert_close(outputs.logprobs_T, logprobs, rtol=0, atol=1e-5)
+
+
+def test_bf16_computes_flat_too(build, rows):
+    strategy = build(dtype="bf16", forward_only=True)
+    assert strategy.backbone.flat
+    exact = build(forward_only=True).forward(pack(rows)[0], Want(logprobs=True)).logprobs_T
+    rounded = strategy.forward(pack(rows)[0], Want(logprobs=True)).logprobs_T
+    assert 0 < float((rounded - exact).abs().max()) < 0.2
+
+
+def test_a_model_that_sees_the_future_is_refused(build):
+    keys = {
+        "model_type": "bert",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "initializer_range": 0.3,
+    }
+    with pytest.raises(ModelError, match="before they are drawn"):
+        build(random_init=keys, forward_only=True)
+
+
+def test_a_named_attention_implementation_is_used_as_asked(build, rows):
+    strategy = build(attn_implementation="eager", forward_only=True)
+    assert not strategy.backbone.flat
+    expected = build(forward_only=True).forward(pack(rows)[0], Want(logprobs=True)).logprobs_T
+    found = strategy.forward(pack(rows)[0], Want(logprobs=True)).logprobs_T
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

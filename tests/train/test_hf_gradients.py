@@ -1,0 +1,285 @@
+"""The gradient of a batch is the same however it is split; steps are those of plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from roll_core.algorithms.losses import SFTObjective, ValueObjective
+from roll_core.builtin.hf.config import HFTrainConfig
+from roll_core.builtin.hf.model import load_model, scalar_head
+from roll_core.data.pack import pack, totals
+from roll_core.errors import NonFiniteError, UnsupportedError
+from roll_core.spec.model import ModelSpec
+from roll_core.spec.train import LossOutput, TrainingSpec, Want
+from roll_core.types import TrainSequence
+
+
+def summed_gradient(strategy, micros, loss):
+    """The flat gradient of a batch, and the sum of its losses; the strategy is left without gradients."""
+    metrics = strategy.forward_backward(micros, loss)
+    gradient = strategy.optimizer.flat_grad.clone()
+    strategy.optimizer.flat_grad.zero_()
+    return gradient, sum(each["loss"] for each in metrics)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return float((found - expected).norm() / expected.norm())
+
+
+OBJECTIVES = {"causal_lm": SFTObjective(), "value": ValueObjective()}
+
+
+def plain_loss(model, sequences):
+    """The mean negative log-likelihood, sequence by sequence, as a textbook has it."""
+    total = 0.0
+    for row in sequences:
+        tokens = torch.from_numpy(row.tokens)
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+        nll = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+        total = total + (nll * torch.from_numpy(row.loss_mask)[1:]).sum()
+    return total / sum(row.loss_mask.sum() for row in sequences)
+
+
+def test_the_gradient_equals_plain_transformers(build, sequences, tiny):
+    strategy = build()
+    gradient, loss = summed_gradient(strategy, pack(sequences), SFTObjective())
+    model = load_model(ModelSpec(random_init=tiny, seed=3))
+    expected = plain_loss(model, sequences)
+    expected.backward()
+    flat = torch.cat([each.grad.flatten() for each in model.parameters()])
+    assert loss == pytest.approx(float(expected), abs=1e-6)
+    assert relative(gradient, flat) < 1e-6
+
+
+@pytest.mark.parametrize("task", OBJECTIVES)
+@pytest.mark.parametrize(
+    "split", [{"max_sequences": 1}, {"max_sequences": 2}, {"max_tokens": 10}, {"max_tokens": 3}], ids=str
+)
+def test_the_gradient_does_not_depend_on_the_split_into_microbatches(build, sequences, task, split):
+    strategy = build(task=task)
+    whole, loss = summed_gradient(strategy, pack(sequences), OBJECTIVES[task])
+    micros = pack(sequences, totals=totals(sequences), **split)
+    assert len(micros) > 1
+    gradient, loss_of_parts = summed_gradient(strategy, micros, OBJECTIVES[task])
+    assert relative(gradient, whole) < 1e-6
+    assert loss_of_parts == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("task", OBJECTIVES)
+def test_the_gradient_does_not_depend_on_how_it_is_computed(build, sequences, task):
+    micros = pack(sequences)
+    whole, _ = summed_gradient(build(task=task), micros, OBJECTIVES[task])
+    for other in (
+        build(task=task, attn_implementation="sdpa"),
+        build(task=task, attn_implementation="eager"),
+        build(task=task, gradient_checkpointing=True),
+        build(task=task, config=HFTrainConfig(logprob_chunk_tokens=3)),
+    ):
+        gradient, _ = summed_gradient(other, micros, OBJECTIVES[task])
+        assert relative(gradient, whole) < 1e-6
+
+
+def test_gradient_checkpointing_computes_every_layer_again(build, sequences, tiny):
+    def calls_of(strategy):
+        counted = []
+        for layer in strategy.model.model.layers:
+            layer.self_attn.register_forward_hook(lambda *_: counted.append(1))
+        strategy.forward_backward(pack(sequences), SFTObjective())
+        return len(counted)
+
+    assert calls_of(build()) == tiny["num_hidden_layers"]
+    assert calls_of(build(gradient_checkpointing=True)) == 2 * tiny["num_hidden_layers"]
+
+
+def test_sequences_without_a_token_in_the_loss_change_nothing(build, sequences):
+    strategy = build()
+    whole, _ = summed_gradient(strategy, pack(sequences), SFTObjective())
+    trained = [each for each in sequences if each.loss_mask.any()]
+    gradient, _ = summed_gradient(strategy, pack(trained, totals=totals(sequences)), SFTObjective())
+    assert relative(gradient, whole) < 1e-6
+
+
+def test_a_batch_wholly_masked_has_no_gradient(build):
+    nothing = [TrainSequence(id="a", tokens=np.arange(4), loss_mask=np.zeros(4, np.bool_))]
+    gradient, loss = summed_gradient(build(), pack(nothing), SFTObjective())
+    assert float(gradient.abs().sum()) == 0.0
+    assert loss == 0.0
+
+
+def test_masked_only_leaves_the_rest_zero_and_the_masked_as_they_are(build, sequences):
+    strategy = build()
+    (micro,) = pack(sequences)
+    full = strategy.forward(micro, Want(logprobs=True)).logprobs_T
+    part = strategy.forward(micro, Want(logprobs=True, masked_only=True)).logprobs_T
+    torch.testing.assert_close(part[micro.loss_mask_T], full[micro.loss_mask_T])
+    assert float(part[~micro.loss_mask_T].abs().sum()) == 0.0
+
+
+def test_bf16_accumulates_in_float32_near_the_exact_gradient(build, sequences):
+    exact, _ = summed_gradient(build(), pack(sequences), SFTObjective())
+    strategy = build(dtype="bf16")
+    micros = pack(sequences, totals=totals(sequences), max_sequences=1)
+    gradient, _ = summed_gradient(strategy, micros, SFTObjective())
+    assert gradient.dtype == torch.float32
+    assert relative(gradient, exact) < 0.05
+
+
+def test_values_are_of_the_state_before_each_token(build, sequences, tiny):
+    strategy = build(task="value", forward_only=True)
+    (micro,) = pack(sequences)
+    values = strategy.forward(micro, Want(values=True)).values_T
+    model = load_model(ModelSpec(random_init=tiny, seed=3, task="value"))
+    expected = []
+    for row in sequences:
+        with torch.no_grad():
+            hidden = model.model(input_ids=torch.from_numpy(row.tokens)[None]).last_hidden_state[0]
+            expected += [torch.zeros(1), scalar_head(model)(hidden)[:-1, 0]]
+    torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-5)
+
+
+def test_a_reward_models_last_value_is_the_score_that_transformers_gives(build, sequences, tiny):
+    strategy = build(task="reward", forward_only=True)
+    (micro,) = pack(sequences)
+    values = strategy.forward(micro, Want(values=True)).values_T
+    model = load_model(ModelSpec(random_init=tiny, seed=3, task="reward"))
+    for at, row in enumerate(sequences):
+        with torch.no_grad():
+            score = model(input_ids=torch.from_numpy(row.tokens)[None]).logits[0, 0]
+        assert float(values[int(micro.cu_seqlens[at + 1]) - 1]) == pytest.approx(float(score), abs=1e-5)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_steps_equal_torchs_adamw_with_transformers_schedule(build, sequences, dtype, tiny):
+    from transformers import get_scheduler
+
+    training = TrainingSpec(
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        warmup_steps=2,
+        num_steps=6,
+        lr_scheduler_type="cosine",
+        max_grad_norm=0.5,
+    )
+    strategy = build(training=training, dtype=dtype)
+    model = load_model(ModelSpec(random_init=tiny, seed=3))
+    if dtype == "bf16":
+        # The masters begin at the rounded weights, so the exact run must too.
+        model.load_state_dict({k: v.bfloat16().float() for k, v in model.state_dict().items()})
+    start = torch.cat([each.detach().flatten() for each in model.parameters()])
+    decayed = [each for each in model.parameters() if each.ndim > 1]
+    others = [each for each in model.parameters() if each.ndim == 1]
+    adam = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        foreach=False,
+    )
+    rate = get_scheduler("cosine", adam, num_warmup_steps=2, num_training_steps=6)
+    for _ in range(4):
+        strategy.forward_backward(pack(sequences), SFTObjective())
+        stats = strategy.optimizer_step()
+        adam.zero_grad()
+        plain_loss(model, sequences).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert stats.learning_rate == pytest.approx(rate.get_last_lr()[0])
+        adam.step()
+        rate.step()
+        if dtype == "fp32":
+            assert stats.grad_norm == pytest.approx(float(norm), rel=1e-3)
+    theirs = torch.cat([each.detach().flatten() for each in model.parameters()])
+    mine = torch.cat([each.float().flatten() for _, each in strategy.export_weights()])
+    moved = theirs - start
+    assert relative(mine - start, moved) < (1e-3 if dtype == "fp32" else 0.2)
+
+
+def test_biases_and_norms_are_not_decayed(build, sequences, tiny):
+    training = TrainingSpec(learning_rate=1e-2, weight_decay=10.0, num_steps=9, lr_scheduler_type="constant")
+    strategy = build(training=training, random_init=tiny | {"attention_bias": True})
+    nothing = [TrainSequence(id="a", tokens=np.arange(4), loss_mask=np.zeros(4, np.bool_))]
+    before = {name: each.clone() for name, each in strategy.export_weights()}
+    strategy.forward_backward(pack(nothing), SFTObjective())
+    strategy.optimizer_step()
+    for name, each in strategy.export_weights():
+        factor = 1.0 if name.endswith((".bias", "norm.weight")) else 0.9
+        torch.testing.assert_close(each, before[name] * factor)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(build, sequences):
+    training = TrainingSpec(learning_rate=1e-2, warmup_steps=5, num_steps=10)
+    skipping, straight = build(training=training), build(training=training)
+    for at in range(3):
+        for strategy in (skipping, straight):
+            strategy.forward_backward(pack(sequences), SFTObjective())
+        if at == 1:
+            skipping.optimizer.flat_grad[7] = math.inf
+            before = [each.clone() for _, each in skipping.export_weights()]
+            stats = skipping.optimizer_step()
+            assert stats.skipped
+            assert not math.isfinite(stats.grad_norm)
+            assert all(torch.equal(a, b) for a, (_, b) in zip(before, skipping.export_weights(), strict=True))
+            skipping.forward_backward(pack(sequences), SFTObjective())
+        assert skipping.optimizer_step() == straight.optimizer_step()
+    for (_, one), (_, two) in zip(skipping.export_weights(), straight.export_weights(), strict=True):
+        assert torch.equal(one, two)
+
+
+class Poisoned:
+    """A loss that is NaN because of one sequence's logprobs, or by itself."""
+
+    want = Want(logprobs=True)
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, outputs, micro):
+        return LossOutput(loss=outputs.logprobs_T.sum() * self.factor)
+
+
+def test_a_nan_loss_names_the_sequences_and_leaves_no_gradient(build, sequences):
+    strategy = build()
+    with torch.no_grad():
+        strategy.model.model.embed_tokens.weight[int(sequences[2].tokens[0])] = math.nan
+    hit = [each.id for each in sequences if sequences[2].tokens[0] in each.tokens[:-1]]
+    with pytest.raises(NonFiniteError, match=", ".join(hit)):
+        strategy.forward_backward(pack(sequences), Poisoned(1.0))
+    assert float(strategy.optimizer.flat_grad.abs().sum()) == 0.0
+
+
+def test_a_nan_that_the_loss_made_itself_names_the_microbatch(build, sequences):
+    with pytest.raises(NonFiniteError, match=r"every output is finite.*s0, s1"):
+        build().forward_backward(pack(sequences), Poisoned(math.nan))
+
+
+def test_a_role_that_only_scores_has_no_optimizer(build, sequences):
+    strategy = build(forward_only=True)
+    assert set(strategy.memory()) == {"weights"}
+    with pytest.raises(UnsupportedError, match="only scores"):
+        strategy.forward_backward(pack(sequences), SFTObjective())
+    with pytest.raises(UnsupportedError, match="only scores"):
+        strategy.optimizer_step()
+
+
+def test_a_language_model_has_no_values_and_a_critic_no_logprobs(build, sequences):
+    (micro,) = pack(sequences)
+    with pytest.raises(UnsupportedError, match="no values"):
+        build(forward_only=True).forward(micro, Want(values=True))
+    with pytest.raises(UnsupportedError, match="no logprobs"):
+        build(task="value", forward_only=True).forward(micro, Want(logprobs=True))
+
+
+def test_dropout_in_the_config_does_not_reach_training(build, sequences):
+    keys = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.5}
+    for checkpointing in (False, True):
+        strategy = build(random_init=keys, gradient_checkpointing=checkpointing)
+        one, _ = summed_gradient(strategy, pack(sequences), SFTObjective())
+        two, _ = summed_gradient(strategy, pack(sequences), SFTObjective())
+        assert torch.equal(one, two)

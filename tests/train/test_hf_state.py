@@ -1,0 +1,158 @@
+"""What is saved continues bit for bit; what is exported is loaded by transformers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from roll_core.algorithms.losses import SFTObjective, ValueObjective
+from roll_core.builtin.hf.layout import adjacent
+from roll_core.data.pack import pack
+from roll_core.data.tokenizers import make_tokenizer
+from roll_core.errors import CheckpointError
+from roll_core.spec.config import TokenizerConfig
+from roll_core.spec.train import TrainingSpec, Want
+
+TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
+
+
+def train(strategy, sequences, steps):
+    found = []
+    for _ in range(steps):
+        strategy.forward_backward(pack(sequences), SFTObjective())
+        found.append(strategy.optimizer_step())
+    return found
+
+
+def weights(strategy):
+    return {name: each.clone() for name, each in strategy.export_weights()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("done", [0, 3])
+def test_a_loaded_state_continues_bit_for_bit(build, sequences, tmp_path, dtype, done):
+    straight = build(training=TRAINING, dtype=dtype)
+    train(straight, sequences, done)
+    straight.save(tmp_path)
+    drawn = torch.rand(3)
+    expected = train(straight, sequences, 3)
+
+    resumed = build(training=TRAINING, dtype=dtype, seed=99)
+    train(resumed, sequences, 1)  # whatever was there before is gone
+    resumed.load(tmp_path)
+    assert torch.equal(torch.rand(3), drawn)
+    assert train(resumed, sequences, 3) == expected
+    assert same(weights(resumed), weights(straight))
+
+
+def test_loading_keeps_the_parameters_where_they_are(build, sequences, tmp_path):
+    strategy = build(training=TRAINING)
+    strategy.save(tmp_path)
+    before = {name: each.data_ptr() for name, each in strategy.export_weights()}
+    train(strategy, sequences, 1)
+    strategy.load(tmp_path)
+    assert {name: each.data_ptr() for name, each in strategy.export_weights()} == before
+    attention = strategy.model.model.layers[0].self_attn
+    assert adjacent([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+
+
+def test_a_scoring_role_saves_and_loads_weights_only(build, tmp_path):
+    strategy = build(forward_only=True)
+    strategy.save(tmp_path)
+    assert not (tmp_path / "optimizer.safetensors").exists()
+    other = build(forward_only=True, seed=8)
+    other.load(tmp_path)
+    assert same(weights(other), weights(strategy))
+
+
+def test_no_file_of_a_state_is_a_pickle(build, sequences, tmp_path):
+    strategy = build(training=TRAINING)
+    train(strategy, sequences, 1)
+    strategy.save(tmp_path)
+    names = sorted(each.name for each in tmp_path.iterdir())
+    assert names == ["optimizer.safetensors", "random.safetensors", "state.json", "weights.safetensors"]
+
+
+@pytest.mark.parametrize("file", ["state.json", "weights.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("harm", ["lost", "cut"])
+def test_a_damaged_state_is_named(build, tmp_path, file, harm):
+    strategy = build(training=TRAINING)
+    strategy.save(tmp_path)
+    target = tmp_path / file
+    if harm == "lost":
+        target.unlink()
+    else:
+        target.write_bytes(target.read_bytes()[:40])
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        strategy.load(tmp_path)
+
+
+def test_a_state_of_another_model_is_refused(build, tiny, tmp_path):
+    build(training=TRAINING).save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"only one of|the model has"):
+        build(training=TRAINING, random_init=tiny | {"num_hidden_layers": 3}).load(tmp_path)
+    with pytest.raises(CheckpointError, match="the model has"):
+        build(training=TRAINING, random_init=tiny | {"intermediate_size": 64}).load(tmp_path)
+    state = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps(state | {"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        build(training=TRAINING).load(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_is_loaded_by_transformers_and_gives_equal_logits(build, sequences, tiny, tmp_path, tied):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789+="), (), tmp_path / "tokenizer")
+    strategy = build(random_init=tiny | {"tie_word_embeddings": tied}, tokenizer=str(tmp_path / "tokenizer"))
+    train(strategy, sequences, 2)
+    strategy.export_model(tmp_path / "export")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert same(weights(strategy), {name: each.detach() for name, each in model.named_parameters()})
+    tokens = torch.from_numpy(sequences[4].tokens)
+    with torch.no_grad():
+        logp = torch.log_softmax(model(input_ids=tokens[None]).logits[0], dim=-1)
+    expected = logp[:-1].gather(1, tokens[1:, None])[:, 0]
+    found = strategy.forward(pack([sequences[4]])[0], Want(logprobs=True)).logprobs_T
+    torch.testing.assert_close(found[1:], expected, rtol=0, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert tokenizer.decode(tokenizer("12+3=")["input_ids"]) == "12+3="
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_a_trained_critic_comes_back_through_its_export(build, sequences, tmp_path):
+    strategy = build(task="value", training=TRAINING)
+    strategy.forward_backward(pack(sequences), ValueObjective())
+    strategy.optimizer_step()
+    strategy.export_model(tmp_path)
+    again = build(task="value", path=str(tmp_path), forward_only=True)
+    (micro,) = pack(sequences)
+    values = strategy.forward(micro, Want(values=True)).values_T
+    torch.testing.assert_close(again.forward(micro, Want(values=True)).values_T, values, rtol=0, atol=1e-6)
+
+
+def test_exported_weights_are_the_live_ones_and_tied_ones_come_once(build, sequences, tiny):
+    strategy = build(random_init=tiny | {"tie_word_embeddings": True}, training=TRAINING)
+    exported = dict(strategy.export_weights())
+    assert "lm_head.weight" not in exported
+    before = exported["model.embed_tokens.weight"].clone()
+    train(strategy, sequences, 3)
+    assert not torch.equal(exported["model.embed_tokens.weight"], before)
+    assert [name for name, _ in strategy.export_weights()] == list(exported)
+
+
+def test_memory_is_that_of_the_tensors(build, sequences, tiny):
+    strategy = build(training=TRAINING, dtype="bf16")
+    train(strategy, sequences, 1)
+    numbers = sum(each.numel() for each in strategy.model.parameters())
+    memory = strategy.memory()
+    assert memory["weights"] == 2 * numbers
+    assert memory["grads"] == 4 * numbers
+    assert 12 * numbers <= memory["optimizer"] < 12 * numbers + 1024
