@@ -48,7 +48,19 @@ def rows(path: Path) -> list[dict[str, object]]:
 def test_a_sample_is_recorded_as_a_person_reads_it(tmp_path: Path, open_file: Callable[..., SamplesFile]) -> None:
     file = open_file(tmp_path / "s.jsonl")
     reward = Reward(value=0.5, detail={"format": 1.0})
-    file.write(1, [sample(7, 0, "größe\n🎉", tag="math", reward=reward, metadata={"answer": "4", "n": 3, "x": [1]})])
+    file.write(
+        1,
+        [
+            sample(
+                7,
+                0,
+                "größe\n🎉",
+                tag="math",
+                reward=reward,
+                metadata={"answer": "4", "n": 3, "x": [1], "id": 7, "q": "?"},
+            )
+        ],
+    )
     [row] = rows(tmp_path / "s.jsonl")
     assert row == {
         "step": 1, "split": "train", "id": "7/0/0", "group": "7/0", "tag": "math", "prompt": "?",

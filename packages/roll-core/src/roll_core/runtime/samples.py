@@ -78,7 +78,7 @@ class SamplesFile:
                 row["detail"] = dict(sample.reward.detail)
         if sample.versions.size:
             row["version"] = int(sample.versions.max())
-        metadata = _short(sample.metadata)
+        metadata = _short(sample.metadata, row["prompt"])
         if metadata:
             row["metadata"] = metadata
         if self._ids:
@@ -87,10 +87,12 @@ class SamplesFile:
         return row
 
 
-def _short(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns that are a number or a text."""
+def _short(metadata: Mapping[str, Any], prompt: str) -> dict[str, Any]:
+    """Columns that are a number or a text, without what is in the row already."""
     found: dict[str, Any] = {}
     for name, value in metadata.items():
+        if name == "id" or value == prompt:
+            continue
         if isinstance(value, str):
             found[name] = value if len(value) <= _METADATA_CHARS else f"{value[:_METADATA_CHARS]}…"
         elif isinstance(value, (bool, int, float)):
