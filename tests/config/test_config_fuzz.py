@@ -72,13 +72,16 @@ scalars = st.one_of(
     st.booleans(),
     st.integers(-3, 20),
     st.sampled_from([1e300, -0.5, float("inf"), float("nan"), 10**30]),
-    st.sampled_from(["", "sft", "hf_train", "hf_infer", "1e-5", "${seed}", "${nope}", "list(range(0,2))", "???", "yes"]),
+    st.sampled_from(
+        ["", "sft", "hf_train", "hf_infer", "1e-5", "${seed}", "${nope}", "list(range(0,2))", "???", "yes"]
+    ),
     st.text(alphabet=string.printable, max_size=6),
 )
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.one_of(st.text(max_size=5), st.integers()), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.one_of(st.text(max_size=5), st.integers()), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 
@@ -176,7 +179,9 @@ def test_damaged_text_is_refused_in_words_or_kept_whole(data):
             column = data.draw(st.integers(0, len(lines[at])))
             lines[at] = lines[at][:column] + data.draw(st.text(min_size=1, max_size=3)) + lines[at][column:]
         elif change == "indent":
-            lines[at] = data.draw(st.sampled_from([" ", "  ", "\t", "- ", "? ", "&a ", "*a", "!!int ", "<<: "])) + lines[at]
+            lines[at] = (
+                data.draw(st.sampled_from([" ", "  ", "\t", "- ", "? ", "&a ", "*a", "!!int ", "<<: "])) + lines[at]
+            )
         elif change == "cut":
             lines[at] = lines[at][: data.draw(st.integers(0, len(lines[at])))]
         else:
@@ -197,7 +202,9 @@ def test_any_text_is_refused_in_words(content):
         st.text(max_size=20),
         st.builds(
             "{}={}".format,
-            st.sampled_from(["seed", "+seed", "++x", "~seed", "sft_train.training_args.learning_rate", "a.b[0]", "a@b", "a/b"]),
+            st.sampled_from(
+                ["seed", "+seed", "++x", "~seed", "sft_train.training_args.learning_rate", "a.b[0]", "a@b", "a/b"]
+            ),
             st.text(max_size=12),
         ),
     )
@@ -222,7 +229,27 @@ def test_what_was_loaded_is_the_same_after_saving(tree):
 
 
 free_text = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), max_size=12) | st.sampled_from(
-    ["1e-6", "yes", "null", "~", "0x10", "1_000", "1:30", "2026-01-01", "a: b", "# x", "- x", "${x}", "\\${x}", "\\\\", "$", "=", "<<", "${", "a\\"]
+    [
+        "1e-6",
+        "yes",
+        "null",
+        "~",
+        "0x10",
+        "1_000",
+        "1:30",
+        "2026-01-01",
+        "a: b",
+        "# x",
+        "- x",
+        "${x}",
+        "\\${x}",
+        "\\\\",
+        "$",
+        "=",
+        "<<",
+        "${",
+        "a\\",
+    ]
 )
 
 
@@ -231,7 +258,14 @@ free_text = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), max
     envs=st.dictionaries(st.text(string.ascii_uppercase, min_size=1, max_size=5), free_text, max_size=3),
     init=st.dictionaries(
         free_text.filter(lambda key: key != "<<"),
-        st.one_of(free_text, st.integers(), st.floats(allow_nan=False), st.booleans(), st.none(), st.lists(free_text, max_size=2)),
+        st.one_of(
+            free_text,
+            st.integers(),
+            st.floats(allow_nan=False),
+            st.booleans(),
+            st.none(),
+            st.lists(free_text, max_size=2),
+        ),
         max_size=3,
     ),
     rate=st.floats(0, 1e6),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from roll_core.config.written import FileLayer, Interpolation, OverrideLayer, Wr
 from roll_core.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from omegaconf import DictConfig
 
@@ -181,7 +183,8 @@ class _Composition:
         if self.path.suffix != ".yaml":
             raise ConfigError([self._problem("fragments are composed from files that end in .yaml; rename this one")])
         try:
-            with initialize_config_dir(str(self.path.parent.resolve()), job_name="roll", version_base="1.3"):
+            folder = str(self.path.parent.resolve())
+            with _untouched_hydra(), initialize_config_dir(folder, job_name="roll", version_base="1.3"):
                 loader = GlobalHydra.instance().config_loader()
                 defaults = loader.compute_defaults_list(self.path.name, [], RunMode.RUN).defaults
                 choices = [each.override_key for each in defaults if each.override_key]
@@ -269,6 +272,24 @@ class _Composition:
         mark = self.source.value_mark(path) if at else self.source.key_mark(path)
         where = self.source.name if mark is None else f"{self.source.name}:{mark.line}:{mark.column}"
         return ConfigProblem(where, "defaults", message, hint)
+
+
+@contextmanager
+def _untouched_hydra() -> Iterator[None]:
+    """Hydra's global state, empty inside and afterwards as it was: the caller may be a Hydra application itself."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.version import VersionBase
+
+    running, version = GlobalHydra.instance().hydra, VersionBase.instance().version_base
+    GlobalHydra.instance().clear()
+    try:
+        with warnings.catch_warnings():
+            # ROLL's files leave `_self_` out of their lists. It then comes last: the file overrules its fragments.
+            warnings.filterwarnings("ignore", message=r"(?s).*Defaults list is missing `_self_`")
+            yield
+    finally:
+        GlobalHydra.instance().hydra = running
+        VersionBase.instance().version_base = version
 
 
 def _find(config_path: str, folders: list[Path]) -> Path | None:

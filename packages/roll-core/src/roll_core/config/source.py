@@ -243,6 +243,7 @@ class _Reader:
 
     def _mapping(self, path: KeyPath, depth: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
+        given: dict[Any, Mark] = {}
         merged: list[tuple[dict[Any, Any], KeyPath]] = []
         while not self.loader.check_event(yaml.MappingEndEvent):
             event = self.loader.peek_event()
@@ -259,11 +260,10 @@ class _Reader:
             if key is None:
                 self._problem(mark, _dotted(path), "a key is text, but here it is empty or null")
             elif key in found:
-                first = self.source.keys[child]
-                self._problem(mark, _dotted(child), f"this key was given before, at line {first.line}")
+                self._problem(mark, _dotted(child), f"this key was given before, at line {given[key].line}")
                 child = (*child, "again")
             else:
-                self.source.keys[child] = mark
+                self.source.keys[child] = given[key] = mark
             value = self._node(child, depth + 1)
             found.setdefault(key, value)
         self.loader.get_event()

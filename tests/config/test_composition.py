@@ -1,0 +1,182 @@
+"""Fragments, overrides and interpolations: what comes out, and that nothing stays behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from roll_core.config import load
+from roll_core.config.compose import compose
+from roll_core.errors import ConfigError
+from roll_core.plugins.registry import load_registry
+
+REGISTRY = load_registry()
+SFT = """\
+pipeline: sft
+sft_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write files into the folder that the test works in."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**files):
+        for name, text in files.items():
+            file = tmp_path / f"{name.replace('__', '/')}.yaml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return Path(f"{next(iter(files)).replace('__', '/')}.yaml")
+
+    return write
+
+
+def test_a_plain_file_is_read_without_hydra_or_omegaconf(write):
+    file = write(run=SFT)
+    script = (
+        "import sys; from roll_core.config import load; from roll_core.plugins.registry import load_registry;"
+        f"load({str(file)!r}, [], load_registry()); print([m for m in ('hydra', 'omegaconf') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_later_files_win_and_self_says_when_the_file_itself_comes(write):
+    first = write(
+        run="defaults: [one, _self_, two]\nseed: 2\nsave_steps: 2\n" + SFT, one="seed: 1\n", two="save_steps: 3\n"
+    )
+    loaded = load(first, [], REGISTRY)
+    assert (loaded.config.seed, loaded.config.save_steps) == (2, 3)
+
+
+def test_the_sources_are_all_files_that_were_read(write):
+    file = write(run="defaults: [one, _self_]\n" + SFT, one="defaults: [two]\n", two="seed: 1\n")
+    loaded = load(file, [], REGISTRY)
+    assert loaded.sources[0] == file
+    assert {path.name for path in loaded.sources} == {"run.yaml", "one.yaml", "two.yaml"}
+    assert loaded.pipeline.name == "sft"
+
+
+def test_a_fragment_of_a_neighbouring_folder_is_merged_at_the_top_as_in_roll_s_examples(write):
+    file = write(
+        agentic__run="defaults:\n  - ../config/envs@_here_\n" + SFT + "hydra: {run: {dir: .}, output_subdir: null}\n",
+        config__envs="seed: 11\n",
+    )
+    assert load(file, [], REGISTRY).config.seed == 11
+
+
+def test_a_fragment_is_merged_into_a_role_and_its_mistakes_are_found_there(write):
+    file = write(run="defaults: [adam@sft_train.training_args]\n" + SFT, adam="learning_rate: 0.25\nadam_beta1: 0.5\n")
+    assert load(file, [], REGISTRY).config.sft_train.training_args.learning_rate == 0.25
+    Path("adam.yaml").write_text("learning_rate: 0.25\n\nadam_beta1: 2\n")
+    with pytest.raises(ConfigError, match=r"adam\.yaml:3:13: sft_train\.training_args\.adam_beta1: found 2"):
+        load(file, [], REGISTRY)
+
+
+def test_a_group_is_chosen_on_the_command_line(write):
+    file = write(
+        run="defaults: [size: small, _self_]\n" + SFT,
+        size__small="# @package _global_\nseed: 1\n",
+        size__large="# @package _global_\nseed: 100\n",
+    )
+    assert load(file, [], REGISTRY).config.seed == 1
+    assert load(file, ["size=large", "save_steps=9"], REGISTRY).config.seed == 100
+
+
+@pytest.mark.parametrize("stanza", ["hydra: {run: {dir: .}, output_subdir: null}\n", "hydra: {nonsense: 1}\n"])
+def test_a_hydra_stanza_of_a_plain_file_is_dropped(write, stanza):
+    assert load(write(run=SFT + stanza), [], REGISTRY).config.pipeline == "sft"
+    assert load(write(run=SFT + stanza), ["seed=5"], REGISTRY).config.seed == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "seed", "rate"),
+    [
+        ("seed=5", 5, 5e-5),
+        ("+seed=5", 5, 5e-5),
+        ("++seed=5", 5, 5e-5),
+        ("sft_train.training_args.learning_rate=1e-6", 42, 1e-6),
+        ("sft_train.training_args={learning_rate: 0.5}", 42, 0.5),
+    ],
+)
+def test_an_override_sets_a_key_that_the_file_does_not_have(write, override, seed, rate):
+    config = load(write(run=SFT), [override], REGISTRY).config
+    assert (config.seed, config.sft_train.training_args.learning_rate) == (seed, rate)
+
+
+def test_an_override_removes_a_key(write):
+    assert load(write(run=SFT + "seed: 3\n"), ["~seed"], REGISTRY).config.seed == 42
+
+
+def test_an_override_may_refer_to_another_key(write):
+    assert load(write(run=SFT + "seed: 3\n"), ["save_steps=${seed}"], REGISTRY).config.save_steps == 3
+
+
+@pytest.mark.parametrize("mapping", ["list(range(0,4))", "range(0,4)", "[0,1,2,3]", "[0,1]+list(range(2,4))"])
+def test_slots_are_overridden_without_quotes(write, mapping):
+    config = load(write(run=SFT), [f"sft_train.device_mapping={mapping}"], REGISTRY).config
+    assert config.sft_train.device_mapping == (0, 1, 2, 3)
+
+
+def test_interpolations_give_numbers_mappings_and_the_environment(write, monkeypatch):
+    monkeypatch.setenv("ROLL_TEST_FOLDER", "runs")
+    file = write(
+        run=SFT
+        + "seed: 3\nsave_steps: ${seed}\nexp_name: run-${seed}\noutput_dir: ${oc.env:ROLL_TEST_FOLDER}\n"
+        + "val_batch_size: ${oc.decode:'12'}\n"
+        + "validation: {data_args: '${sft_train.data_args}'}\n"
+    )
+    config = load(file, [], REGISTRY).config
+    assert (config.save_steps, config.exp_name, config.output_dir, config.val_batch_size) == (3, "run-3", "runs", 12)
+    assert config.validation.data_args == config.sft_train.data_args
+
+
+def test_loading_leaves_nothing_behind(write):
+    file = write(run="defaults: [one, _self_]\nsave_steps: ${seed}\n" + SFT, one="seed: 1\n")
+    before = (os.getcwd(), sorted(os.listdir()), dict(os.environ))
+    load(file, ["seed=4"], REGISTRY)
+    assert (os.getcwd(), sorted(os.listdir()), dict(os.environ)) == before
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_loading_inside_of_a_hydra_application_leaves_its_state_alone(write, tmp_path):
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    file = write(run="defaults: [one, _self_]\n" + SFT, one="seed: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        load(file, [], REGISTRY)
+        assert hydra_compose("one").seed == 1
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_a_mistake_through_an_interpolation_names_both_places(write):
+    file = write(
+        run="defaults: [one, _self_]\nlogging_steps: ${save_steps}\n" + SFT, one="# by default\nsave_steps: 0\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        load(file, [], REGISTRY)
+    (problem,) = raised.value.problems
+    assert problem.where == "run.yaml:2:16"
+    assert "${save_steps}, written at one.yaml:2:13" in problem.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 1e-6\nb: 1.5e3\nc: .5\nd: -.inf\ne: 1_000\nf: 0x1F\ng: 017\nh: 1:30\ni: 1.\n",
+        "a: yes\nb: off\nc: ~\nd: null\ne:\nf: ''\ng: 'null'\nh: 2026-01-01\ni: 12:30:45\n",
+        "a: &x {b: [1, 2], c: {d: e}}\nf: *x\ng: {<<: *x, b: 3}\nh: [*x, {<<: [*x, {z: 1}]}]\n",
+        'a: |\n  two\n  lines\nb: >-\n  folded\n  text\nc: "\\u00e9\\n"\n1: one\n2.5: two\n',
+        "a: ! 12\nb: !!str 12\nc: !!int '3'\nd: !!float 3\n",
+    ],
+)
+def test_yaml_means_what_it_means_to_omegaconf(write, text):
+    theirs = OmegaConf.to_container(OmegaConf.load(write(run=text)))
+    assert compose(Path("run.yaml")).data == theirs

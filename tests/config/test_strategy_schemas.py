@@ -1,0 +1,227 @@
+"""What plugins bring into a config: schemas of strategies and rewards, slots per worker, qualified names."""
+
+import sys
+import textwrap
+
+import pytest
+from roll_core.config import dump, load, strategy_config
+from roll_core.errors import ConfigError, PluginLoadError
+from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.registry import Registry
+from roll_core.spec.providers import (
+    InferCapabilities,
+    InferProvider,
+    PipelineProvider,
+    RewardProvider,
+    TrainProvider,
+)
+
+MODULE = "acme_schemas_of_a_test"
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """roll-core, and a package whose engine takes tensor × pipeline slots per worker."""
+    (tmp_path / f"{MODULE}.py").write_text(
+        textwrap.dedent(
+            """
+            from typing import Literal
+            from pydantic import model_validator
+            from roll_core.spec.config import (InferWorkerConfig, PositiveInt, RewardConfig, RunConfig, StrategyConfig,
+                                               TrainWorkerConfig)
+
+            class EngineConfig(StrategyConfig):
+                tensor_parallel_size: PositiveInt = 1
+                pipeline_parallel_size: PositiveInt = 1
+                swap: Literal["none", "host"] = "none"
+
+                def slots_per_worker(self):
+                    return self.tensor_parallel_size * self.pipeline_parallel_size
+
+            class JudgeConfig(RewardConfig):
+                reward: Literal["math_rule"]
+                strictness: float = 0.5
+
+            class PairConfig(RunConfig):
+                pipeline: Literal["pair"]
+                learner: TrainWorkerConfig
+                engines: dict[str, InferWorkerConfig] = {}
+                rewards: dict[str, RewardConfig] = {}
+
+            class Rude(RunConfig):
+                @model_validator(mode="after")
+                def _rude(self):
+                    raise KeyError("oops")
+            """
+        )
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    providers = (
+        InferProvider(
+            name="engine",
+            target=f"{MODULE}:Engine",
+            config=f"{MODULE}:EngineConfig",
+            summary="",
+            platforms=("gpu",),
+            capabilities=InferCapabilities(dtypes=("bf16", "fp16")),
+        ),
+        InferProvider(name="broken", target=f"{MODULE}:Engine", config=f"{MODULE}:Nothing", summary=""),
+        TrainProvider(name="bare", target=f"{MODULE}:Bare", summary=""),
+        RewardProvider(
+            name="math_rule", target=f"{MODULE}:Judge", config=f"{MODULE}:JudgeConfig", summary="a second one"
+        ),
+        PipelineProvider(name="pair", target=f"{MODULE}:Pair", config=f"{MODULE}:PairConfig", summary=""),
+        PipelineProvider(name="rude", target=f"{MODULE}:Pair", config=f"{MODULE}:Rude", summary=""),
+    )
+    acme = Plugin(
+        package="roll-acme", version="2.1", entry_point="acme", target=MODULE, state="loaded", providers=providers
+    )
+    yield Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), acme])
+    sys.modules.pop(MODULE, None)
+
+
+BASE = """\
+pipeline: pair
+learner: {strategy_args: {strategy_name: bare}}
+"""
+
+
+@pytest.fixture
+def check(registry, tmp_path):
+    def check(text, *overrides):
+        file = tmp_path / "run.yaml"
+        file.write_text(BASE + textwrap.dedent(text))
+        return load(file, overrides, registry).config
+
+    return check
+
+
+def problems_of(check, text):
+    with pytest.raises(ConfigError) as raised:
+        check(text)
+    return [(problem.key, problem.message) for problem in raised.value.problems]
+
+
+def test_slots_per_worker_are_computed_from_the_strategy(check):
+    config = check(
+        """
+        engines:
+          one:
+            device_mapping: list(range(0,12))
+            strategy_args:
+              strategy_name: engine
+              strategy_config: {tensor_parallel_size: 2, pipeline_parallel_size: 3}
+        """
+    )
+    assert config.engines["one"].num_gpus_per_worker == 6
+
+
+def test_slots_per_worker_that_contradict_the_strategy_are_refused(check):
+    found = problems_of(
+        check,
+        """
+        engines:
+          one:
+            device_mapping: list(range(0,12))
+            num_gpus_per_worker: 4
+            strategy_args: {strategy_name: engine, strategy_config: {tensor_parallel_size: 2}}
+        """,
+    )
+    assert found == [("engines.one.num_gpus_per_worker", "found 4, but engine's strategy_config makes it 2")]
+
+
+def test_slots_that_the_computed_size_does_not_divide_are_refused(check):
+    found = problems_of(
+        check,
+        """
+        engines:
+          one:
+            device_mapping: list(range(0,7))
+            strategy_args: {strategy_name: engine, strategy_config: {tensor_parallel_size: 2}}
+        """,
+    )
+    assert found == [("engines.one", "device_mapping has 7 slots, which is not a multiple of num_gpus_per_worker 2")]
+
+
+def test_strategy_config_is_judged_by_the_schema_that_the_strategy_brings(check):
+    found = problems_of(
+        check,
+        """
+        engines:
+          one:
+            strategy_args: {strategy_name: engine, strategy_config: {tensor_paralel_size: 2, swap: disk}}
+        """,
+    )
+    at = "engines.one.strategy_args.strategy_config"
+    assert found == [
+        (f"{at}.tensor_paralel_size", "there is no such key"),
+        (f"{at}.swap", "found 'disk', expected none or host"),
+    ]
+
+
+def test_a_key_of_the_strategy_that_stands_in_the_role_is_sent_where_it_belongs(check):
+    with pytest.raises(ConfigError, match=r"belongs under engines\.one\.strategy_args\.strategy_config"):
+        check("engines: {one: {tensor_parallel_size: 2, strategy_args: {strategy_name: engine}}}\n")
+
+
+def test_a_strategy_without_a_schema_takes_no_keys(check):
+    with pytest.raises(ConfigError, match=r"learner\.strategy_args\.strategy_config\.size: there is no such key"):
+        check("", "learner.strategy_args.strategy_config.size=1")
+
+
+def test_platform_and_precision_that_the_strategy_does_not_have_are_refused(check):
+    found = problems_of(
+        check,
+        "platform: cpu\nengines: {one: {model_args: {dtype: fp32}, strategy_args: {strategy_name: engine}}}\n",
+    )
+    assert found == [
+        ("engines.one.model_args.dtype", "engine does not compute in fp32"),
+        ("engines.one.strategy_args.strategy_name", "engine runs on gpu, but platform is cpu"),
+    ]
+
+
+def test_a_schema_that_cannot_be_loaded_names_its_owner(check):
+    with pytest.raises(PluginLoadError, match=r"infer strategy 'broken' of roll-acme 2\.1: .* has no 'Nothing'"):
+        check("engines: {one: {strategy_args: {strategy_name: broken}}}\n")
+
+
+def test_a_schema_whose_rule_crashes_names_its_owner(registry, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("pipeline: rude\n")
+    with pytest.raises(
+        PluginLoadError, match=r"pipeline 'rude' of roll-acme 2\.1: its config schema raised KeyError"
+    ) as raised:
+        load(file, [], registry)
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_a_reward_that_two_packages_offer_is_refused_only_where_it_is_used(check):
+    assert check("rewards: {}\n").rewards == {}
+    with pytest.raises(ConfigError, match="'roll-core/math_rule' or 'roll-acme/math_rule'"):
+        check("rewards: {math: {reward: math_rule}}\n")
+
+
+def test_a_qualified_name_chooses_and_survives_saving(check, registry, tmp_path):
+    config = check("rewards: {math: {reward: roll-acme/math_rule, strictness: 0.75}}\n")
+    reward = config.rewards["math"]
+    assert type(reward).__name__ == "JudgeConfig"
+    assert (reward.reward, reward.strictness) == ("roll-acme/math_rule", 0.75)
+    saved = tmp_path / "config.yaml"
+    saved.write_text(dump(config))
+    assert load(saved, [], registry).config == config
+
+
+def test_a_qualified_pipeline_is_loaded(registry, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(BASE.replace("pair", "roll-acme/pair"))
+    loaded = load(file, [], registry)
+    assert loaded.config.pipeline == "roll-acme/pair"
+    assert loaded.pipeline.name == "pair"
+
+
+def test_strategy_config_gives_the_schema_of_a_loaded_role(check, registry):
+    config = check("engines: {one: {strategy_args: {strategy_name: engine, strategy_config: {swap: host}}}}\n")
+    record = registry.find(InferProvider, "engine")
+    keys = config.engines["one"].strategy_args.strategy_config
+    assert strategy_config(record, keys, owner=registry.owner(record)).swap == "host"
+

@@ -1,0 +1,313 @@
+"""Every way in which a plugin can be broken, installed for real: nobody else is hurt, the listing says what is wrong, and
+who asks for it learns why it is not there."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+BROKEN = {
+    "import": (
+        "import a_module_that_is_nowhere",
+        "importing acme.plugin failed: ModuleNotFoundError: No module named 'a_module_that_is_nowhere'",
+    ),
+    "exit": ("import sys\nsys.exit(3)", "importing acme.plugin failed: SystemExit: 3"),
+    "syntax": ("def (:", "importing acme.plugin failed: SyntaxError"),
+    "not an exception": (
+        "class Rude(BaseException): pass\nraise Rude('no')",
+        "importing acme.plugin failed: Rude: no",
+    ),
+    "older hook API": (
+        "ROLL_HOOK_API = 0",
+        "it was written for hook API 0, this roll-core has 1: install a newer version of it",
+    ),
+    "newer hook API": (
+        "ROLL_HOOK_API = 2",
+        "it was written for hook API 2, this roll-core has 1: install a newer roll-core",
+    ),
+    "no hook API": ("x = 1", "it does not say ROLL_HOOK_API = 1"),
+    "hook API that is no number": ("ROLL_HOOK_API = '1'", "ROLL_HOOK_API is '1', expected a number such as 1"),
+    "misspelt hook": (
+        """
+        from roll_core.spec.hooks import hookimpl
+        ROLL_HOOK_API = 1
+        @hookimpl
+        def roll_infer_strategys():
+            return []
+        """,
+        "roll_infer_strategys is not a hook; did you mean roll_infer_strategies?",
+    ),
+    "hook without its mark": (
+        """
+        ROLL_HOOK_API = 1
+        def roll_infer_strategies():
+            return []
+        """,
+        "roll_infer_strategies is not marked with @hookimpl and would never be called; mark it as roll_infer_strategies",
+    ),
+    "hook with an argument that there is not": (
+        """
+        from roll_core.spec.hooks import hookimpl
+        ROLL_HOOK_API = 1
+        @hookimpl
+        def roll_step_finished(run, loss):
+            pass
+        """,
+        "roll_step_finished",
+    ),
+    "hook that returns a string": (
+        """
+        from roll_core.spec.hooks import hookimpl
+        ROLL_HOOK_API = 1
+        @hookimpl
+        def roll_infer_strategies():
+            return "acme"
+        """,
+        "roll_infer_strategies returned str 'acme', expected an iterable of InferProvider",
+    ),
+    "hook that returns nothing": (
+        """
+        from roll_core.spec.hooks import hookimpl
+        ROLL_HOOK_API = 1
+        @hookimpl
+        def roll_infer_strategies():
+            pass
+        """,
+        "roll_infer_strategies returned None, expected an iterable of InferProvider",
+    ),
+    "hook that yields another record": (
+        """
+        from roll_core.spec.hooks import hookimpl
+        from roll_core.spec.providers import TrainProvider
+        ROLL_HOOK_API = 1
+        @hookimpl
+        def roll_infer_strategies():
+            yield TrainProvider(name="acme", target="a:b", summary="")
+        """,
+        "item 1 of roll_infer_strategies is TrainProvider",
+    ),
+    "hook that raises": (
+        """
+        from roll_core.spec.hooks import hookimpl
+        ROLL_HOOK_API = 1
+        @hookimpl
+        def roll_infer_strategies():
+            yield 1 / 0
+        """,
+        "roll_infer_strategies raised: ZeroDivisionError: division by zero",
+    ),
+    "record with a field of the wrong type": (
+        """
+        from roll_core.spec.hooks import hookimpl
+        from roll_core.spec.providers import InferProvider
+        ROLL_HOOK_API = 1
+        @hookimpl
+        def roll_infer_strategies():
+            yield InferProvider(name="acme", target="a:b", summary="", needs="vllm>=0.30")
+        """,
+        "item 1 of roll_infer_strategies: needs is 'vllm>=0.30' (str), expected a tuple, each item str",
+    ),
+    "record with an unknown field": (
+        """
+        from roll_core.spec.hooks import hookimpl
+        from roll_core.spec.providers import InferProvider
+        ROLL_HOOK_API = 1
+        @hookimpl
+        def roll_infer_strategies():
+            yield InferProvider(name="acme", target="a:b", summary="", priority=3)
+        """,
+        "unexpected keyword argument 'priority'",
+    ),
+}
+
+
+@pytest.mark.parametrize("source, cause", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_plugin_is_listed_with_its_cause_and_named_where_it_is_missed(site, source, cause):
+    site.install("acme", "1.2", source=source)
+    listed = site.listing()["acme"]
+    assert listed["state"] == "failed"
+    assert cause in listed["error"]
+    done = site.check("hf_infer", "acme")
+    assert done.stdout.startswith("run0.yaml: ok: rlvr"), "a config that does not use it is not hurt"
+    assert done.returncode == 2
+    assert "run1.yaml:6:34: actor_infer.strategy_args.strategy_name: no infer strategy is called 'acme'" in done.stderr
+    assert "failed to load: acme 1.2: " in done.stderr
+    assert done.stderr.endswith("1 mistake\n"), "one message, no traceback"
+
+
+def test_the_listing_for_people_names_the_cause_too(site):
+    site.install("acme", source="import a_module_that_is_nowhere")
+    for arguments in ((), ("-v",)):
+        done = site.roll_core("plugins", *arguments)
+        assert done.returncode == 0
+        assert "acme 1.0" in done.stdout
+        assert "No module named 'a_module_that_is_nowhere'" in done.stdout
+
+
+def test_check_of_the_plugins_fails_for_a_broken_one_and_says_so(site):
+    site.install("acme", source="import a_module_that_is_nowhere")
+    done = site.roll_core("plugins", "--check", "--disable-plugin", "roll-core")
+    assert done.returncode == 2
+    assert "broken: plugin acme 1.0: importing acme.plugin failed" in done.stdout
+
+
+def test_what_a_plugin_prints_on_import_does_not_end_up_in_the_json(site):
+    site.install("acme", source="print('hello')\n" + site_source())
+    assert site.listing()["acme"]["state"] == "loaded"
+
+
+def test_two_distributions_with_one_entry_point_name_are_both_loaded(site):
+    site.install("acme-one", point="engine", name="one")
+    site.install("acme-two", point="engine", name="two")
+    listed = site.listing()
+    assert listed["acme-one"]["provides"] == {"infer_strategies": ["one"]}
+    assert listed["acme-two"]["provides"] == {"infer_strategies": ["two"]}
+
+
+def test_two_plugins_with_one_strategy_name_hurt_only_who_uses_it(site):
+    site.install("acme-one", "1.1", name="engine")
+    site.install("acme-two", "2.2", name="engine")
+    listing = site.roll_core("plugins")
+    assert "conflict: infer strategy 'engine' is offered by acme-one 1.1 and acme-two 2.2" in listing.stdout
+    wanted = site.check("hf_infer", "engine")
+    assert wanted.stdout.startswith("run0.yaml: ok: rlvr")
+    assert wanted.returncode == 2
+    assert "infer strategy 'engine' is offered by acme-one 1.1 and acme-two 2.2" in wanted.stderr
+    assert "'acme-one/engine' or 'acme-two/engine'" in wanted.stderr
+    assert "--disable-plugin acme-two" in wanted.stderr
+
+
+def test_a_conflict_is_solved_by_the_package_s_name_or_by_leaving_one_out(site):
+    site.install("acme-one", name="engine")
+    site.install("acme-two", name="engine")
+    assert site.check("acme-two/engine").returncode == 0
+    assert site.check("engine", disable="acme-two").returncode == 0
+
+
+def test_a_slow_plugin_is_named_with_its_time_and_leaves_version_and_help_alone(site):
+    site.install("acme", source="import time\ntime.sleep(0.6)\nprint('slept')\n" + site_source())
+    for arguments in (("--version",), ("--help",), ("check", "--help")):
+        done = site.roll_core(*arguments)
+        assert done.returncode == 0
+        assert "slept" not in done.stdout + done.stderr
+    assert site.listing()["acme"]["import_s"] >= 0.6
+    assert "slow" in site.roll_core("plugins", "-v").stdout
+    assert site.check("hf_infer").returncode == 0
+
+
+def test_a_disabled_plugin_is_not_even_imported(site):
+    site.install("acme", source="raise SystemExit('imported')")
+    assert site.listing("--disable-plugin", "acme")["acme"]["state"] == "disabled"
+    wanted = site.check("acme", disable="ACME")
+    assert "not loaded: acme 1.0 (--disable-plugin)" in wanted.stderr
+    assert "imported" not in wanted.stderr
+
+
+def test_roll_plugins_allows_only_what_it_lists_and_always_roll_core(site):
+    site.install("acme-one", name="one")
+    site.install("acme-two", source="raise SystemExit('imported')")
+    listed = site.listing(ROLL_PLUGINS="Acme_One, absent")
+    assert {name: each["state"] for name, each in listed.items()} == {
+        "roll-core": "loaded",
+        "acme-one": "loaded",
+        "acme-two": "not allowed",
+        "absent": "not installed",
+    }
+    assert site.check("one", ROLL_PLUGINS="").returncode == 2
+
+
+def test_disabling_a_plugin_that_is_not_installed_is_a_mistake(site):
+    site.install("acme")
+    done = site.roll_core("plugins", "--disable-plugin", "acmee")
+    assert done.returncode == 2
+    assert "--disable-plugin acmee: no such plugin is installed; did you mean acme?" in done.stderr
+
+
+def test_damaged_distributions_do_not_hide_the_others(site):
+    site.install("acme")
+    nameless = site.folder / "ghost-1.0.dist-info"
+    nameless.mkdir()
+    (nameless / "entry_points.txt").write_text("[roll.plugins]\nghost = nowhere\n")
+    garbage = site.folder / "garbage-2.0.dist-info"
+    garbage.mkdir()
+    (garbage / "METADATA").write_text("Metadata-Version: 2.1\nName: garbage\nVersion: 2.0\n")
+    (garbage / "entry_points.txt").write_text("[roll.plugins]\nno equals sign here\n= x\n")
+    listed = site.listing()
+    assert listed["acme"]["state"] == "loaded"
+    assert listed["ghost"]["state"] == "failed"
+    assert listed["garbage"]["state"] == "failed"
+
+
+def test_a_plugin_without_its_engine_says_what_is_missing(site):
+    site.install(
+        "acme",
+        source=site_source().replace('summary="', 'needs=("no-such-engine>=2",), summary="'),
+        files={"strategy.py": "import no_such_engine\n"},
+    )
+    done = site.roll_core("plugins", "--check")
+    assert done.returncode == 2
+    assert "no-such-engine is not installed, wanted >=2. Run: pip install 'no-such-engine>=2'" in done.stdout
+    assert site.check("acme").returncode == 0, "the machine that checks need not have the engine"
+
+
+BACKEND = """\
+import zipfile
+
+FILES = {
+    "roll_infer_tiny/__init__.py": "",
+    "roll_infer_tiny/plugin.py": open("plugin.py").read(),
+    "roll_infer_tiny-0.3.dist-info/METADATA": "Metadata-Version: 2.1\\nName: roll-infer-tiny\\nVersion: 0.3\\n",
+    "roll_infer_tiny-0.3.dist-info/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    "roll_infer_tiny-0.3.dist-info/entry_points.txt": "[roll.plugins]\\ntiny = roll_infer_tiny.plugin\\n",
+}
+
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    name = "roll_infer_tiny-0.3-py3-none-any.whl"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        for path, content in FILES.items():
+            wheel.writestr(path, content)
+        record = "".join(f"{path},,\\n" for path in [*FILES, "roll_infer_tiny-0.3.dist-info/RECORD"])
+        wheel.writestr("roll_infer_tiny-0.3.dist-info/RECORD", record)
+    return name
+"""
+
+
+def test_a_project_that_an_installer_builds_and_installs_is_found(site, tmp_path):
+    project = tmp_path / "roll-infer-tiny"
+    project.mkdir()
+    (project / "plugin.py").write_text(site_source("tiny", "roll_infer_tiny"))
+    (project / "backend.py").write_text(BACKEND)
+    (project / "pyproject.toml").write_text(
+        "[project]\nname = 'roll-infer-tiny'\nversion = '0.3'\n"
+        "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+    )
+    subprocess.run([*installer(site.folder), str(project)], check=True, capture_output=True, timeout=120)
+    listed = site.listing()["roll-infer-tiny"]
+    assert (listed["version"], listed["provides"]) == ("0.3", {"infer_strategies": ["tiny"]})
+
+
+def installer(target):
+    """uv where it runs the tests, else this environment's pip."""
+    uv = os.environ.get("UV") or shutil.which("uv")
+    if uv:
+        return [uv, "pip", "install", "--no-deps", "--offline", "--python", sys.executable, "--target", str(target)]
+    pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [shutil.which("pip") or "pip"]
+    return [*pip, "install", "--no-deps", "--no-index", "--target", str(target), "--upgrade"]
+
+
+def site_source(name="acme", module="acme"):
+    return f"""\
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import InferProvider
+
+ROLL_HOOK_API = 1
+
+
+@hookimpl
+def roll_infer_strategies():
+    yield InferProvider(name="{name}", target="{module}.strategy:Engine", summary="An engine for tests")
+"""
