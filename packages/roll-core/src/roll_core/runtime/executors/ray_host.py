@@ -49,6 +49,8 @@ class RayHost:
 
     def __init__(self, role: str, rank: int, env: Mapping[str, str], level: int, crash_file: str) -> None:
         os.environ.update(env)
+        if os.getpgid(0) != os.getpid():
+            os.setpgid(0, 0)  # Ctrl-C in the terminal is for the driver, which then ends its workers in order
         self._name = f"{role}[{rank}]"
         logging.basicConfig(level=level, format=f"%(levelname)s {self._name} %(name)s: %(message)s", force=True)
         if Path(crash_file).parent.is_dir():

@@ -127,6 +127,9 @@ class RayInstance:
             # As many processes as there are cores would start, of which we need a few.
             "RAY_prestart_worker_first_driver": "0",
             "RAY_enable_worker_prestart": "0",
+            # With a worker Ray would kill the trackers that unlink its shared memory. What it started ends with us.
+            "RAY_kill_child_processes_on_worker_exit": "0",
+            "RAY_process_group_cleanup_enabled": "0",
             "RAY_SCHEDULER_EVENTS": "0",
             # We say that a worker died, and in fewer words.
             "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed while executing",

@@ -96,23 +96,25 @@ class Reservation:
         self, specs: Sequence[GroupSpec], needs: Mapping[int, int], present: Sequence[Mapping[str, float]]
     ) -> None:
         """Nodes with the most slots serve those that need the most; what then lacks is named by role and slot."""
+        counts = sorted((count for count in map(self._slots_of, present) if count), reverse=True)
+        by_need = sorted((node for node in needs if needs[node]), key=lambda node: (-needs[node], node))
+        available = dict(zip(by_need, counts, strict=False))
+        for spec in specs:
+            for place in spec.places:
+                for slot, local in zip(place.slots, place.local_indices, strict=True):
+                    if place.node >= len(counts) or local >= available[place.node]:
+                        raise PlacementError(self._no_such_slot(spec.role, slot, counts))
+
+    def _no_such_slot(self, role: str, slot: int, counts: Sequence[float]) -> str:
+        per_node = self._slots_per_node
+        if counts and min(counts) >= per_node:
+            return no_such_slot(role, slot, self._platform, per_node, len(counts))
         resource = self._platform.ray_resource
-        counts = sorted((self._slots_of(node) for node in present), reverse=True)
-        by_need = sorted(needs, key=lambda node: (-needs[node], node))
-        for at, node in enumerate(by_need):
-            available = counts[at] if at < len(counts) else -1
-            if available >= needs[node]:
-                continue
-            for spec in specs:
-                for place in spec.places:
-                    for slot, local in zip(place.slots, place.local_indices, strict=True):
-                        if place.node == node and local >= available:
-                            have = ", ".join(f"{count:g}" for count in counts)
-                            raise PlacementError(
-                                no_such_slot(spec.role, slot, self._platform, self._slots_per_node, len(present))
-                                + f". Ray's nodes have {resource}: {have}"
-                            )
-            raise PlacementError(f"{specs[0].role} needs {len(needs)} nodes, but Ray has {len(present)}")
+        have = ", ".join(f"{count:g}" for count in counts) or "none"
+        return (
+            f"{role} asks for slot {slot}, which is number {slot % per_node} of node {slot // per_node} where nodes have"
+            f" {per_node} (num_gpus_per_node), but Ray's nodes have {resource}: {have}"
+        )
 
     def _slots_of(self, node: Mapping[str, float]) -> float:
         return self._slots_per_node if self._platform.slots_share_cores else node.get(self._platform.ray_resource, 0)

@@ -31,6 +31,10 @@ SHM = Path("/dev/shm")
 POLL_S = 0.5
 KILL_S = 10.0
 """How long processes may take to vanish after SIGKILL."""
+TRACKERS = ("resource_tracker", "torch_shm_manager")
+"""Processes of Python and torch that unlink the shared memory of dead owners, and then end by themselves."""
+TRACKERS_S = 3.0
+"""How long they may take."""
 
 
 def shm_prefix(mark: str) -> str:
@@ -57,19 +61,15 @@ def sweep(mark: str, scratch: Path) -> int:
     """Kill what bears the mark, unlink its shared memory, remove its files. Returns how many processes there were."""
     segments: set[str] = set()
     killed: set[int] = set()
-    deadline = time.monotonic() + KILL_S
-    while (found := _marked(mark)) and time.monotonic() < deadline:
-        owners = [process for process in found if not _tracks_resources(process)]
-        for process in owners:
+    started = time.monotonic()
+    while (found := _marked(mark)) and (passed_s := time.monotonic() - started) < KILL_S:
+        for process in found:
+            if passed_s < TRACKERS_S and _is_tracker(process):
+                continue
             segments.update(_mapped_segments(process))
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
             killed.add(process.pid)
-        if not owners and time.monotonic() > deadline - KILL_S + 2:
-            # Python's resource trackers unlink what their dead owners left, and end then: they had two seconds.
-            for process in found:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
         time.sleep(0.05)
     if SHM.is_dir():
         ours = {path.name for path in SHM.iterdir() if path.name.startswith(shm_prefix(mark))}
@@ -91,17 +91,17 @@ def _marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def _tracks_resources(process: psutil.Process) -> bool:
+def _is_tracker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return any("resource_tracker" in word for word in process.cmdline())
+        return any(name in word for word in process.cmdline() for name in TRACKERS)
     return False
 
 
 def _mapped_segments(process: psutil.Process) -> Iterable[str]:
-    """Shared memory that a process has open, by the names that Python and torch give: it has no other owner."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for mapping in process.memory_maps():
-            path = Path(mapping.path)
+    """Shared memory that a process has open, by the names that Python and torch give. Only Linux gives it names."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            path = Path(line.split(maxsplit=5)[-1])
             if path.parent == SHM and path.name.startswith(("psm_", "torch_")):
                 yield path.name
 

@@ -1,0 +1,37 @@
+"""A driver for the tests of what is left behind: for each word it starts two littering workers, and ends as told."""
+
+import asyncio
+import json
+import os
+import sys
+
+from roll_core.builtin.cpu import CpuPlatform
+from roll_core.errors import WorkerError
+from roll_core.runtime.executors import make_executor
+from roll_core.runtime.executors.base import GroupSpec
+from roll_core.runtime.placement import place_roles
+from roll_core.spec.config import RewardConfig
+
+
+def tell(what: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+async def drive(end: str) -> None:
+    places = place_roles({"r": RewardConfig(reward="r", world_size=2)}, CpuPlatform())["r"]
+    spec = GroupSpec(role="r", kind="reward", target="executor_workers:Littering", places=places)
+    async with make_executor("ray", CpuPlatform(), slots_per_node=1) as executor:
+        group = (await executor.start([spec]))["r"]
+        tell({"driver": os.getpid(), "litter": await group.call("litter")})
+        if end == "error":
+            await group.call("no_such_method")
+        if end == "wait":
+            await group.call("work")
+
+
+for end in sys.argv[1:]:
+    try:
+        asyncio.run(drive(end))
+    except WorkerError as error:
+        tell({"error": str(error)})

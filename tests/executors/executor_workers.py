@@ -1,0 +1,193 @@
+"""Workers for the tests of executors. Imported by name in the workers' own processes, like a user's module."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+from roll_core.errors import CorruptTensorError, GuardTrippedError
+from roll_core.runtime.executors.base import Peers, Place
+
+
+class CannotTravel(Exception):
+    """An exception that does not survive pickling: its constructor wants more than it keeps."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class Recorder:
+    """Answers, fails and waits on demand."""
+
+    def __init__(self, place: Place, peers: Peers, greeting: str = "hello", notes: str = "") -> None:
+        self.place = place
+        self.peers = peers
+        self.greeting = greeting
+        self.notes = notes
+        self.made_on = threading.get_ident()
+        self.order: list[int] = []
+        self.arrived = 0
+        self.everyone_is_here = asyncio.Event()
+        self.was_cancelled = asyncio.Event()
+
+    def greet(self, name: str) -> str:
+        return f"{self.greeting} {name} from {self.place.rank}"
+
+    def where(self) -> tuple[Place, Peers]:
+        return self.place, self.peers
+
+    def environment(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    def node_and_devices(self) -> tuple[str, str, str]:
+        import ray
+
+        node: str = ray.get_runtime_context().get_node_id()
+        return node, os.environ["CUDA_VISIBLE_DEVICES"], self.place.device
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def runs_where_it_was_made(self) -> bool:
+        return threading.get_ident() == self.made_on
+
+    def note(self, number: int) -> None:
+        self.order.append(number)
+
+    def noted(self) -> list[int]:
+        return self.order
+
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    async def meet(self, how_many: int) -> int:
+        """Returns when so many calls are inside at once."""
+        self.arrived += 1
+        if self.arrived == how_many:
+            self.everyone_is_here.set()
+        await self.everyone_is_here.wait()
+        return self.arrived
+
+    async def wait_forever(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.was_cancelled.set()
+            raise
+
+    async def until_cancelled(self) -> bool:
+        return await self.was_cancelled.wait()
+
+    def wait_on_rank(self, rank: int, seconds: float) -> str:
+        if self.place.rank == rank:
+            time.sleep(seconds)
+        return "done"
+
+    def corrupt(self) -> None:
+        raise CorruptTensorError("layer.0.weight: digest differs")
+
+    def trip(self) -> None:
+        raise GuardTrippedError("weights-unchanged", "nothing moved")
+
+    def divide(self) -> float:
+        return 1 / 0
+
+    def exit(self) -> None:
+        sys.exit(3)
+
+    async def fail_async(self) -> None:
+        raise KeyError("lost")
+
+    def cannot_travel(self) -> None:
+        raise CannotTravel("this", "that")
+
+    def unsendable(self) -> object:
+        return threading.Lock()
+
+    def fail_on_one_and_echo_on_others(self, rank: int) -> None:
+        """The culprit fails last: the others notice first that their connection to it is gone."""
+        if self.place.rank != rank:
+            raise ConnectionResetError("Connection reset by peer")
+        time.sleep(0.3)
+        raise ValueError("the real reason")
+
+    def fail_on_one_and_hang_on_others(self, rank: int) -> None:
+        if self.place.rank != rank:
+            time.sleep(20)
+        raise ValueError("the real reason")
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
+
+    def close(self) -> None:
+        if self.notes:
+            with Path(self.notes).open("a") as file:
+                file.write(f"closed {self.place.rank}\n")
+
+
+class BrokenOnRank:
+    """Cannot be made on one rank."""
+
+    def __init__(self, place: Place, peers: Peers, rank: int) -> None:
+        if place.rank == rank:
+            raise ValueError(f"cannot be made on rank {rank}")
+
+
+class Littering:
+    """Leaves shared memory and a child process behind, as an engine does that is killed."""
+
+    def __init__(self, place: Place, peers: Peers) -> None:
+        self.segment = shared_memory.SharedMemory(create=True, size=4096)
+        self.ours = shared_memory.SharedMemory(
+            create=True, size=4096, name=f"roll-{os.environ['ROLL_INSTANCE']}-{place.rank}"
+        )
+        self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+    def litter(self) -> tuple[int, int, str, str]:
+        return os.getpid(), self.child.pid, self.segment.name, self.ours.name
+
+    def work(self) -> None:
+        time.sleep(600)
+
+
+class Collective:
+    """Two ranks that meet in an all-reduce over gloo."""
+
+    def __init__(self, place: Place, peers: Peers) -> None:
+        import torch.distributed as dist
+
+        self.place = place
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{peers.master_addr}:{peers.master_port}",
+            rank=place.rank,
+            world_size=place.world_size,
+        )
+
+    def sum_of_ranks(self) -> int:
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor(self.place.rank + 1)
+        dist.all_reduce(total)
+        return int(total)
+
+    def fail_before_reduce(self, rank: int) -> int:
+        if self.place.rank == rank:
+            raise ValueError("rank did not join")
+        return self.sum_of_ranks()
+
+    def die_before_reduce(self, rank: int) -> int:
+        if self.place.rank == rank:
+            os._exit(7)
+        return self.sum_of_ranks()

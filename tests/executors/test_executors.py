@@ -1,0 +1,341 @@
+"""What pipelines may rely on, of both executors. One Ray instance serves the whole module."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll_core.builtin.cpu import CpuPlatform
+from roll_core.errors import (
+    CorruptTensorError,
+    GuardTrippedError,
+    PluginLoadError,
+    UnsupportedError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from roll_core.runtime.executors import make_executor
+from roll_core.runtime.executors.base import Executor, GroupSpec, Place, WorkerGroup
+from roll_core.runtime.placement import place_roles
+from roll_core.spec.config import RewardConfig
+
+HERE = str(Path(__file__).parent)
+RANKS = 2
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+def places(ranks: int = RANKS) -> tuple[Place, ...]:
+    """Workers without slots: both executors take several of them."""
+    return place_roles({"rewards.r": RewardConfig(reward="r", world_size=ranks)}, CpuPlatform())["rewards.r"]
+
+
+def spec(role: str = "judge", ranks: int = RANKS, target: str = "executor_workers:Recorder", **more: Any) -> GroupSpec:
+    return GroupSpec(role=role, kind="reward", target=target, places=places(ranks), timeout_s=60, **more)
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def started(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run, WorkerGroup]]:
+    """The executor's name, a way to run coroutines on its event loop, and a group of two workers."""
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        patch.syspath_prepend(HERE)
+        executor = make_executor(request.param, CpuPlatform(), slots_per_node=2)
+        groups = runner.run(executor.start([spec(args={"greeting": "good day"})]))
+        yield request.param, runner.run, groups["judge"]
+        runner.run(executor.close())
+
+
+@pytest.fixture
+def run(started: tuple[str, Run, WorkerGroup]) -> Run:
+    return started[1]
+
+
+@pytest.fixture
+def group(started: tuple[str, Run, WorkerGroup]) -> WorkerGroup:
+    return started[2]
+
+
+@pytest.fixture
+def another(started: tuple[str, Run, WorkerGroup]) -> Executor:
+    """A second executor of the same kind; with Ray it joins the instance of the first."""
+    return make_executor(started[0], CpuPlatform(), slots_per_node=2)  # type: ignore[arg-type]
+
+
+# -- calls
+
+
+def test_call_reaches_every_rank_and_answers_by_rank(run: Run, group: WorkerGroup) -> None:
+    assert run(group.call("greet", "Ann")) == ["good day Ann from 0", "good day Ann from 1"]
+
+
+def test_call_each_gives_every_rank_its_own_arguments(run: Run, group: WorkerGroup) -> None:
+    assert run(group.call_each("greet", [("Ann",), ("Bob",)])) == ["good day Ann from 0", "good day Bob from 1"]
+
+
+def test_call_each_with_too_few_arguments_is_refused(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match=r"judge.greet: 1 sets of arguments for 2 ranks"):
+        run(group.call_each("greet", [("Ann",)]))
+
+
+def test_call_rank_reaches_one(run: Run, group: WorkerGroup) -> None:
+    assert run(group.call_rank(1, "greet", "Ann")) == "good day Ann from 1"
+
+
+def test_workers_know_their_place_and_members_say_where_they_run(run: Run, group: WorkerGroup) -> None:
+    found = run(group.call("where"))
+    assert [place.rank for place, _ in found] == [0, 1]
+    assert [member.rank for member in group.members] == [0, 1]
+    assert [member.pid for member in group.members] == run(group.call("process"))
+
+
+def test_sync_methods_run_on_the_thread_that_made_the_worker(run: Run, group: WorkerGroup) -> None:
+    assert run(group.call("runs_where_it_was_made")) == [True, True]
+
+
+def test_sync_methods_run_in_the_order_of_the_calls(run: Run, group: WorkerGroup) -> None:
+    async def many() -> list[list[int]]:
+        # Arguments of very different sizes travel differently; the order of the calls counts all the same.
+        big = [np.zeros(300_000) if number % 3 == 0 else None for number in range(30)]
+        await asyncio.gather(*[group.call("echo", each) for each in big], *[group.call("note", n) for n in range(30)])
+        return await group.call("noted")
+
+    assert run(many()) == [list(range(30))] * RANKS
+
+
+def test_async_methods_overlap(run: Run, group: WorkerGroup) -> None:
+    async def both() -> list[int]:
+        return await asyncio.gather(*[group.call_rank(0, "meet", 2) for _ in range(2)])
+
+    assert run(both()) == [2, 2]
+
+
+def test_async_methods_run_while_a_sync_one_does(run: Run, group: WorkerGroup) -> None:
+    async def both() -> list[str]:
+        finished: list[str] = []
+
+        async def noting(name: str, call: Coroutine[Any, Any, Any]) -> None:
+            await call
+            finished.append(name)
+
+        await asyncio.gather(
+            noting("sync", group.call_rank(1, "sleep", 0.5)), noting("async", group.call_rank(1, "meet", 1))
+        )
+        return finished
+
+    assert run(both()) == ["async", "sync"]
+
+
+def test_arrays_arrive_equal_and_writable(run: Run, group: WorkerGroup) -> None:
+    sent = {"tokens": np.arange(200_000), "small": np.ones(3, np.float32), "text": "ünï", "none": None}
+    for received in run(group.call("echo", sent)):
+        np.testing.assert_array_equal(received["tokens"], sent["tokens"])
+        assert received["tokens"].flags.writeable
+        assert received["small"].dtype == np.float32
+        assert (received["text"], received["none"]) == ("ünï", None)
+
+
+def test_local_workers_get_and_give_the_very_objects(started: tuple[str, Run, WorkerGroup]) -> None:
+    name, run, group = started
+    sent = np.zeros(3)
+    assert (run(group.call("echo", sent))[0] is sent) == (name == "local")
+
+
+# -- errors
+
+
+def test_error_of_ours_keeps_its_class_and_gets_role_rank_and_host(run: Run, group: WorkerGroup) -> None:
+    host = group.members[1].host
+    with pytest.raises(CorruptTensorError) as caught:
+        run(group.call_rank(1, "corrupt"))
+    assert str(caught.value) == f"judge rank 1 on {host}: layer.0.weight: digest differs"
+    assert "in corrupt" in caught.value.trace
+
+
+def test_guard_that_trips_in_a_worker_keeps_its_id(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(GuardTrippedError, match=r"judge rank 0 on .*: nothing moved") as caught:
+        run(group.call_rank(0, "trip"))
+    assert caught.value.guard == "weights-unchanged"
+
+
+def test_any_other_error_says_who_where_what_and_keeps_the_trace(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError) as caught:
+        run(group.call_rank(1, "divide"))
+    error = caught.value
+    assert (error.role, error.rank, error.host, error.method) == ("judge", 1, group.members[1].host, "divide")
+    assert str(error).endswith("divide failed: ZeroDivisionError: division by zero")
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert "return 1 / 0" in error.trace
+
+
+def test_errors_of_async_methods_are_reported_alike(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match=r"judge rank 0 on .*: fail_async failed: KeyError: 'lost'"):
+        run(group.call_rank(0, "fail_async"))
+
+
+def test_exception_that_cannot_be_pickled_still_says_what_it_was(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="cannot_travel failed: CannotTravel: this and that"):
+        run(group.call_rank(0, "cannot_travel"))
+
+
+def test_exit_in_a_worker_is_an_error_and_ends_nothing(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="exit failed: SystemExit: 3"):
+        run(group.call_rank(0, "exit"))
+    assert run(group.call_rank(0, "greet", "Ann")) == "good day Ann from 0"
+
+
+def test_unknown_method_is_named(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="'Recorder' object has no attribute 'gret'"):
+        run(group.call("gret", "Ann"))
+
+
+def test_cause_is_named_though_its_echoes_came_first(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match=r"judge rank 1 on .*: .* failed: ValueError: the real reason"):
+        run(group.call("fail_on_one_and_echo_on_others", 1))
+
+
+def test_deadline_names_the_ranks_that_did_not_answer(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(WorkerTimeoutError, match=r"judge: wait_on_rank got no answer within 0.3 s from rank 1$"):
+        run(group.call("wait_on_rank", 1, 0.6, deadline_s=0.3))
+    assert run(group.call("wait_on_rank", 0, 0.0)) == ["done", "done"]
+
+
+def test_deadline_and_cancelling_end_async_methods(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(WorkerTimeoutError):
+        run(group.call("wait_forever", deadline_s=0.1))
+    assert run(group.call("until_cancelled")) == [True, True]
+
+
+# -- starting and closing
+
+
+def test_failure_to_make_a_worker_names_it_and_leaves_nothing(run: Run, another: Executor) -> None:
+    broken = spec("broken", target="executor_workers:BrokenOnRank", args={"rank": 1})
+    with pytest.raises(WorkerError, match=r"broken rank 1 on .*: start failed: ValueError: cannot be made on rank 1"):
+        run(another.start([spec("fine"), broken]))
+
+
+def test_worker_class_that_does_not_exist_is_named(run: Run, another: Executor) -> None:
+    with pytest.raises(PluginLoadError, match=r"judge rank 0 on .*executor_workers has no 'Nobody'"):
+        run(another.start([spec(ranks=1, target="executor_workers:Nobody")]))
+
+
+def test_workers_are_closed_once_and_closing_again_does_nothing(run: Run, another: Executor, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    run(another.start([spec(args={"notes": str(notes)})]))
+    run(another.close())
+    run(another.close())
+    assert sorted(notes.read_text().splitlines()) == ["closed 0", "closed 1"]
+
+
+def test_variables_of_a_role_are_there_and_gone_afterwards(run: Run, another: Executor) -> None:
+    async def see() -> list[list[str | None]]:
+        async with another:
+            groups = await another.start([spec(env={"ROLL_TEST_COLOUR": "blue"})])
+            return await groups["judge"].call("environment", "ROLL_TEST_COLOUR")
+
+    assert run(see()) == [["blue"], ["blue"]]
+    assert "ROLL_TEST_COLOUR" not in os.environ
+
+
+def test_roles_that_contradict_each_other_cannot_share_a_process() -> None:
+    executor = make_executor("local", CpuPlatform(), slots_per_node=2)
+    one, two = spec("one", env={"COLOUR": "blue"}), spec("two", env={"COLOUR": "red"})
+    with pytest.raises(UnsupportedError, match=r"one wants COLOUR=blue and two wants COLOUR=red.*executor: ray"):
+        asyncio.run(executor.start([one, two]))
+    assert "COLOUR" not in os.environ
+
+
+def test_local_executor_refuses_two_workers_that_train() -> None:
+    executor = make_executor("local", CpuPlatform(), slots_per_node=2)
+    two = GroupSpec(role="actor_train", kind="train", target="executor_workers:Recorder", places=places(2))
+    with pytest.raises(UnsupportedError, match=r"actor_train has 2 workers.*set executor: ray"):
+        asyncio.run(executor.start([two]))
+
+
+# -- Ray only: processes of their own
+
+
+only_ray = pytest.mark.parametrize("started", [pytest.param("ray", marks=pytest.mark.ray)], indirect=True)
+
+
+@only_ray
+def test_workers_of_ray_are_told_who_they_are(run: Run, group: WorkerGroup) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WORKER_NAME", "CLUSTER_NAME", "MASTER_ADDR", "OMP_NUM_THREADS")
+    assert run(group.call("environment", *names)) == [
+        ["0", "2", "0", "judge-0", "judge", "127.0.0.1", "1"],
+        ["1", "2", "1", "judge-1", "judge", "127.0.0.1", "1"],
+    ]
+    (_, first), (_, second) = run(group.call("where"))
+    assert first == second
+    assert first.master_port > 0
+    assert run(group.call("environment", "MASTER_PORT")) == [[str(first.master_port)]] * 2
+
+
+@only_ray
+def test_result_that_cannot_be_sent_is_an_error_of_its_call(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="unsendable failed: its result cannot be sent to another process"):
+        run(group.call_rank(0, "unsendable"))
+
+
+@only_ray
+def test_arguments_that_cannot_be_sent_are_refused(run: Run, group: WorkerGroup) -> None:
+    with pytest.raises(UnsupportedError, match=r"judge.echo: its arguments cannot be sent to another process"):
+        run(group.call("echo", (each for each in ())))
+
+
+@only_ray
+@pytest.mark.parametrize("pending", ["own call", "another role's call", "no call"])
+def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending: str) -> None:
+    async def kill_one() -> None:
+        async with another:
+            groups = await another.start([spec("victims"), spec("others", ranks=1)])
+            victim = groups["victims"].members[1]
+            waiting = {
+                "own call": lambda: groups["victims"].call("sleep", 60),
+                "another role's call": lambda: groups["others"].call("wait_forever"),
+                "no call": another.watch,
+            }[pending]()
+            task = asyncio.ensure_future(waiting)
+            await asyncio.sleep(0.2)
+            os.kill(victim.pid, signal.SIGKILL)
+            when = "during sleep" if pending == "own call" else "between two calls"
+            text = f"^victims rank 1 on {victim.host} died {when}: process {victim.pid} is gone"
+            with pytest.raises(WorkerDiedError, match=text):
+                await asyncio.wait_for(task, 30)
+            with pytest.raises(WorkerDiedError, match="victims rank 1"):
+                another.check_alive()
+            with pytest.raises(WorkerDiedError, match="victims rank 1"):
+                await groups["others"].call("greet", "Ann")
+
+    run(kill_one())
+
+
+@only_ray
+def test_crash_is_told_from_a_kill_and_shows_where_it_was(run: Run, another: Executor) -> None:
+    async def crash() -> None:
+        async with another:
+            groups = await another.start([spec(ranks=1)])
+            with pytest.raises(WorkerDiedError, match=r"died during crash: process .* crashed: Segm") as caught:
+                await groups["judge"].call("crash")
+            assert "executor_workers.py" in caught.value.trace
+
+    run(crash())
+
+
+@only_ray
+@pytest.mark.slow
+def test_collectives_fail_with_the_cause_and_not_with_its_echo(run: Run, another: Executor) -> None:
+    async def reduce() -> None:
+        async with another:
+            pair = spec("actor_train", target="executor_workers:Collective")
+            group = (await another.start([pair]))["actor_train"]
+            assert await group.call("sum_of_ranks") == [3, 3]
+            with pytest.raises(WorkerDiedError, match=r"actor_train rank 1 on .* died during die_before_reduce"):
+                await group.call("die_before_reduce", 1)
+
+    run(reduce())

@@ -1,0 +1,244 @@
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_core.builtin.cpu import CpuPlatform
+from roll_core.errors import PlacementError
+from roll_core.runtime.executors import choose_executor
+from roll_core.runtime.placement import Place, overlap, place_roles, slots_of, slots_per_node
+from roll_core.spec.config import (
+    InferWorkerConfig,
+    RewardConfig,
+    RunConfig,
+    ScoreWorkerConfig,
+    TrainWorkerConfig,
+    WorkerConfig,
+)
+
+
+class EightAccelerators(CpuPlatform):
+    name = "eight"
+    device_type = "acc"
+    ray_resource = "GPU"
+    visible_devices = "ACC_VISIBLE"
+    slots_share_cores = False
+
+    def device_count(self) -> int:
+        return 8
+
+    def device(self, local_index: int) -> str:
+        return f"acc:{local_index}"
+
+
+def place(roles: Mapping[str, WorkerConfig], **more: object) -> dict[str, tuple[Place, ...]]:
+    return place_roles(roles, EightAccelerators(), cores=64, **more)  # type: ignore[arg-type]
+
+
+def train(mapping: object) -> TrainWorkerConfig:
+    return TrainWorkerConfig(device_mapping=mapping)  # type: ignore[arg-type]
+
+
+def infer(mapping: object, per_worker: int | None = None) -> InferWorkerConfig:
+    return InferWorkerConfig(device_mapping=mapping, num_gpus_per_worker=per_worker)  # type: ignore[arg-type]
+
+
+# -- the examples of ROLL's documentation of resources
+
+
+def test_train_on_16_and_infer_on_8_more_takes_three_nodes_of_eight() -> None:
+    places = place({"actor_train": train("list(range(0,16))"), "actor_infer": infer("list(range(16,24))")})
+    assert [p.slots for p in places["actor_train"]] == [(s,) for s in range(16)]
+    assert [p.node for p in places["actor_train"]] == [0] * 8 + [1] * 8
+    assert [p.node for p in places["actor_infer"]] == [2] * 8
+    assert [p.local_indices for p in places["actor_infer"]] == [(i,) for i in range(8)]
+    assert overlap(places["actor_train"], places["actor_infer"]) == "disaggregated"
+
+
+def test_two_roles_on_the_same_eight_slots_are_colocated() -> None:
+    places = place({"actor_infer": infer("list(range(0,8))"), "actor_train": train("list(range(0,8))")})
+    assert overlap(places["actor_train"], places["actor_infer"]) == "colocated"
+    assert {p.node for workers in places.values() for p in workers} == {0}
+
+
+def test_halves_of_a_node_are_disaggregated() -> None:
+    places = place({"actor_train": train("list(range(0,4))"), "actor_infer": infer("list(range(4,8))")})
+    assert overlap(places["actor_train"], places["actor_infer"]) == "disaggregated"
+    assert [p.device for p in places["actor_infer"]] == ["acc:4", "acc:5", "acc:6", "acc:7"]
+
+
+def test_cpu_role_has_world_size_workers_without_slots() -> None:
+    places = place({"rewards.code_sandbox": RewardConfig(reward="r", world_size=8)})
+    assert [(p.rank, p.world_size, p.slots, p.device) for p in places["rewards.code_sandbox"]] == [
+        (rank, 8, (), "cpu") for rank in range(8)
+    ]
+
+
+def test_complete_example_of_the_documentation() -> None:
+    places = place(
+        {
+            "actor_train": train("list(range(0,16))"),
+            "actor_infer": infer("list(range(0,12))", 2),
+            "rewards.code_sandbox": RewardConfig(reward="r", world_size=8),
+        },
+        num_gpus_per_node=8,
+        num_nodes=2,
+    )
+    assert {role: len(workers) for role, workers in places.items()} == {
+        "actor_train": 16,
+        "actor_infer": 6,
+        "rewards.code_sandbox": 8,
+    }
+    assert [p.slots for p in places["actor_infer"]] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)]
+    assert [p.node for p in places["actor_infer"]] == [0, 0, 0, 0, 1, 1]
+    assert [p.local_indices for p in places["actor_infer"]][4:] == [(0, 1), (2, 3)]
+    assert overlap(places["actor_train"], places["actor_infer"]) == "partial"
+    assert [p.node for p in places["rewards.code_sandbox"]] == [0, 1] * 4
+
+
+# -- arithmetic
+
+
+def test_local_rank_counts_a_roles_ranks_on_each_node() -> None:
+    places = place({"actor_train": train([8, 0, 9, 1])})["actor_train"]
+    assert [(p.node, p.local_rank) for p in places] == [(1, 0), (0, 0), (1, 1), (0, 1)]
+
+
+def test_strategy_that_needs_two_slots_each_gets_them() -> None:
+    places = place({"actor_infer": infer("list(range(0,4))")}, slots_per_worker={"actor_infer": 2})
+    assert [p.slots for p in places["actor_infer"]] == [(0, 1), (2, 3)]
+
+
+def test_strategy_and_config_that_disagree_on_slots_per_worker_are_refused() -> None:
+    with pytest.raises(PlacementError, match=r"actor_infer: num_gpus_per_worker is 4, but .* take 2 slots"):
+        place({"actor_infer": infer("list(range(0,4))", 4)}, slots_per_worker={"actor_infer": 2})
+
+
+def test_mapping_that_is_no_multiple_of_a_workers_slots_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"actor_infer: device_mapping has 3 slots.*multiple of the 2 slots"):
+        place({"actor_infer": infer([0, 1, 2])}, slots_per_worker={"actor_infer": 2})
+
+
+def test_worker_that_trains_takes_one_slot() -> None:
+    config = TrainWorkerConfig(device_mapping=(0, 1), num_gpus_per_worker=2)
+    with pytest.raises(
+        PlacementError, match=r"actor_train: num_gpus_per_worker is 2, but a worker that trains takes 1"
+    ):
+        place({"actor_train": config})
+
+
+def test_worker_whose_slots_lie_on_two_nodes_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"actor_infer rank 1 takes slots 7, 8, which lie on nodes 0, 1"):
+        place({"actor_infer": infer([5, 6, 7, 8], 2)})
+
+
+def test_slot_that_does_not_exist_names_role_slot_and_what_exists() -> None:
+    with pytest.raises(PlacementError) as caught:
+        place({"actor_train": train("list(range(0,16))")}, num_nodes=1)
+    assert str(caught.value).startswith("actor_train asks for slot 8, but there are 8 slots (0 to 7) on one node")
+
+
+def test_num_gpus_per_node_of_the_config_wins_over_the_count_here() -> None:
+    places = place({"actor_train": train([0, 4])}, num_gpus_per_node=4)["actor_train"]
+    assert [(p.node, p.local_indices) for p in places] == [(0, (0,)), (1, (0,))]
+
+
+@given(st.lists(st.integers(0, 31), min_size=1, unique=True), st.lists(st.integers(0, 31), min_size=1, unique=True))
+def test_overlap_is_what_sets_say(first: list[int], second: list[int]) -> None:
+    places = place({"a": train(first), "b": ScoreWorkerConfig(device_mapping=tuple(second))})
+    shared = set(first) & set(second)
+    expected = "disaggregated" if not shared else "colocated" if set(first) == set(second) else "partial"
+    assert overlap(places["a"], places["b"]) == expected
+    assert slots_of(places["a"]) == set(first)
+
+
+@given(st.lists(st.lists(st.integers(0, 15), min_size=1, unique=True), min_size=1, max_size=3), st.integers(1, 128))
+def test_workers_that_run_at_the_same_time_never_use_more_threads_than_cores(
+    mappings: list[list[int]], cores: int
+) -> None:
+    roles = {f"r{index}": ScoreWorkerConfig(device_mapping=tuple(each)) for index, each in enumerate(mappings)}
+    places = place_roles(roles, EightAccelerators(), cores=cores)
+    used = {slot for each in mappings for slot in each}
+    for node in (0, 1):
+        on_node = [slot for slot in used if slot // 8 == node]
+        for workers in places.values():
+            threads = [p.num_threads for p in workers if p.node == node]
+            assert all(count >= 1 for count in threads)
+            if len(on_node) <= cores:
+                assert sum(threads) <= cores
+
+
+# -- slots that are shares of a host's cores
+
+
+def test_colocated_roles_on_a_laptop_take_turns_with_all_cores() -> None:
+    roles = {"actor_train": train([0]), "actor_infer": infer([0]), "reference": ScoreWorkerConfig(device_mapping=(0,))}
+    places = place_roles(roles, CpuPlatform(), cores=2)
+    assert {p.num_threads for workers in places.values() for p in workers} == {2}
+    assert {p.device for workers in places.values() for p in workers} == {"cpu"}
+
+
+def test_two_workers_on_a_laptop_share_its_cores() -> None:
+    places = place_roles({"actor_train": train([0, 1])}, CpuPlatform(), num_gpus_per_node=2, cores=2)
+    assert [p.num_threads for p in places["actor_train"]] == [1, 1]
+
+
+def test_models_without_device_mapping_share_the_first_slots_of_a_cpu_host() -> None:
+    places = place_roles({"a": TrainWorkerConfig(), "b": InferWorkerConfig()}, CpuPlatform(), cores=4)
+    assert overlap(places["a"], places["b"]) == "colocated"
+    assert [p.num_threads for p in places["a"]] == [4]
+
+
+def test_reward_workers_hold_no_slot_and_one_thread() -> None:
+    roles = {"a": TrainWorkerConfig(), "rewards.m": RewardConfig(reward="r", world_size=3)}
+    places = place_roles(roles, CpuPlatform(), cores=4)
+    assert [(p.slots, p.num_threads) for p in places["rewards.m"]] == [((), 1)] * 3
+    assert places["a"][0].num_threads == 4
+
+
+def test_more_slots_than_cores_can_be_asked_for_by_num_gpus_per_node() -> None:
+    places = place_roles({"a": train("list(range(0,8))")}, CpuPlatform(), num_gpus_per_node=8, num_nodes=1, cores=2)
+    assert [p.num_threads for p in places["a"]] == [1] * 8
+
+
+def test_slot_beyond_the_cores_says_how_to_get_it() -> None:
+    with pytest.raises(PlacementError, match=r"a asks for slot 5, .*num_gpus_per_node: 6 makes more of them"):
+        place_roles({"a": train([0, 5])}, CpuPlatform(), num_gpus_per_node=2, num_nodes=1, cores=2)
+
+
+def test_worker_gets_its_share_of_another_hosts_cores() -> None:
+    assert Place(rank=0, world_size=2, slots=(0,), slots_in_use=2).threads_of(96) == 48
+    assert Place(rank=0, world_size=1, slots=(0, 1), slots_in_use=8).threads_of(64) == 16
+    assert Place(rank=0, world_size=1).threads_of(64) == 1
+
+
+def test_a_node_has_as_many_slots_as_the_platform_counts() -> None:
+    assert slots_per_node(EightAccelerators(), None) == 8
+    assert slots_per_node(EightAccelerators(), 4) == 4
+
+
+# -- which executor
+
+
+def run_config(executor: str) -> RunConfig:
+    return RunConfig(pipeline="p", executor=executor)  # type: ignore[arg-type]
+
+
+def test_auto_is_local_where_every_role_has_one_worker() -> None:
+    alone = place({"a": train([0]), "b": infer([0, 1], 2)})
+    assert choose_executor(run_config("auto"), alone) == "local"
+
+
+def test_auto_is_ray_where_some_role_has_two_workers() -> None:
+    two = place({"a": train([0]), "rewards.m": RewardConfig(reward="r", world_size=2)})
+    assert choose_executor(run_config("auto"), two) == "ray"
+
+
+def test_auto_is_ray_for_a_worker_on_another_node() -> None:
+    assert choose_executor(run_config("auto"), place({"a": train([8])})) == "ray"
+
+
+def test_executor_of_the_config_is_taken_as_it_is() -> None:
+    assert choose_executor(run_config("ray"), place({"a": train([0])})) == "ray"
+    assert choose_executor(run_config("local"), place({"a": train([0, 1])})) == "local"
