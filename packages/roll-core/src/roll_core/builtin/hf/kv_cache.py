@@ -61,6 +61,14 @@ class KVCache:
             self._kv[:, :, : self._finite_rows, :, self._finite_width : width] = 0
             self._finite_width = width
 
+    def matrices(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first rows and positions, `[rows * heads, width, D]`: views, for a batched GEMM."""
+        shape = (rows * self.num_heads, width, self.head_dim)
+        stride = (self.width * self.head_dim, self.head_dim, 1)
+        size = self.rows * self.num_heads * self.width * self.head_dim
+        begin = 2 * layer * size
+        return self._kv.as_strided(shape, stride, begin), self._kv.as_strided(shape, stride, begin + size)
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy one row's first `length` positions over another's."""
         self._kv[:, :, target, :, :length] = self._kv[:, :, source, :, :length]
