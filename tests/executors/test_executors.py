@@ -14,6 +14,7 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import (
     CorruptTensorError,
     GuardTrippedError,
+    PlacementError,
     PluginLoadError,
     UnsupportedError,
     WorkerDiedError,
@@ -23,7 +24,7 @@ from roll_core.errors import (
 from roll_core.runtime.executors import make_executor
 from roll_core.runtime.executors.base import Executor, GroupSpec, Place, WorkerGroup
 from roll_core.runtime.placement import place_roles
-from roll_core.spec.config import RewardConfig
+from roll_core.spec.config import RewardConfig, TrainWorkerConfig
 
 HERE = str(Path(__file__).parent)
 RANKS = 2
@@ -199,8 +200,9 @@ def test_cause_is_named_though_its_echoes_came_first(run: Run, group: WorkerGrou
 
 
 def test_deadline_names_the_ranks_that_did_not_answer(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(WorkerTimeoutError, match=r"judge: wait_on_rank got no answer within 0.3 s from rank 1$"):
-        run(group.call("wait_on_rank", 1, 0.6, deadline_s=0.3))
+    with pytest.raises(WorkerTimeoutError, match=r"wait_on_rank got no answer within 0.3 s from rank 1$") as caught:
+        run(group.call("wait_on_rank", 1, 1.5, deadline_s=0.3))
+    assert "in wait_on_rank" in caught.value.trace
     assert run(group.call("wait_on_rank", 0, 0.0)) == ["done", "done"]
 
 
@@ -248,6 +250,20 @@ def test_roles_that_contradict_each_other_cannot_share_a_process() -> None:
     with pytest.raises(UnsupportedError, match=r"one wants COLOUR=blue and two wants COLOUR=red.*executor: ray"):
         asyncio.run(executor.start([one, two]))
     assert "COLOUR" not in os.environ
+
+
+def test_local_executor_has_the_slots_of_this_host_only() -> None:
+    class TwoDevices(CpuPlatform):
+        slots_share_cores = False
+
+        def device_count(self) -> int:
+            return 2
+
+    where = place_roles({"a": TrainWorkerConfig(device_mapping=(3,))}, TwoDevices(), num_gpus_per_node=8)["a"]
+    executor = make_executor("local", TwoDevices(), slots_per_node=8)
+    wanted = GroupSpec(role="actor_train", kind="train", target="executor_workers:Recorder", places=where)
+    with pytest.raises(PlacementError, match=r"actor_train asks for slot 3, but there are 2 slots \(0 to 1\)"):
+        asyncio.run(executor.start([wanted]))
 
 
 def test_local_executor_refuses_two_workers_that_train() -> None:

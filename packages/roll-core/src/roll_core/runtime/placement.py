@@ -151,9 +151,9 @@ def _check_slots(
 def no_such_slot(name: str, slot: int, platform: Platform, per_node: int, num_nodes: int) -> str:
     """What to say of a slot that is not there: the role, the slot, what exists, the way out."""
     total = per_node * num_nodes
-    there = f"{total} slots (0 to {total - 1})" if total > 1 else f"{total} slot (0)" if total else "no slot"
+    there = f"are {total} slots (0 to {total - 1})" if total > 1 else "is one slot (0)" if total else "is none"
     where = f"{num_nodes} nodes with {per_node} slots each" if num_nodes != 1 else "one node"
-    found = f"{name} asks for slot {slot}, but there are {there} on {where}"
+    found = f"{name} asks for slot {slot}, but there {there} on {where}"
     if platform.slots_share_cores:
         return f"{found}. A slot here is a share of the host's cores: num_gpus_per_node: {slot + 1} makes more of them"
     return f"{found}. Change device_mapping, or num_gpus_per_node if the nodes have more, or join more nodes"

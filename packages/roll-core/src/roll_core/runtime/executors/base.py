@@ -9,6 +9,7 @@ event loop and may overlap. `close()`, sync or async, is called once at the end 
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,12 +18,14 @@ from roll_core.runtime.executors.calls import collect
 from roll_core.runtime.placement import Place
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Mapping, Sequence
     from types import TracebackType
     from typing import NoReturn, Self
 
     from roll_core.spec.platform import RoleKind
+
+STACK_S = 3.0
+"""How long a worker that missed a deadline may take to say what it is doing."""
 
 __all__ = ["Executor", "GroupSpec", "Member", "Peers", "Place", "WorkerGroup"]
 
@@ -63,6 +66,8 @@ class Member:
     host: str
     pid: int
     node: int
+    address: str = "127.0.0.1"
+    """IP address at which other workers reach its host."""
     slots: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -103,7 +108,21 @@ class WorkerGroup(ABC):
 
     async def _collect(self, method: str, arguments: Mapping[int, Any], deadline_s: float | None) -> list[Any]:
         futures = {self.members[rank]: self._begin(rank, method, each) for rank, each in arguments.items()}
-        return await collect(self.role, method, futures, self.spec.timeout_s if deadline_s is None else deadline_s)
+        seconds = self.spec.timeout_s if deadline_s is None else deadline_s
+        return await collect(self.role, method, futures, seconds, self._stacks)
+
+    async def _stacks(self, ranks: Sequence[int]) -> str:
+        """Where these ranks are right now, as far as they say so soon."""
+        asked = [asyncio.ensure_future(self._stack(rank)) for rank in ranks]
+        await asyncio.wait(asked, timeout=STACK_S)
+        told = [task for task in asked if task.done() and not task.cancelled() and not task.exception()]
+        for task in asked:
+            task.cancel()
+        return "\n".join(task.result() for task in told)
+
+    async def _stack(self, rank: int) -> str:
+        """Where a rank is right now. May raise, or not return, where that cannot be known."""
+        return ""
 
     def _encode(self, method: str, args: tuple[Any, ...]) -> Any:
         """Arguments in the form in which `_begin` takes them; the same form may go to several ranks."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.errors import RollError, WorkerError, WorkerTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from roll_core.runtime.executors.base import Member
 
@@ -74,8 +74,17 @@ class CallFailed(Exception):
         self.failure = failure
 
 
-async def collect(role: str, method: str, futures: Mapping[Member, asyncio.Future[Any]], seconds: float) -> list[Any]:
-    """Results in the order of `futures`. Futures that are not done when it returns or raises are cancelled."""
+async def collect(
+    role: str,
+    method: str,
+    futures: Mapping[Member, asyncio.Future[Any]],
+    seconds: float,
+    stacks: Callable[[Sequence[int]], Awaitable[str]] | None = None,
+) -> list[Any]:
+    """Results in the order of `futures`. Futures that are not done when it returns or raises are cancelled.
+
+    `stacks` tells where ranks hang that did not answer in time: that becomes the trace of the error.
+    """
     for future in futures.values():
         future.add_done_callback(retrieve)
     try:
@@ -85,7 +94,9 @@ async def collect(role: str, method: str, futures: Mapping[Member, asyncio.Futur
             raise_first_cause(role, method, futures)
         if pending:
             silent = [member.rank for member, future in futures.items() if future in pending]
-            raise WorkerTimeoutError(role, method, seconds, silent)
+            late = WorkerTimeoutError(role, method, seconds, silent)
+            late.trace = await stacks(silent) if stacks else ""
+            raise late
         return [future.result() for future in futures.values()]
     finally:
         for future in futures.values():

@@ -87,10 +87,13 @@ class LocalExecutor(Executor):
                 f"{spec.role} has {len(spec.places)} workers, but the local executor has one process, and so one worker"
                 " for a role that trains or scores: set executor: ray, or give it one slot"
             )
+        here = self._slots_per_node
+        if not self._platform.slots_share_cores:
+            here = min(here, self._platform.device_count())
         for place in spec.places:
-            if place.node > 0:
-                slot = min(slot for each in spec.places for slot in each.slots if each.node > 0)
-                raise PlacementError(no_such_slot(spec.role, slot, self._platform, self._slots_per_node, 1))
+            for slot in place.slots:
+                if slot >= here:
+                    raise PlacementError(no_such_slot(spec.role, slot, self._platform, here, 1))
 
     def _set_environment(self, env: dict[str, str]) -> None:
         self._env_before = {name: os.environ.get(name) for name in env}
@@ -111,6 +114,9 @@ class LocalGroup(WorkerGroup):
     def __init__(self, spec: GroupSpec, members: Sequence[Member], hosts: Sequence[WorkerHost]) -> None:
         super().__init__(spec, members)
         self._hosts = tuple(hosts)
+
+    async def _stack(self, rank: int) -> str:
+        return self._hosts[rank].stack()
 
     def _begin(self, rank: int, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
         return self._hosts[rank].begin(method, arguments)

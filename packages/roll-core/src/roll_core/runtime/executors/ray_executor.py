@@ -175,14 +175,14 @@ class RayExecutor(Executor):
         futures = {member: worker.greet() for member, worker in zip(unknown, workers, strict=True)}
         greetings: list[Greeting] = await collect(spec.role, "start of its process", futures, GREETING_S)
         for worker, member, greeting in zip(workers, unknown, greetings, strict=True):
-            worker.member = replace(member, host=greeting.host, pid=greeting.pid)
+            address = "127.0.0.1" if self._instance.single_host else greeting.address
+            worker.member = replace(member, host=greeting.host, pid=greeting.pid, address=address)
         return greetings
 
     async def _make(self, spec: GroupSpec, workers: Sequence[RayWorker], first: Greeting) -> None:
         """Make the workers of a role, now that it is known where rank 0 is."""
         alone = len(workers) == 1
-        address = "127.0.0.1" if alone or self._instance.single_host else first.address
-        peers = Peers(master_addr=address, master_port=0 if alone else first.port)
+        peers = Peers(master_addr=workers[0].member.address, master_port=0 if alone else first.port)
         futures = {}
         for worker in workers:
             place = worker.place
@@ -211,6 +211,10 @@ class RayGroup(WorkerGroup):
                 f"{self.role}.{method}: its arguments cannot be sent to another process: {error}"
             ) from error
         return ray.put(payload) if len(payload) >= SHARED_BYTES and self.world_size > 1 else payload
+
+    async def _stack(self, rank: int) -> str:
+        stack: str = await self._workers[rank].stack()
+        return stack
 
     def _begin(self, rank: int, method: str, arguments: Any) -> asyncio.Future[Any]:
         return self._workers[rank].begin(method, arguments)
@@ -270,6 +274,10 @@ class RayWorker:
 
         future.add_done_callback(tell_if_cancelled)
         return future
+
+    def stack(self) -> asyncio.Future[Any]:
+        """Where its worker is right now."""
+        return self._ask("stack", self._handle.stack.remote())
 
     def close(self, timeout_s: float) -> asyncio.Future[Any]:
         """Close the worker in it."""

@@ -112,8 +112,8 @@ class Reservation:
         resource = self._platform.ray_resource
         have = ", ".join(f"{count:g}" for count in counts) or "none"
         return (
-            f"{role} asks for slot {slot}, which is number {slot % per_node} of node {slot // per_node} where nodes have"
-            f" {per_node} (num_gpus_per_node), but Ray's nodes have {resource}: {have}"
+            f"{role} asks for slot {slot}, which is number {slot % per_node} of node {slot // per_node}, where nodes"
+            f" have {per_node} (num_gpus_per_node), but Ray's nodes have {resource}: {have}"
         )
 
     def _slots_of(self, node: Mapping[str, float]) -> float:
