@@ -78,7 +78,14 @@ class PolicyObjective:
             if self.entropy_coef:
                 loss = loss - self.entropy_coef * aggregate(entropy_T, micro, self.aggregation)
         _check(loss, micro, logprobs=logprobs_T, entropy=outputs.entropy_T)
+        if micro.behaviour_logprobs_T is not None and micro.old_logprobs_T is None:
+            # The policy has not moved since it drew the tokens, so engine and trainer should agree.
+            gap_T = torch.where(micro.loss_mask_T, logprobs_T.detach() - micro.behaviour_logprobs_T, 0.0).abs()
+            metrics["logprob_gap"] = aggregate(gap_T, micro, "token-mean")
         metrics["loss"] = loss.detach()
+        if micro.old_logprobs_T is None and micro.behaviour_logprobs_T is not None:
+            gap_T = (logprobs_T.detach() - micro.behaviour_logprobs_T).abs()
+            metrics["logprob_gap"] = aggregate(gap_T, micro, "token-mean")
         metrics.update(_reduce(token_metrics, micro))
         return LossOutput(loss=loss, metrics=metrics)
 

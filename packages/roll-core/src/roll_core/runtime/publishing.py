@@ -10,6 +10,7 @@ import numpy as np
 from roll_core.errors import WeightsUnchangedError, WeightSyncError
 from roll_core.runtime.build import provider_of
 from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
+from roll_core.runtime.weight_sync.probe import logprob_probe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,6 @@ class _Link:
     """The engine can say what it thinks of given tokens."""
     version: int = -1
     """Last version that the engine has proved to hold."""
-    publishes: int = 0
 
 
 class Publishing:
@@ -69,8 +69,8 @@ class Publishing:
                 "weight_sync/copied_bytes": report.copied_bytes,
             }
         link.version = self._run.infer_role(target).version = version
-        due = link.publishes % guards.config.logprob_probe.every == 0
-        link.publishes += 1
+        # By the step and not by counting, so that a resumed run is probed when the uninterrupted one would be.
+        due = self._run.step % guards.config.logprob_probe.every == 0
         if due and link.probes and guards.active("logprob_probe"):
             metrics |= await self._probe(source, target)
         return metrics
@@ -95,8 +95,6 @@ class Publishing:
 
     async def _probe(self, source: str, target: str) -> dict[str, float]:
         """The same fixed tokens, through the trainer and through the engine."""
-        from roll_core.runtime.weight_sync.probe import logprob_probe
-
         run = self._run
         gap = await logprob_probe(run.train_role(source), run.infer_role(target), probe_tokens(len(run.tokenizer)))
         run.guards.check_at_most(

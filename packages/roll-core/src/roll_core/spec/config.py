@@ -321,7 +321,7 @@ class LogprobProbeConfig(GuardConfig):
     """`guards.logprob_probe`."""
 
     every: PositiveInt = 10
-    """Publishes between two probes; the first publish is always probed."""
+    """Steps between two probes; step 0 is probed, before anything is learnt."""
     threshold: PositiveFloat = 0.05
     """Largest mean absolute difference of logprobs in nats; bf16 engines differ by about 0.01, fp32 by less
     than 1e-4."""
