@@ -1,0 +1,155 @@
+"""Runs small enough for tests: a one-layer model, digits to be sorted, a few steps."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll_core.config import load
+from roll_core.plugins.registry import load_registry
+from roll_core.runtime.console import Console
+from roll_core.runtime.loop import RunResult, execute
+
+TINY = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+
+
+class Runs:
+    """A directory with data, and configs that are run in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.registry = load_registry()
+        rng = random.Random(0)
+        digits = [f"{number:03d}" for number in rng.sample(range(1000), 96)]
+        rows = [
+            {"id": i, "prompt": f"{d}>", "response": "".join(sorted(d)), "ground_truth": "".join(sorted(d))}
+            for i, d in enumerate(digits)
+        ]
+        for name, part in (("train", rows[:64]), ("val", rows[64:])):
+            lines = "".join(json.dumps(row) + "\n" for row in part)
+            (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+
+    def base(self, pipeline: str) -> dict[str, Any]:
+        return {
+            "pipeline": pipeline,
+            "exp_name": pipeline,
+            "output_dir": str(self.folder / "output"),
+            "seed": 3,
+            "prompt_length": 8,
+            "response_length": 6,
+            "track_with": [],
+            "save_steps": 0,
+            "eval_steps": 0,
+            "tokenizer": {"kind": "char", "alphabet": "0123456789>"},
+        }
+
+    def model(self) -> dict[str, Any]:
+        return {"dtype": "fp32", "disable_gradient_checkpointing": True}
+
+    def sft(self, **given: Any) -> dict[str, Any]:
+        return (
+            self.base("sft")
+            | {
+                "max_steps": 4,
+                "sft_train": {
+                    "model_args": self.model() | {"random_init": TINY},
+                    "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 16},
+                    "data_args": {"file_name": str(self.folder / "train.jsonl")},
+                    "strategy_args": {"strategy_name": "hf_train"},
+                    "device_mapping": [0],
+                },
+                "validation": {"data_args": {"file_name": str(self.folder / "val.jsonl")}},
+            }
+            | given
+        )
+
+    def rlvr(self, **given: Any) -> dict[str, Any]:
+        return (
+            self.base("rlvr")
+            | {
+                "max_steps": 3,
+                "rollout_batch_size": 4,
+                "num_return_sequences_in_group": 4,
+                "actor_train": {
+                    "model_args": self.model() | {"random_init": TINY},
+                    "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 8},
+                    "data_args": {"file_name": str(self.folder / "train.jsonl")},
+                    "strategy_args": {"strategy_name": "hf_train"},
+                    "device_mapping": [0],
+                },
+                "actor_infer": {
+                    "model_args": {"dtype": "fp32"},
+                    "strategy_args": {"strategy_name": "hf_infer"},
+                    "device_mapping": [0],
+                },
+                "rewards": {"digits": {"reward": "function", "function": "rollrewards:share_of_digits"}},
+            }
+            | given
+        )
+
+    def run(self, config: dict[str, Any], *overrides: str) -> RunResult:
+        path = self.folder / f"{config['exp_name']}.yaml"
+        path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        self.screen = io.StringIO()
+        console = Console(stream=self.screen, terminal=False)
+        return execute(load(path, list(overrides), self.registry), self.registry, console=console)
+
+    def metrics(self, result: RunResult) -> list[dict[str, float]]:
+        """The lines of `metrics.jsonl`."""
+        return [json.loads(line) for line in result.run_dir.metrics.read_text(encoding="utf-8").splitlines()]
+
+    def timeless(self, result: RunResult) -> list[dict[str, float]]:
+        """The same without what depends on the clock."""
+        clocks = ("time", "tokens_per_s", "weight_sync/seconds")
+        return [{k: v for k, v in line.items() if not k.startswith(clocks)} for line in self.metrics(result)]
+
+    def ok(self, config: dict[str, Any], *overrides: str) -> RunResult:
+        result = self.run(config, *overrides)
+        if result.error is not None:
+            raise result.error
+        return result
+
+
+REWARDS = '''
+def share_of_digits(prompt, response, **row):
+    """Something that differs between answers, so that there is an advantage."""
+    return sum(c.isdigit() for c in response) / 6 + (len(response) % 2)
+
+def constant(prompt, response, **row):
+    return 1.0
+
+def broken(prompt, response, **row):
+    raise RuntimeError("the judge is out")
+
+def sometimes(prompt, response, **row):
+    if len(response) % 2:
+        raise RuntimeError("odd")
+    return float(len(response))
+
+def endless(prompt, response, **row):
+    import time
+    time.sleep(60)
+'''
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    (tmp_path / "rollrewards.py").write_text(REWARDS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return Runs(tmp_path)

@@ -1,0 +1,140 @@
+"""Whole runs of the rlvr pipeline, on both executors."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+REFERENCE = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}
+CRITIC = {
+    "strategy_args": {"strategy_name": "hf_train"},
+    "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True},
+    "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 8},
+    "device_mapping": [0],
+}
+RECIPES = {
+    "grpo": {},
+    "grpo with KL loss and entropy": {"use_kl_loss": True, "reference": REFERENCE, "entropy_loss_coef": 0.01},
+    "ppo": {"adv_estimator": "gae", "critic": CRITIC, "value_clip": 0.2, "ppo_epochs": 2, "whiten_advantages": True},
+    "rloo": {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum"},
+    "reinforce++": {
+        "adv_estimator": "reinforce",
+        "norm_mean_type": "batch",
+        "norm_std_type": "batch",
+        "add_token_level_kl": True,
+        "reference": REFERENCE,
+        "target_kl": 0.1,
+        "loss_agg_mode": "token-mean",
+    },
+    "dr. grpo": {
+        "adv_estimator": "reinforce",
+        "norm_mean_type": "group",
+        "loss_agg_mode": "seq-mean-token-sum-norm",
+        "pg_variant": "vanilla",
+    },
+    "clip-higher with dual clip": {
+        "use_pg_clip_range": True,
+        "pg_clip_high": 0.28,
+        "dual_clip_loss": True,
+        "ppo_epochs": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains(runs, recipe):
+    config = runs.rlvr(max_steps=2, **RECIPES[recipe])
+    if "reference" in config:
+        config["actor_train"]["training_args"]["per_device_train_batch_size"] = 16  # one optimizer step per batch
+    result = runs.ok(config)
+    lines = runs.metrics(result)
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["actor/grad_norm"] > 0
+        assert line["actor/logprob_gap"] < 1e-4
+        assert line["tokens/generated"] > 0
+    if "reference" in RECIPES[recipe]:
+        # Before the first update the policy is its own reference, so there is no distance between them.
+        first = lines[0].get("kl/mean", lines[0].get("actor/kl_loss"))
+        assert first == pytest.approx(0.0, abs=1e-4)
+    if "critic" in RECIPES[recipe]:
+        assert lines[0]["critic/loss"] > 0
+
+
+def test_engine_and_trainer_agree_on_the_probe(runs):
+    lines = runs.metrics(runs.ok(runs.rlvr(guards={"logprob_probe": {"every": 1}})))
+    assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
+    assert [line["weight_sync/version"] for line in lines] == [0, 2, 4]
+    assert all(line["weight_sync/copied_bytes"] == 0 for line in lines)
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
+    recipe = RECIPES["ppo"] | {"norm_mean_type": "running", "norm_std_type": "running"}
+    whole = runs.ok(runs.rlvr(exp_name="whole", max_steps=4, **recipe))
+    first = runs.ok(runs.rlvr(exp_name="halves", max_steps=4, save_steps=2, **recipe))
+    checkpoint = str(first.run_dir.checkpoints / "step-2")
+    second = runs.ok(runs.rlvr(exp_name="halves", max_steps=4, resume_from_checkpoint=checkpoint, **recipe))
+    assert runs.timeless(second)[2:] == runs.timeless(whole)[2:]
+    one = load_file(whole.run_dir.export / "model.safetensors")
+    other = load_file(second.run_dir.export / "model.safetensors")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert json.loads(second.run_dir.record.read_text(encoding="utf-8"))["resumed_step"] == 2
+
+
+def test_a_failure_of_the_judge_is_not_a_zero(runs):
+    judges = {"digits": {"reward": "function", "function": "rollrewards:sometimes"}}
+    result = runs.ok(runs.rlvr(rewards=judges, guards={"reward_failures": {"threshold": 1.0}}))
+    for line in runs.metrics(result):
+        assert line["reward/failures"] > 0
+        assert line["score/min"] % 2 == 0
+
+
+def test_a_judge_that_always_fails_ends_the_run(runs):
+    judges = {"digits": {"reward": "function", "function": "rollrewards:broken"}}
+    result = runs.run(runs.rlvr(rewards=judges))
+    assert "guard reward_failures" in str(result.error)
+    assert "the judge is out" in str(result.error)
+
+
+def test_equal_rewards_everywhere_are_pointed_out(runs):
+    judges = {"digits": {"reward": "function", "function": "rollrewards:constant"}}
+    result = runs.ok(runs.rlvr(max_steps=1, rewards=judges, guards={"weights_unchanged": "off"}))
+    record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
+    assert record["guards"]["counts"] == {"all_groups_filtered": 1}
+    strict = runs.run(runs.rlvr(max_steps=1, rewards=judges, guards={"all_groups_filtered": "error"}))
+    assert "guard all_groups_filtered" in str(strict.error)
+
+
+def test_a_gradient_that_explodes_is_named(runs):
+    config = runs.rlvr(max_grad_norm=0, max_steps=6)
+    config["actor_train"]["training_args"]["learning_rate"] = 1e30
+    result = runs.run(config)
+    assert result.outcome == "failed"
+    assert type(result.error).__name__ in {"NonFiniteError", "GuardTrippedError"}
+
+
+@pytest.mark.ray
+def test_both_executors_give_the_same_numbers(runs):
+    local = runs.ok(runs.rlvr(executor="local"))
+    ray = runs.ok(runs.rlvr(executor="ray"))
+    assert json.loads(ray.run_dir.record.read_text(encoding="utf-8"))["weight_transports"] == {
+        "actor_train -> actor_infer": "shm"
+    }
+    for here, there in zip(runs.timeless(local), runs.timeless(ray), strict=True):
+        for name in ("score/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
+            assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.ray
+def test_disaggregated_roles_on_several_workers(runs):
+    config = runs.rlvr(num_gpus_per_node=4)
+    config["actor_train"]["device_mapping"] = "list(range(0,2))"
+    config["actor_train"]["training_args"]["per_device_train_batch_size"] = 4
+    config["actor_infer"]["device_mapping"] = "list(range(2,4))"
+    result = runs.ok(config)
+    lines = runs.metrics(result)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
+    one_worker = runs.ok(runs.rlvr())
+    assert lines[0]["actor/grad_norm"] == pytest.approx(runs.metrics(one_worker)[0]["actor/grad_norm"], rel=1e-3)

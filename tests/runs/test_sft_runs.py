@@ -1,0 +1,124 @@
+"""Whole runs of the sft pipeline."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+
+def test_a_run_leaves_a_complete_record(runs):
+    result = runs.ok(runs.sft(track_with=["tensorboard"], eval_steps=2, save_steps=2))
+    made = {path.name for path in result.run_dir.path.iterdir()}
+    expected = {
+        "config.yaml",
+        "run.json",
+        "metrics.jsonl",
+        "log.txt",
+        "report.html",
+        "export",
+        "checkpoints",
+        "tokenizer",
+    }
+    assert expected <= made
+    record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
+    assert record["outcome"] == "finished"
+    assert record["steps_done"] == record["steps_asked"] == 4
+    assert [plugin["package"] for plugin in record["plugins"]] == ["roll-core"]
+    lines = runs.metrics(result)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [("val/loss" in line) for line in lines] == [True, False, True, False, True]
+    assert lines[-1]["val/loss"] < lines[0]["val/loss"]
+    assert sorted(path.name for path in result.run_dir.checkpoints.iterdir()) == ["step-2", "step-4"]
+
+
+def test_where_the_time_went_adds_up_to_the_wall_time(runs):
+    result = runs.ok(runs.sft())
+    for line in runs.metrics(result):
+        stages = sum(v for k, v in line.items() if k.startswith("time/") and k != "time/step")
+        assert stages == pytest.approx(line["time/step"], rel=0.02)
+    record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
+    wall = record["ended"] - record["started"]
+    assert sum(row["seconds"] for row in record["time"]) == pytest.approx(wall, rel=0.02, abs=0.2)
+
+
+def test_the_export_is_loaded_by_transformers_and_answers_like_the_trained_model(runs):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    result = runs.ok(runs.sft(eval_steps=4))
+    model = AutoModelForCausalLM.from_pretrained(result.run_dir.export)
+    tokenizer = AutoTokenizer.from_pretrained(result.run_dir.export)
+    # The held-out loss, computed by transformers on one row at a time.
+    total = count = 0.0
+    for line in (runs.folder / "val.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        answer = [*tokenizer(row["response"])["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0]
+        logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+        total -= logprobs[torch.arange(len(answer)), torch.tensor(answer)].sum().item()
+        count += len(answer)
+    assert runs.metrics(result)[-1]["val/loss"] == pytest.approx(total / count, abs=1e-4)
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
+    whole = runs.ok(runs.sft(exp_name="whole", max_steps=6, save_steps=6))
+    first = runs.ok(runs.sft(exp_name="halves", max_steps=6, save_steps=3), "max_steps=6")
+    checkpoint = first.run_dir.checkpoints / "step-3"
+    second = runs.ok(runs.sft(exp_name="halves", max_steps=6, save_steps=6, resume_from_checkpoint=str(checkpoint)))
+    assert runs.timeless(second) == runs.timeless(whole)
+    one = load_file(whole.run_dir.export / "model.safetensors")
+    other = load_file(second.run_dir.export / "model.safetensors")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_resuming_a_finished_run_is_an_error_not_a_silent_success(runs):
+    runs.ok(runs.sft(save_steps=2))
+    result = runs.run(runs.sft(resume_from_checkpoint=True))
+    assert result.outcome == "failed"
+    assert "zero_steps" in str(result.error)
+
+
+def test_the_saved_config_is_the_config(runs):
+    from roll_core.config import load
+
+    result = runs.ok(runs.sft(max_steps=1))
+    original = load(runs.folder / "sft.yaml", [], runs.registry).config
+    assert load(result.run_dir.config, [], runs.registry).config == original
+
+
+def test_a_mistake_in_the_data_is_named_and_the_record_says_failed(runs):
+    with (runs.folder / "train.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"id": 99, "prompt": "12a>", "response": "12a", "ground_truth": "12a"}) + "\n")
+    result = runs.run(runs.sft())
+    assert result.outcome == "failed"
+    assert "row 65" in str(result.error)
+    assert "'a'" in str(result.error)
+    assert result.run_dir.report.is_file()
+
+
+def test_answers_are_judged_where_the_run_has_an_engine_and_judges(runs):
+    config = runs.sft(
+        actor_infer=runs.rlvr()["actor_infer"],
+        rewards={"digits": {"reward": "function", "function": "rollrewards:constant"}},
+        eval_steps=4,
+    )
+    lines = runs.metrics(runs.ok(config))
+    assert lines[-1]["val/score/mean"] == 1.0
+    assert lines[-1]["val/num_samples"] == 32
+    assert np.isfinite(lines[-1]["val/loss"])
+
+
+def test_a_learning_rate_of_zero_is_found_out(runs):
+    config = runs.sft(
+        actor_infer=runs.rlvr()["actor_infer"],
+        rewards={"digits": {"reward": "function", "function": "rollrewards:constant"}},
+        eval_steps=1,
+    )
+    config["sft_train"]["training_args"]["learning_rate"] = 0.0
+    result = runs.run(config)
+    assert type(result.error).__name__ == "WeightsUnchangedError"
+    assert "learning rate was 0" in str(result.error)
