@@ -56,6 +56,36 @@ def test_the_policy_objective_adds_up_its_parts(micro_of):
     )
 
 
+def test_what_is_off_the_mask_is_not_read(micro_of):
+    off = math.nan
+    micro = micro_of(
+        [[0, 1]],
+        advantages=[[off, 1.0]],
+        old_logprobs=[[off, -1.0]],
+        ref_logprobs=[[off, -1.0 - LN2]],
+        behaviour_logprobs=[[off, -1.0]],
+    )
+    logprobs = torch.tensor([off, -1.0], requires_grad=True)
+    entropy = torch.tensor([off, 0.5], requires_grad=True)
+    out = PolicyObjective(kl_coef=1.0, entropy_coef=1.0)(TokenOutputs(logprobs_T=logprobs, entropy_T=entropy), micro)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(-1 + (LN2 - 0.5) - 0.5)
+    # policy loss: -1; k3's derivative in logprob, 1 - exp(-ln 2) = 0.5
+    assert logprobs.grad.tolist() == pytest.approx([0, -0.5])
+    assert entropy.grad.tolist() == [0, -1]
+
+
+def test_the_gap_to_the_engine_is_reported_while_the_policy_has_not_moved(micro_of):
+    behaviour = [[math.nan, -1.25, -2.5]]
+    outputs = TokenOutputs(logprobs_T=torch.tensor([0.0, -1.0, -3.0]))
+    advantages = [[0.0, 1.0, 1.0]]
+    fresh = micro_of([[0, 1, 1]], advantages=advantages, behaviour_logprobs=behaviour)
+    found = PolicyObjective(entropy_metric=False)(outputs, fresh).metrics
+    assert float(found["logprob_gap"]) == pytest.approx((0.25 + 0.5) / 2)
+    moved = micro_of([[0, 1, 1]], advantages=advantages, behaviour_logprobs=behaviour, old_logprobs=behaviour)
+    assert "logprob_gap" not in PolicyObjective(entropy_metric=False)(outputs, moved).metrics
+
+
 def test_only_what_is_needed_is_wanted():
     assert PolicyObjective(entropy_metric=False).want.entropy is False
     assert (PolicyObjective().want.entropy, PolicyObjective().want.entropy_grad) == (True, False)

@@ -65,7 +65,7 @@ class KLController:
         self.coef, self.target, self.horizon = init_coef, target, horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """`coef *= 1 + clip(kl / target - 1, ±0.2) * num_samples / horizon`, with the measured mean KL of a sequence.
+        """`coef *= 1 + clip(kl / target - 1, ±0.2) * num_samples / horizon`, with the measured mean KL of a token.
 
         Raises `NonFiniteError`: a NaN would stay in the weight for ever.
         """
