@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
+
 from roll_core.config import load
 from roll_core.config.compose import compose
 from roll_core.errors import ConfigError

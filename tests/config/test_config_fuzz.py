@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from roll_core.config import dump, load
 from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.registry import load_registry

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry

@@ -4,6 +4,7 @@ import sys
 import textwrap
 
 import pytest
+
 from roll_core.config import dump, load, strategy_config
 from roll_core.errors import ConfigError, PluginLoadError
 from roll_core.plugins.loader import Plugin, load_plugins
@@ -224,4 +225,3 @@ def test_strategy_config_gives_the_schema_of_a_loaded_role(check, registry):
     record = registry.find(InferProvider, "engine")
     keys = config.engines["one"].strategy_args.strategy_config
     assert strategy_config(record, keys, owner=registry.owner(record)).swap == "host"
-

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 MAX_SLOTS = 1_000_000
-_TOKEN = re.compile(r"\s*(?:(?P<int>-?\d{1,9})|(?P<word>[A-Za-z_]\w*)|(?P<sign>[()\[\],+]))")
+_TOKEN = re.compile(r"\s*(?:(?P<int>-?[0-9]{1,9})|(?P<word>[A-Za-z_]\w*)|(?P<sign>[()\[\],+]))")
 
 
 def parse_device_mapping(value: object) -> tuple[int, ...]:
@@ -57,6 +57,8 @@ class _Parser:
         slots = self._term()
         while self._take("+"):
             slots += self._term()
+            if len(slots) > MAX_SLOTS:
+                raise ValueError(f"{self.text[:80]!r}: more than the {MAX_SLOTS} slots allowed")
         if self.at < len(self.tokens):
             raise self._error(self.tokens[self.at][2], "was not expected here")
         return slots
@@ -87,10 +89,10 @@ class _Parser:
             bounds.append(self._int())
         self._need(")")
         if len(bounds) == 3 and bounds[2] == 0:
-            raise ValueError(f"{self.text!r}: a range's step is not 0")
+            raise ValueError(f"{self.text[:80]!r}: a range's step is not 0")
         numbers = range(*bounds)
         if len(numbers) > MAX_SLOTS:
-            raise ValueError(f"{self.text!r}: {len(numbers)} slots are more than the {MAX_SLOTS} allowed")
+            raise ValueError(f"{self.text[:80]!r}: {len(numbers)} slots are more than the {MAX_SLOTS} allowed")
         return list(numbers)
 
     def _int(self) -> int:

@@ -1,0 +1,160 @@
+"""How the commands end: output, exit codes, and one message for a mistake."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from roll_core import __version__
+from roll_core.cli import main as cli
+from roll_core.errors import RollError, RunInterruptedError
+
+SFT = """\
+pipeline: sft
+sft_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROLL_PLUGINS", "")
+    (tmp_path / "run.yaml").write_text(SFT)
+    return "run.yaml"
+
+
+def test_version_and_help(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"roll-core {__version__}\n"
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in cli.COMMANDS)
+
+
+def test_the_help_of_the_page_and_of_the_table_list_the_same_commands():
+    listed = {line.split()[0] for line in cli.USAGE.split("commands:")[1].splitlines() if line.startswith("  ")}
+    assert listed == set(cli.COMMANDS)
+
+
+def test_no_command_and_an_unknown_one_are_mistakes(capsys):
+    assert cli.main([]) == 2
+    assert cli.main(["chekc"]) == 2
+    assert "did you mean check?" in capsys.readouterr().err
+
+
+def test_check_says_who_does_what(config, capsys):
+    assert cli.main(["check", config]) == 0
+    assert capsys.readouterr().out == "run.yaml: ok: sft: sft_train hf_train × 1\n"
+
+
+def test_check_counts_workers_from_the_slots(config, capsys):
+    assert cli.main(["check", config, "sft_train.device_mapping=list(range(0,8))"]) == 0
+    assert "sft_train hf_train × 8" in capsys.readouterr().out
+
+
+def test_check_goes_on_after_a_bad_config_and_counts_the_mistakes(config, tmp_path, capsys):
+    (tmp_path / "bad.yaml").write_text(SFT + "sede: 1\nsave_steps: -1\n")
+    assert cli.main(["check", "bad.yaml", config, "absent.yaml"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("run.yaml: ok")
+    assert "bad.yaml:5:1: sede" in shown.err
+    assert "bad.yaml:6:13: save_steps" in shown.err
+    assert "absent.yaml: there is no such file" in shown.err
+    assert shown.err.endswith("3 mistakes\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run.yaml", "seed=3", "--disable-plugin", "acme", "~exp_name"],
+        ["--disable-plugin", "acme", "seed=3", "run.yaml", "~exp_name"],
+        ["seed=3", "--disable-plugin=acme", "~exp_name", "run.yaml"],
+    ],
+)
+def test_configs_overrides_and_options_come_in_any_order(words, monkeypatch):
+    import roll_core.cli.check as check
+
+    seen = {}
+
+    def record(configs, overrides, disabled):
+        seen.update(configs=[str(each) for each in configs], overrides=overrides, disabled=disabled)
+        return 0
+
+    monkeypatch.setattr(check, "check_configs", record)
+    assert cli.main(["check", *words]) == 0
+    assert seen == {"configs": ["run.yaml"], "overrides": ["seed=3", "~exp_name"], "disabled": ["acme"]}
+
+
+def test_overrides_without_a_config_are_a_mistake(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["check", "seed=3"])
+    assert ended.value.code == 2
+    assert "name at least one config file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(RollError("it broke"), 1), (RunInterruptedError("stopped"), 130)])
+def test_an_error_of_ours_ends_with_its_message_and_exit_code(monkeypatch, capsys, error, code):
+    def fail(_):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "run", fail)
+    assert cli.main(["run", "x.yaml"]) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_ctrl_c_ends_with_130_and_without_a_traceback(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "run", interrupted)
+    assert cli.main(["run", "x.yaml"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_an_unknown_error_shows_its_traceback_and_exits_with_1(tmp_path):
+    script = (
+        "import sys; from roll_core.cli import main\n"
+        "def fail(_): raise ZeroDivisionError('ours')\n"
+        "main.COMMANDS['run'] = fail\n"
+        "sys.exit(main.main(['run', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ZeroDivisionError: ours" in done.stderr
+
+
+def test_a_mistake_in_run_ends_with_2_and_one_message(config):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from roll_core.cli.main import main; sys.exit(main())",
+            "run",
+            config,
+            "seed=x",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: command line: seed: found 'x', expected a whole number\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error(config):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from roll_core.cli.main import main; sys.exit(main())", "plugins", "-v"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 1

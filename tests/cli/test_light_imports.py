@@ -1,0 +1,87 @@
+"""What the quick commands import, asked of a subprocess."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "ray", "transformers", "datasets")
+ASK = """
+import contextlib, io, json, sys
+from roll_core.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()):
+    try:
+        code = main({arguments!r})
+    except SystemExit as ended:
+        code = ended.code
+print(json.dumps([code, sorted(sys.modules)]))
+"""
+SFT = """\
+pipeline: sft
+sft_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
+RLVR = """\
+defaults: [common, _self_]
+pipeline: rlvr
+save_steps: ${seed}
+actor_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+rewards:
+  math: {reward: math_rule}
+"""
+CASES = {
+    # arguments, forbidden besides HEAVY, budget of modules
+    "version": (["--version"], ("pluggy", "pydantic", "yaml", "rich", "hydra", "omegaconf"), 110),
+    "help": (["--help"], ("pluggy", "pydantic", "yaml", "rich", "hydra", "omegaconf"), 110),
+    "help of check": (["check", "--help"], ("pluggy", "pydantic", "yaml", "hydra", "omegaconf"), 130),
+    "plugins": (["plugins"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 190),
+    "plugins -v": (["plugins", "-v"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 190),
+    "plugins --json": (["plugins", "--json"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 190),
+    "check": (["check", "plain.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
+    "check with a mistake": (["check", "wrong.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
+    "check of fragments and overrides": (["check", "composed.yaml", "seed=3"], ("numpy",), 640),
+}
+
+
+@pytest.mark.parametrize("arguments, forbidden, budget", CASES.values(), ids=CASES.keys())
+def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, budget):
+    (tmp_path / "plain.yaml").write_text(SFT)
+    (tmp_path / "wrong.yaml").write_text(SFT + "sede: 1\n")
+    (tmp_path / "composed.yaml").write_text(RLVR)
+    (tmp_path / "common.yaml").write_text("seed: 7\n")
+    done = subprocess.run(
+        [sys.executable, "-c", ASK.format(arguments=arguments)],
+        cwd=tmp_path,
+        env={**os.environ, "ROLL_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    code, modules = json.loads(done.stdout)
+    assert code == (2 if "wrong.yaml" in arguments else 0), done.stderr
+    assert not {name for name in modules if name.split(".")[0] in (*HEAVY, *forbidden)}
+    assert len(modules) <= budget
+
+
+def test_light_modules_of_plugins_import_nothing_heavy():
+    """Every `plugin.py` and `config.py`, and the whole spec, can be read on a machine without an engine."""
+    package = Path(__import__("roll_core").__file__).parent
+    names = [
+        ".".join(("roll_core", *file.relative_to(package).with_suffix("").parts)).removesuffix(".__init__")
+        for pattern in ("**/plugin.py", "**/config.py", "spec/*.py", "config/*.py", "plugins/*.py")
+        for file in package.glob(pattern)
+    ]
+    assert len(names) > 30
+    script = (
+        f"import importlib, sys\nfor name in {sorted(set(names))!r}: importlib.import_module(name)\nprint(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {name for name in done.stdout.split() if name.split(".")[0] in HEAVY}

@@ -1,0 +1,160 @@
+"""The plugin API, literally. A change here is a change for every plugin: additions keep HOOK_API, removals need a warning
+release first (docs/plugins.md, "Versions")."""
+
+import inspect
+from dataclasses import fields
+
+from roll_core.plugins.kinds import KINDS
+from roll_core.spec import HOOK_API, hooks, infer, pipeline, platform, providers, reward, tracker, train
+
+HOOKS = {
+    "roll_platforms": [],
+    "roll_train_strategies": [],
+    "roll_infer_strategies": [],
+    "roll_pipelines": [],
+    "roll_rewards": [],
+    "roll_trackers": [],
+    "roll_advantage_estimators": [],
+    "roll_policy_losses": [],
+    "roll_run_started": ["run"],
+    "roll_step_finished": ["run", "step", "metrics"],
+    "roll_run_finished": ["run", "error"],
+}
+BASE = ["name", "target", "summary", "config", "needs"]
+RECORDS = {
+    "PlatformProvider": [*BASE, "priority"],
+    "TrainProvider": [*BASE, "capabilities", "platforms", "forward_only"],
+    "InferProvider": [*BASE, "capabilities", "platforms"],
+    "PipelineProvider": BASE,
+    "RewardProvider": BASE,
+    "TrackerProvider": BASE,
+    "AdvantageProvider": [*BASE, "needs_critic"],
+    "PolicyLossProvider": BASE,
+}
+CAPABILITIES = {
+    "TrainCapabilities": [
+        "tasks", "dtypes", "packing", "gradient_checkpointing", "data_parallel", "tensor_parallel",
+        "pipeline_parallel", "context_parallel", "expert_parallel", "lora", "offload", "topk", "weight_transports",
+    ],
+    "InferCapabilities": [
+        "dtypes", "sleeps", "lora", "prompt_logprobs", "in_flight_update", "endpoint", "tensor_parallel",
+        "weight_transports",
+    ],
+}  # fmt: skip
+METHODS = {
+    platform.Platform: {
+        "probe!": "(self)",
+        "device_count!": "(self)",
+        "device!": "(self, local_index)",
+        "supports!": "(self, dtype)",
+        "environment": "(self, kind, local_indices)",
+        "memory!": "(self, local_index)",
+    },
+    train.TrainStrategy: {
+        "build!": "(self, model, mesh)",
+        "data_rank": "property",
+        "forward!": "(self, micro, want)",
+        "forward_backward!": "(self, micros, loss)",
+        "optimizer_step!": "(self)",
+        "export_weights!": "(self)",
+        "save!": "(self, path)",
+        "load!": "(self, path)",
+        "export_model": "(self, path)",
+        "offload": "(self, parts)",
+        "onload": "(self, parts)",
+        "memory": "(self)",
+        "close": "(self)",
+    },
+    infer.InferStrategy: {
+        "start!": "(self, model, mesh)",
+        "generate!": "(self, request)",
+        "abort!": "(self, ids)",
+        "update_weights!": "(self, version, manifest, tensors, *, shared=False)",
+        "sleep": "(self)",
+        "wake": "(self)",
+        "endpoint": "(self)",
+        "metrics": "(self)",
+        "stop!": "(self)",
+    },
+    reward.RewardFunction: {"start": "(self)", "score!": "(self, request)", "close": "(self)"},
+    tracker.Tracker: {"log!": "(self, step, metrics)", "log_config": "(self, config)", "close!": "(self)"},
+    pipeline.Pipeline: {
+        "roles!": "(self)",
+        "num_steps!": "(self, run)",
+        "setup": "(self, run)",
+        "step!": "(self, run)",
+        "evaluate": "(self, run)",
+        "state": "(self)",
+        "load_state": "(self, state)",
+        "export_role": "(self)",
+    },
+}
+CONSTRUCTORS = {
+    platform.Platform: "(self, /, *args, **kwargs)",
+    train.TrainStrategy: "(self, config, training)",
+    infer.InferStrategy: "(self, config)",
+    reward.RewardFunction: "(self, config)",
+    tracker.Tracker: "(self, run_dir, run_name, options)",
+    pipeline.Pipeline: "(self, config)",
+}
+
+
+def bare(signature):
+    """A signature without annotations: they are strings whose spelling may change."""
+    parameters = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    return str(inspect.Signature(parameters))
+
+
+def methods_of(contract):
+    found = {}
+    for name, value in vars(contract).items():
+        if name.startswith("_") or not (inspect.isfunction(value) or isinstance(value, property)):
+            continue
+        function = value.fget if isinstance(value, property) else value
+        mark = "!" if getattr(function, "__isabstractmethod__", False) else ""
+        found[name + mark] = "property" if isinstance(value, property) else bare(inspect.signature(value))
+    return found
+
+
+def test_the_hook_api_is_the_first():
+    assert HOOK_API == 1
+
+
+def test_hooks_and_their_arguments():
+    found = {
+        name: list(inspect.signature(value).parameters)
+        for name, value in vars(hooks).items()
+        if name.startswith("roll_")
+    }
+    assert found == HOOKS
+
+
+def test_records_and_their_fields():
+    found = {
+        name: [each.name for each in fields(value)]
+        for name, value in vars(providers).items()
+        if name.endswith("Provider") and name != "Provider"
+    }
+    assert found == RECORDS
+
+
+def test_capabilities_and_their_fields():
+    found = {name: [each.name for each in fields(getattr(providers, name))] for name in CAPABILITIES}
+    assert found == CAPABILITIES
+
+
+def test_every_kind_of_record_has_a_hook():
+    assert [kind.hook for kind in KINDS] == [name for name, arguments in HOOKS.items() if not arguments]
+    assert [kind.record.__name__ for kind in KINDS] == list(RECORDS)
+
+
+def test_contracts_and_their_methods():
+    """`!` marks what a plugin has to implement."""
+    assert {each.__name__: methods_of(each) for each in METHODS} == {
+        each.__name__: methods for each, methods in METHODS.items()
+    }
+
+
+def test_contracts_and_their_constructors():
+    found = {each.__name__: bare(inspect.signature(each.__init__)) for each in CONSTRUCTORS}
+    assert found == {each.__name__: signature for each, signature in CONSTRUCTORS.items()}

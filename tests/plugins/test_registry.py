@@ -1,0 +1,338 @@
+"""Lookup by name, import of what a record points at, requirements, and event hooks."""
+
+import importlib.metadata
+import pickle
+import textwrap
+
+import pytest
+
+from roll_core.errors import (
+    MissingRequirementError,
+    PluginHookError,
+    PluginLoadError,
+    ProviderConflictError,
+    UnknownProviderError,
+)
+from roll_core.plugins.events import Events
+from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.records import check_record
+from roll_core.plugins.registry import Registry, load_registry
+from roll_core.plugins.requirements import check_requirements
+from roll_core.plugins.targets import check_part, load_class, load_target
+from roll_core.spec.providers import (
+    InferCapabilities,
+    InferProvider,
+    RewardProvider,
+    TrainProvider,
+)
+from roll_core.spec.reward import RewardFunction
+
+
+def plugin(package, version="1.0", *providers, **fields):
+    return Plugin(
+        **{
+            "package": package,
+            "version": version,
+            "entry_point": package,
+            "target": f"{package}.plugin",
+            "state": "loaded",
+            "providers": providers,
+            **fields,
+        }
+    )
+
+
+def engine(name, target="a:b", **fields):
+    return InferProvider(name=name, target=target, summary="", **fields)
+
+
+def failed(package, cause):
+    error = PluginLoadError(f"plugin {package} 1.0: importing it failed")
+    error.__cause__ = cause
+    return plugin(package, state="failed", error=error)
+
+
+def test_a_name_finds_its_record_within_its_kind():
+    train = TrainProvider(name="x", target="a:b", summary="")
+    registry = Registry([plugin("one", "1.0", train, engine("x"))])
+    assert registry.find(TrainProvider, "x") is train
+    assert registry.find(InferProvider, "x") == engine("x")
+    assert registry.find(InferProvider, "one/x") == engine("x")
+    assert registry.find(InferProvider, "One/x") == engine("x"), "package names compare as PEP 503 says"
+
+
+def test_names_and_records_are_listed_by_kind():
+    registry = Registry([plugin("one", "1.0", engine("b"), engine("a")), plugin("two", "1.0", engine("a"))])
+    assert registry.names(InferProvider) == ("a", "b")
+    assert [each.name for each in registry.providers(InferProvider)] == ["b", "a", "a"]
+    assert registry.names(RewardProvider) == ()
+
+
+def test_a_conflict_names_both_packages_their_versions_and_the_way_out():
+    registry = Registry([plugin("one", "1.1", engine("x")), plugin("two", "2.2", engine("x")), plugin("three", "3")])
+    with pytest.raises(ProviderConflictError) as raised:
+        registry.find(InferProvider, "x")
+    assert str(raised.value) == (
+        "infer strategy 'x' is offered by one 1.1 and two 2.2: write 'one/x' or 'two/x',"
+        " or leave one out with --disable-plugin two"
+    )
+
+
+def test_a_conflict_inside_of_one_package_names_its_entry_points():
+    first = plugin("one", "1.1", engine("x"), entry_point="first")
+    second = plugin("one", "1.1", engine("x"), entry_point="second")
+    with pytest.raises(ProviderConflictError, match="--disable-plugin first or --disable-plugin second"):
+        Registry([first, second]).find(InferProvider, "one/x")
+
+
+def test_an_unknown_name_gets_the_nearest_and_the_available_ones():
+    registry = Registry([plugin("one", "1.0", engine("turbine"))])
+    with pytest.raises(UnknownProviderError) as raised:
+        registry.find(InferProvider, "turbin")
+    assert str(raised.value) == (
+        "no infer strategy is called 'turbin'; did you mean 'turbine'?\n    available: turbine"
+    )
+    assert raised.value.__cause__ is None
+
+
+def test_an_unknown_name_of_a_known_package_says_what_to_install():
+    with pytest.raises(UnknownProviderError, match="pip install roll-infer-vllm"):
+        Registry([]).find(InferProvider, "vllm")
+    with pytest.raises(
+        UnknownProviderError, match=r"did you mean 'megatron_train'\?\n.*pip install roll-strategy-megatron"
+    ):
+        Registry([]).find(TrainProvider, "megatron_trian")
+
+
+def test_an_unknown_name_lists_the_plugins_that_failed_and_chains_the_first_cause():
+    cause = ImportError("libcuda.so.1 is missing")
+    registry = Registry([failed("one", cause), failed("two", ValueError("no"))])
+    with pytest.raises(UnknownProviderError) as raised:
+        registry.find(InferProvider, "x")
+    assert "failed to load: one 1.0: ImportError: libcuda.so.1 is missing" in str(raised.value)
+    assert "failed to load: two 1.0: ValueError: no" in str(raised.value)
+    assert raised.value.__cause__.__cause__ is cause
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("nobody/x", "no plugin 'nobody' is installed; installed: one, two"),
+        ("one/y", "one 1.0 offers x"),
+        ("two/x", "two 1.0 offers no infer strategy"),
+    ],
+)
+def test_a_qualified_name_that_does_not_exist_says_what_the_package_offers(name, answer):
+    registry = Registry([plugin("one", "1.0", engine("x")), plugin("two")])
+    with pytest.raises(UnknownProviderError, match=answer):
+        registry.find(InferProvider, name)
+
+
+def test_records_and_errors_travel_between_processes():
+    record = engine("x", needs=("a>1",), capabilities=InferCapabilities(weight_transports=("shared",)))
+    assert pickle.loads(pickle.dumps(record)) == record
+    with pytest.raises(UnknownProviderError) as raised:
+        Registry([]).find(InferProvider, "x")
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def test_the_description_is_plain_and_complete():
+    description = Registry([plugin("one", "1.0", engine("x"), hook_api=1), failed("two", ImportError("no"))]).describe()
+    assert [each["package"] for each in description] == ["one", "two"]
+    assert description[0]["provides"] == {"infer_strategies": ["x"]}
+    assert description[0]["hook_api"] == 1
+    assert description[1]["error"] == "plugin two 1.0: importing it failed"
+
+
+def test_the_built_in_parts_come_through_the_same_door():
+    (core,) = load_plugins(environ={"ROLL_PLUGINS": ""})
+    assert (core.package, core.target, core.state) == ("roll-core", "roll_core.builtin.plugin", "loaded")
+    assert core.version == importlib.metadata.version("roll-core")
+
+
+def test_every_built_in_target_can_be_imported_and_keeps_its_contract():
+    registry = load_registry()
+    core = next(each for each in registry.plugins if each.package == "roll-core")
+    assert len(core.providers) >= 15
+    broken = []
+    for record in core.providers:
+        try:
+            check_part(record, owner=registry.owner(record))
+        except PluginLoadError as error:
+            broken.append(str(error))
+    assert broken == []
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write an importable module of this name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def module(name, source):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+
+    return module
+
+
+def test_a_target_is_imported_down_to_its_attribute():
+    assert load_target("roll_core.spec.reward:RewardFunction.score", owner="x") is RewardFunction.score
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "answer"),
+    [
+        ("raise SystemExit(0)", "broken_target:X", "reward 'x' of acme: importing broken_target failed: SystemExit: 0"),
+        ("import nowhere_at_all", "broken_target:X", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("", "broken_target:X", "reward 'x' of acme: broken_target has no 'X'"),
+        ("class X: pass", "broken_target:X.Y", "broken_target has no 'X.Y'"),
+        ("", "broken_target", "target 'broken_target' is not 'module:attribute'"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_names_its_owner_and_the_cause(module, source, target, answer):
+    module("broken_target", source)
+    with pytest.raises(PluginLoadError, match=answer):
+        load_target(target, owner="reward 'x' of acme")
+
+
+def test_a_target_of_another_class_is_refused(module):
+    module("other_class", "class X: pass")
+    with pytest.raises(PluginLoadError, match="is not a subclass of roll_core.spec.reward.RewardFunction"):
+        load_class("other_class:X", RewardFunction, owner="x")
+
+
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        ("class X(RewardFunction): pass", "does not implement score"),
+        ("X = 3", "is not a subclass"),
+    ],
+)
+def test_a_part_that_breaks_its_contract_is_refused(module, source, answer):
+    module("contract_breaker", "from roll_core.spec.reward import RewardFunction\n" + source)
+    record = RewardProvider(name="x", target="contract_breaker:X", summary="")
+    with pytest.raises(PluginLoadError, match=answer):
+        check_part(record, owner="x")
+
+
+def test_a_strategy_that_declares_other_capabilities_than_its_record_is_refused(module):
+    module(
+        "boaster",
+        """
+        from roll_core.spec.infer import InferStrategy
+        from roll_core.spec.providers import InferCapabilities
+
+        class X(InferStrategy):
+            capabilities = InferCapabilities(sleeps=True)
+            start = generate = abort = update_weights = stop = lambda self: None
+        """,
+    )
+    with pytest.raises(PluginLoadError, match="has other capabilities than its record"):
+        check_part(engine("x", "boaster:X"), owner="x")
+    check_part(engine("x", "boaster:X", capabilities=InferCapabilities(sleeps=True)), owner="x")
+
+
+# -- requirements ------------------------------------------------------------------------------------------------------
+
+
+def test_requirements_that_are_met_are_silent():
+    check_requirements(engine("x", needs=("pytest>=1", "numpy", "nothing; python_version<'3'")), owner="x")
+
+
+def test_requirements_that_are_not_met_say_found_wanted_and_the_command():
+    version = importlib.metadata.version("pytest")
+    with pytest.raises(MissingRequirementError) as raised:
+        check_requirements(engine("x", needs=("pytest<1", "no-such-package[gpu]>=2,<3")), owner="infer strategy 'x'")
+    assert str(raised.value) == (
+        f"infer strategy 'x': pytest {version} is installed, wanted <1;"
+        " no-such-package is not installed, wanted <3,>=2."
+        " Run: pip install 'pytest<1' 'no-such-package[gpu]<3,>=2'"
+    )
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"name": 3}, "name is 3 (int), expected str"),
+        ({"name": "a/b"}, "name is 'a/b', expected letters"),
+        ({"name": ""}, "name is '', expected letters"),
+        ({"target": "no_colon"}, "target is 'no_colon', expected 'module:attribute'"),
+        ({"config": "no colon:x"}, "config is 'no colon:x', expected 'module:attribute' or ''"),
+        ({"needs": ["a"]}, "needs is ['a'] (list), expected a tuple, each item str"),
+        ({"needs": ("a b c",)}, "needs lists 'a b c', which is no requirement"),
+        ({"platforms": "cuda"}, "platforms is 'cuda' (str), expected a tuple, each item str"),
+        ({"capabilities": None}, "capabilities is None (NoneType), expected InferCapabilities"),
+        ({"capabilities": InferCapabilities(sleeps=1)}, "capabilities.sleeps is 1 (int), expected bool"),
+        (
+            {"capabilities": InferCapabilities(weight_transports=("pigeon",))},
+            "capabilities.weight_transports is ('pigeon',) (tuple), expected a tuple, each item one of 'shared'",
+        ),
+    ],
+)
+def test_each_field_of_a_record_is_checked(fields, problem):
+    assert check_record(InferProvider(**{"name": "x", "target": "a:b", "summary": "", **fields})).startswith(problem)
+
+
+def test_a_good_record_has_no_problem():
+    assert check_record(engine("x", needs=("a>=1; extra == 'b'",), platforms=("cpu",))) == ""
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+LISTENER = """
+    from roll_core.spec.hooks import hookimpl
+
+    ROLL_HOOK_API = 1
+    heard = []
+
+    @hookimpl
+    def roll_run_started(run):
+        heard.append(("started", run))
+
+    @hookimpl
+    def roll_step_finished(step, metrics):
+        heard.append(("step", step, metrics["loss"]))
+
+    @hookimpl
+    def roll_run_finished(error):
+        heard.append(("finished", error))
+"""
+
+
+def test_event_hooks_are_told_in_order_and_may_take_fewer_arguments(importable):
+    importable.install("acme-listener", source=LISTENER)
+    events = Events(load_registry())
+    events.run_started("the run")
+    events.step_finished("the run", 1, {"loss": 0.5})
+    events.run_finished("the run", None)
+    import acme_listener.plugin
+
+    assert acme_listener.plugin.heard == [("started", "the run"), ("step", 1, 0.5), ("finished", None)]
+
+
+@pytest.mark.parametrize("crash", ["raise ValueError('no')", "raise SystemExit(0)"])
+def test_an_event_hook_that_raises_is_an_error_that_names_its_package(importable, crash):
+    importable.install("acme-crash", "0.9", source=LISTENER.replace('heard.append(("started", run))', crash))
+    with pytest.raises(
+        PluginHookError, match=r"plugin acme-crash 0\.9: roll_run_started raised (ValueError|SystemExit)"
+    ) as raised:
+        Events(load_registry()).run_started("the run")
+    assert raised.value.__cause__ is not None
+    assert raised.value.exit_code == 1
+
+
+def test_the_end_of_a_run_is_told_to_every_plugin_even_if_one_raises(importable):
+    importable.install("acme-a", source=LISTENER.replace('heard.append(("finished", error))', "raise ValueError('no')"))
+    importable.install("acme-b", source=LISTENER)
+    with pytest.raises(PluginHookError, match="acme-a"):
+        Events(load_registry()).run_finished("the run", None)
+    import acme_b.plugin
+
+    assert acme_b.plugin.heard == [("finished", None)]
