@@ -176,7 +176,7 @@ def _page(run_dir: RunDir) -> _Page:
     outcome, tone = _outcome(record)
     key_charts, sections = _charts(metrics)
     weights = next((section for section in sections if section.title == _WEIGHTS), _Section(title=_WEIGHTS))
-    samples, left_out = _samples(run_dir.samples, redactor)
+    samples, left_out = _samples(run_dir.samples)
     error = record.get("error")
     found = record.get("guards")
     guards: Mapping[str, Any] = found if isinstance(found, dict) else {}
@@ -406,7 +406,7 @@ def _time_rows(record: Mapping[str, Any], metrics: Sequence[Mapping[str, float]]
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def _samples(path: Path, redactor: Redactor) -> tuple[list[dict[str, Any]], int]:
+def _samples(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Samples for the browser, and how many were left out: whole steps, spread over the run."""
     by_step: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for row in read_lines(path):
@@ -416,7 +416,7 @@ def _samples(path: Path, redactor: Redactor) -> tuple[list[dict[str, Any]], int]
     steps = sorted(by_step)
     stride = math.ceil(everything / _MOST_SAMPLES) if everything else 1
     kept = [step for index, step in enumerate(steps) if index % stride == 0 or index == len(steps) - 1]
-    samples = [redactor.value(row) for step in kept for row in by_step[step]]
+    samples = [row for step in kept for row in by_step[step]]
     return samples, everything - len(samples)
 
 

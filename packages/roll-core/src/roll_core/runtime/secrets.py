@@ -6,6 +6,7 @@ A value is a secret because of its key (`api_key`, `HF_TOKEN`), because of its f
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ _TOKEN_OF_TEXT = re.compile(
 )
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
-_URL_CREDENTIALS = re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/@:?#]*(?::[^\s/@]*)?@")
+# Lengths are bounded, so that the time is linear in a text without blanks: base64 in a log line can be long.
+_URL_CREDENTIALS = re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]{0,20}://)[^\s/@:?#]*(?::[^\s/@]*)?@")
 _FORMS = re.compile(
     r"\b(?:"
     r"sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
@@ -38,9 +40,11 @@ _FORMS = re.compile(
     r")"
 )
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
-_ASSIGNMENT = re.compile(
-    r"""(?P<key>[A-Za-z_][\w.-]*)(?P<sign>["']?\s*[=:]\s*)(?P<value>"[^"]*"|'[^']*'|[^\s"',;&}\])]+)"""
-)
+_ASSIGNMENT = re.compile(r"""(?<!\w)(?P<key>[A-Za-z_][\w.-]{0,100})(?P<sign>["']?\s{0,20}[=:]\s{0,20})""")
+_VALUE = re.compile(r"""(?P<quote>["'])(?P<quoted>[^"']*)(?P=quote)|(?P<bare>[^\s"',;&}\])]+)""")
+_MOST_JUDGED = 1000
+"""Characters of a value by which it is judged."""
+_LIKE_A_SECRET = "0123abcd4567efgh"
 
 
 def is_secret(key: str, value: object) -> bool:
@@ -113,14 +117,18 @@ def _redact_assignments(text: str) -> str:
     """What is no secret itself may hold one: `url=https://host?api_key=…`."""
     parts, done, position = [], 0, 0
     while match := _ASSIGNMENT.search(text, position):
-        value = match["value"]
-        bare = value.strip("\"'")
-        if bare == REDACTED or _is_number(bare) or not is_secret(match["key"], bare):
-            position = match.end("sign")
+        position = match.end()
+        if not is_secret(match["key"], _LIKE_A_SECRET):
             continue
-        quote = value[0] if value[0] in "\"'" else ""
-        parts += [text[done : match.start("value")], quote, REDACTED, quote]
-        done = position = match.end()
+        glimpse = _VALUE.match(text, position, position + _MOST_JUDGED) or _VALUE.match(text, position)
+        value = glimpse["bare"] or glimpse["quoted"] if glimpse else ""
+        if value == REDACTED or _is_number(value) or not is_secret(match["key"], value):
+            continue
+        whole = _VALUE.match(text, position) or glimpse
+        if whole is not None:
+            start, position = whole.span("bare" if whole["bare"] else "quoted")
+            parts += [text[done:start], REDACTED]
+            done = position
     return "".join([*parts, text[done:]])
 
 
@@ -128,12 +136,17 @@ def _is_number(text: str) -> bool:
     return bool(re.fullmatch(r"[-+]?[\d_]*\.?\d+(?:[eE][-+]?\d+)?|null|None|true|false|True|False", text))
 
 
+def _is_everyday(value: str) -> bool:
+    """Words and paths (`SECRETS=disabled`, `SECRETS_DIR=/home/me`) would blacken half of a log."""
+    return (value.isalpha() and len(value) < 2 * _MIN_KNOWN) or (value[0] in "/~." and os.path.exists(value))
+
+
 def _collect(value: Any, found: set[str], inside: bool = False) -> None:
     if isinstance(value, Mapping):
         for k, v in value.items():
             _collect(v, found, inside or is_secret(str(k), v))
     elif isinstance(value, str):
-        if inside and len(value) >= _MIN_KNOWN:
+        if inside and len(value) >= _MIN_KNOWN and not _is_everyday(value):
             found.add(value)
     elif isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         for item in value:
