@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from roll_core.algorithms.aggregate import aggregate
 from roll_core.errors import UnsupportedError
@@ -64,3 +66,30 @@ def test_a_sequence_without_masked_tokens_does_not_count(mode, micro_of):
 def test_an_unknown_mode_is_named(micro_of):
     with pytest.raises(UnsupportedError, match="seq-mean-token-sum-norm"):
         aggregate(VALUES, micro_of(MASKS), "tokens")
+
+
+def loop_aggregate(values, masks, mode, max_length):
+    sums = [sum(v for v, m in zip(row, mask, strict=True) if m) for row, mask in zip(values, masks, strict=True)]
+    counts = [sum(mask) for mask in masks]
+    taking_part = [(s, n) for s, n in zip(sums, counts, strict=True) if n]
+    if not taking_part:
+        return 0.0
+    if mode == "token-mean":
+        return sum(sums) / sum(counts)
+    per_sequence = {
+        "seq-mean-token-sum": [s for s, _ in taking_part],
+        "seq-mean-token-mean": [s / n for s, n in taking_part],
+        "seq-mean-token-sum-norm": [s / max_length for s, _ in taking_part],
+    }[mode]
+    return sum(per_sequence) / len(per_sequence)
+
+
+@pytest.mark.parametrize("mode", BY_HAND)
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 1), st.floats(-5, 5, width=32)), min_size=1), min_size=1, max_size=6))
+def test_aggregations_equal_loops_over_tokens(mode, micro_of, sequences):
+    masks = [[mask for mask, _ in sequence] for sequence in sequences]
+    values = [[value for _, value in sequence] for sequence in sequences]
+    flat = torch.tensor([value for row in values for value in row])
+    out = aggregate(flat, micro_of(masks, max_length=9), mode)
+    assert out.item() == pytest.approx(loop_aggregate(values, masks, mode, 9), rel=1e-5, abs=1e-5)

@@ -21,6 +21,7 @@ RIGHT = [
     # fractions
     ("1/2", r"\boxed{\frac{1}{2}}"),
     ("1/2", "1/2"),
+    ("1/2", "2/4"),
     (r"\frac12", "0.5"),
     ("0.5", r"the answer is $\frac{1}{2}$"),
     (r"\frac{2}{4}", r"\boxed{\tfrac{1}{2}}"),
@@ -37,6 +38,8 @@ RIGHT = [
     ("50%", r"\boxed{50%}"),
     (r"50\%", r"$50\%$"),
     (r"50\%", r"\boxed{0.5}"),
+    ("50%", r"\boxed{\frac12}"),
+    ("50%", r"\boxed{50}"),
     ("0.5", r"\boxed{50\%}"),
     ("50", r"\boxed{50\%}"),
     ("50%", "about 50%"),
@@ -56,6 +59,7 @@ RIGHT = [
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}"),
     # choices and words
     ("A", r"\boxed{A}"),
+    ("A", r"\boxed{\text{A}}"),
     ("Monday", r"\boxed{\text{Monday}}"),
     # a box wins over other mathematics, and a later one over one far before it
     ("42", r"$x$ is 5% of 3. \boxed{42} is not 43"),
