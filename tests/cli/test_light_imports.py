@@ -51,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("arguments, forbidden, budget", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("arguments", "forbidden", "budget"), CASES.values(), ids=CASES.keys())
 def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, budget):
     (tmp_path / "plain.yaml").write_text(SFT)
     (tmp_path / "wrong.yaml").write_text(SFT + "sede: 1\n")

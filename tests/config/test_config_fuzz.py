@@ -134,12 +134,13 @@ def load_text(text: str, overrides=()):
         file.write_text(text, encoding="utf-8", errors="surrogatepass")
         try:
             return load(file, overrides, REGISTRY).config
-        except ConfigError as error:
-            assert error.problems
-            assert all(problem.where and problem.message for problem in error.problems)
-            assert "Traceback" not in str(error)
-        except PluginError as error:
-            assert str(error)
+        except (ConfigError, PluginError) as error:
+            refusal = error
+    assert str(refusal)
+    assert "Traceback" not in str(refusal)
+    if isinstance(refusal, ConfigError):
+        assert refusal.problems
+        assert all(problem.where and problem.message for problem in refusal.problems)
     return None
 
 

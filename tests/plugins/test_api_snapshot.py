@@ -1,5 +1,5 @@
-"""The plugin API, literally. A change here is a change for every plugin: additions keep HOOK_API, removals need a warning
-release first (docs/plugins.md, "Versions")."""
+"""The plugin API, literally. A change here is a change for every plugin: additions keep HOOK_API, removals need a
+warning release first (docs/plugins.md, "Versions")."""
 
 import inspect
 from dataclasses import fields

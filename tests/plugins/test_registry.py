@@ -200,7 +200,7 @@ def test_a_target_that_cannot_be_loaded_names_its_owner_and_the_cause(module, so
 
 def test_a_target_of_another_class_is_refused(module):
     module("other_class", "class X: pass")
-    with pytest.raises(PluginLoadError, match="is not a subclass of roll_core.spec.reward.RewardFunction"):
+    with pytest.raises(PluginLoadError, match=r"is not a subclass of roll_core\.spec\.reward\.RewardFunction"):
         load_class("other_class:X", RewardFunction, owner="x")
 
 
