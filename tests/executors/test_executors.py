@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -355,3 +356,13 @@ def test_collectives_fail_with_the_cause_and_not_with_its_echo(run: Run, another
                 await group.call("die_before_reduce", 1)
 
     run(reduce())
+
+
+def test_ray_address_where_nobody_answers_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        executor = make_executor("ray", CpuPlatform(), slots_per_node=2)
+        with pytest.raises(PlacementError, match=f"no Ray answers at RAY_ADDRESS={address}"):
+            asyncio.run(executor.start([]))

@@ -153,9 +153,7 @@ def test_nodes_with_fewer_devices_than_the_config_says_are_shown(run: Run) -> No
     places = place_roles(roles, FakeAccelerators(), num_gpus_per_node=16)
     wanted = [GroupSpec(role="actor_train", kind="train", target="unused:Unused", places=places["actor_train"])]
     reservation = Reservation(FakeAccelerators(), 16, 60)
-    with pytest.raises(
-        PlacementError, match=r"slot 15, which is number 15 of node 0, .* Ray's nodes have GPU: 8, 8, 8"
-    ):
+    with pytest.raises(PlacementError, match=r"slot 15, .* number 15 of node 0, .* Ray's nodes have GPU: 8, 8, 8"):
         run(reservation.take(wanted))
 
 

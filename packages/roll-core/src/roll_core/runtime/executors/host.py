@@ -10,6 +10,7 @@ methods and a sync `close` share the one thread, first come first served.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import queue
@@ -108,7 +109,7 @@ class WorkerThread:
         future: asyncio.Future[T] = loop.create_future()
 
         def answer(settle: Callable[[Any], None], outcome: Any) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everyone who waited
                 loop.call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
 
         def work() -> None:

@@ -63,8 +63,7 @@ class LocalExecutor(Executor):
     async def close(self) -> None:
         """See `Executor.close`. A worker that is busy is waited for, up to `CLOSE_S`."""
         hosts, self._hosts = self._hosts, []
-        for host in reversed(hosts):
-            await host.close(CLOSE_S)
+        await asyncio.gather(*(host.close(CLOSE_S) for host in hosts))
         self._restore_environment()
 
     async def _start_group(self, spec: GroupSpec) -> WorkerGroup:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_core.errors import PlacementError
 from roll_core.runtime.executors import reaper
 from roll_core.runtime.host import usable_cores
 
@@ -30,6 +33,8 @@ log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 512 * 1024**2
 """Of our own instance. Weights do not go through it, only batches and their results."""
+REACH_S = 10.0
+"""How long the user's Ray may take to take a connection."""
 LONGEST_SCRATCH = 40
 """Ray puts sockets below its directory, and the path of a socket is at most 107 bytes long."""
 
@@ -55,6 +60,8 @@ class RayInstance:
     def open(self) -> None:
         """Connect. Blocks. Call it from the thread that lives as long as the instance: Ray asks Linux to end its
         processes together with the thread that started them."""
+        address = os.environ.get("RAY_ADDRESS", "").removeprefix("local")
+        _check_reachable(address)
         self._watch()
         self._set_environment()
         import ray
@@ -62,7 +69,6 @@ class RayInstance:
         if ray.is_initialized():
             del os.environ[reaper.MARK]
             return
-        address = os.environ.get("RAY_ADDRESS")
         sigterm = signal.getsignal(signal.SIGTERM)
         self._connected_by_us = True
         try:
@@ -71,6 +77,9 @@ class RayInstance:
             else:
                 self.single_host = True
                 self._start()
+        except Exception as error:  # Ray raises whatever its parts raise
+            what = f"joined at RAY_ADDRESS={address}" if address else "started on this host"
+            raise PlacementError(f"Ray could not be {what}: {error}") from error
         finally:
             # What else the driver starts is not ours to end.
             del os.environ[reaper.MARK]
@@ -149,6 +158,20 @@ class RayInstance:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _check_reachable(address: str) -> None:
+    """Raise `PlacementError` at once where Ray would try for minutes."""
+    match = re.fullmatch(r"(?:ray://)?\[?(?P<host>.+?)\]?:(?P<port>\d+)", address)
+    if match is None:
+        return
+    try:
+        socket.create_connection((match["host"], int(match["port"])), timeout=REACH_S).close()
+    except OSError as error:
+        raise PlacementError(
+            f"no Ray answers at RAY_ADDRESS={address}: {error}. Start it, mend RAY_ADDRESS, or unset it to let the run"
+            " start a Ray of its own"
+        ) from error
 
 
 @functools.cache
