@@ -246,6 +246,7 @@ def test_nothing_is_left_in_shared_memory_whoever_is_killed(with_duo, fault):
             assert fault
         for process in [*duo.train.processes, *duo.infer.processes]:
             process.kill()
+            process.join()
 
     with_duo("shm", scenario)
     assert {name for name in os.listdir("/dev/shm") if "roll" in name} <= before

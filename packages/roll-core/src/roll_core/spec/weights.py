@@ -16,6 +16,7 @@ XXH3 finds accidents, not attackers.
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -25,11 +26,17 @@ from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import numpy as np
+    import numpy.typing as npt
     import torch
     from torch import Tensor
 
+    Bytes = npt.NDArray[np.uint8]
+
 CHUNK_BYTES = 256 * 1024
 """Bytes of one leaf of a digest."""
+SPAN_BYTES = 4 << 20
+"""Bytes that a thread takes at a time."""
 
 MEMORY = "memory:"
 """How the entry of a tensor begins that is handed over as it is, see `memory_token`; digests are bare hex digits."""
@@ -79,62 +86,20 @@ def entry_bytes(entry: TensorEntry) -> int:
     return torch_dtype(entry.dtype).itemsize * math.prod(entry.shape)
 
 
-class Digest:
-    """The digest of bytes that arrive piece by piece, in order."""
-
-    def __init__(self) -> None:
-        self._leaves = xxhash.xxh3_128()
-        self._chunk = xxhash.xxh3_128()
-        self._filled = 0
-
-    def update(self, piece: memoryview | bytes) -> None:
-        """Take in the next bytes (a view of single bytes). Pieces that are whole chunks are the fastest."""
-        view = memoryview(piece)
-        start = 0
-        while start < len(view):
-            taken = view[start : start + CHUNK_BYTES - self._filled]
-            start += len(taken)
-            if self._filled == 0 and len(taken) == CHUNK_BYTES:
-                self._leaves.update(xxhash.xxh3_128_digest(taken))
-                continue
-            self._chunk.update(taken)
-            self._filled += len(taken)
-            if self._filled == CHUNK_BYTES:
-                self._close_chunk()
-
-    def hexdigest(self) -> str:
-        """The digest of everything taken in. Nothing more can be added."""
-        if self._filled:
-            self._close_chunk()
-        return self._leaves.hexdigest()
-
-    def _close_chunk(self) -> None:
-        self._leaves.update(self._chunk.digest())
-        self._chunk.reset()
-        self._filled = 0
-
-
-def host_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes in row-major order: its own memory where it is contiguous on the host, else a copy."""
+def digest(tensor: Tensor) -> str:
+    """The tensor's digest: the same for every device, stride and storage that holds the same values."""
     import torch
 
     if tensor.layout is not torch.strided:
         raise TypeError(f"weights of layout {tensor.layout} cannot be synchronised; export dense tensors")
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def digest(tensor: Tensor) -> str:
-    """The tensor's digest: the same for every device, stride and storage that holds the same values."""
-    running = Digest()
-    running.update(host_bytes(tensor))
-    return running.hexdigest()
+    return _digest_of(_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
 
 
 def copy_digested(target: Tensor, source: Tensor) -> str:
     """Copy `source` into `target` (same shape and dtype) and return the digest of what `target` then holds.
 
-    Costs less than a copy and a digest: each chunk is digested while it is in cache.
+    Costs less than a copy and a digest: each chunk is digested while it is in cache. Large tensors take as many threads
+    as torch does.
     """
     import torch
 
@@ -143,19 +108,45 @@ def copy_digested(target: Tensor, source: Tensor) -> str:
             f"cannot copy {dtype_name(source)} {tuple(source.shape)} into {dtype_name(target)} {tuple(target.shape)}"
         )
     target, source = target.detach(), source.detach()
-    in_place = target.is_contiguous() and source.is_contiguous() and target.is_cpu and source.is_cpu
-    if not in_place or target.is_conj() or target.is_neg() or source.is_conj() or source.is_neg():
+    if not (_plain(target) and _plain(source)):
         target.copy_(source)
         return digest(target)
-    running = Digest()
-    if target.numel():
-        to, of = (each.reshape(-1).view(torch.uint8).numpy() for each in (target, source))
-        for start in range(0, len(to), CHUNK_BYTES):
-            chunk = to[start : start + CHUNK_BYTES]
-            chunk[:] = of[start : start + CHUNK_BYTES]
-            running.update(chunk.data)
-        torch.autograd.graph.increment_version(target)
-    return running.hexdigest()
+    found = _digest_of(_bytes(target), _bytes(source))
+    torch.autograd.graph.increment_version(target)
+    return found
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether its elements lie on the host one after the other, as they are."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    import torch
+
+    found: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def _digest_of(held: Bytes, source: Bytes | None = None) -> str:
+    """The digest of `held`, into which `source` is copied first, chunk by chunk, if there is one."""
+    import torch
+
+    def leaves(start: int) -> bytes:
+        found = []
+        for at in range(start, min(start + SPAN_BYTES, len(held)), CHUNK_BYTES):
+            chunk = held[at : at + CHUNK_BYTES]
+            if source is not None:
+                chunk[:] = source[at : at + CHUNK_BYTES]
+            found.append(xxhash.xxh3_128_digest(chunk.data))
+        return b"".join(found)
+
+    spans = range(0, len(held), SPAN_BYTES)
+    num_threads = min(torch.get_num_threads(), len(spans) // 2)
+    if num_threads < 2:
+        return xxhash.xxh3_128_hexdigest(b"".join(map(leaves, spans)))
+    with ThreadPoolExecutor(num_threads) as threads:
+        return xxhash.xxh3_128_hexdigest(b"".join(threads.map(leaves, spans)))
 
 
 def tensor_entry(name: str, tensor: Tensor, known_digest: str | None = None) -> TensorEntry:

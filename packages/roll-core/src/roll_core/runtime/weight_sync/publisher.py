@@ -119,7 +119,7 @@ class WeightPublisher:
             version=version,
             transport=self.transport,
             num_receivers=self._infer.world_size,
-            sender_hosts=tuple("127.0.0.1" if one_host else member.host for member in self._train.members),
+            sender_hosts=tuple("127.0.0.1" if one_host else member.address for member in self._train.members),
             dtype=self._dtype,
             bucket_bytes=self._bucket_bytes,
             deadline_s=self._deadline_s,

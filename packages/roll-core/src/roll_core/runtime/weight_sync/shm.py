@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from roll_core.runtime.weight_sync.plan import Deadline
     from roll_core.types import TensorEntry, WeightManifest
 
-PIPELINE_BYTES = 4 << 20
+PIPELINE_BYTES = 2 << 20
 """Buckets are no larger than this unless a tensor is: two of them and what they are copied from fit into a last-level
 cache, and the pipeline is filled soon."""
 _SHORTEST_S = 1e-3
 """A socket's timeout of 0 would mean something else."""
+_HELLO_S = 1.0
+"""Receivers say who they are as soon as they are connected."""
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}si")
 _NUMBER = struct.Struct("!q")
@@ -94,17 +96,18 @@ class ShmSender(SendingEnd):
             self._listener.settimeout(max(deadline.left, _SHORTEST_S))
             try:
                 connection, _ = self._listener.accept()
-                connection.settimeout(max(deadline.left, _SHORTEST_S))
-                token, rank = _HELLO.unpack(_read(connection, _HELLO.size))
             except TimeoutError:
                 missing = set(range(self._num_receivers)) - self._receivers.keys()
                 raise ReceiversLostError("the first tensor", silent=tuple(sorted(missing))) from None
-            except (EOFError, ConnectionError):
-                continue  # whoever it was hung up again; the one that is missing is found by the deadline
+            try:
+                connection.settimeout(_HELLO_S)
+                token, rank = _HELLO.unpack(_read(connection, _HELLO.size))
+            except (EOFError, OSError):
+                token, rank = b"", -1
             if secrets.compare_digest(token, self._token):
                 self._receivers[rank] = connection
             else:
-                connection.close()
+                connection.close()  # whoever it was; a receiver that is missing is found by the deadline
 
     def _make_room(self, num_bytes: int) -> None:
         """Have slots of at least `num_bytes`, and let every receiver know them."""

@@ -1,0 +1,275 @@
+"""How long it takes to bring 100 M parameters from a trainer to an engine, and what the proof costs.
+
+    ./run bench sync [--rounds N]
+
+`shared` runs in this process, `shm` and `collective` between two Ray workers on this host, with the runtime's own
+sender, receiver and publisher. Trainer and engine are as simple as can be: named tensors. Publishes with and without
+digests alternate with a memcpy of as many bytes, so that a noisy machine is noisy for all of them. Times of the clock
+are compared, and the CPU time of either end, which does not depend on who else uses the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+from common import write_result
+
+from roll_core.builtin.cpu import CpuPlatform
+from roll_core.runtime.executors import make_executor
+from roll_core.runtime.executors.base import GroupSpec, Place
+from roll_core.runtime.weight_sync import WeightPublisher, WeightReceiver, WeightSender
+from roll_core.spec import weights
+from roll_core.types import DataRank, WeightReceipt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+    from roll_core.runtime.weight_sync import Offer, ReceiveOutcome, SendOutcome, SyncPlan
+    from roll_core.types import WeightManifest
+
+HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 768, 2048, 11, 32_000
+MEMCPY_BYTES = 400 << 20
+
+
+def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A decoder of 102 M parameters with tied embeddings."""
+    yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
+    for layer in range(LAYERS):
+        for name in ("q", "k", "v", "o"):
+            yield f"model.layers.{layer}.self_attn.{name}_proj.weight", (HIDDEN, HIDDEN)
+        for name in ("gate", "up"):
+            yield f"model.layers.{layer}.mlp.{name}_proj.weight", (INTERMEDIATE, HIDDEN)
+        yield f"model.layers.{layer}.mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)
+        yield f"model.layers.{layer}.input_layernorm.weight", (HIDDEN,)
+        yield f"model.layers.{layer}.post_attention_layernorm.weight", (HIDDEN,)
+    yield "model.norm.weight", (HIDDEN,)
+
+
+def make_tensors(dtype: str) -> dict[str, Tensor]:
+    import torch
+
+    return {name: torch.randn(shape).to(weights.torch_dtype(dtype)) for name, shape in shapes()}
+
+
+class Worker:
+    """What both workers have for the benchmark: a switch for the digests, and the CPU time of the last call."""
+
+    cpu_s = 0.0
+
+    def digest(self, on: bool) -> None:
+        """Without digests the same chunks are copied in the same order, and not looked at."""
+        blind = SimpleNamespace(xxh3_128_digest=lambda chunk: b"", xxh3_128_hexdigest=lambda leaves: "")
+        weights.xxhash = xxhash if on else blind  # type: ignore[assignment]
+
+    def last_cpu_s(self) -> float:
+        return self.cpu_s
+
+
+class Trainer(Worker):
+    """A train worker and its strategy in one."""
+
+    def __init__(self, *, place: Place, peers: Any, dtype: str) -> None:
+        import torch
+
+        torch.set_num_threads(place.num_threads)
+        self.data_rank = DataRank()
+        self.tensors = make_tensors(dtype)
+        self.sender = WeightSender(self, role="actor_train", rank=place.rank)  # type: ignore[arg-type]
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
+
+    def step(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.add_(0.01)
+
+    def pointers(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+
+    def prepare_send(self, plan: SyncPlan) -> Offer | None:
+        return self.sender.prepare(plan)
+
+    def send_weights(self, plan: SyncPlan) -> SendOutcome | None:
+        begun = time.thread_time()
+        outcome = self.sender.send(plan)
+        self.cpu_s = time.thread_time() - begun
+        return outcome
+
+    def close(self) -> None:
+        self.sender.close()
+
+
+class Engine(Worker):
+    """An infer worker and its strategy in one."""
+
+    def __init__(self, *, place: Place, peers: Any, dtype: str) -> None:
+        import torch
+
+        torch.set_num_threads(place.num_threads)
+        self.tensors = make_tensors(dtype)
+        self.receiver = WeightReceiver(self, role="actor_infer", rank=place.rank)  # type: ignore[arg-type]
+
+    async def update_weights(
+        self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
+    ) -> WeightReceipt:
+        if shared:
+            self.tensors = dict(tensors)
+            return weights.make_receipt(manifest, self.tensors.items())
+        digests = {name: weights.copy_digested(self.tensors[name], tensor) for name, tensor in tensors}
+        return WeightReceipt(version=version, digests=digests)
+
+    def pointers(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+
+    async def receive_weights(self, plan: SyncPlan, offer: Offer) -> ReceiveOutcome:
+        begun = time.thread_time()
+        outcome = await self.receiver.receive(plan, offer)
+        self.cpu_s = time.thread_time() - begun
+        return outcome
+
+    def close(self) -> None:
+        self.receiver.close()
+
+
+class Memcpy:
+    """Copies between two buffers whose pages are there."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.source, self.target = np.ones(MEMCPY_BYTES, np.uint8), np.ones(MEMCPY_BYTES, np.uint8)
+
+    def bytes_per_s(self) -> float:
+        import numpy as np
+
+        begun = time.perf_counter()
+        np.copyto(self.target, self.source)
+        return MEMCPY_BYTES / (time.perf_counter() - begun)
+
+
+async def measure(transport: Any, dtype: str, rounds: int, memcpy: Memcpy) -> dict[str, Any]:
+    """Publishes with and without digests, in turn."""
+    place = Place(rank=0, world_size=1, num_threads=1)
+    specs = [
+        GroupSpec(role=role, kind=kind, target=f"sync:{worker}", places=(place,), args={"dtype": dtype})
+        for role, kind, worker in (("actor_train", "train", "Trainer"), ("actor_infer", "generate", "Engine"))
+    ]
+    async with make_executor("local" if transport == "shared" else "ray", CpuPlatform(), slots_per_node=2) as executor:
+        groups = await executor.start(specs)
+        train, infer = groups["actor_train"], groups["actor_infer"]
+        publisher = WeightPublisher(train, infer, transport)
+        cold = await publisher.publish(0)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        cpu: dict[str, dict[bool, list[float]]] = {"send": {True: [], False: []}, "receive": {True: [], False: []}}
+        copies: list[float] = []
+        proof_s: list[float] = []
+        for number in range(2 * rounds):
+            digests = number % 2 == 0 or transport == "shared"
+            if transport == "shared":
+                await train.call("step")
+            else:
+                await train.call("digest", digests)
+                await infer.call("digest", digests)
+            copies.append(memcpy.bytes_per_s())
+            # Publishing a version again is no claim that something changed: without digests nothing seems to.
+            report = await publisher.publish(number + 1 if transport == "shared" else 0)
+            seconds[digests].append(report.seconds)
+            proof_s.append(report.proof_s)
+            for side, group in (("send", train), ("receive", infer)):
+                cpu[side][digests].append((await group.call("last_cpu_s"))[0])
+        same_memory = (await train.call("pointers")) == (await infer.call("pointers"))
+    found: dict[str, Any] = {
+        "transport": transport,
+        "dtype": dtype,
+        "parameters": sum(_count(shape) for _, shape in shapes()),
+        "weight_bytes": report.weight_bytes,
+        "copied_bytes": report.copied_bytes,
+        "same_memory": same_memory,
+        "first_s": cold.seconds,
+        "median_s": statistics.median(seconds[True]),
+        "best_s": min(seconds[True]),
+        "memcpy_bytes_per_s": {"median": statistics.median(copies), "best": max(copies)},
+    }
+    if transport == "shared":
+        return found | {"proof_s": statistics.median(proof_s), "best_proof_s": min(proof_s)}
+    least = {side: {"with": min(both[True]), "without": min(both[False])} for side, both in cpu.items()}
+    bandwidth = {
+        "median": report.weight_bytes / found["median_s"],
+        "best": report.weight_bytes / found["best_s"],
+    }
+    return found | {
+        "bytes_per_s": bandwidth,
+        "of_memcpy": {which: bandwidth[which] / found["memcpy_bytes_per_s"][which] for which in bandwidth},
+        "without_digests": {"median_s": statistics.median(seconds[False]), "best_s": min(seconds[False])},
+        "proof_of_sync": {
+            "median": 1 - statistics.median(seconds[False]) / found["median_s"],
+            "best": 1 - min(seconds[False]) / found["best_s"],
+            "cpu": 1 - sum(each["without"] for each in least.values()) / sum(each["with"] for each in least.values()),
+        },
+        "cpu_s": least,
+    }
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """For readers."""
+    lines = [
+        "Milliseconds and ratios as median, best.",
+        "",
+        "| transport | dtype | weights | sender copies | sync | first sync | share of memcpy's bandwidth | proof |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for each in results:
+        if each["transport"] == "shared":
+            share = f"no copy; same memory on both sides: {'yes' if each['same_memory'] else 'NO'}"
+            proof = f"{each['proof_s'] * 1e3:.1f}, {each['best_proof_s'] * 1e3:.1f} ms"
+        else:
+            share = f"{each['of_memcpy']['median']:.0%}, {each['of_memcpy']['best']:.0%}"
+            cost, cpu = each["proof_of_sync"], each["cpu_s"]
+            proof = (
+                f"{cost['median']:.1%}, {cost['best']:.1%} of the sync; {cost['cpu']:.1%} of its CPU time (send"
+                f" {cpu['send']['without'] * 1e3:.0f} → {cpu['send']['with'] * 1e3:.0f} ms, receive"
+                f" {cpu['receive']['without'] * 1e3:.0f} → {cpu['receive']['with'] * 1e3:.0f} ms)"
+            )
+        lines.append(
+            f"| {each['transport']} | {each['dtype']} | {each['weight_bytes'] / 1e6:.0f} MB"
+            f" | {each['copied_bytes'] / 1e6:.0f} MB | {each['median_s'] * 1e3:.1f}, {each['best_s'] * 1e3:.1f} ms"
+            f" | {each['first_s'] * 1e3:.0f} ms | {share} | {proof} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", choices=["shared", "shm", "collective"])
+    rounds, only = parser.parse_args().rounds, parser.parse_args().only
+    memcpy = Memcpy()
+    results = [
+        asyncio.run(measure(transport, dtype, rounds, memcpy))
+        for transport in ("shared", "shm", "collective")
+        for dtype in ("F32", "BF16")
+        if only in (None, transport)
+    ]
+    text = table(results)
+    print(text)
+    if only is None:
+        write_result("sync", {"results": results}, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+import pytest
+
+from roll_core.errors import UnsupportedError
+from roll_core.runtime.weight_sync import PlacementFacts, choose_transport
+from roll_core.spec.providers import InferCapabilities, TrainCapabilities
+
+TRAIN = TrainCapabilities(weight_transports=("shared", "shm", "collective", "disk"))
+INFER = InferCapabilities(weight_transports=("shared", "shm", "collective"))
+ONE_PROCESS = PlacementFacts(same_process=True, same_host=True)
+ONE_HOST = PlacementFacts(same_process=False, same_host=True)
+HOSTS = PlacementFacts(same_process=False, same_host=False)
+
+
+@pytest.mark.parametrize(("facts", "transport"), [(ONE_PROCESS, "shared"), (ONE_HOST, "shm"), (HOSTS, "collective")])
+def test_the_placement_decides_among_what_both_declare(facts, transport):
+    assert choose_transport(TRAIN, INFER, facts) == transport
+
+
+def test_the_order_is_the_infer_strategy_s():
+    infer = InferCapabilities(weight_transports=("collective", "shm"))
+    assert choose_transport(TRAIN, infer, ONE_HOST) == "collective"
+
+
+def test_where_nothing_fits_each_declared_transport_has_its_reason():
+    train = TrainCapabilities(weight_transports=("shared", "cuda_ipc"))
+    infer = InferCapabilities(weight_transports=("shared", "cuda_ipc", "shm"))
+    with pytest.raises(UnsupportedError) as caught:
+        choose_transport(train, infer, ONE_HOST)
+    message = str(caught.value)
+    assert "shared: the workers are in different processes" in message
+    assert "cuda_ipc: this version of roll-core has no such transport" in message
+    assert "shm: the train strategy does not offer it" in message
+
+
+def test_strategies_that_declare_nothing_are_told_so():
+    with pytest.raises(UnsupportedError, match="neither declares any"):
+        choose_transport(TrainCapabilities(), InferCapabilities(), ONE_HOST)

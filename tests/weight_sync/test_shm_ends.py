@@ -1,0 +1,103 @@
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from roll_core.runtime.weight_sync import shm
+from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
+from roll_core.runtime.weight_sync.plan import Deadline
+from roll_core.spec.weights import make_manifest
+
+TENSORS = {"a": torch.randn(300, 20), "b": torch.randn(4000).bfloat16(), "c": torch.tensor(3)}
+BUCKET = 16 << 10
+
+
+def receive_in_thread(address, manifest, found, publishes=1):
+    def work():
+        receiver = shm.ShmReceiver(address, 0, BUCKET, Deadline(10))
+        for _ in range(publishes):
+            found.append({name: tensor.clone() for name, tensor in receiver.receive(manifest, Deadline(10))})
+        receiver.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def transfer(sender, manifest):
+    found = []
+    thread = receive_in_thread(sender.address, manifest, found, publishes=2)
+    for _ in range(2):
+        sent = sender.send(manifest, iter(TENSORS.items()), Deadline(10))
+    thread.join()
+    sender.close()
+    assert [entry.digest for entry in sent] == [entry.digest for entry in manifest.tensors]
+    for held in found:
+        assert held.keys() == TENSORS.keys()
+        assert all(torch.equal(held[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_two_ends_in_one_process_understand_each_other():
+    transfer(shm.ShmSender(1, BUCKET), make_manifest(1, TENSORS.items()))
+
+
+def test_without_memfd_and_abstract_sockets_no_file_stays(monkeypatch, tmp_path):
+    monkeypatch.setattr(shm.sys, "platform", "darwin")
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(shm.tempfile, "tempdir", str(tmp_path))
+    sender = shm.ShmSender(1, BUCKET)
+    assert Path(sender.address.partition(":")[2]).is_socket()
+    transfer(sender, make_manifest(1, TENSORS.items()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stranger_gets_no_memory_and_disturbs_nobody():
+    sender = shm.ShmSender(1, BUCKET)
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(f"\0{sender.address.partition(':')[2]}")
+    stranger.sendall(bytes(20))
+    transfer(sender, make_manifest(1, TENSORS.items()))
+    assert stranger.recv(1) == b""
+    stranger.close()
+
+
+def test_a_connection_that_says_nothing_does_not_keep_a_receiver_out():
+    sender = shm.ShmSender(1, BUCKET)
+    silent = socket.socket(socket.AF_UNIX)
+    silent.connect(f"\0{sender.address.partition(':')[2]}")
+    transfer(sender, make_manifest(1, TENSORS.items()))
+    silent.close()
+
+
+def test_receivers_that_never_come_are_named():
+    sender = shm.ShmSender(3, BUCKET)
+    manifest = make_manifest(1, TENSORS.items())
+    receiver = shm.ShmReceiver(sender.address, 1, BUCKET, Deadline(10))
+    with pytest.raises(ReceiversLostError) as caught:
+        sender.send(manifest, iter(TENSORS.items()), Deadline(0.2))
+    assert caught.value.silent == (0, 2)
+    receiver.close()
+    sender.close()
+
+
+def test_a_sender_that_is_gone_is_noticed_by_its_receiver():
+    sender = shm.ShmSender(1, BUCKET)
+    receiver = shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
+    sender.close()
+    with pytest.raises(SenderLostError, match="hung up before bucket 0"):
+        next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(10)))
+    receiver.close()
+    with pytest.raises(SenderLostError, match="cannot be reached"):
+        shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
+
+
+def test_a_sender_that_fills_nothing_is_silent_at_the_deadline():
+    sender = shm.ShmSender(1, BUCKET)
+    receiver = shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
+    with pytest.raises(SenderLostError, match="had not filled bucket 0"):
+        next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(0.1)))
+    receiver.close()
+    sender.close()

@@ -1,0 +1,55 @@
+import asyncio
+
+import pytest
+from sync_workers import same_values
+
+from roll_core.builtin.cpu import CpuPlatform
+from roll_core.errors import CorruptTensorError, WorkerDiedError
+from roll_core.runtime.executors import make_executor
+from roll_core.runtime.executors.base import GroupSpec, Place
+from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
+from roll_core.spec.providers import InferCapabilities, TrainCapabilities
+
+
+@pytest.mark.ray
+def test_publishes_between_ray_workers():
+    async def scenario():
+        specs = [
+            GroupSpec(
+                role=role,
+                kind=kind,
+                target=f"sync_workers:{worker}",
+                places=tuple(Place(rank=rank, world_size=size) for rank in range(size)),
+                timeout_s=60,
+            )
+            for role, kind, worker, size in (
+                ("actor_train", "train", "TrainWorker", 1),
+                ("actor_infer", "generate", "InferWorker", 2),
+            )
+        ]
+        async with make_executor("ray", CpuPlatform(), slots_per_node=2) as executor:
+            groups = await executor.start(specs)
+            train, infer = groups["actor_train"], groups["actor_infer"]
+            facts = PlacementFacts.of(train, infer, shares_memory=executor.shares_memory)
+            for declared in (("shared", "shm", "collective"), ("collective",)):
+                transport = choose_transport(
+                    TrainCapabilities(weight_transports=declared), InferCapabilities(weight_transports=declared), facts
+                )
+                assert transport == {3: "shm", 1: "collective"}[len(declared)]
+                publisher = WeightPublisher(train, infer, transport, bucket_bytes=64 << 10, deadline_s=20)
+                await train.call("begin")
+                await infer.call("begin")
+                await publisher.publish(0)
+                await train.call("step", 0.5)
+                await publisher.publish(1)
+                (sent,) = await train.call("values")
+                for held in await infer.call("values"):
+                    assert all(same_values(held[name], sent[name]) for name in sent)
+                await infer.call_rank(1, "set_fault", "flip:half")
+                with pytest.raises(CorruptTensorError, match=r"actor_infer rank 1 .* half"):
+                    await publisher.publish(1)
+            await infer.call_rank(0, "set_fault", "die:left")
+            with pytest.raises(WorkerDiedError, match="actor_infer rank 0"):
+                await publisher.publish(1)
+
+    asyncio.run(scenario())
