@@ -5,6 +5,7 @@ Nothing is cached between runs: a changed file is a changed dataset, and no cach
 
 from __future__ import annotations
 
+import csv
 import difflib
 import json
 import tempfile
@@ -202,8 +203,7 @@ def _read_file(path: Path, kind: str) -> Dataset:
 
     options: dict[str, Any] = {}
     if kind == "csv":
-        # Text stays text: 007 is no number and NA is no gap.
-        options = {"dtype": str, "keep_default_na": False, "sep": "\t" if path.suffix.lower() == ".tsv" else ","}
+        options = _csv_options(path)
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -216,6 +216,17 @@ def _read_file(path: Path, kind: str) -> Dataset:
     finally:
         if not bars:
             datasets.enable_progress_bars()
+
+
+def _csv_options(path: Path) -> dict[str, Any]:
+    """Text stays text: 007 is no number and NA is no gap."""
+    import datasets
+
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        header = next(csv.reader(stream, delimiter=separator), [])
+    features = datasets.Features({name: datasets.Value("string") for name in header})
+    return {"features": features, "keep_default_na": False, "sep": separator}
 
 
 def _where_else(path: Path) -> str:

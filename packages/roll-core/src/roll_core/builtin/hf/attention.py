@@ -87,13 +87,9 @@ def flat_attention(
     window = window or sliding_window or 0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = _attend_softcap(softcap) if softcap else _attend
-    outputs_LHD: list[Tensor] = []
-    start = 0
-    for length in roll_layout.lengths:
-        span = slice(start, start + length)
-        start += length
-        attended_HLD = attend(query[:, :, span], key[:, :, span], value[:, :, span], scale, window)
-        outputs_LHD.append(attended_HLD.transpose(1, 2))
+    # Split, not sliced: the gradient of a split is one concatenation, that of a slice a tensor of zeros as long as all.
+    pieces = (torch.split(each, list(roll_layout.lengths), dim=2) for each in (query, key, value))
+    outputs_LHD = [attend(q, k, v, scale, window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
     return torch.cat(outputs_LHD, dim=1), None
 
 

@@ -1,0 +1,174 @@
+"""Rows are read from every format alike; what is wrong is named by file, row and column."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from roll_core.data.datasets import messages_of, need_column, read_rows, text_of
+from roll_core.errors import DataError
+from roll_core.spec.config import DataArguments
+
+ROWS = [
+    {"prompt": "1+1=", "response": "2", "tag": "sum", "answer": 2},
+    {"prompt": "é漢😀", "response": "", "tag": "odd", "answer": 3},
+    {"prompt": "2*3=", "response": "6", "tag": "product", "answer": 6},
+]
+
+
+def write(path, rows=ROWS):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        names = list(rows[0])
+        lines = [",".join(names), *(",".join(f'"{row[name]}"' for name in names) for row in rows)]
+        path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "arrow", "csv"])
+def test_every_format_gives_the_same_rows(tmp_path, ending):
+    rows = read_rows(DataArguments(file_name=write(tmp_path / f"rows.{ending}")))
+    expected = [row | {"answer": str(row["answer"])} for row in ROWS] if ending == "csv" else ROWS
+    assert [dict(row.values) for row in rows] == expected
+    assert [row.id for row in rows] == ["0", "1", "2"]
+    assert [row.tag for row in rows] == ["sum", "odd", "product"]
+    assert rows[-1].where == f"rows.{ending} row 3"
+    assert rows.columns == ("prompt", "response", "tag", "answer")
+
+
+def test_text_in_a_csv_stays_text(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,response\n007,NA\n1e3,\n")
+    rows = read_rows(DataArguments(file_name=str(tmp_path / "a.csv")))
+    assert [dict(row.values) for row in rows] == [
+        {"prompt": "007", "response": "NA"},
+        {"prompt": "1e3", "response": ""},
+    ]
+
+
+def test_files_are_read_in_order_up_to_max_samples(tmp_path):
+    one, two = write(tmp_path / "b.jsonl"), write(tmp_path / "a.jsonl", ROWS[:2])
+    rows = read_rows(DataArguments(file_name=[one, two], max_samples=4))
+    assert [row.where for row in rows] == ["b.jsonl row 1", "b.jsonl row 2", "b.jsonl row 3", "a.jsonl row 1"]
+
+
+def test_a_changed_file_is_read_anew_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", home)
+    path = write(tmp_path / "a.jsonl")
+    assert len(read_rows(DataArguments(file_name=path))) == 3
+    write(tmp_path / "a.jsonl", ROWS[:1])
+    assert len(read_rows(DataArguments(file_name=path))) == 1
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_ids_come_from_their_column_and_must_differ(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"id": "x", "prompt": "a"}, {"id": "y", "prompt": "b"}])
+    assert [row.id for row in read_rows(DataArguments(file_name=path))] == ["x", "y"]
+    path = write(tmp_path / "a.jsonl", [{"id": "x", "prompt": "a"}, {"id": "x", "prompt": "b"}])
+    with pytest.raises(DataError, match=r"a.jsonl row 2: column 'id' has 'x', as a.jsonl row 1 has"):
+        read_rows(DataArguments(file_name=path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "the file is empty"),
+        ("a.json", "[]", r"no rows|cannot be read"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": \n', "row 2 is not JSON"),
+        ("a.jsonl", '{"prompt": "a"}\n[1, 2]\n', "row 2 must be an object"),
+        ("a.parquet", "not a parquet file", "cannot be read as parquet"),
+        ("a.txt", "x", "tells no format"),
+    ],
+)
+def test_files_that_cannot_be_read_say_where(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read_rows(DataArguments(file_name=str(tmp_path / name)))
+    assert name in str(caught.value)
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path):
+    write(tmp_path / "train.jsonl")
+    with pytest.raises(DataError, match=r"did you mean 'train.jsonl'"):
+        read_rows(DataArguments(file_name=str(tmp_path / "trian.jsonl")))
+    with pytest.raises(DataError, match="no directory"):
+        read_rows(DataArguments(file_name=str(tmp_path / "nowhere" / "a.jsonl")))
+    with pytest.raises(DataError, match="is a directory"):
+        read_rows(DataArguments(file_name=str(tmp_path)))
+    with pytest.raises(DataError, match="file_name is not given"):
+        read_rows(DataArguments())
+
+
+def test_a_missing_column_names_the_nearest(tmp_path):
+    rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl")))
+    with pytest.raises(DataError, match=r"a.jsonl: no column 'promt'; did you mean 'prompt'"):
+        need_column("promt", rows)
+    with pytest.raises(DataError, match="there are 'prompt', 'response'"):
+        need_column("zzz", rows)
+
+
+def test_a_value_that_is_no_text_names_its_row(tmp_path):
+    rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": None}])))
+    with pytest.raises(DataError, match=r"a.jsonl row 2: column 'prompt' must be text, but has nothing"):
+        text_of(rows[1], "prompt", rows)
+    rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": 5}])))
+    assert text_of(rows[0], "prompt", rows) == "a"
+    with pytest.raises(DataError, match=r"row 2: column 'prompt' must be text, but has int 5"):
+        text_of(rows[1], "prompt", rows)
+
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "ciao"},
+]
+
+
+@pytest.mark.parametrize("stored", [CHAT, json.dumps(CHAT)], ids=["list", "json"])
+def test_messages_are_a_list_or_its_json(tmp_path, stored):
+    data = DataArguments(
+        file_name=write(tmp_path / "a.jsonl", [{"chat": stored, "sys": "be brief"}]), messages="chat", system="sys"
+    )
+    rows = read_rows(data)
+    system = [{"role": "system", "content": "be brief"}]
+    assert messages_of(rows[0], data, rows, response=True) == system + CHAT
+    assert messages_of(rows[0], data, rows, response=False) == system + CHAT[:3]
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ("[{", "text but not JSON"),
+        ("[]", "must be a list of messages"),
+        ('[{"role": "user"}]', "message 1 of column 'chat' must have a role and a content"),
+        ('[{"role": "user", "content": 3}]', "both text"),
+        ('[{"role": "user", "content": "a"}]', "must end with a message of the assistant"),
+    ],
+)
+def test_broken_messages_name_their_row(tmp_path, stored, message):
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl", [{"chat": stored}]), messages="chat")
+    rows = read_rows(data)
+    with pytest.raises(DataError, match=message) as caught:
+        messages_of(rows[0], data, rows, response=True)
+    assert "a.jsonl row 1" in str(caught.value)
+
+
+def test_prompt_and_response_columns_make_two_messages(tmp_path):
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl"))
+    rows = read_rows(data)
+    user, assistant = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    assert messages_of(rows[0], data, rows, response=True) == [user, assistant]
+    assert messages_of(rows[0], data, rows, response=False) == [user]

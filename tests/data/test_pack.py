@@ -1,0 +1,127 @@
+"""Packing loses, doubles and reorders nothing; denominators and balance are what they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_core.data.order import RowOrder
+from roll_core.data.pack import balance, pack, totals
+from roll_core.errors import DataError
+from roll_core.types import Totals, TrainSequence
+
+
+def sequence(name, length, masked=1, group=0, **fields):
+    return TrainSequence(
+        id=name,
+        tokens=np.arange(length) + 100 * int(name),
+        loss_mask=np.arange(length) >= max(1, length - masked),
+        group=group,
+        **fields,
+    )
+
+
+def test_a_microbatch_by_hand():
+    rows = [
+        sequence("1", 3, masked=2, group=4, advantages=np.array([0, 0.5, 0.25], np.float32)),
+        sequence("2", 1, masked=0, group=5, advantages=np.array([9], np.float32)),
+        sequence("3", 2, masked=1, group=4, advantages=np.array([0, -1], np.float32)),
+    ]
+    (micro,) = pack(rows)
+    assert micro.ids == ("1", "2", "3")
+    assert micro.tokens_T.tolist() == [100, 101, 102, 200, 300, 301]
+    assert micro.positions_T.tolist() == [0, 1, 2, 0, 0, 1]
+    assert micro.segments_T.tolist() == [0, 0, 0, 1, 2, 2]
+    assert micro.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert micro.lengths == (3, 1, 2)
+    assert micro.loss_mask_T.tolist() == [False, True, True, False, False, True]
+    assert micro.groups_S.tolist() == [4, 5, 4]
+    assert micro.advantages_T.tolist() == [0, 0.5, 0.25, 9, 0, -1]
+    assert micro.old_logprobs_T is None
+    assert micro.totals == Totals(tokens=3, sequences=2, groups=1, max_length=1)
+    assert (micro.tokens_T.dtype, micro.cu_seqlens.dtype) == (torch.int64, torch.int32)
+
+
+def test_no_sequences_make_no_microbatches():
+    assert pack([]) == []
+    assert totals([], max_length=7) == Totals(tokens=0, sequences=0, groups=0, max_length=7)
+    assert balance([], 3) == [[], [], []]
+
+
+def test_a_sequence_longer_than_the_budget_has_a_microbatch_of_its_own():
+    micros = pack([sequence("1", 2), sequence("2", 9), sequence("3", 2), sequence("4", 2)], max_tokens=4)
+    assert [micro.ids for micro in micros] == [("1",), ("2",), ("3", "4")]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), max_size=30),
+    max_tokens=st.none() | st.integers(1, 40),
+    max_sequences=st.none() | st.integers(1, 6),
+)
+def test_packing_keeps_every_token_in_order_within_the_limits(lengths, max_tokens, max_sequences):
+    rows = [sequence(str(i), length) for i, length in enumerate(lengths)]
+    micros = pack(rows, max_tokens=max_tokens, max_sequences=max_sequences)
+    tokens = [token for micro in micros for token in micro.tokens_T.tolist()]
+    assert tokens == [token for row in rows for token in row.tokens.tolist()]
+    for micro in micros:
+        assert micro.num_sequences > 0
+        assert max_sequences is None or micro.num_sequences <= max_sequences
+        assert max_tokens is None or micro.num_tokens <= max_tokens or micro.num_sequences == 1
+        assert micro.totals == totals(rows)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (TrainSequence(id="x", tokens=np.arange(0), loss_mask=np.zeros(0, np.bool_)), "x: it has no tokens"),
+        (
+            TrainSequence(id="x", tokens=np.arange(2), loss_mask=np.ones(2, np.bool_)),
+            "x: its first token is in the loss",
+        ),
+        (TrainSequence(id="x", tokens=np.arange(2), loss_mask=np.zeros(3, np.bool_)), "x: loss_mask has length 3"),
+    ],
+)
+def test_sequences_that_make_no_sense_are_named(bad, message):
+    with pytest.raises(DataError, match=message):
+        pack([bad])
+
+
+def test_a_field_that_only_some_sequences_have_is_named():
+    with pytest.raises(DataError, match="sequence 2 has no values, but sequence 1"):
+        pack([sequence("1", 2, values=np.zeros(2, np.float32)), sequence("2", 2)])
+
+
+@given(lengths=st.lists(st.integers(1, 1000), max_size=60), ranks=st.integers(1, 8))
+def test_balance_gives_every_sequence_to_one_rank_and_keeps_loads_near(lengths, ranks):
+    rows = [sequence(str(i), length) for i, length in enumerate(lengths)]
+    shares = balance(rows, ranks)
+    assert sorted(i for share in shares for i in share) == list(range(len(rows)))
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    # What came last to the fullest rank, its shortest, came when no other rank had less.
+    fullest = max(range(ranks), key=loads.__getitem__)
+    assert loads[fullest] - min((lengths[i] for i in shares[fullest]), default=0) <= min(loads)
+
+
+@given(num_rows=st.integers(1, 40), seed=st.integers(0, 2**32), size=st.integers(1, 50), step=st.integers(0, 20))
+def test_row_order_visits_every_row_once_an_epoch_and_is_a_function_of_the_step(num_rows, seed, size, step):
+    order = RowOrder(num_rows, seed)
+    straight = [row for at in range(step + 1) for row in order.batch(at, size)]
+    assert RowOrder(num_rows, seed).batch(step, size) == straight[-size:]
+    for epoch in range(len(straight) // num_rows):
+        assert sorted(straight[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+
+
+def test_row_order_differs_by_seed_and_epoch():
+    order = RowOrder(100, 1)
+    assert order.rows(0, 100) != order.rows(100, 100)
+    assert order.rows(0, 100) != RowOrder(100, 2).rows(0, 100)
+    assert RowOrder(5, 1, shuffle=False).visits(3, 4) == [(3, 0), (4, 0), (0, 1), (1, 1)]
+
+
+def test_an_order_of_no_rows_is_refused():
+    with pytest.raises(DataError, match="no rows"):
+        RowOrder(0, 1)

@@ -1,0 +1,85 @@
+"""Tokenizers that are made here give back exactly what they cover, also after being loaded from their directory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from roll_core.data.tokenizers import EOS, PAD, make_tokenizer
+from roll_core.errors import DataError
+from roll_core.spec.config import TokenizerConfig
+
+TEXTS = ["the cat sat on the mat", "12+34=46\n", "naïve café — 漢字 😀", "  two  spaces\tand\r\nlines"]
+
+
+def encode(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {
+        kind: make_tokenizer(TokenizerConfig(kind=kind, vocab_size=300), TEXTS, folder / kind)
+        for kind in ("char", "byte", "bpe")
+    }
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_bytes_and_byte_pairs_give_back_any_unicode(made, kind, text):
+    assert made[kind].decode(encode(made[kind], text)) == text
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.sampled_from(sorted(set("".join(TEXTS)))), max_size=40))
+def test_characters_give_back_their_alphabet(made, text):
+    ids = encode(made["char"], text)
+    assert len(ids) == len(text)
+    assert made["char"].decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_special_tokens_are_the_first_and_nothing_is_added(made, kind):
+    tokenizer = made[kind]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, None)
+    assert tokenizer("cat")["input_ids"] == encode(tokenizer, "cat")
+    assert encode(tokenizer, f"a{EOS}")[-1] == 1
+    assert encode(tokenizer, PAD) == [0]
+
+
+def test_sizes_are_what_they_say(made):
+    assert len(made["byte"]) == 258
+    assert len(made["bpe"]) == 300
+    assert len(made["char"]) == 2 + len(set("".join(TEXTS)))
+    assert encode(made["byte"], "é") == [2 + 0xC3, 2 + 0xA9]
+
+
+def test_a_directory_is_loaded_without_a_network(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made = make_tokenizer(TokenizerConfig(kind="bpe", vocab_size=280), TEXTS, tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert encode(loaded, TEXTS[2]) == encode(made, TEXTS[2])
+
+
+def test_control_tokens_are_one_token_each(tmp_path):
+    tokenizer = make_tokenizer(
+        TokenizerConfig(kind="char", alphabet="ab"), (), tmp_path, control_tokens=["<|im_start|>", "<|im_end|>", EOS]
+    )
+    assert encode(tokenizer, "<|im_start|>ab<|im_end|>") == [2, 4, 5, 3]
+
+
+def test_an_alphabet_counts_each_character_once(tmp_path):
+    tokenizer = make_tokenizer(TokenizerConfig(kind="char", alphabet="abab "), (), tmp_path)
+    assert len(tokenizer) == 5
+
+
+def test_an_empty_alphabet_and_a_vocabulary_without_room_are_refused(tmp_path):
+    with pytest.raises(DataError, match="needs an alphabet"):
+        make_tokenizer(TokenizerConfig(kind="char"), (), tmp_path)
+    config = TokenizerConfig(kind="bpe", vocab_size=260)
+    with pytest.raises(DataError, match="at least 263"):
+        make_tokenizer(config, TEXTS, tmp_path, control_tokens=["<a>", "<b>", "<c>", "<d>", "<e>"])
