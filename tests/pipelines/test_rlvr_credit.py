@@ -179,6 +179,23 @@ def test_kl_in_the_reward_is_charged_where_it_arises():
     assert run.metrics["kl/coef"] == 0.1
 
 
+def test_the_kl_coefficient_of_a_step_is_the_one_before_it_adapts():
+    # KL 0.3 per token against a target of 0.1: the next coefficient is larger, this step's charge is the old one.
+    roles = {"actor_train": FakeRole(logprob=-0.5), "reference": FakeRole(logprob=-0.8)}
+    groups = groups_of((1.0, 0.0), (1.0, 0.0))
+    given = {"adv_estimator": "reinforce", "add_token_level_kl": True, "init_kl_coef": 0.1, "reference": {}}
+    run, sequences = step(groups, roles, target_kl=0.1, kl_horizon=4, **given)
+    assert sequences[1].advantages == pytest.approx([0, 0, -0.06, -0.03], abs=1e-6)
+    assert run.metrics["kl/coef"] == 0.1
+
+
+def test_wrong_answers_that_are_too_long_are_left_out():
+    groups = [Group(id="0", samples=(sample(0, 0, 1.0, length=5), sample(0, 1, 0.0, length=5)))]
+    groups += [Group(id="1", samples=(sample(1, 0, 0.0, length=2), sample(1, 1, 1.0, length=2)))]
+    _, sequences = step(groups, error_max_len_clip=True, error_max_len_threshold=4)
+    assert [s.id for s in sequences] == ["0/0", "1/0", "1/1"]
+
+
 def test_gae_reads_the_critic_and_sets_its_target():
     # Values 0.4 before both tokens, reward 1 at the last, gamma 1, lambda 0.5:
     # last: delta = 1 - 0.4 = 0.6; first: delta = 0.4 - 0.4 = 0, advantage 0 + 0.5 * 0.6 = 0.3. Returns add the value.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ TINY = {
 class Runs:
     """A directory with data, and configs that are run in this process."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, executor: str) -> None:
+        self.folder, self.executor = folder, executor
         self.registry = load_registry()
         rng = random.Random(0)
         digits = [f"{number:03d}" for number in rng.sample(range(1000), 96)]
@@ -49,6 +50,7 @@ class Runs:
             "pipeline": pipeline,
             "exp_name": pipeline,
             "output_dir": str(self.folder / "output"),
+            "executor": self.executor,
             "seed": 3,
             "prompt_length": 8,
             "response_length": 6,
@@ -147,9 +149,34 @@ def endless(prompt, response, **row):
 '''
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    (tmp_path / "rollrewards.py").write_text(REWARDS, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return Runs(tmp_path)
+@pytest.fixture(scope="session")
+def connected_ray():
+    """One Ray instance for all tests: an executor that finds this process connected uses it and leaves it running."""
+    import ray
+
+    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=256 * 2**20, logging_level=logging.WARNING)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Every test that uses it runs on both executors: pipelines cannot tell them apart."""
+    if request.param == "ray":
+        request.getfixturevalue("connected_ray")
+    return _prepare(request.param, tmp_path, monkeypatch)
+
+
+@pytest.fixture(params=[pytest.param("ray", marks=pytest.mark.ray)])
+def ray_runs(
+    request: pytest.FixtureRequest, connected_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Runs:
+    """For what only several workers can show."""
+    return _prepare(request.param, tmp_path, monkeypatch)
+
+
+def _prepare(executor: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    (folder / "rollrewards.py").write_text(REWARDS, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    return Runs(folder, executor)

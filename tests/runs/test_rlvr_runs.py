@@ -66,7 +66,8 @@ def test_engine_and_trainer_agree_on_the_probe(runs):
     lines = runs.metrics(runs.ok(runs.rlvr(guards={"logprob_probe": {"every": 1}})))
     assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
     assert [line["weight_sync/version"] for line in lines] == [0, 2, 4]
-    assert all(line["weight_sync/copied_bytes"] == 0 for line in lines)
+    if runs.executor == "local":
+        assert all(line["weight_sync/copied_bytes"] == 0 for line in lines)
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
@@ -114,20 +115,8 @@ def test_a_gradient_that_explodes_is_named(runs):
     assert type(result.error).__name__ in {"NonFiniteError", "GuardTrippedError"}
 
 
-@pytest.mark.ray
-def test_both_executors_give_the_same_numbers(runs):
-    local = runs.ok(runs.rlvr(executor="local"))
-    ray = runs.ok(runs.rlvr(executor="ray"))
-    assert json.loads(ray.run_dir.record.read_text(encoding="utf-8"))["weight_transports"] == {
-        "actor_train -> actor_infer": "shm"
-    }
-    for here, there in zip(runs.timeless(local), runs.timeless(ray), strict=True):
-        for name in ("score/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
-            assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name
-
-
-@pytest.mark.ray
-def test_disaggregated_roles_on_several_workers(runs):
+def test_disaggregated_roles_on_several_workers(ray_runs):
+    runs = ray_runs
     config = runs.rlvr(num_gpus_per_node=4)
     config["actor_train"]["device_mapping"] = "list(range(0,2))"
     config["actor_train"]["training_args"]["per_device_train_batch_size"] = 4
@@ -136,5 +125,17 @@ def test_disaggregated_roles_on_several_workers(runs):
     lines = runs.metrics(result)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
-    one_worker = runs.ok(runs.rlvr())
-    assert lines[0]["actor/grad_norm"] == pytest.approx(runs.metrics(one_worker)[0]["actor/grad_norm"], rel=1e-3)
+    # One worker of each computes the same, but for the rounding.
+    alone = runs.metrics(runs.ok(runs.rlvr(executor="local")))
+    assert lines[0]["actor/grad_norm"] == pytest.approx(alone[0]["actor/grad_norm"], rel=1e-3)
+
+
+def test_both_executors_give_the_same_numbers(ray_runs):
+    ray = ray_runs.ok(ray_runs.rlvr())
+    record = json.loads(ray.run_dir.record.read_text(encoding="utf-8"))
+    assert record["executor"] == "ray"
+    assert record["weight_transports"] == {"actor_train -> actor_infer": "shm"}
+    local = ray_runs.ok(ray_runs.rlvr(executor="local"))
+    for here, there in zip(ray_runs.timeless(local), ray_runs.timeless(ray), strict=True):
+        for name in ("score/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
+            assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name

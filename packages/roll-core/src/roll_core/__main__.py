@@ -1,5 +1,7 @@
 """`python -m roll_core` is `roll-core`, with the working directory on the path."""
 
+import sys
+
 from roll_core.cli.main import main
 
-main()
+sys.exit(main())

@@ -109,6 +109,8 @@ class RLVRConfig(_Judged):
     """By whose standard deviation rewards are divided; `grpo` takes the group's where not given otherwise."""
     reward_clip: PositiveFloat | None = None
     """Rewards are clamped to ± this after normalisation."""
+    whiten_rewards: bool = False
+    """Shift and scale the batch's token rewards to mean 0 and variance 1, before advantages are computed."""
     whiten_advantages: bool = False
     """Shift and scale the batch's advantages to mean 0 and variance 1 over tokens."""
     advantage_clip: PositiveFloat | None = None
@@ -154,6 +156,11 @@ class RLVRConfig(_Judged):
     kl_horizon: PositiveInt = 10000
     """Samples over which the weight adapts."""
 
+    log_ratio_clamp: PositiveFloat = 20.0
+    """Largest |log-ratio| that a KL estimator exponentiates."""
+    k3_clamp: PositiveFloat = 10.0
+    """The estimator k3 is clamped to ± this."""
+
     value_clip: PositiveFloat | None = None
     """Clip range of the critic's update."""
     critic_warmup: NonNegativeInt = 0
@@ -163,6 +170,10 @@ class RLVRConfig(_Judged):
 
     max_len_mask: bool = False
     """Leave answers that hit the length limit out of the loss."""
+    error_max_len_clip: bool = False
+    """Leave wrong answers that are too long out of the loss; right ones are kept at any length."""
+    error_max_len_threshold: PositiveInt | None = None
+    """Tokens from which a wrong answer is too long; `response_length` where not given."""
     difficulty_mask: bool = False
     """Keep only groups whose mean reward lies between the two thresholds."""
     difficulty_low_threshold: float = 0.0

@@ -18,7 +18,7 @@ from typing_extensions import override
 from roll_core.algorithms.kl import KLController, approx_kl
 from roll_core.algorithms.losses import PolicyObjective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
-from roll_core.algorithms.rewards import difficulty_mask, max_len_mask, token_rewards
+from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, token_rewards
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.pipelines.experience import Experience, logprob_gap, sample_metrics
 from roll_core.pipelines.messages import skipped
@@ -156,10 +156,13 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         groups_S, mask_T, segments_T = experience.groups_S, experience.mask_T, experience.segments_T
         domains = [sample.tag for sample in experience.samples]
         scores_S = self.normaliser(experience.scores_S.float(), groups_S, domains)
+        kl_coef = self.kl.coef
         kl_T = self._penalty(run, experience) if config.add_token_level_kl else None
         rewards_T = token_rewards(
-            scores_S, mask_T, segments_T, kl_T=kl_T, kl_coef=self.kl.coef, reward_clip=config.reward_clip
+            scores_S, mask_T, segments_T, kl_T=kl_T, kl_coef=kl_coef, reward_clip=config.reward_clip
         )
+        if config.whiten_rewards:
+            rewards_T = whiten(rewards_T, mask_T)
         found = self.estimator(
             AdvantageInput(
                 token_rewards_T=rewards_T,
@@ -196,7 +199,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         if policy_T is None or reference_T is None:  # the schema asks for the reference, `_score` computes both
             raise AssertionError("the KL in the reward needs logprobs of policy and reference")
         mask_T = experience.mask_T
-        kl_T = torch.where(mask_T, approx_kl(policy_T, reference_T, self.config.kl_penalty), 0.0)
+        kl_T = torch.where(mask_T, approx_kl(policy_T, reference_T, self.config.kl_penalty, **self._kl_clamps()), 0.0)
         mean = float(kl_T.sum() / mask_T.sum().clamp(min=1))
         run.log({"kl/mean": mean, "kl/coef": self.kl.coef})
         self.kl.update(mean, len(experience.samples))
@@ -215,6 +218,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 low=config.difficulty_low_threshold,
                 high=config.difficulty_high_threshold,
             )
+        if config.error_max_len_clip:
+            lengths_S = torch.tensor([len(sample.response_ids) for sample in experience.samples])
+            threshold = config.error_max_len_threshold or config.response_length
+            kept_S &= error_max_len_clip(experience.scores_S, lengths_S, threshold=threshold)
         return kept_S
 
     async def _train(self, run: Run, experience: Experience) -> None:
@@ -249,6 +256,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             f" above the threshold of {threshold:g}",
         )
 
+    def _kl_clamps(self) -> dict[str, float]:
+        return {"log_ratio_clamp": self.config.log_ratio_clamp, "k3_clamp": self.config.k3_clamp}
+
     def _policy_objective(self, run: Run) -> PolicyObjective:
         config = self.config
         low, high = config.clip_range()
@@ -264,5 +274,6 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             entropy_coef=config.entropy_loss_coef,
             kl_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
             kl_kind=config.kl_loss_penalty,
+            **self._kl_clamps(),
             temperature=self.temperature,
         )

@@ -82,12 +82,12 @@ def execute(
 
     `before_s` are seconds that went by before, which the table of where the time went calls start-up.
     """
-    ledger = Ledger(before_s=before_s)
     console = console or Console()
+    ledger = Ledger(before_s=before_s, on_enter=console.stage)
     config = loaded.config
     redactor = Redactor.of(os.environ, config.model_dump(mode="json"))
     run_dir = RunDir.create(config.output_dir, config.exp_name)
-    run_dir.config.write_text(dump(config), encoding="utf-8")
+    run_dir.config.write_text(redactor.text(dump(config)), encoding="utf-8")
     facts = RunFacts(
         name=run_dir.name,
         pipeline=config.pipeline,
@@ -97,9 +97,11 @@ def execute(
         steps_asked=config.max_steps,
     )
     record = RunRecord(run_dir.record, facts, redactor)
+    with ledger.stage("load libraries"):
+        pipeline: Pipeline[Any] = load_target(loaded.pipeline.target, owner=f"pipeline {config.pipeline}")(config)
     driver = _Driver(
         config=config,
-        pipeline=load_target(loaded.pipeline.target, owner=f"pipeline {config.pipeline}")(config),
+        pipeline=pipeline,
         registry=registry,
         run_dir=run_dir,
         record=record,
@@ -117,16 +119,25 @@ def execute(
             log.debug("the run ended early", exc_info=raised)
         outcome = record.finish(error, time_rows=[_row(row) for row in ledger.rows()])
         with ledger.stage("report"):
-            report = write_report(run_dir.path)
+            report = _report(run_dir)
     console.finish(
         outcome=outcome,
         rows=ledger.rows(),
         error="" if error is None else str(error) or type(error).__name__,
-        lines=[*driver.results(), ("run", _relative(run_dir.path)), ("report", _relative(report))],
+        lines=[*driver.results(), ("run", _relative(run_dir.path)), *report],
     )
     return RunResult(
         run_dir=run_dir, outcome=outcome, steps_done=driver.steps_done, metrics=driver.last_metrics, error=error
     )
+
+
+def _report(run_dir: RunDir) -> list[tuple[str, str]]:
+    """Write the report, and the line that says where; a full disk must not cost the closing lines."""
+    try:
+        return [("report", _relative(write_report(run_dir.path)))]
+    except OSError as error:
+        log.error("the report could not be written: %s", error)
+        return []
 
 
 def _run_until_signal(main: Any) -> None:
