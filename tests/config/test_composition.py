@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,42 @@ def test_a_mistake_through_an_interpolation_names_both_places(write):
 def test_yaml_means_what_it_means_to_omegaconf(write, text):
     theirs = OmegaConf.to_container(OmegaConf.load(write(run=text)))
     assert compose(Path("run.yaml")).data == theirs
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen"),
+    [
+        (
+            {"run": "defaults: [a, _self_, b]\nx: {y: 1, z: [1, 2]}\n", "a": "x: {y: 0, w: 0}\n", "b": "x: {z: [3]}\n"},
+            [],
+        ),
+        (
+            {
+                "run": "defaults: [a@x.y, a@z]\nx: {w: 2}\n",
+                "a": "defaults: [b@_here_, b@inner]\nk: 1\n",
+                "b": "k: 2\nm: 3\n",
+            },
+            [],
+        ),
+        ({"run": "defaults: [g: one]\n", "g__one": "k: 1\n", "g__two": "k: 2\n"}, ["g=two"]),
+        ({"run": "defaults: [g@here: one]\n", "g__one": "# @package _global_\nk: 1\n", "g__two": "k: 2\n"}, []),
+        ({"run": "defaults: [g: [one, two]]\n", "g__one": "k: 1\n", "g__two": "k: ${.l}\nl: 4\n"}, []),
+        (
+            {
+                "run": "defaults: [g: one, {optional h: three}]\nk: 0\n",
+                "g__one": "defaults: [two]\n",
+                "g__two": "k: 2\n",
+            },
+            [],
+        ),
+    ],
+)
+def test_composition_is_what_hydra_composes(write, tmp_path, files, chosen):
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    ours = compose(write(**files), chosen).data
+    with initialize_config_dir(str(tmp_path), version_base="1.3"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Hydra warns of lists without _self_, of which some are
+        theirs = OmegaConf.to_container(hydra_compose("run", chosen), resolve=True)
+    assert ours == theirs

@@ -164,7 +164,11 @@ def _parse_overrides(
 
 
 class _Composition:
-    """Hydra's compose API, with Hydra's global state as it was before."""
+    """Hydra decides which files are merged where and in which order; OmegaConf merges them.
+
+    The second half of Hydra's own `compose` would read every file again, and Hydra's configuration of itself, for which
+    there is no use here: it costs as much as all the rest.
+    """
 
     def __init__(self, path: Path, source: Source, written: Written) -> None:
         self.path = path
@@ -174,11 +178,9 @@ class _Composition:
         self.sources: dict[Path, Source] = {path.resolve(): source}
 
     def run(self, overrides: Sequence[str], problems: list[ConfigProblem]) -> tuple[DictConfig, list[Override]]:
-        from hydra import compose as hydra_compose
         from hydra import initialize_config_dir
         from hydra.core.global_hydra import GlobalHydra
         from hydra.types import RunMode
-        from omegaconf import OmegaConf
 
         if self.path.suffix != ".yaml":
             raise ConfigError([self._problem("fragments are composed from files that end in .yaml; rename this one")])
@@ -196,18 +198,18 @@ class _Composition:
                     for each in loader.get_search_path().get_path()
                     if each.path.startswith("file://") or "://" not in each.path
                 ]
-                self.written.layers[:] = self._layers(defaults, folders)
-                cfg = hydra_compose(self.path.name, overrides=chosen)
+            layers = self._layers(defaults, folders)
+            cfg = _merge(layers)
         except ConfigError:
             raise
         except Exception as error:  # Hydra meets a malformed defaults list with every kind of exception
             raise self._explain(error) from error
-        OmegaConf.set_struct(cfg, False)
+        self.written.layers[:] = layers
         return cfg, values
 
-    def _layers(self, defaults: Sequence[Any], folders: list[Path]) -> list[FileLayer | OverrideLayer]:
+    def _layers(self, defaults: Sequence[Any], folders: list[Path]) -> list[FileLayer]:
         """One layer per file in the order of merging."""
-        layers: list[FileLayer | OverrideLayer] = []
+        layers: list[FileLayer] = []
         problems: list[ConfigProblem] = []
         for each in defaults:
             package = each.package or ""
@@ -215,6 +217,7 @@ class _Composition:
                 continue
             file = _find(each.config_path, folders)
             if file is None:
+                problems.append(self._problem(f"fragment {each.config_path!r} is no file; fragments are files"))
                 continue
             if file not in self.sources:
                 shown = Path(os.path.relpath(file))
@@ -272,6 +275,22 @@ class _Composition:
         mark = self.source.value_mark(path) if at else self.source.key_mark(path)
         where = self.source.name if mark is None else f"{self.source.name}:{mark.line}:{mark.column}"
         return ConfigProblem(where, "defaults", message, hint)
+
+
+def _merge(layers: Sequence[FileLayer]) -> DictConfig:
+    """The files, each under its package; `defaults:` and `hydra:` have done their work."""
+    from omegaconf import OmegaConf
+
+    merged: DictConfig = OmegaConf.create({})
+    for layer in layers:
+        data = {key: each for key, each in layer.source.data.items() if key not in ("defaults", "hydra")}
+        part: DictConfig = OmegaConf.create(data)
+        if layer.package:
+            outer: DictConfig = OmegaConf.create({})
+            OmegaConf.update(outer, ".".join(layer.package), part, merge=False)
+            part = outer
+        merged.merge_with(part)
+    return merged
 
 
 @contextmanager
