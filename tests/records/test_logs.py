@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from roll_core.config.secrets import Redactor
 from roll_core.runtime.logs import run_logging
-from roll_core.runtime.secrets import Redactor
 
 
 def state() -> object:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from roll_core.config.secrets import REDACTED, Redactor
 from roll_core.errors import RunInterruptedError, WorkerDiedError
 from roll_core.runtime.guards import GuardEvent
 from roll_core.runtime.record import RunFacts, RunRecord, git_state, is_abandoned, read_record
-from roll_core.runtime.secrets import REDACTED, Redactor
 
 FACTS = RunFacts(
     name="grpo/001",

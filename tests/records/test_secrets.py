@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.runtime.secrets import REDACTED, Redactor, is_secret
+from roll_core.config.secrets import REDACTED, Redactor, is_secret
 from roll_core.spec.config import RunConfig
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def show_plugins(disabled_plugins: Sequence[str], *, as_json: bool, verbose: bool, check_parts: bool) -> int:
-    """List every plugin. The exit code is 0 however broken they are, unless `check_parts` asks to judge them: then 2."""
+    """List every plugin. The exit code is 0 however broken they are; 2 if `check_parts` asks to judge them."""
     registry = load_registry(disabled_plugins)
     broken = _check_parts(registry) if check_parts else []
     if as_json:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from roll_core.config.secrets import is_secret
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.config.source import KeyPath
+
+
+NOT_SHOWN = "a secret (not shown)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,10 @@ def _is_part_of_another(found: Finding, others: list[Finding]) -> bool:
 
 def show(value: Any, key: str = "") -> str:
     """A value as it is shown in a message: short, and hidden if its key says that it is a secret."""
-    if is_secret(key) and value not in (None, ""):
-        return "a secret (not shown)"
+    from roll_core.config.secrets import is_secret  # compiles many patterns, which a good config does not need
+
+    if is_secret(key, value):
+        return NOT_SHOWN
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -94,7 +97,7 @@ def _finding(path: KeyPath, errors: list[Any]) -> Finding:
         return Finding(path, message, at_key=isinstance(value, dict | BaseModel), kind="value_error")
     expected = _join([_expected(each) for each in errors])
     shown = show(value, name)
-    hint = "" if is_secret(name) else _hint(value, errors)
+    hint = "" if shown == NOT_SHOWN else _hint(value, errors)
     return Finding(path, f"found {shown}, expected {expected}", hint, kind=kind, shown=shown)
 
 

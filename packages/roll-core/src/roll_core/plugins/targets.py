@@ -50,8 +50,8 @@ def load_class(target: str, base: type[T], *, owner: str) -> type[T]:
 def check_part(record: Provider, *, owner: str) -> None:
     """Import everything that a record points at, and hold it against the contract of its kind.
 
-    Raises `PluginLoadError` for what cannot be imported, is no subclass of the contract's class, lacks an abstract method,
-    or declares other capabilities than the record does.
+    Raises `PluginLoadError` for what cannot be imported, is no subclass of the contract's class, lacks an abstract
+    method, or declares other capabilities than the record does.
     """
     contract = _contract(record)
     part = load_target(record.target, owner=owner)

@@ -8,7 +8,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING
 
-from roll_core.runtime.secrets import Redactor
+from roll_core.config.secrets import Redactor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
+from roll_core.config.secrets import Redactor
 from roll_core.errors import NonFiniteError, RunInterruptedError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
@@ -37,7 +38,6 @@ from roll_core.runtime.roles import GroupInferRole, GroupTrainRole, RewardRole
 from roll_core.runtime.run import ActiveRun
 from roll_core.runtime.run_dir import RunDir, find_checkpoint
 from roll_core.runtime.samples import SamplesFile
-from roll_core.runtime.secrets import Redactor
 from roll_core.runtime.tokenizer import prepare_tokenizer
 from roll_core.runtime.tracking import MetricsFile, Trackers
 from roll_core.spec.providers import TrackerProvider

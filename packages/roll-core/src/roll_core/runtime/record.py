@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
+from roll_core.config.secrets import Redactor
 from roll_core.runtime.jsonlines import safe
-from roll_core.runtime.secrets import Redactor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,6 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from roll_core.config.secrets import Redactor
 from roll_core.runtime.charts import (
     Chart,
     Segment,
@@ -31,7 +32,6 @@ from roll_core.runtime.jsonlines import number, read_lines
 from roll_core.runtime.ledger import OTHER
 from roll_core.runtime.record import is_abandoned, read_record, write_atomically
 from roll_core.runtime.run_dir import RunDir
-from roll_core.runtime.secrets import Redactor
 from roll_core.runtime.tracking import read_metrics
 
 if TYPE_CHECKING:
