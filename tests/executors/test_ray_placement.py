@@ -37,7 +37,7 @@ class FakeAccelerators(CpuPlatform):
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Runs coroutines on one event loop, while a cluster of three nodes is there."""
-    settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         patch.syspath_prepend(HERE)
         patch.delenv("RAY_ADDRESS", raising=False)

@@ -265,6 +265,11 @@ class RayWorker:
         """Begin a call. See `WorkerGroup._begin`."""
         if self._executor.death is not None:
             return self._dead_already(self._executor.death)
+        if self._executor.is_closing:
+            member = self.member
+            return self._dead_already(
+                WorkerDiedError(self._spec.role, member.rank, member.host, "", "its executor was closed")
+            )
         number, self._number = self._number, self._number + 1
         future = self._ask(method, self._handle.call.remote(number, method, payload), decoded=True)
 
@@ -284,10 +289,15 @@ class RayWorker:
         return self._ask("close", self._handle.close.remote(timeout_s))
 
     def kill(self) -> None:
-        """End its process."""
+        """End its process.
+
+        The handle goes too: it may live on in a cycle, and when that is collected Ray takes a reference from the actor
+        of this id, which by then may be one of the next Ray instance of this process.
+        """
         import ray
 
         ray.kill(self._handle)
+        self._handle = None
 
     def fail_pending(self, death: WorkerDiedError) -> None:
         """Every call that waits raises."""

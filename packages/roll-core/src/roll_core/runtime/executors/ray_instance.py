@@ -7,7 +7,6 @@ driver however that dies.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -104,6 +103,7 @@ class RayInstance:
     def _start(self) -> None:
         import ray
 
+        _provide_secret()
         platform = self._platform
         slots: dict[str, Any] = {}
         if platform.ray_resource == "GPU":
@@ -116,7 +116,7 @@ class RayInstance:
             num_cpus=usable_cores(),
             object_store_memory=_object_store_bytes(),
             include_dashboard=False,
-            logging_level=logging.WARNING,
+            logging_level=logging.ERROR,
             _temp_dir=str(self.scratch / "ray"),
             **slots,
         )
@@ -146,8 +146,6 @@ class RayInstance:
         }
         env = {name: value for name, value in settings.items() if name not in os.environ}
         env[reaper.MARK] = self.mark
-        if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
-            env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _token()}
         self._env_before = {name: os.environ.get(name) for name in env}
         os.environ.update(env)
 
@@ -174,10 +172,14 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
-@functools.cache
-def _token() -> str:
-    """Secret of the instances of this process: Ray reads it once for each process."""
-    return secrets.token_hex(32)
+def _provide_secret() -> None:
+    """Give Ray a secret, unless the user has one, so that it writes none into the user's home.
+
+    It stays in the environment: Ray reads it once for each process, and a later instance must have the same.
+    """
+    default = Path.home() / ".ray" / "auth_token"
+    if not ({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()) and not default.exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _scratch_directory(mark: str) -> Path:
