@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import time
 from types import SimpleNamespace
@@ -257,6 +258,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", choices=["shared", "shm", "collective"])
+    # Ray gives its workers a lower priority than the process that measures memcpy; on a busy machine they would starve.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     rounds, only = parser.parse_args().rounds, parser.parse_args().only
     memcpy = Memcpy()
     results = [

@@ -97,7 +97,7 @@ class Engine:
                 continue
             key = {first: second, second: first}.get(name, name) if fault == "swap" else name
             if shared:
-                self.held[key] = tensor
+                self.held[key] = tensor.clone() if fault == "clone" else tensor
                 continue
             if key not in self.held:
                 self.held[key] = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -51,6 +51,23 @@ def test_shared_hands_over_the_very_memory(with_duo):
     with_duo("shared", scenario, receivers=1)
 
 
+def test_an_engine_that_copies_what_is_shared_answers_with_digests(with_duo):
+    async def scenario(duo):
+        await duo.fault("clone", 0)
+        await duo.publisher.publish(0)
+        await duo.step()
+        (trained,) = await duo.train.call("values")
+        copied, live = await duo.infer.call("values")
+        assert copied["embed"] != trained["embed"] == live["embed"]
+        await duo.publisher.publish(1)
+        await duo.step()
+        await duo.fault("pretend", 0)
+        with pytest.raises(StaleWeightsError, match="rank 0 says weight version 2 but embed"):
+            await duo.publisher.publish(2)
+
+    with_duo("shared", scenario)
+
+
 @EVERYWHERE
 @pytest.mark.parametrize(
     ("fault", "error", "words"),

@@ -30,7 +30,7 @@ class SyncPlan:
     bucket_bytes: int = 1 << 30
     """Largest bucket; a larger tensor travels alone."""
     deadline_s: float = 60.0
-    """From when an end hears of the plan until it must be done."""
+    """From when the sender begins until all receivers must have taken everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

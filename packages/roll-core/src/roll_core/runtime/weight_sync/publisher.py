@@ -11,7 +11,6 @@ from roll_core.errors import ReceiverSilentError, WeightSyncError, WorkerDiedErr
 from roll_core.runtime.weight_sync.plan import SendOutcome, SyncPlan
 from roll_core.runtime.weight_sync.proof import require_change, verify
 from roll_core.spec.weights import MEMORY, digest, entry_bytes
-from roll_core.types import WeightManifest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.executors.base import WorkerGroup
     from roll_core.runtime.weight_sync.plan import Offer, ReceiveOutcome
     from roll_core.spec.providers import Transport
-    from roll_core.types import WeightReceipt
+    from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 GRACE_S = 5.0
 """How long one side may still answer after the other has failed, and after the deadline that workers watch themselves:
@@ -201,19 +200,21 @@ class WeightPublisher:
     def _prove(self, sent: WeightManifest, receipts: Sequence[WeightReceipt], offer: Offer) -> WeightManifest:
         """Verify every receipt; returns the manifest with digests of bytes wherever a receiver gave them."""
         live = dict(offer.tensors)
-        held = sent
+        digests: dict[str, str] = {}
+
+        def in_terms_of(receipt: WeightReceipt, entry: TensorEntry) -> TensorEntry:
+            """A receiver that holds a copy of what was handed over answers with the digest of its bytes."""
+            if not entry.digest.startswith(MEMORY) or receipt.digests.get(entry.name, entry.digest) == entry.digest:
+                return entry
+            if entry.name not in digests:
+                digests[entry.name] = digest(live[entry.name])
+            return replace(entry, digest=digests[entry.name])
+
         for receipt in receipts:
-            held = WeightManifest(
-                version=sent.version,
-                tensors=tuple(
-                    replace(entry, digest=digest(live[entry.name]))
-                    if entry.digest.startswith(MEMORY) and receipt.digests.get(entry.name, entry.digest) != entry.digest
-                    else entry
-                    for entry in held.tensors
-                ),
-            )
-            verify(held, receipt, self._previous)
-        return held
+            entries = tuple(in_terms_of(receipt, entry) for entry in sent.tensors)
+            verify(replace(sent, tensors=entries), receipt, self._previous)
+        known = tuple(replace(entry, digest=digests.get(entry.name, entry.digest)) for entry in sent.tensors)
+        return replace(sent, tensors=known)
 
     def _require_change(
         self, sent: WeightManifest, previous: WeightManifest | None, rank: int, *, sampled: bool

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from roll_core.spec.infer import InferStrategy
 
 
+PATIENCE_S = 2.0
+"""Receivers wait so much longer than the sender: it knows who is silent, they would only see each other hang up."""
+
+
 class WeightReceiver:
     """Feeds `update_weights` from a transport and answers with the engine's receipt. Called on the engine's loop."""
 
@@ -32,7 +36,7 @@ class WeightReceiver:
         """Take in what the sender offers. Failures of the sync are part of the outcome; others are raised."""
         begun = time.perf_counter()
         try:
-            outcome = await self._receive(plan, offer, Deadline(plan.deadline_s))
+            outcome = await self._receive(plan, offer, Deadline(plan.deadline_s + PATIENCE_S))
         except SenderLostError as lost:
             self.close()
             outcome = ReceiveOutcome(failure=WeightSyncError(f"{self._who}: {lost}"), cut_off=True)
