@@ -69,7 +69,7 @@ async def train(steps: int = STEPS, seed: int = 0) -> list[float]:
         for step in range(steps):
             # The engine takes the trainer's weights: in one process that is the same memory.
             weights = list(trainer.export_weights())
-            await engine.update_weights(step, make_manifest(step, weights), weights)
+            await engine.update_weights(step, make_manifest(step, weights), weights, shared=True)
 
             # Each prompt is answered by a group of samples.
             digits = [rng.randrange(10) for _ in range(PROMPTS)]

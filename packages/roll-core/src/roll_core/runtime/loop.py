@@ -284,8 +284,8 @@ class _Driver:
         self.console.start(total_steps=num_steps, done=run.step)
         if config.eval_steps and run.step == 0:
             ledger.start_step()
-            metrics = await self._evaluate(run)
-            self._record(0, metrics | ledger.step_times(), metrics_file, trackers)
+            if metrics := await self._evaluate(run):
+                self._record(0, metrics | ledger.step_times(), metrics_file, trackers)
         while run.step < num_steps:
             try:
                 executor.check_alive()

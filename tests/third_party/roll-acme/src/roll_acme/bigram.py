@@ -109,18 +109,19 @@ class BigramInferStrategy(InferStrategy):
         return []
 
     async def update_weights(
-        self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]
+        self,
+        version: int,
+        manifest: WeightManifest,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        shared: bool = False,
     ) -> WeightReceipt:
         given = dict(tensors)
         if "table" not in given:
             raise MissingTensorError("the table is missing")
-        self.table_VV = given["table"] if self.same_memory(given["table"]) else given["table"].clone()
+        self.table_VV = given["table"] if shared else given["table"].clone()
         self.version = version
-        return make_receipt(version, [("table", self.table_VV)])
-
-    def same_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether the engine holds this very tensor already."""
-        return tensor.data_ptr() == self.table_VV.data_ptr()
+        return make_receipt(manifest, [("table", self.table_VV)])
 
     async def stop(self) -> None:
         self.table_VV = torch.zeros(0)

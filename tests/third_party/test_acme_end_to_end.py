@@ -1,0 +1,103 @@
+"""A plugin written against `roll_core.spec` alone brings platform, both strategies, pipeline and reward, and trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PLUGIN = Path(__file__).resolve().parent / "roll-acme"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plugin, built and installed as anyone would, into a folder of its own."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [str(REPOSITORY / "run"), "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(PLUGIN)]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    rows = "".join(json.dumps({"id": i, "prompt": letter}) + "\n" for i, letter in enumerate("abcd"))
+    (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
+    path = tmp_path / "bandit.yaml"
+    role = {
+        "model_args": {"dtype": "fp32", "random_init": {"model_type": "bigram"}},
+        "device_mapping": [0],
+    }
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "pipeline": "acme_bandit",
+                "platform": "acme_board",
+                "output_dir": str(tmp_path / "output"),
+                "prompt_length": 4,
+                "response_length": 8,
+                "max_steps": 30,
+                "save_steps": 0,
+                "track_with": [],
+                "tokenizer": {"kind": "char", "alphabet": "abcd"},
+                "policy": role
+                | {
+                    "strategy_args": {"strategy_name": "acme_train", "strategy_config": {"vocabulary": 6}},
+                    "training_args": {"learning_rate": 4.0, "per_device_train_batch_size": 32},
+                    "data_args": {"file_name": str(tmp_path / "rows.jsonl")},
+                },
+                "sampler": role
+                | {"strategy_args": {"strategy_name": "acme_infer", "strategy_config": {"vocabulary": 6}}},
+                "rewards": {"share": {"reward": "acme_share", "letter": "c"}},
+            }
+        ),
+        encoding="utf-8",
+    )
+    return path
+
+
+def roll_core(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "roll_core", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
+def test_the_plugins_own_parts_train_together(installed, config, executor):
+    done = roll_core(installed, "run", str(config), f"executor={executor}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = config.parent / "output" / "roll" / "latest"
+    scores = [json.loads(line)["score/mean"] for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert len(scores) == 30
+    # Random letters earn 1/4 at most (the table has tokens that are no letters, too); the rewarded one takes over.
+    assert scores[0] < 0.45
+    assert scores[-1] > 0.8
+    record = json.loads((run / "run.json").read_text("utf-8"))
+    assert record["platform"] == "acme_board"
+    assert record["executor"] == executor
+    assert {plugin["package"] for plugin in record["plugins"]} == {"roll-core", "roll-acme"}
+    assert (run / "acme.txt").read_text("utf-8") == "fine"
+
+
+def test_a_mistake_in_the_plugins_own_keys_is_located_like_any_other(installed, config):
+    done = roll_core(installed, "check", str(config), "policy.strategy_args.strategy_config.vocabullary=3")
+    assert done.returncode == 2
+    assert "vocabullary" in done.stderr + done.stdout
+    assert "vocabulary" in done.stderr + done.stdout
+
+
+def test_a_strategy_on_a_platform_that_it_does_not_name_is_refused(installed, config):
+    done = roll_core(installed, "run", str(config), "platform=cpu")
+    assert done.returncode == 2
+    assert "acme_train runs on acme_board, but platform is cpu" in done.stdout + done.stderr
+
+
+def test_without_the_plugin_the_run_says_what_is_missing(config):
+    done = roll_core(Path("nowhere"), "check", str(config))
+    assert done.returncode == 2
+    assert "acme_bandit" in done.stderr + done.stdout
