@@ -52,7 +52,7 @@ def test_the_gradient_equals_plain_transformers(build, sequences, tiny):
     expected = plain_loss(model, sequences)
     expected.backward()
     flat = torch.cat([each.grad.flatten() for each in model.parameters()])
-    assert loss == pytest.approx(float(expected), abs=1e-6)
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
     assert relative(gradient, flat) < 1e-6
 
 

@@ -12,6 +12,8 @@ class HFTrainConfig(StrategyConfig):
 
     logprob_chunk_tokens: PositiveInt | None = None
     """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
+    fused: bool = True
+    """Norms and gated activations by faster equivalents, where these exist and give the same numbers."""
 
 
 class HFInferConfig(StrategyConfig):

@@ -17,6 +17,7 @@ import torch
 
 from roll_core.builtin.hf.backbone import Backbone, LanguageHead, checkpoint_layers
 from roll_core.builtin.hf.config import HFTrainConfig
+from roll_core.builtin.hf.fused import fuse
 from roll_core.builtin.hf.layout import make_adjacent
 from roll_core.builtin.hf.logprobs import HeadRequest
 from roll_core.builtin.hf.model import load_model, load_tokenizer, scalar_head
@@ -64,6 +65,8 @@ class HFTrainStrategy(TrainStrategy):
         self.replicas = Replicas(mesh)
         self.model: PreTrainedModel = load_model(model, device=mesh.device)
         make_adjacent(self.model)
+        if self._config.fused:
+            log.info("%s: %d modules fused", mesh.role, fuse(self.model))
         self.model.requires_grad_(self.training is not None)
         self.replicas.broadcast(self.model.parameters())
         self.backbone = Backbone(self.model, attn_implementation=model.attn_implementation)
@@ -97,7 +100,7 @@ class HFTrainStrategy(TrainStrategy):
         outputs = self._outputs(micro, loss.want)
         found = loss(outputs, micro)
         if not torch.isfinite(found.loss.detach()).all():
-            raise NonFiniteError(_where_not_finite(found.loss, outputs, micro))
+            raise NonFiniteError(_where_not_finite(found.loss.detach(), outputs, micro))
         if found.loss.requires_grad:
             found.loss.backward()  # type: ignore[no-untyped-call]
         return {
