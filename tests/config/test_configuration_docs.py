@@ -86,10 +86,10 @@ def tables():
     for schema in schemas():
         rows = list(own_fields(schema))
         title = inspect.getdoc(schema).split("\n\n")[0]
-        bases = [base.__name__ for base in schema.__bases__ if base is not Config]
+        bases = [base.__name__.strip("_") for base in schema.__bases__ if base is not Config]
         if not rows:
             continue
-        lines += [f"### {schema.__name__}", "", " ".join(title.split()), ""]
+        lines += [f"### {schema.__name__.strip('_')}", "", " ".join(title.split()), ""]
         if bases:
             lines += [f"Has the keys of {' and '.join(bases)}, and:", ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]

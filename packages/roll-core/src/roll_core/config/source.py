@@ -229,7 +229,7 @@ class _Reader:
             return None
         try:
             return self.loader.construct_object(yaml.ScalarNode(tag, event.value, event.start_mark, event.end_mark))
-        except (ValueError, KeyError):
+        except (ValueError, LookupError, OverflowError):
             shown = event.value if len(event.value) <= 40 else event.value[:37] + "..."
             self._problem(mark, _dotted(path), f"{shown!r} cannot be read as {tag.rpartition(':')[2]}")
             return None
