@@ -17,7 +17,7 @@ import pytest
 from roll_core.runtime.executors import reaper
 
 HERE = Path(__file__).parent
-PATIENCE_S = 40
+PATIENCE_S = 90
 
 
 class Driver:
