@@ -1,7 +1,6 @@
 """The engine's logprobs are those of a plain forward pass of transformers over the whole sequence."""
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +26,12 @@ WINDOW = {"sliding_window": 8}
 FAST = {
     "llama": {**SMALL, "model_type": "llama"},
     "llama with biases": {**SMALL, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "llama, one key head, tied": {**SMALL, "model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "llama, one key head, tied": {
+        **SMALL,
+        "model_type": "llama",
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
     "llama, rope base": {**SMALL, "model_type": "llama", "rope_theta": 500.0},
     "llama 3 rope": {
         **SMALL,
@@ -73,13 +77,15 @@ GENERAL = {
     },
     "gemma2": {**SMALL, **WINDOW, "model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8},
     "gemma3_text": {**SMALL, **WINDOW, "model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8},
-    "phi": {**{k: v for k, v in SMALL.items()}, "model_type": "phi"},
+    "phi": {**SMALL, "model_type": "phi"},
     "qwen2 with windows": {
-        **SMALL, **WINDOW, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1,
+        **SMALL,
+        **WINDOW,
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "max_window_layers": 1,
     },
-    "mamba2 hybrid": {},
 }
-GENERAL.pop("mamba2 hybrid")
 
 
 def run(spec, requests, **config):

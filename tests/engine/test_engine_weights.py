@@ -1,0 +1,194 @@
+"""Replacing the weights of a running engine."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from roll_core.builtin.hf.layout import adjacent, make_adjacent
+from roll_core.builtin.hf.model import load_model
+from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
+from roll_core.spec.weights import digest, make_manifest
+from roll_core.types import GenerateRequest, SamplingParams
+
+
+def request(name, prompt, **params):
+    params = {"ignore_eos": True, "max_new_tokens": 12, "seed": 4, **params}
+    return GenerateRequest(id=name, prompt_ids=np.array(prompt), params=SamplingParams(**params), prompt_logprobs=True)
+
+
+@pytest.fixture
+def trainer(tiny_spec):
+    model = load_model(tiny_spec)
+    make_adjacent(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * 0.1)
+    return model
+
+
+def exported(model):
+    return list(model.named_parameters())
+
+
+def scored(model, tokens):
+    ids = torch.tensor(np.array(tokens)).unsqueeze(0)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits, dim=-1)
+    return logprobs[0, :-1].gather(1, ids[0, 1:, None]).squeeze(1).numpy()
+
+
+def assert_of(model, prompt, completion):
+    expected = scored(model, [*prompt, *completion.outputs[0].token_ids])
+    np.testing.assert_allclose(completion.outputs[0].logprobs, expected[len(prompt) - 1 :], atol=1e-5)
+    np.testing.assert_allclose(completion.prompt_logprobs[1:], expected[: len(prompt) - 1], atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_new_requests_are_served_by_the_new_weights_and_nothing_old_is_left(with_engine, trainer, shared):
+    prompt = list(range(30))
+
+    async def act(engine):
+        await engine.generate(request("before", prompt))
+        receipt = await engine.update_weights(3, make_manifest(3, exported(trainer)), exported(trainer), shared=shared)
+        return receipt, await engine.generate(request("after", prompt))
+
+    receipt, after = with_engine(act)
+    assert_of(trainer, prompt, after)
+    assert set(after.outputs[0].versions.tolist()) == {3}
+    assert receipt.digests == {name: digest(each) for name, each in exported(trainer)}
+    assert (receipt.version, receipt.role, receipt.rank) == (3, "actor_infer", 3)
+
+
+def test_shared_tensors_are_held_themselves_and_copied_ones_are_not(with_engine, trainer):
+    async def act(engine):
+        manifest = make_manifest(1, exported(trainer))
+        held = dict(engine._model.named_parameters())
+        await engine.update_weights(1, manifest, exported(trainer))
+        apart = all(held[name].data_ptr() != each.data_ptr() for name, each in exported(trainer))
+        await engine.update_weights(1, manifest, exported(trainer), shared=True)
+        same = all(held[name].data_ptr() == each.data_ptr() for name, each in exported(trainer))
+        fused = engine._core.runner._layers[0].qkv
+        return apart, same, fused.data_ptr() == trainer.model.layers[0].self_attn.q_proj.weight.data_ptr()
+
+    assert with_engine(act) == (True, True, True)
+
+
+def test_a_copy_after_a_shared_update_leaves_the_trainers_memory_alone(with_engine, trainer, tiny_spec):
+    before = {name: each.detach().clone() for name, each in exported(trainer)}
+    other = load_model(tiny_spec)
+
+    async def act(engine):
+        await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer), shared=True)
+        await engine.update_weights(2, make_manifest(2, exported(other)), exported(other))
+        return await engine.generate(request("a", [4, 5]))
+
+    assert_of(other, [4, 5], with_engine(act))
+    assert all(torch.equal(before[name], each) for name, each in exported(trainer))
+
+
+def test_a_step_of_the_trainer_is_seen_at_the_next_publish(with_engine, trainer):
+    async def act(engine):
+        await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer), shared=True)
+        await engine.generate(request("a", [4, 5]))
+        with torch.no_grad():
+            for parameter in trainer.parameters():
+                parameter.mul_(1.1)
+        await engine.update_weights(2, make_manifest(2, exported(trainer)), exported(trainer), shared=True)
+        return await engine.generate(request("b", [4, 5]))
+
+    assert_of(trainer, [4, 5], with_engine(act))
+
+
+def test_live_tensors_that_do_not_lie_side_by_side_are_used_correctly(with_engine, tiny_spec):
+    scattered = load_model(tiny_spec.__class__(random_init=tiny_spec.random_init, dtype="fp32", seed=77))
+    layer = scattered.model.layers[0].self_attn
+    assert adjacent([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]) is None
+
+    async def act(engine):
+        receipt = await engine.update_weights(
+            1, make_manifest(1, exported(scattered)), exported(scattered), shared=True
+        )
+        return receipt, await engine.generate(request("a", [4, 5]))
+
+    receipt, completion = with_engine(act)
+    assert_of(scattered, [4, 5], completion)
+    assert receipt.digests == {name: digest(each) for name, each in exported(scattered)}
+
+
+def update_in_flight(trainer, prompt):
+    async def act(engine):
+        task = asyncio.create_task(engine.generate(request("a", prompt, max_new_tokens=90)))
+        while engine.metrics().get("generated_tokens", 0) == 0:
+            await asyncio.sleep(0.001)
+        await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer))
+        return await task
+
+    return act
+
+
+def test_running_requests_go_on_under_new_weights_and_each_token_has_its_version(with_engine, trainer, tiny_spec):
+    prompt = [4, 5, 6]
+    output = with_engine(update_in_flight(trainer, prompt)).outputs[0]
+    assert len(output.token_ids) == 90
+    changed = int(output.versions.argmax())
+    assert 0 < changed < 90
+    assert (output.versions == (np.arange(90) >= changed)).all()
+    old = scored(load_model(tiny_spec), [*prompt, *output.token_ids])[len(prompt) - 1 :]
+    np.testing.assert_allclose(output.logprobs[:changed], old[:changed], atol=1e-5)
+
+
+def test_recomputed_keys_and_values_give_the_new_weights_own_logprobs(with_engine, trainer):
+    prompt = [4, 5, 6]
+    output = with_engine(update_in_flight(trainer, prompt), kv_after_update="recompute").outputs[0]
+    changed = int(output.versions.argmax())
+    assert 0 < changed < 90
+    new = scored(trainer, [*prompt, *output.token_ids])[len(prompt) - 1 :]
+    np.testing.assert_allclose(output.logprobs[changed:], new[changed:], atol=1e-5)
+
+
+def publish(trainer, change, version=1, first=None):
+    """Publish what `change` makes of the tensors, under the manifest of the true ones."""
+
+    async def act(engine):
+        if first is not None:
+            await engine.update_weights(first, make_manifest(first, exported(trainer)), exported(trainer))
+        await engine.update_weights(version, make_manifest(version, exported(trainer)), change(exported(trainer)))
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "change"),
+    [
+        (MissingTensorError, "model.norm.weight was not sent", lambda t: [x for x in t if "model.norm" not in x[0]]),
+        (UnexpectedTensorError, "was sent surprise", lambda t: [*t, ("surprise", torch.zeros(1))]),
+        (
+            CorruptTensorError,
+            "model.norm.weight arrived as .7.",
+            lambda t: [(name, torch.zeros(7) if name == "model.norm.weight" else x) for name, x in t],
+        ),
+        (CorruptTensorError, "arrived as F64", lambda t: [(name, x.double()) for name, x in t]),
+    ],
+)
+def test_what_is_not_as_the_manifest_says_is_an_error_that_names_role_rank_and_tensor(
+    with_engine, trainer, error, says, change
+):
+    with pytest.raises(error, match=f"actor_infer rank 3: .*{says}"):
+        with_engine(publish(trainer, change))
+
+
+def test_an_older_version_is_stale(with_engine, trainer):
+    with pytest.raises(StaleWeightsError, match="version 4 .* holds version 5"):
+        with_engine(publish(trainer, lambda tensors: tensors, version=4, first=5))
+
+
+def test_a_manifest_that_lacks_a_tensor_of_the_model_is_refused(with_engine, trainer):
+    some = [each for each in exported(trainer) if "lm_head" not in each[0]]
+
+    async def act(engine):
+        await engine.update_weights(1, make_manifest(1, some), some)
+
+    with pytest.raises(MissingTensorError, match=r"lm_head.weight is not in the manifest"):
+        with_engine(act)

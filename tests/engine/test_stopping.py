@@ -1,0 +1,64 @@
+"""Stop strings are found at the very token that completes them, however text is cut into tokens."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll_core.builtin.hf.stopping import StopStrings
+
+
+class ByteTokenizer:
+    """Token `i` is byte `i`: every character of more than one byte spans tokens."""
+
+    def decode(self, ids, **_):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class PieceTokenizer:
+    """Like sentencepiece: words begin with a blank, which the first word of a text loses."""
+
+    pieces = ("▁stop", "▁", "op", "▁st", "é", "x", "▁x.", ".", "")
+
+    def decode(self, ids, **_):
+        return "".join(self.pieces[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+
+def first_stop(stops, ids):
+    for end in range(1, len(ids) + 1):
+        found = stops.found(ids[:end])
+        if found is not None:
+            return end, found
+    return None
+
+
+def expected_end(tokenizer, strings, ids):
+    for end in range(1, len(ids) + 1):
+        if any(each in tokenizer.decode(ids[:end]) for each in strings):
+            return end
+    return None
+
+
+TEXT = st.text(alphabet="ab\n é漢🙂", max_size=30)
+STOPS = st.lists(st.text(alphabet="ab\n é漢🙂", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXT, STOPS)
+def test_bytes_of_unicode_are_stopped_where_the_decoded_text_first_contains_a_stop(text, strings):
+    ids = list(text.encode())
+    found = first_stop(StopStrings(ByteTokenizer(), strings), ids)
+    assert (found and found[0]) == expected_end(ByteTokenizer(), strings, ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, len(PieceTokenizer.pieces) - 1), min_size=1, max_size=40),
+    st.lists(st.sampled_from(["stop", " stop", "x.", "t op", "é x", ". ", "  "]), min_size=1, max_size=3),
+)
+def test_pieces_are_stopped_where_the_decoded_text_first_contains_a_stop(ids, strings):
+    found = first_stop(StopStrings(PieceTokenizer(), strings), ids)
+    assert (found and found[0]) == expected_end(PieceTokenizer(), strings, ids)
+
+
+def test_of_two_stops_that_one_token_completes_the_earlier_in_the_text_is_named():
+    stops = StopStrings(ByteTokenizer(), ["b", "ab"])
+    assert stops.found(list(b"xab")) == "ab"
