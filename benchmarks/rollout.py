@@ -2,10 +2,11 @@
 
     ./run bench rollout [--sizes 128x4 256x6 512x8] [--vocabularies 512 32000] [--dtypes fp32 bf16] [--work a b]
 
-Random models of Qwen3's architecture. Work (a): 64 prompts of 16 tokens, 128 new tokens each. Work (b): 16 prompts of 24
-to 72 tokens, 8 responses each, of long-tailed lengths (median 40, longest 256) that are the same for all contestants.
-Tokens are drawn from the softmax, each with its logprob. Contestants live in processes of their own, load the same
-weights, and take turns round by round, so that a busy machine is busy for all; ratios are medians over rounds.
+Random models of Qwen3's architecture. Work (a): 64 prompts of 16 tokens, 128 new tokens each. Work (b): 16 prompts of
+24 to 72 tokens, 8 responses each, of long-tailed lengths (median 40, longest 256) that are the same for all. Tokens are
+drawn from the softmax, each with its logprob. Contestants live in processes of their own, load the same weights, and
+take turns round by round, so that a busy machine is busy for all; ratios are medians over rounds. Two threads on a busy
+machine mostly wait for one another: `--threads 1` and the ratios of CPU time say more there.
 
 The GEMM bound of (a) is the time that the matrix products of 128 decoding steps would take with nothing between them.
 Results are added to those that benchmarks/results/rollout.json already has.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 SIZES = {"128x4": (128, 4, 32), "256x6": (256, 6, 64), "512x8": (512, 8, 64)}
-"""Hidden size, layers, head size. Half as many key heads as query heads, intermediate size three times the hidden one."""
+"""Hidden size, layers, head size. Half as many key heads as query heads; intermediate size 3 × hidden size."""
 CONTESTANTS = ("roll", "transformers", "vllm")
 NEW_TOKENS = 128
 
@@ -121,7 +122,7 @@ def measure(
         try:
             for kind in kinds:
                 yield (
-                    f"{size}/{vocabulary}/{dtype}/{kind}",
+                    f"{size}/{vocabulary}/{dtype}/{kind}/{threads}",
                     _one_work(contestants, work(kind, vocabulary), kind, rounds),
                 )
         finally:
@@ -133,7 +134,7 @@ def _one_work(contestants: Sequence[Contestant], task: dict[str, Any], kind: str
     for each in contestants:
         each.ask({**task, "lengths": [min(8, n) for n in task["lengths"]]})
     runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contestants}
-    gemm: dict[str, list[float]] = {}
+    gemm: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for each in contestants:
             answer = each.ask(task)
@@ -141,8 +142,8 @@ def _one_work(contestants: Sequence[Contestant], task: dict[str, Any], kind: str
                 raise RuntimeError(f"{each.name} did not generate what it was asked to")
             runs[each.name].append(answer)
             if each.name == "roll" and kind == "a":
-                for name, seconds in each.ask({"gemm_rows": 64}).items():
-                    gemm.setdefault(name, []).append(seconds * NEW_TOKENS)
+                for name, (wall, cpu) in each.ask({"gemm_rows": 64}).items():
+                    gemm.setdefault(name, []).append((wall * NEW_TOKENS, cpu * NEW_TOKENS))
     tokens = sum(task["lengths"])
     seconds = {name: [run["seconds"] for run in found] for name, found in runs.items()}
     cell: dict[str, Any] = {
@@ -167,9 +168,13 @@ def _one_work(contestants: Sequence[Contestant], task: dict[str, Any], kind: str
         },
     }
     if gemm:
-        cell["gemm_seconds"] = {name: round(statistics.median(found), 4) for name, found in gemm.items()}
+        cell["gemm_seconds"] = {name: [round(x, 4) for x in min(found)] for name, found in gemm.items()}
+        own = [(run["seconds"], run["cpu_seconds"]) for run in runs["roll"]]
         cell["share_of_gemm_bound"] = {
-            name: round(statistics.median(g / r for g, r in zip(found, seconds["roll"], strict=True)), 3)
+            name: [
+                round(statistics.median(g[clock] / r[clock] for g, r in zip(found, own, strict=True)), 3)
+                for clock in (0, 1)
+            ]
             for name, found in gemm.items()
         }
     return cell
@@ -177,22 +182,28 @@ def _one_work(contestants: Sequence[Contestant], task: dict[str, Any], kind: str
 
 def table(cells: dict[str, Any]) -> str:
     lines = [
-        "Tokens per second, medians over rounds; the contestants took turns on the same machine. Speed-ups are medians of",
-        "the ratios of one round. The GEMM bound is the time of the matrix products alone, in the model's order on its own",
-        "weights: `linear` is torch's default kernel, `onednn` the one that we use for large float32 weights, `packed` the",
-        "same on weights that it has laid out for itself beforehand (a copy of all weights, which we do not make).",
+        "Tokens per second, medians over rounds; the contestants took turns on the same machine. Speed-ups are medians",
+        "of the ratios of one round: of wall time, and (in brackets) of CPU time. The GEMM bound is the time of the",
+        "matrix products alone, in the model's order on its own weights: `linear` is torch's default kernel, `onednn`",
+        "the one that we use for large float32 weights, `packed` the same on weights that it has laid out for itself",
+        "beforehand (a copy of all weights, which we do not make).",
         "",
-        "| model | vocabulary | dtype | work | roll | transformers | vLLM | × transformers | × vLLM | share of GEMM bound |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | vocabulary | dtype | work | threads | roll | transformers | vLLM"
+        " | × transformers | × vLLM | of the GEMM bound |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in sorted(cells):
-        size, vocabulary, dtype, kind = name.split("/")
+        size, vocabulary, dtype, kind, threads = name.split("/")
         cell = cells[name]
-        speed, ratio = cell["tokens_per_second"], cell["speedup"]
-        bound = ", ".join(f"{k} {v:.0%}" for k, v in cell.get("share_of_gemm_bound", {}).items())
+        speed, ratio, cpu = cell["tokens_per_second"], cell["speedup"], cell["cpu_speedup"]
+        bound = ", ".join(
+            f"{k} {wall:.0%} ({cpu:.0%})" for k, (wall, cpu) in cell.get("share_of_gemm_bound", {}).items()
+        )
         lines.append(
-            f"| {size} | {vocabulary} | {dtype} | {kind} | {speed['roll']} | {speed['transformers']} | {speed['vllm']}"
-            f" | {ratio['transformers']:.2f} | {ratio['vllm']:.2f} | {bound} |"
+            f"| {size} | {vocabulary} | {dtype} | {kind} | {threads}"
+            f" | {speed['roll']} | {speed['transformers']} | {speed['vllm']}"
+            f" | {ratio['transformers']:.2f} ({cpu['transformers']:.2f}) | {ratio['vllm']:.2f} ({cpu['vllm']:.2f})"
+            f" | {bound} |"
         )
     return "\n".join(lines)
 
@@ -214,7 +225,7 @@ def main() -> None:
                 for name, cell in measure(size, vocabulary, dtype, options.work, options.rounds, options.threads):
                     cells[name] = cell
                     print(name, json.dumps(cell), flush=True)
-                    write_result("rollout", {"threads": options.threads, "cells": cells}, table(cells))
+                    write_result("rollout", {"cells": cells}, table(cells))
     print(table(cells))
 
 

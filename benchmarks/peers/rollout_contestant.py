@@ -2,10 +2,10 @@
 
 python rollout_contestant.py roll|transformers|vllm MODEL_DIRECTORY fp32|bf16 THREADS
 
-Work comes as one JSON object per line on the standard input: `{"prompts": [[id, ...], ...], "lengths": [n, ...]}`, one
-response of exactly so many tokens for each prompt, drawn from the softmax, with the logprob of each token. The answer is
-one JSON line: seconds, CPU seconds, and the lengths of what was generated. `{"gemm_rows": M}` asks the contestant `roll`
-for the seconds that the matrix products alone of one decoding step of M rows take, by kernel.
+Work comes as one JSON object per line on the standard input: `{"prompts": [[id, ...], ...], "lengths": [n, ...]}`,
+one response of exactly so many tokens for each prompt, drawn from the softmax, with the logprob of each token. The
+answer is one JSON line: seconds, CPU seconds, and the lengths of what was generated. `{"gemm_rows": M}` asks the
+contestant `roll` for the seconds that the matrix products alone of one decoding step of M rows take, by kernel.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Roll:
 
         return self.loop.run_until_complete(generate())
 
-    def gemm_seconds(self, num_rows: int) -> dict[str, float]:
-        """Of one step, best of many, every product on the model's own weights in the model's own order."""
+    def gemm_seconds(self, num_rows: int) -> dict[str, tuple[float, float]]:
+        """Wall and CPU seconds of one step, lower quartiles, on the model's own weights in the model's own order."""
         import statistics
 
         import torch
@@ -65,21 +65,24 @@ class Roll:
         inputs = {n: torch.randn(num_rows, n).to(dtype) for n in {each.shape[1] for each in weights}}
         pointwise = torch.ops.mkldnn._linear_pointwise
         with torch.no_grad():
-            # Weights that oneDNN has laid out for itself: a copy, so no kernel for weights that are shared, but a bound.
+            # Weights that oneDNN has laid out for itself: a copy, so not for weights that are shared, but a bound.
             packed = [torch.ops.mkldnn._reorder_linear_weight(each.clone(), num_rows) for each in weights]
             kernels = {
                 "linear": lambda x, weight, _: torch.nn.functional.linear(x, weight),
                 "onednn": lambda x, weight, _: pointwise(x, weight, None, "none", [], ""),
                 "onednn, packed": lambda x, _, weight: pointwise(x, weight, None, "none", [], ""),
             }
-            found: dict[str, list[float]] = {name: [] for name in kernels}
+            found: dict[str, list[tuple[float, float]]] = {name: [] for name in kernels}
             for _ in range(15):
                 for name, kernel in kernels.items():
-                    begin = time.perf_counter()
+                    wall, cpu = time.perf_counter(), time.process_time()
                     for weight, own in zip(weights, packed, strict=True):
                         kernel(inputs[weight.shape[1]], weight, own)
-                    found[name].append(time.perf_counter() - begin)
-        return {name: statistics.quantiles(times, n=4)[0] for name, times in found.items()}
+                    found[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+        return {
+            name: (statistics.quantiles(wall, n=4)[0], statistics.quantiles(cpu, n=4)[0])
+            for name, (wall, cpu) in ((name, tuple(zip(*times, strict=True))) for name, times in found.items())
+        }
 
 
 class Transformers:

@@ -180,7 +180,7 @@ def test_what_is_not_as_the_manifest_says_is_an_error_that_names_role_rank_and_t
 
 
 def test_an_older_version_is_stale(with_engine, trainer):
-    with pytest.raises(StaleWeightsError, match="version 4 .* holds version 5"):
+    with pytest.raises(StaleWeightsError, match=r"version 4 .* holds version 5"):
         with_engine(publish(trainer, lambda tensors: tensors, version=4, first=5))
 
 

@@ -1,7 +1,7 @@
 """Drawing tokens, against distributions worked out with numpy.
 
-With the uniforms (i + 1/2) / N the inverse of a distribution function hits each token N × p times, up to one: so what is
-drawn shows the whole distribution without any randomness.
+With the uniforms (i + 1/2) / N the inverse of a distribution function hits each token N × p times, up to one: so what
+is drawn shows the whole distribution without any randomness.
 """
 
 import numpy as np
