@@ -23,6 +23,7 @@ from typing import Any
 from common import peer_python, write_result
 
 PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 32
+LEARNING_RATE = 1e-7  # so small that answers stay as long as they are at the beginning, for both
 MODEL = {
     "model_type": "qwen3",
     "hidden_size": 256,
@@ -93,7 +94,7 @@ def ours(folder: Path, steps: int) -> dict[str, Any]:
         | {
             "strategy_args": {"strategy_name": "hf_train"},
             "data_args": {"file_name": str(folder / "rows.jsonl")},
-            "training_args": {"learning_rate": 1e-4, "per_device_train_batch_size": PROMPTS * SAMPLES},
+            "training_args": {"learning_rate": LEARNING_RATE, "per_device_train_batch_size": PROMPTS * SAMPLES},
         },
         "actor_infer": role | {"strategy_args": {"strategy_name": "hf_infer"}},
         "rewards": {"some": {"reward": "function", "function": "grpo_step:some_reward"}},

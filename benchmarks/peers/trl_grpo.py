@@ -51,7 +51,7 @@ def main() -> None:
             num_generations=samples,
             max_completion_length=new_tokens,
             max_steps=steps,
-            learning_rate=1e-4,
+            learning_rate=1e-7,
             beta=0.0,
             temperature=1.0,
             report_to=[],
