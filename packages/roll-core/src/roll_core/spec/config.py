@@ -220,6 +220,8 @@ class WorkerConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> WorkerConfig:
+        if self.device_mapping is None and self.num_gpus_per_worker is not None:
+            raise ValueError("num_gpus_per_worker is the share of device_mapping that a worker takes, which is missing")
         if self.device_mapping is not None:
             if self.world_size is not None:
                 raise ValueError("device_mapping and world_size exclude each other: the first decides the second")
