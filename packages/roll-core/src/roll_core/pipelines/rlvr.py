@@ -199,7 +199,15 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         if policy_T is None or reference_T is None:  # the schema asks for the reference, `_score` computes both
             raise AssertionError("the KL in the reward needs logprobs of policy and reference")
         mask_T = experience.mask_T
-        kl_T = torch.where(mask_T, approx_kl(policy_T, reference_T, self.config.kl_penalty, **self._kl_clamps()), 0.0)
+        config = self.config
+        per_token_T = approx_kl(
+            policy_T,
+            reference_T,
+            config.kl_penalty,
+            log_ratio_clamp=config.log_ratio_clamp,
+            k3_clamp=config.k3_clamp,
+        )
+        kl_T = torch.where(mask_T, per_token_T, 0.0)
         mean = float(kl_T.sum() / mask_T.sum().clamp(min=1))
         run.log({"kl/mean": mean, "kl/coef": self.kl.coef})
         self.kl.update(mean, len(experience.samples))
@@ -256,9 +264,6 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             f" above the threshold of {threshold:g}",
         )
 
-    def _kl_clamps(self) -> dict[str, float]:
-        return {"log_ratio_clamp": self.config.log_ratio_clamp, "k3_clamp": self.config.k3_clamp}
-
     def _policy_objective(self, run: Run) -> PolicyObjective:
         config = self.config
         low, high = config.clip_range()
@@ -274,6 +279,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             entropy_coef=config.entropy_loss_coef,
             kl_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
             kl_kind=config.kl_loss_penalty,
-            **self._kl_clamps(),
+            log_ratio_clamp=config.log_ratio_clamp,
+            k3_clamp=config.k3_clamp,
             temperature=self.temperature,
         )

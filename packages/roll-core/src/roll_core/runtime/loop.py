@@ -43,7 +43,7 @@ from roll_core.runtime.tracking import MetricsFile, Trackers
 from roll_core.spec.providers import TrackerProvider
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
@@ -287,16 +287,14 @@ class _Driver:
             if metrics := await self._evaluate(run):
                 self._record(0, metrics | ledger.step_times(), metrics_file, trackers)
         while run.step < num_steps:
-            try:
-                executor.check_alive()
-            except WorkerDiedError as error:
-                guards.failed("dead_worker", error)
-                raise
             ledger.start_step()
             try:
-                await self.pipeline.step(run)
+                await _watched(executor, self.pipeline.step(run))
             except NonFiniteError as error:
                 guards.failed("non_finite", error)
+                raise
+            except WorkerDiedError as error:
+                guards.failed("dead_worker", error)
                 raise
             metrics = run.take_metrics()
             run.step += 1
@@ -421,6 +419,18 @@ class _Driver:
         if self.run_dir.export.is_dir():
             lines.append(("model", _relative(self.run_dir.export)))
         return lines
+
+
+async def _watched(executor: Executor, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; a worker that dies ends it, also while nothing is asked of that worker."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(executor.watch())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        await (working if working.done() else watching)
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 def _row(row: Any) -> dict[str, Any]:

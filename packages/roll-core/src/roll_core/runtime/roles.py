@@ -55,6 +55,7 @@ class GroupTrainRole(TrainRole):
     def weight_version(self) -> int:
         return self._version
 
+    @override
     async def score(
         self,
         sequences: Sequence[TrainSequence],
@@ -85,6 +86,7 @@ class GroupTrainRole(TrainRole):
             values=in_order("values", values),
         )
 
+    @override
     async def update(
         self, sequences: Sequence[TrainSequence], loss: LossFn, *, epochs: int = 1, max_length: int = 1
     ) -> UpdateResult:
@@ -149,6 +151,7 @@ class GroupInferRole(InferRole):
     def weight_version(self) -> int:
         return self.version
 
+    @override
     async def generate(
         self,
         requests: Sequence[GenerateRequest],
@@ -168,7 +171,7 @@ class GroupInferRole(InferRole):
         return [by_id[request.id] for request in requests]
 
     def _spread(self, requests: Sequence[GenerateRequest]) -> list[list[GenerateRequest]]:
-        """Each request to the replica with the fewest outputs to draw; ties go to the lower rank, so it is repeatable."""
+        """Each request to the replica with the fewest outputs to draw; ties go to the lower rank: repeatable."""
         replicas = [_Replica(rank) for rank in range(self.group.world_size)]
         shares: list[list[GenerateRequest]] = [[] for _ in replicas]
         for request in requests:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RollError
+from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.weight_sync import WeightReceiver
 from roll_core.spec.model import MeshInfo
@@ -37,6 +38,7 @@ class InferWorker:
         timeout_s: float,
     ) -> None:
         owner = f"infer strategy {provider.name}"
+        check_requirements(provider, owner=owner)
         schema = load_target(provider.config, owner=owner)
         strategy_class = load_target(provider.target, owner=owner)
         self.model = model

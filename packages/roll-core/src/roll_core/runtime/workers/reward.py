@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RewardFailure
+from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.types import Reward
 
@@ -30,6 +31,7 @@ class RewardWorker:
         self, *, place: Place, peers: Peers, role: str, provider: RewardProvider, config: Mapping[str, Any]
     ) -> None:
         owner = f"reward {provider.name}"
+        check_requirements(provider, owner=owner)
         schema = load_target(provider.config, owner=owner)
         function_class = load_target(provider.target, owner=owner)
         self.role = role

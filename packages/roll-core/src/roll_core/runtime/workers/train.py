@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.data.pack import pack
+from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.weight_sync import WeightSender
 from roll_core.spec.model import MeshInfo
@@ -72,6 +73,7 @@ class TrainWorker:
         deterministic: bool,
     ) -> None:
         owner = f"train strategy {provider.name}"
+        check_requirements(provider, owner=owner)
         schema = load_target(provider.config, owner=owner)
         strategy_class = load_target(provider.target, owner=owner)
         self.role, self.place, self.limits, self.model = role, place, limits, model
