@@ -1,7 +1,7 @@
-"""The transport `shm`: two slots of anonymous shared memory, filled in turn while receivers read the other.
+"""The transport `shm`: a few slots of anonymous shared memory, filled in turn while receivers read those filled before.
 
-    sender     fill slot 0 | fill slot 1 | wait for all | fill slot 0 ...
-    receivers              | read slot 0 | read slot 1  | ...
+    sender     fill slot 0 | fill slot 1 | ... | wait until all have taken slot 0 | fill slot 0 | ...
+    receivers              | read slot 0 | read slot 1 | ...
 
 The memory has no name. Receivers get its file descriptor over a Unix socket, which also carries "filled" and "taken",
 and whose end tells each side that the other is gone. So nothing can stay in /dev/shm, whoever is killed when.
@@ -13,7 +13,7 @@ import contextlib
 import mmap
 import os
 import secrets
-import select
+import selectors
 import socket
 import struct
 import sys
@@ -36,8 +36,11 @@ if TYPE_CHECKING:
     from roll_core.types import TensorEntry, WeightManifest
 
 PIPELINE_BYTES = 2 << 20
-"""Buckets are no larger than this unless a tensor is: two of them and what they are copied from fit into a last-level
-cache, and the pipeline is filled soon."""
+"""Buckets are no larger than this unless a tensor is, so that what is in all slots fits into a last-level cache."""
+NUM_SLOTS = (8, 4, 2)
+"""As many as `SPARE_BYTES` allow: the more, the less one end waits for the other."""
+SPARE_BYTES = 64 << 20
+"""What slots may take together beyond two of the largest bucket."""
 _SHORTEST_S = 1e-3
 """A socket's timeout of 0 would mean something else."""
 _HELLO_S = 1.0
@@ -57,8 +60,7 @@ class ShmSender(SendingEnd):
         self._listener, where = _listen()
         self.address = f"{self._token.hex()}:{where}"
         self._receivers: dict[int, socket.socket] = {}
-        self._slot_bytes = 0
-        self._slots: list[Tensor] = []
+        self._memory: Tensor | None = None
 
     @override
     def send(
@@ -66,15 +68,16 @@ class ShmSender(SendingEnd):
     ) -> list[TensorEntry]:
         buckets = plan_buckets(manifest, self._bucket_bytes)
         self._accept(deadline)
-        self._make_room(max((bucket.num_bytes for bucket in buckets), default=0))
+        slots = plan_slots(buckets)
+        memory = self._make_room(slots[-1].stop)
         sent: list[TensorEntry] = []
         for number, bucket in enumerate(buckets):
-            if number >= 2:
-                self._wait_taken(number - 2, buckets, deadline)
-            sent += fill(self._slots[number % 2], bucket, exported)
+            if number >= len(slots):
+                self._wait_taken(number - len(slots), buckets, deadline)
+            sent += fill(memory[slots[number % len(slots)]], bucket, exported)
             self._tell(number, bucket)
         nothing_left(exported)
-        for number in range(max(0, len(buckets) - 2), len(buckets)):
+        for number in range(max(0, len(buckets) - len(slots)), len(buckets)):
             self._wait_taken(number, buckets, deadline)
         return sent
 
@@ -84,7 +87,7 @@ class ShmSender(SendingEnd):
             connection.close()
         self._receivers.clear()
         self._listener.close()
-        self._slots.clear()
+        self._memory = None
         path = self.address.partition(":")[2]
         if path.startswith("/"):
             with contextlib.suppress(FileNotFoundError):
@@ -109,18 +112,17 @@ class ShmSender(SendingEnd):
             else:
                 connection.close()  # whoever it was; a receiver that is missing is found by the deadline
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Have slots of at least `num_bytes`, and let every receiver know them."""
-        if self._slots and num_bytes <= self._slot_bytes:
-            return
-        self._slot_bytes = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        with _anonymous_file(2 * self._slot_bytes) as descriptor:
-            self._slots = _map_slots(descriptor, self._slot_bytes)
-            for rank, connection in self._receivers.items():
-                try:
-                    socket.send_fds(connection, [_NUMBER.pack(-self._slot_bytes)], [descriptor])
-                except OSError:
-                    raise ReceiversLostError("the first tensor", gone=(rank,)) from None
+    def _make_room(self, num_bytes: int) -> Tensor:
+        """Memory of at least `num_bytes`, which every receiver knows."""
+        if self._memory is None or self._memory.numel() < num_bytes:
+            with _anonymous_file(num_bytes) as descriptor:
+                self._memory = _map(descriptor, num_bytes)
+                for rank, connection in self._receivers.items():
+                    try:
+                        socket.send_fds(connection, [_NUMBER.pack(-num_bytes)], [descriptor])
+                    except OSError:
+                        raise ReceiversLostError("the first tensor", gone=(rank,)) from None
+        return self._memory
 
     def _tell(self, number: int, bucket: Bucket) -> None:
         for rank, connection in self._receivers.items():
@@ -130,20 +132,27 @@ class ShmSender(SendingEnd):
                 raise ReceiversLostError(bucket.first, gone=(rank,)) from None
 
     def _wait_taken(self, number: int, buckets: list[Bucket], deadline: Deadline) -> None:
-        waiting = {connection: rank for rank, connection in self._receivers.items()}
-        while waiting:
-            ready, _, _ = select.select(list(waiting), [], [], deadline.left)
-            if not ready:
-                raise ReceiversLostError(buckets[number].first, silent=tuple(sorted(waiting.values())))
-            for connection in ready:
-                connection.settimeout(max(deadline.left, _SHORTEST_S))
-                try:
-                    (taken,) = _NUMBER.unpack(_read(connection, _NUMBER.size))
-                except (EOFError, OSError):
-                    raise ReceiversLostError(buckets[number].first, gone=(waiting[connection],)) from None
-                if taken != number:
-                    raise WeightSyncError(f"receiver {waiting[connection]} took bucket {taken} where {number} was due")
-                del waiting[connection]
+        with selectors.DefaultSelector() as waiting:
+            for rank, connection in self._receivers.items():
+                waiting.register(connection, selectors.EVENT_READ, rank)
+            while waiting.get_map():
+                ready = waiting.select(deadline.left)
+                if not ready:
+                    silent = tuple(sorted(key.data for key in waiting.get_map().values()))
+                    raise ReceiversLostError(buckets[number].first, silent=silent)
+                for key, _ in ready:
+                    self._take_note(self._receivers[key.data], key.data, number, buckets)
+                    waiting.unregister(key.fileobj)
+
+    def _take_note(self, connection: socket.socket, rank: int, number: int, buckets: list[Bucket]) -> None:
+        """Read that a receiver has taken bucket `number`."""
+        connection.settimeout(_HELLO_S)
+        try:
+            (taken,) = _NUMBER.unpack(_read(connection, _NUMBER.size))
+        except (EOFError, OSError):
+            raise ReceiversLostError(buckets[number].first, gone=(rank,)) from None
+        if taken != number:
+            raise WeightSyncError(f"receiver {rank} took bucket {taken} where {number} was due")
 
 
 class ShmReceiver(ReceivingEnd):
@@ -152,7 +161,7 @@ class ShmReceiver(ReceivingEnd):
     def __init__(self, address: str, rank: int, bucket_bytes: int, deadline: Deadline) -> None:
         self.address = address
         self._bucket_bytes = min(bucket_bytes, PIPELINE_BYTES)
-        self._slots: list[Tensor] = []
+        self._memory: Tensor | None = None
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         token, _, where = address.partition(":")
         try:
@@ -165,10 +174,12 @@ class ShmReceiver(ReceivingEnd):
 
     @override
     def receive(self, manifest: WeightManifest, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
-        for number, bucket in enumerate(plan_buckets(manifest, self._bucket_bytes)):
-            self._wait_filled(number, deadline)
+        buckets = plan_buckets(manifest, self._bucket_bytes)
+        slots = plan_slots(buckets)
+        for number, bucket in enumerate(buckets):
+            memory = self._wait_filled(number, deadline)[slots[number % len(slots)]]
             for piece in bucket.pieces:
-                yield piece.entry.name, view(self._slots[number % 2], piece)
+                yield piece.entry.name, view(memory, piece)
             try:
                 self._sender.sendall(_NUMBER.pack(number))
             except OSError as error:
@@ -177,9 +188,10 @@ class ShmReceiver(ReceivingEnd):
     @override
     def close(self) -> None:
         self._sender.close()
-        self._slots.clear()
+        self._memory = None
 
-    def _wait_filled(self, number: int, deadline: Deadline) -> None:
+    def _wait_filled(self, number: int, deadline: Deadline) -> Tensor:
+        """The memory, once bucket `number` lies in its slot."""
         while True:
             self._sender.settimeout(max(deadline.left, _SHORTEST_S))
             try:
@@ -193,13 +205,31 @@ class ShmReceiver(ReceivingEnd):
             (filled,) = _NUMBER.unpack(message)
             if descriptors:
                 try:
-                    self._slots = _map_slots(descriptors[0], -filled)
+                    self._memory = _map(descriptors[0], -filled)
                 finally:
                     os.close(descriptors[0])
-            elif filled == number:
-                return
+            elif filled == number and self._memory is not None:
+                return self._memory
             else:
                 raise WeightSyncError(f"the sender filled bucket {filled} where {number} was due")
+
+
+def plan_slots(buckets: list[Bucket]) -> list[slice]:
+    """Where in the memory slots lie, one after the other; bucket b uses slot b modulo their number.
+
+    Each is as large as its largest bucket, so that one large tensor makes one slot large and not all of them.
+    """
+    largest = max((bucket.num_bytes for bucket in buckets), default=0)
+    slots: list[slice] = []
+    for count in NUM_SLOTS:
+        slots, end = [], 0
+        for at in range(count):
+            num_bytes = max((bucket.num_bytes for bucket in buckets[at::count]), default=0)
+            begin, end = end, end + -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+            slots.append(slice(begin, end))
+        if end <= 2 * largest + SPARE_BYTES:
+            break
+    return slots
 
 
 def _listen() -> tuple[socket.socket, str]:
@@ -220,12 +250,11 @@ def _listen() -> tuple[socket.socket, str]:
     return listener, where
 
 
-def _map_slots(descriptor: int, slot_bytes: int) -> list[Tensor]:
-    """Both slots as flat uint8 tensors. The mapping lives as long as a tensor on it does."""
+def _map(descriptor: int, num_bytes: int) -> Tensor:
+    """The memory as a flat uint8 tensor. The mapping lives as long as the tensor, or one on it, does."""
     import torch
 
-    memory = torch.frombuffer(mmap.mmap(descriptor, 2 * slot_bytes), dtype=torch.uint8)
-    return [memory[:slot_bytes], memory[slot_bytes:]]
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
 @contextlib.contextmanager
