@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from roll_core.builtin.hf.blocked_attention import blocked_attention, usable
 from roll_core.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def flat_attention(
     window = int(attention_mask) if attention_mask is not None else 0
     window = window or sliding_window or 0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not softcap and not 0 < window < max(roll_layout.lengths) and usable(query, roll_layout.lengths):
+        return blocked_attention(query, key, value, roll_layout.lengths, scale), None
     attend = _attend_softcap(softcap) if softcap else _attend
     # Split, not sliced: the gradient of a split is one concatenation, that of a slice a tensor of zeros as long as all.
     pieces = (torch.split(each, list(roll_layout.lengths), dim=2) for each in (query, key, value))

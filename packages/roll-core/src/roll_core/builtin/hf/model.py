@@ -40,7 +40,7 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
     head with one output: see `scalar_head`. Raises `ModelError`.
     """
     tokenizer = load_tokenizer(spec) if spec.tokenizer else None
-    with _quiet():
+    with quiet():
         config = _random_config(spec, tokenizer) if spec.random_init is not None else _stored_config(spec)
         _check_sizes(config, tokenizer, spec)
         with torch.random.fork_rng(devices=[]):
@@ -57,7 +57,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
     place = spec.tokenizer or spec.path
     try:
-        with _quiet():
+        with quiet():
             return AutoTokenizer.from_pretrained(place, trust_remote_code=spec.trust_remote_code)
     except (StrictDataclassError, OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a tokenizer from {place!r}: {_first_line(error)}") from error
@@ -294,7 +294,7 @@ def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers' bars and advice do not belong into a run's log; what matters is raised."""
     from transformers.utils import logging as hf_logging
 

@@ -20,7 +20,7 @@ from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.fused import fuse
 from roll_core.builtin.hf.layout import make_adjacent
 from roll_core.builtin.hf.logprobs import HeadRequest
-from roll_core.builtin.hf.model import load_model, load_tokenizer, scalar_head
+from roll_core.builtin.hf.model import load_model, load_tokenizer, quiet, scalar_head
 from roll_core.builtin.hf.optimizer import AdamW
 from roll_core.builtin.hf.replicas import Replicas
 from roll_core.errors import CheckpointError, NonFiniteError, RollError, UnsupportedError
@@ -181,7 +181,8 @@ class HFTrainStrategy(TrainStrategy):
             config = self.model.config
             usual, config._attn_implementation = config._attn_implementation, None
             try:
-                self.model.save_pretrained(path, state_dict=state)
+                with quiet():
+                    self.model.save_pretrained(path, state_dict=state)
             finally:
                 config._attn_implementation = usual
             if self.spec.tokenizer or self.spec.path:

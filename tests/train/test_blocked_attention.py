@@ -1,0 +1,56 @@
+"""Blocks of queries against the keys that they can see give what the library's attention gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roll_core.builtin.hf.blocked_attention import BLOCK, LONGEST, blocked_attention, usable
+
+
+@pytest.mark.parametrize("lengths", [(1,), (5, 1, 9), (BLOCK,), (BLOCK + 1, 3), (2, 3 * BLOCK - 1, BLOCK)], ids=str)
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (3, 3), (4, 1)])
+def test_values_and_gradients_equal_the_librarys(lengths, heads, key_heads):
+    torch.manual_seed(0)
+    tokens, size = sum(lengths), 8
+    query = torch.randn(1, tokens, heads, size).transpose(1, 2).requires_grad_()
+    key = torch.randn(1, tokens, key_heads, size).transpose(1, 2).requires_grad_()
+    value = torch.randn(1, tokens, key_heads, size).transpose(1, 2).requires_grad_()
+    parts, start = [], 0
+    for length in lengths:
+        span = slice(start, start + length)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, span], key[:, :, span], value[:, :, span], is_causal=True, scale=0.3, enable_gqa=True
+        )
+        parts.append(attended.transpose(1, 2))
+        start += length
+    plain = torch.cat(parts, dim=1)
+    found = blocked_attention(query, key, value, lengths, 0.3)
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-5)
+    upstream = torch.randn_like(plain)
+    wanted = [query, key, value]
+    expected = torch.autograd.grad(plain, wanted, upstream)
+    for each, other in zip(torch.autograd.grad(found, wanted, upstream), expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=0, atol=1e-5)
+
+
+def test_it_is_left_to_the_library_where_its_weights_would_take_too_much_memory():
+    query = torch.zeros(1, 1, 1, 1)
+    assert usable(query, (1, LONGEST))
+    assert not usable(query, (1, LONGEST + 1))
+    assert not usable(query.bfloat16(), (1,))
+
+
+def test_sequences_beyond_the_limit_are_computed_by_the_library(build):
+    import numpy as np
+
+    from roll_core.data.pack import pack
+    from roll_core.spec.train import Want
+    from roll_core.types import TrainSequence
+
+    length = LONGEST + 8
+    row = TrainSequence(id="long", tokens=np.arange(length) % 61, loss_mask=np.arange(length) > 0)
+    (micro,) = pack([row])
+    found = build(forward_only=True).forward(micro, Want(logprobs=True)).logprobs_T
+    expected = build(forward_only=True, attn_implementation="sdpa").forward(micro, Want(logprobs=True)).logprobs_T
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
