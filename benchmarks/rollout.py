@@ -185,8 +185,7 @@ def table(cells: dict[str, Any]) -> str:
         "Tokens per second, medians over rounds; the contestants took turns on the same machine. Speed-ups are medians",
         "of the ratios of one round: of wall time, and (in brackets) of CPU time. The GEMM bound is the time of the",
         "matrix products alone, in the model's order on its own weights: `linear` is torch's default kernel, `onednn`",
-        "the one that we use for large float32 weights, `packed` the same on weights that it has laid out for itself",
-        "beforehand (a copy of all weights, which we do not make).",
+        "another that it has, `packed` the same on weights that it has laid out for itself beforehand, as ours are.",
         "",
         "| model | vocabulary | dtype | work | threads | roll | transformers | vLLM"
         " | × transformers | × vLLM | of the GEMM bound |",

@@ -59,13 +59,12 @@ class Roll:
         import torch
 
         runner: Any = self.engine._ready_core.runner
-        weights = [each for layer in runner._layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        weights.append(runner._head)
+        layers = [(each.qkv, each.out, each.gate_up, each.down) for each in runner._layers]
+        weights = [each.weight for layer in layers for each in layer] + [runner._head.weight]
         dtype = weights[0].dtype
         inputs = {n: torch.randn(num_rows, n).to(dtype) for n in {each.shape[1] for each in weights}}
         pointwise = torch.ops.mkldnn._linear_pointwise
         with torch.no_grad():
-            # Weights that oneDNN has laid out for itself: a copy, so not for weights that are shared, but a bound.
             packed = [torch.ops.mkldnn._reorder_linear_weight(each.clone(), num_rows) for each in weights]
             kernels = {
                 "linear": lambda x, weight, _: torch.nn.functional.linear(x, weight),

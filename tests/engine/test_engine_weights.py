@@ -69,7 +69,7 @@ def test_shared_tensors_are_held_themselves_and_copied_ones_are_not(with_engine,
         apart = all(held[name].data_ptr() != each.data_ptr() for name, each in exported(trainer))
         await engine.update_weights(1, manifest, exported(trainer), shared=True)
         same = all(held[name].data_ptr() == each.data_ptr() for name, each in exported(trainer))
-        fused = engine._core.runner._layers[0].qkv
+        fused = engine._core.runner._layers[0].qkv.weight
         return apart, same, fused.data_ptr() == trainer.model.layers[0].self_attn.q_proj.weight.data_ptr()
 
     assert with_engine(act) == (True, True, True)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from roll_core.builtin.hf.kv_cache import KVCache
 from roll_core.builtin.hf.layout import adjacent
-from roll_core.builtin.hf.linear import linear
+from roll_core.builtin.hf.linear import Projection
 from roll_core.builtin.hf.runner import Piece, Prompt, Runner
 
 if TYPE_CHECKING:
@@ -63,17 +63,13 @@ class Layer:
     """Weights of one layer, as they are multiplied."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Projection
     qk_norm_HD: Tensor | None
     """float32, query heads first, then key heads."""
-    out: Tensor
-    out_bias: Tensor | None
+    out: Projection
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Projection
+    down: Projection
 
 
 class Decoder(Runner):
@@ -81,9 +77,10 @@ class Decoder(Runner):
 
     can_split = True
 
-    def __init__(self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int, pack: bool = True) -> None:
         config: Any = model.config
         self._model: Any = model
+        self._pack = pack
         self.device = model.device
         self.dtype = model.dtype
         self.max_positions = int(config.max_position_embeddings)
@@ -320,7 +317,7 @@ class Decoder(Runner):
 
     def _project(self, layer: Layer, hidden: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys `[T, H + K, D]`, normed and turned, and values `[T, K, D]`, in the cache's dtype."""
-        qkv = linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(self._norm(hidden, layer.input_norm))
         heads = qkv.to(self._rows.dtype).view(len(hidden), -1, self.head_dim)
         turned = self.num_heads + self.num_kv_heads
         qk, value = heads[:, :turned], heads[:, turned:]
@@ -331,14 +328,13 @@ class Decoder(Runner):
 
     def _finish_layer(self, layer: Layer, hidden: Tensor, attended: Tensor) -> None:
         """What follows attention, added onto `hidden` in place."""
-        hidden.add_(linear(attended.flatten(1).to(self.dtype), layer.out, layer.out_bias))
-        gate_up = linear(self._norm(hidden, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+        hidden.add_(layer.out(attended.flatten(1).to(self.dtype)))
+        gate_up = layer.gate_up(self._norm(hidden, layer.mlp_norm))
         gate, up = gate_up.chunk(2, dim=-1)
-        hidden.add_(linear(F.silu(gate).mul_(up), layer.down, layer.down_bias))
+        hidden.add_(layer.down(F.silu(gate).mul_(up)))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        normed = self._norm(hidden, self._final_norm)
-        return linear(normed, self._head, self._head_bias).float()
+        return self._head(self._norm(hidden, self._final_norm)).float()
 
     def _norm(self, x_TC: Tensor, weight_C: Tensor) -> Tensor:
         """RMSNorm with the rounding of transformers: float32 until the weight is applied.
@@ -363,8 +359,7 @@ class Decoder(Runner):
         self._layers = [self._layer(each) for each in inner.layers]
         self._embedding = inner.embed_tokens.weight.detach()
         self._final_norm = inner.norm.weight.detach()
-        self._head = self._model.lm_head.weight.detach()
-        self._head_bias = _bias(self._model.lm_head)
+        self._head = self._projection(self._model.lm_head)
         self._epsilon = torch.tensor(inner.norm.variance_epsilon, dtype=torch.float32, device=self.device)
         attention = inner.layers[0].self_attn
         norm = getattr(attention, "q_norm", None)
@@ -372,8 +367,6 @@ class Decoder(Runner):
 
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        qkv, qkv_bias = _fused(attention.q_proj, attention.k_proj, attention.v_proj)
-        gate_up, gate_up_bias = _fused(mlp.gate_proj, mlp.up_proj)
         qk_norm = None
         if hasattr(attention, "q_norm"):
             query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
@@ -381,17 +374,17 @@ class Decoder(Runner):
             qk_norm = qk_norm.to(self._rows.dtype)
         return Layer(
             input_norm=layer.input_layernorm.weight.detach(),
-            qkv=qkv,
-            qkv_bias=qkv_bias,
+            qkv=self._projection(attention.q_proj, attention.k_proj, attention.v_proj),
             qk_norm_HD=qk_norm,
-            out=attention.o_proj.weight.detach(),
-            out_bias=_bias(attention.o_proj),
+            out=self._projection(attention.o_proj),
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=gate_up,
-            gate_up_bias=gate_up_bias,
-            down=mlp.down_proj.weight.detach(),
-            down_bias=_bias(mlp.down_proj),
+            gate_up=self._projection(mlp.gate_proj, mlp.up_proj),
+            down=self._projection(mlp.down_proj),
         )
+
+    def _projection(self, *linears: Any) -> Projection:
+        weight, bias = _fused(*linears)
+        return Projection(weight, bias, pack=self._pack)
 
     @torch.inference_mode()
     def _need_positions(self, num: int) -> None:

@@ -213,7 +213,7 @@ class HFInferStrategy(InferStrategy):
         reason = decoder.unsupported(model)
         runner: Runner
         if reason is None:
-            runner = decoder.Decoder(model, **room)
+            runner = decoder.Decoder(model, pack=self._settings.pack_weights, **room)
         else:
             log.info("the embedded engine runs this model through transformers' own code, more slowly: %s", reason)
             runner = ModuleRunner(model, **room)
