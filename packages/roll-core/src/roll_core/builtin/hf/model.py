@@ -165,6 +165,9 @@ def _check_sizes(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
         raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     if heads and kv_heads and heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    layers, kinds = size("num_hidden_layers"), getattr(text, "layer_types", None)
+    if layers and isinstance(kinds, (list, tuple)) and len(kinds) != layers:
+        raise ModelError(f"{where}: num_hidden_layers is {layers}, but layer_types has {len(kinds)} entries; set both")
     vocab = size("vocab_size")
     if tokenizer is not None and vocab is not None and vocab < len(tokenizer):
         raise ModelError(

@@ -1,0 +1,108 @@
+"""Models are the same for equal seeds, leave the global random state alone, and refuse what makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roll_core.builtin.hf.model import load_model, scalar_head
+from roll_core.data.tokenizers import make_tokenizer
+from roll_core.errors import ModelError
+from roll_core.spec.config import TokenizerConfig
+from roll_core.spec.model import ModelSpec
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789+="), (), tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def test_equal_seeds_give_equal_weights_and_the_random_state_stays(tiny):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one = load_model(ModelSpec(random_init=tiny, seed=1))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(7)
+    assert equal(one, load_model(ModelSpec(random_init=tiny, seed=1)))
+    assert not equal(one, load_model(ModelSpec(random_init=tiny, seed=2)))
+
+
+def test_bf16_weights_are_the_rounded_fp32_ones(tiny):
+    exact = load_model(ModelSpec(random_init=tiny, seed=1))
+    rounded = load_model(ModelSpec(random_init=tiny, seed=1, dtype="bf16"))
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(exact.parameters(), rounded.parameters(), strict=True))
+    assert rounded.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_the_tokenizer_gives_size_and_special_tokens(tiny, tokenizer):
+    keys = {name: value for name, value in tiny.items() if name != "vocab_size"}
+    model = load_model(ModelSpec(random_init=keys, tokenizer=tokenizer))
+    assert model.config.vocab_size == 14
+    for place in (model.config, model.generation_config):
+        assert (place.pad_token_id, place.eos_token_id) == (0, 1)
+
+
+def test_a_stored_model_comes_back_as_it_was(tiny, tmp_path):
+    made = load_model(ModelSpec(random_init=tiny, seed=1))
+    made.save_pretrained(tmp_path / "model")
+    assert equal(load_model(ModelSpec(path=str(tmp_path / "model"))), made)
+    changed = load_model(ModelSpec(path=str(tmp_path / "model"), config_overrides={"rope_theta": 500.0}))
+    assert changed.config.rope_parameters["rope_theta"] == 500.0
+    assert not torch.equal(changed.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "granite"])
+def test_critics_have_a_small_new_head_whatever_the_architecture(tiny, model_type):
+    keys = {name: value for name, value in tiny.items() if name != "head_dim"} | {"model_type": model_type}
+    model = load_model(ModelSpec(random_init=keys, task="value", seed=1))
+    assert scalar_head(model).out_features == 1
+    assert 0 < float(scalar_head(model).weight.detach().std()) < 0.1
+
+
+def test_a_language_model_is_no_reward_model(tiny, tmp_path):
+    load_model(ModelSpec(random_init=tiny)).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="no scoring head"):
+        load_model(ModelSpec(path=str(tmp_path / "model"), task="reward"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen33"}, "did you mean 'qwen3'"),
+        ({"hiden_size": 8}, "unknown key 'hiden_size'; did you mean 'hidden_size'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"model_type": "llama", "head_dim": None, "hidden_size": 30}, "not a multiple of"),
+        ({"hidden_size": "large"}, "hidden_size"),
+        ({"vocab_size": 5}, "vocab_size 5 is smaller than the tokenizer"),
+    ],
+)
+def test_random_models_that_make_no_sense_are_refused(tiny, tokenizer, change, message):
+    with pytest.raises(ModelError, match=message):
+        load_model(ModelSpec(random_init=tiny | change, tokenizer=tokenizer))
+
+
+def test_stored_models_that_make_no_sense_are_refused(tiny, tmp_path):
+    with pytest.raises(ModelError, match="no such directory"):
+        load_model(ModelSpec(path=str(tmp_path / "nowhere")))
+    with pytest.raises(ModelError, match=r"no config.json"):
+        load_model(ModelSpec(path=str(tmp_path)))
+    with pytest.raises(ModelError, match="needs a source"):
+        load_model(ModelSpec())
+    with pytest.raises(ModelError, match="give vocab_size, or a tokenizer"):
+        load_model(ModelSpec(random_init={"model_type": "qwen3"}))
+    load_model(ModelSpec(random_init=tiny)).save_pretrained(tmp_path / "model")
+    for overrides, message in (
+        ({"num_hidden_layers": 3}, "layer_types has 2 entries; set both"),
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "the checkpoint lacks 11"),
+        ({"nonsense": 1}, "unknown key 'nonsense'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load_model(ModelSpec(path=str(tmp_path / "model"), config_overrides=overrides))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot load the weights"):
+        load_model(ModelSpec(path=str(tmp_path / "model")))
