@@ -197,10 +197,10 @@ def table(results: Sequence[dict[str, Any]], threads: int) -> str:
             lines[-1] += f"; {each['times_trl']:.2f} × TRL by CPU time, {each['times_trl_wall']:.2f} × by wall time"
             if each["times_trl"] < 2:
                 lines[-1] += (
-                    f". Missed by {2 / each['times_trl'] - 1:.0%}: with so small a vocabulary TRL wastes little beside the"
-                    f" padding, and the GEMMs alone, at no other cost, would be {bound:.2f} × TRL, so 2 × needs"
-                    f" {2 / bound:.0%} of the GEMM rate. Of what is left attention takes a third to a half: its products"
-                    " (an eighth of the linear layers') are not among the GEMMs counted here."
+                    f". Missed by {2 / each['times_trl'] - 1:.0%}: with so small a vocabulary TRL wastes little beside"
+                    f" the padding, and the GEMMs alone, at no other cost, would be {bound:.2f} × TRL, so 2 × needs"
+                    f" {2 / bound:.0%} of the GEMM rate. Of what is left attention takes a third to a half: its"
+                    " products (an eighth of the linear layers') are not among the GEMMs counted here."
                 )
     return "\n".join(lines)
 
