@@ -277,8 +277,8 @@ def notes(results: list[dict[str, Any]], load: float) -> str:
     lines.append(
         "A chunk is digested where it was copied to, at what a core's second-level cache delivers: XXH3 does about 65"
         " GB/s on an AVX-512 core, where memcpy from memory to memory does about 14. A pass of its own over the bytes"
-        " cannot cost less; digesting inside the copy's loop would, but takes compiled code. With `shm` both ends copy as"
-        " fast as memory allows, so the pass shows; with `collective` it is a few percent."
+        " cannot cost less; digesting inside the copy's loop would, but takes compiled code. With `shm` both ends copy"
+        " as fast as memory allows, so the pass shows; with `collective` it is a few percent."
     )
     return "\n\n".join(lines)
 
