@@ -60,6 +60,16 @@ FAST = {
     "qwen3, tied": {**SMALL, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
     "mistral without window": {**SMALL, "model_type": "mistral", "sliding_window": None},
 }
+LARGE = {
+    **SMALL,
+    "model_type": "qwen3",
+    "head_dim": 16,
+    "hidden_size": 128,
+    "intermediate_size": 640,
+    "vocab_size": 640,
+    "attention_bias": True,
+}
+"""Its weights are large enough for kernels of their own."""
 GENERAL = {
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": 97},
     "gpt_neox": {
@@ -153,3 +163,28 @@ def test_general_path_gives_the_logprobs_of_a_plain_forward_pass(name):
     assert decoder.unsupported(model) is not None
     requests = some_requests(temperature=1.3)
     assert largest_difference(model, requests, run(spec, requests)) < 1e-5
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_kernels_for_large_weights_give_the_logprobs_of_a_plain_forward_pass(pack):
+    spec = ModelSpec(random_init=LARGE, dtype="fp32", seed=3)
+    requests = some_requests(vocabulary=640)
+    completions = run(spec, requests, pack_weights=pack)
+    assert largest_difference(load_model(spec), requests, completions) < 1e-5
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_bfloat16_logprobs_are_as_near_to_float32_as_those_of_transformers(pack):
+    spec = ModelSpec(random_init=LARGE, dtype="bf16", seed=3)
+    requests = some_requests(vocabulary=640)
+    completions = run(spec, requests, pack_weights=pack)
+    rounded = load_model(spec)
+    exact = load_model(spec).float()
+    mine, theirs = [], []
+    for request, completion in zip(requests, completions, strict=True):
+        for output in completion.outputs:
+            tokens = np.concatenate([request.prompt_ids, output.token_ids])
+            expected = reference(exact, tokens)[len(request.prompt_ids) :]
+            mine.append(np.abs(output.logprobs - expected))
+            theirs.append(np.abs(reference(rounded, tokens)[len(request.prompt_ids) :] - expected))
+    assert np.concatenate(mine).mean() < 1.2 * np.concatenate(theirs).mean()
