@@ -59,6 +59,7 @@ class PolicyObjective:
             entropy=in_loss or self.entropy_metric,
             entropy_grad=in_loss,
             temperature=self.temperature,
+            masked_only=True,
         )
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
@@ -149,8 +150,8 @@ class SFTObjective:
 
     @property
     def want(self) -> Want:
-        """Logprobs."""
-        return Want(logprobs=True)
+        """Logprobs, of what is learnt alone: the vocabulary's projection is not computed for prompts."""
+        return Want(logprobs=True, masked_only=True)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """This microbatch's share. Raises `NonFiniteError` that names where it began."""

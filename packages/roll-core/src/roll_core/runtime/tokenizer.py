@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.data.datasets import messages_of
+from roll_core.data.encode import tokenizer_texts
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.errors import ConfigError, ConfigProblem, DataError, ModelError
+from roll_core.errors import ConfigError, ConfigProblem, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,10 +74,4 @@ def _data_of(config: RunConfig) -> list[DataArguments]:
 def _texts(data: RunData, sources: list[DataArguments]) -> Iterator[str]:
     """All texts that the run will encode."""
     for source in sources:
-        rows = data.rows(source)
-        for row in rows:
-            try:
-                messages = messages_of(row, source, rows, response=True)
-            except DataError:  # rows of prompts alone have no response
-                messages = messages_of(row, source, rows, response=False)
-            yield from (message["content"] for message in messages)
+        yield from tokenizer_texts(data.rows(source), source)

@@ -197,7 +197,7 @@ class Run(ABC):
         self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
     ) -> list[Group]:
         """Answer each prompt `n` times and judge the answers as they come. Groups are in prompt order; a sample's
-        `reward` is a value or a failure. The engine must hold the weights that it is to use: `publish_weights` first."""
+        `reward` is a value or a failure. The engine must hold the weights it is to use: `publish_weights` first."""
 
     @abstractmethod
     def prompts(self, data: DataArguments) -> Sequence[Prompt]:

@@ -140,6 +140,8 @@ class RayInstance:
             "RAY_kill_child_processes_on_worker_exit": "0",
             "RAY_process_group_cleanup_enabled": "0",
             "RAY_SCHEDULER_EVENTS": "0",
+            # Ray's default of 15 lets anything else on the host run before the workers.
+            "RAY_worker_niceness": "0",
             # We say that a worker died, and in fewer words.
             "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed while executing",
             "RAY_COLOR_PREFIX": "" if sys.stderr.isatty() else "0",
