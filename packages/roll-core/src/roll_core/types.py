@@ -69,7 +69,8 @@ class GenerateRequest:
     params: SamplingParams
     n: int = 1
     prompt_logprobs: bool = False
-    """Also return the logprobs of the prompt's own tokens (capability `prompt_logprobs`)."""
+    """Also return the logprobs of the prompt's own tokens under softmax(logits), without temperature, as nothing was
+    sampled there (capability `prompt_logprobs`)."""
     priority: int = 0
     """Lower is served first where an engine has to choose."""
 
