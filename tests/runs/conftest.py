@@ -175,6 +175,12 @@ def ray_runs(
     return _prepare(request.param, tmp_path, monkeypatch)
 
 
+@pytest.fixture
+def local_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """For faults that are put into this process."""
+    return _prepare("local", tmp_path, monkeypatch)
+
+
 def _prepare(executor: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     (folder / "rollrewards.py").write_text(REWARDS, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)

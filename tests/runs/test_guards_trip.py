@@ -1,0 +1,80 @@
+"""Guards that only a fault trips, each with the fault put in.
+
+The faults are put into this process, so the local executor runs; what the executors do differently is tested with them.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from roll_core.builtin.hf.engine import HFInferStrategy
+from roll_core.runtime import publishing
+
+
+@pytest.fixture
+def spoil_answers(monkeypatch):
+    """Change every output that the engine hands out."""
+
+    def spoil(change):
+        generate = HFInferStrategy.generate
+
+        async def spoilt(self, request):
+            completion = await generate(self, request)
+            return replace(completion, outputs=tuple(change(output) for output in completion.outputs))
+
+        monkeypatch.setattr(HFInferStrategy, "generate", spoilt)
+
+    return spoil
+
+
+def counts(result) -> dict[str, int]:
+    return json.loads(result.run_dir.record.read_text(encoding="utf-8"))["guards"]["counts"]
+
+
+def test_an_engine_that_keeps_its_old_weights_is_found_out(local_runs, monkeypatch):
+    update = HFInferStrategy.update_weights
+
+    async def stale(self, version, manifest, tensors, *, shared=False):
+        return replace(await update(self, version, manifest, tensors, shared=shared), version=version - 1)
+
+    monkeypatch.setattr(HFInferStrategy, "update_weights", stale)
+    result = local_runs.run(local_runs.rlvr())
+    assert type(result.error).__name__ == "StaleWeightsError"
+    assert "actor_infer rank 0" in str(result.error)
+    assert counts(result) == {"weight_manifest": 1}
+
+
+def test_a_probe_on_which_the_sides_disagree_ends_the_run(local_runs, monkeypatch):
+    async def far_apart(*arguments):
+        return 0.7
+
+    monkeypatch.setattr(publishing, "logprob_probe", far_apart)
+    result = local_runs.run(local_runs.rlvr())
+    assert "guard logprob_probe" in str(result.error)
+    assert "0.7" in str(result.error)
+
+
+def test_logprobs_that_are_not_the_trainers_are_pointed_out(local_runs, spoil_answers):
+    spoil_answers(lambda output: replace(output, logprobs=output.logprobs - 0.5))
+    result = local_runs.ok(local_runs.rlvr(max_steps=1))
+    assert counts(result) == {"logprob_gap": 1}
+    strict = local_runs.run(local_runs.rlvr(max_steps=1, guards={"logprob_gap": "error"}))
+    assert "guard logprob_gap" in str(strict.error)
+    tolerant = local_runs.ok(local_runs.rlvr(max_steps=1, guards={"logprob_gap": {"threshold": 1.0}}))
+    assert counts(tolerant) == {}
+
+
+def test_tokens_that_do_not_exist_are_named(local_runs, spoil_answers):
+    spoil_answers(lambda output: replace(output, token_ids=np.full_like(output.token_ids, 99)))
+    result = local_runs.run(local_runs.rlvr())
+    assert "guard token_round_trip" in str(result.error)
+    assert "token ids from 99 to 99, but the tokenizer has" in str(result.error)
+
+
+def test_tokens_of_another_weight_version_are_named(local_runs, spoil_answers):
+    spoil_answers(lambda output: replace(output, versions=output.versions - 1))
+    result = local_runs.run(local_runs.rlvr())
+    assert "guard token_round_trip" in str(result.error)
+    assert "versions [-1], not at 0" in str(result.error)
