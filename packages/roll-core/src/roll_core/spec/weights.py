@@ -171,6 +171,13 @@ def memory_token(tensor: Tensor) -> str:
     return f"{MEMORY}{tensor.device}:{tensor.data_ptr():x}:{dtype_name(tensor)}:{layout[0]}:{layout[1]}"
 
 
+def held_digest(tensor: Tensor, expected: str) -> str:
+    """What a receiver answers for a tensor that it holds, where the manifest says `expected`; see `make_receipt`."""
+    if expected.startswith(MEMORY) and memory_token(tensor) == expected:
+        return expected
+    return digest(tensor)
+
+
 def make_receipt(
     manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, role: str = "", rank: int = 0
 ) -> WeightReceipt:
@@ -180,8 +187,5 @@ def make_receipt(
     the tensor still shows just that, otherwise by the digest of what is there.
     """
     expected = {entry.name: entry.digest for entry in manifest.tensors}
-    digests = {}
-    for name, tensor in tensors:
-        token = memory_token(tensor) if expected.get(name, "").startswith(MEMORY) else ""
-        digests[name] = token if token and token == expected[name] else digest(tensor)
+    digests = {name: held_digest(tensor, expected.get(name, "")) for name, tensor in tensors}
     return WeightReceipt(version=manifest.version, digests=digests, role=role, rank=rank)

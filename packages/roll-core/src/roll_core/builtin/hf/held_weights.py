@@ -14,7 +14,7 @@ import torch
 
 from roll_core.builtin.hf.layout import SIBLINGS, adjacent
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
-from roll_core.spec.weights import copy_digested, digest, dtype_name
+from roll_core.spec.weights import copy_digested, digest, dtype_name, held_digest
 from roll_core.types import WeightReceipt
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class HeldWeights:
             if held.data_ptr() != tensor.data_ptr():
                 digests[name] = self._copy(held, tensor)
             else:
-                digests[name] = digest(held.detach())
+                digests[name] = held_digest(held.detach(), entries[name].digest)
         return WeightReceipt(version=version, digests=digests, role=self._role, rank=self._rank)
 
     @property
