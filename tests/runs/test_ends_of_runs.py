@@ -59,6 +59,7 @@ def test_a_stopped_run_says_so_and_exits_with_130(runs, number):
     assert psutil.wait_procs(children, timeout=15)[1] == []
 
 
+@pytest.mark.on_ray
 def test_a_killed_driver_leaves_no_process_behind(runs):
     process = start(runs, runs.rlvr(max_steps=10_000))
     wait_for_step(runs, process, 2)

@@ -62,6 +62,7 @@ def test_every_recipe_trains(runs, recipe):
         assert lines[0]["critic/loss"] > 0
 
 
+@pytest.mark.on_ray
 def test_engine_and_trainer_agree_on_the_probe(runs):
     lines = runs.metrics(runs.ok(runs.rlvr(guards={"logprob_probe": {"every": 1}})))
     assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
@@ -70,6 +71,7 @@ def test_engine_and_trainer_agree_on_the_probe(runs):
         assert all(line["weight_sync/copied_bytes"] == 0 for line in lines)
 
 
+@pytest.mark.on_ray
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
     recipe = RECIPES["ppo"] | {"norm_mean_type": "running", "norm_std_type": "running"}
     whole = runs.ok(runs.rlvr(exp_name="whole", max_steps=4, **recipe))
