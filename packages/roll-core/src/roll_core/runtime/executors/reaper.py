@@ -5,7 +5,8 @@
                                          memory, remove its scratch directory
 
 A process bears the mark if it was started with `ROLL_INSTANCE=<mark>` in its environment, which children inherit: our
-own Ray instance, its workers, and whatever they started. Nobody else's processes have it.
+own Ray instance, its workers, and whatever they started. Nobody else's processes have it. Some of Ray's write their
+title over their environment; those are known by the files that they have open in the run's scratch directory.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def sweep(mark: str, scratch: Path) -> int:
     segments: set[str] = set()
     killed: set[int] = set()
     started = time.monotonic()
-    while (found := _marked(mark)) and (passed_s := time.monotonic() - started) < KILL_S:
+    while (found := _marked(mark, scratch)) and (passed_s := time.monotonic() - started) < KILL_S:
         for process in found:
             if passed_s < TRACKERS_S and _is_tracker(process):
                 continue
@@ -80,15 +81,20 @@ def sweep(mark: str, scratch: Path) -> int:
     return len(killed)
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+def _marked(mark: str, scratch: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         if process.pid == os.getpid():
             continue
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            ours = process.environ().get(MARK) == mark or _has_open(process, scratch)
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def _has_open(process: psutil.Process, directory: Path) -> bool:
+    return "ray" in process.name() and any(Path(file.path).is_relative_to(directory) for file in process.open_files())
 
 
 def _is_tracker(process: psutil.Process) -> bool:
