@@ -8,7 +8,19 @@ import torch
 from roll_core.builtin.hf.blocked_attention import BLOCK, LONGEST, blocked_attention, usable
 
 
-@pytest.mark.parametrize("lengths", [(1,), (5, 1, 9), (BLOCK,), (BLOCK + 1, 3), (2, 3 * BLOCK - 1, BLOCK)], ids=str)
+LENGTHS = [
+    (1,),
+    (5, 1, 9),
+    (BLOCK,),
+    (BLOCK + 1, 3),
+    (2, 3 * BLOCK - 1, BLOCK),
+    (12,) * 5,
+    (1, 1),
+    (7, 30, 1, 8, 29, BLOCK, 3, BLOCK - 1, 2 * BLOCK + 1, 26),
+]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (3, 3), (4, 1)])
 def test_values_and_gradients_equal_the_librarys(lengths, heads, key_heads):
     torch.manual_seed(0)
@@ -32,6 +44,21 @@ def test_values_and_gradients_equal_the_librarys(lengths, heads, key_heads):
     expected = torch.autograd.grad(plain, wanted, upstream)
     for each, other in zip(torch.autograd.grad(found, wanted, upstream), expected, strict=True):
         torch.testing.assert_close(each, other, rtol=0, atol=1e-5)
+
+
+def test_a_sequence_that_is_not_finite_harms_no_other_that_is_computed_with_it():
+    torch.manual_seed(0)
+    lengths, size = (6, 8, 7), 4
+    query, key, value = (torch.randn(1, 2, sum(lengths), size, requires_grad=True) for _ in range(3))
+    with torch.no_grad():
+        value[:, :, 7] = float("nan")
+    found = blocked_attention(query, key, value, lengths, 0.5)
+    gradients = torch.autograd.grad(found[:, :6].sum() + found[:, 14:].sum(), (query, key, value))
+    assert torch.isfinite(found[:, :6]).all()
+    assert torch.isfinite(found[:, 14:]).all()
+    for each in gradients:
+        assert torch.isfinite(each[:, :, :6]).all()
+        assert torch.isfinite(each[:, :, 14:]).all()
 
 
 def test_it_is_left_to_the_library_where_its_weights_would_take_too_much_memory():

@@ -1,14 +1,18 @@
 """Causal attention of short sequences on the host: blocks of queries against only the keys that they can see.
 
 The library's kernel computes the whole square of a short sequence and throws the upper half away. Blocks of 64 queries
-leave most of that half out, and query heads that share a key head stand as rows of one matrix.
+leave most of that half out, and query heads that share a key head stand as rows of one matrix. Sequences of at most
+one block are computed together with others about as long: one kernel for hundreds of them, not some for each.
 
-Shapes: T flat tokens, K key heads, G query heads of each, D head size, B queries of a block, E keys that it can see.
+Shapes: T flat tokens, K key heads, G query heads of each, D head size, B queries of a block, E keys that it can see,
+S sequences that are computed together, L length of the longest of them.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 64
+STEP = 8
+"""Sequences of at most one block are computed together if their lengths, rounded up to this, are equal."""
 LONGEST = 512
 """Of the sequences for which the attention weights are kept for the backward pass; longer ones take too much memory."""
 
@@ -35,12 +41,40 @@ def blocked_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequen
     return found
 
 
-def _blocks(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Start of the sequence, start and end of the block."""
-    bounds = itertools.accumulate(lengths, initial=0)
-    for first, end in itertools.pairwise(bounds):
-        for start in range(first, end, BLOCK):
-            yield first, start, min(start + BLOCK, end)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Together:
+    """Sequences of about equal length, each behind the other in rows of L."""
+
+    rows: Tensor
+    """`[S * L]`: the tokens, and T where a sequence is shorter: no query looks at what stands behind it."""
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    together: tuple[_Together, ...]
+    blocks: tuple[tuple[int, int, int], ...]
+    """Of the other sequences: start of the sequence, start and end of the block."""
+
+
+@lru_cache(maxsize=64)
+def _plan(lengths: tuple[int, ...]) -> _Plan:
+    bounds = list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+    alike = defaultdict(list)
+    for first, end in bounds:
+        if end - first <= BLOCK:
+            alike[-(-(end - first) // STEP)].append((first, end))
+    together = tuple(_together(each, bounds[-1][1]) for each in alike.values() if len(each) > 1)
+    alone = [each for each in bounds if len(alike.get(-(-(each[1] - each[0]) // STEP), ())) < 2]
+    blocks = ((first, at, min(at + BLOCK, end)) for first, end in alone for at in range(first, end, BLOCK))
+    return _Plan(together, tuple(blocks))
+
+
+def _together(sequences: Sequence[tuple[int, int]], nothing: int) -> _Together:
+    starts, ends = torch.tensor(sequences).unbind(1)
+    length = int((ends - starts).max())
+    rows_SL = starts[:, None] + torch.arange(length)
+    return _Together(torch.where(rows_SL < ends[:, None], rows_SL, nothing).flatten(), length)
 
 
 @lru_cache(maxsize=256)
@@ -51,19 +85,31 @@ def _future(queries: int, groups: int) -> Tensor:
 
 
 class _Blocked(torch.autograd.Function):
+    """Tensors `[K, T + 1, ...]` have a row of zeros at the end, for what a shorter sequence lacks."""
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
         _, heads, tokens, size = query.shape
         num_keys = key.shape[1]
         groups = heads // num_keys
         # A token's query heads lie together, so that a block of tokens is a block of rows.
-        q_KRD = query.view(num_keys, groups, tokens, size).transpose(1, 2).reshape(num_keys, tokens * groups, size)
-        q_KRD = q_KRD * scale
-        k_KTD, v_KTD = key[0].contiguous(), value[0].contiguous()
-        out_KRD = torch.empty_like(q_KRD)
+        q_KTGD = query.new_empty(num_keys, tokens + 1, groups, size)
+        torch.mul(query.view(num_keys, groups, tokens, size).transpose(1, 2), scale, out=q_KTGD[:, :tokens])
+        q_KTGD[:, tokens] = 0
+        k_KTD, v_KTD = _with_zeros(key[0]), _with_zeros(value[0])
+        out_KTGD = torch.empty_like(q_KTGD)
         keeps = any(ctx.needs_input_grad)
         weights: list[Tensor] = []
-        for first, start, end in _blocks(lengths):
+        plan = _plan(lengths)
+        for each in plan.together:
+            q_SRD, k_SLD, v_SLD = (_gather(x, each) for x in (q_KTGD, k_KTD, v_KTD))
+            scores_SRL = torch.bmm(q_SRD, k_SLD.transpose(1, 2))
+            weights_SRL = torch.softmax(scores_SRL.add_(_future(each.length, groups)), dim=-1)
+            _scatter(out_KTGD, each, torch.bmm(weights_SRL, v_SLD))
+            if keeps:
+                weights.append(weights_SRL)
+        q_KRD, out_KRD = q_KTGD.view(num_keys, -1, size), out_KTGD.view(num_keys, -1, size)
+        for first, start, end in plan.blocks:
             rows = slice(start * groups, end * groups)
             scores_KRE = torch.bmm(q_KRD[:, rows], k_KTD[:, first:end].transpose(1, 2))
             scores_KRE[:, :, start - first :] += _future(end - start, groups)
@@ -71,26 +117,58 @@ class _Blocked(torch.autograd.Function):
             out_KRD[:, rows] = torch.bmm(weights_KRE, v_KTD[:, first:end])
             if keeps:
                 weights.append(weights_KRE)
-        ctx.save_for_backward(q_KRD, k_KTD, v_KTD, *weights)
-        ctx.lengths, ctx.scale = lengths, scale
-        by_token = out_KRD.view(num_keys, tokens, groups, size).transpose(0, 1)
-        return by_token.reshape(1, tokens, heads, size)
+        ctx.save_for_backward(q_KTGD, k_KTD, v_KTD, *weights)
+        ctx.plan, ctx.scale = plan, scale
+        return out_KTGD[:, :tokens].transpose(0, 1).reshape(1, tokens, heads, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_KRD, k_KTD, v_KTD, *weights = ctx.saved_tensors
-        num_keys, tokens, size = k_KTD.shape
-        groups = q_KRD.shape[1] // tokens
-        d_out_KRD = grads[0].view(tokens, num_keys, groups, size).transpose(0, 1).reshape(q_KRD.shape)
-        dq_KRD = torch.empty_like(q_KRD)
+        q_KTGD, k_KTD, v_KTD, *saved = ctx.saved_tensors
+        num_keys, tokens, groups, size = q_KTGD.shape
+        tokens -= 1
+        d_KTGD = _with_zeros(grads[0].view(tokens, num_keys, groups, size).transpose(0, 1))
+        dq_KTGD = torch.empty_like(q_KTGD)
         dk_KTD, dv_KTD = torch.zeros_like(k_KTD), torch.zeros_like(v_KTD)
-        for (first, start, end), weights_KRE in zip(_blocks(ctx.lengths), weights, strict=True):
+        weights = iter(saved)
+        for each in ctx.plan.together:
+            weights_SRL = next(weights)
+            q_SRD, k_SLD, v_SLD, d_SRD = (_gather(x, each) for x in (q_KTGD, k_KTD, v_KTD, d_KTGD))
+            _scatter(dv_KTD, each, torch.bmm(weights_SRL.transpose(1, 2), d_SRD))
+            d_weights_SRL = torch.bmm(d_SRD, v_SLD.transpose(1, 2))
+            d_scores_SRL = torch._softmax_backward_data(d_weights_SRL, weights_SRL, -1, torch.float32)
+            _scatter(dq_KTGD, each, torch.bmm(d_scores_SRL, k_SLD))
+            _scatter(dk_KTD, each, torch.bmm(d_scores_SRL.transpose(1, 2), q_SRD))
+        q_KRD, d_KRD, dq_KRD = (x.view(num_keys, -1, size) for x in (q_KTGD, d_KTGD, dq_KTGD))
+        for first, start, end in ctx.plan.blocks:
+            weights_KRE = next(weights)
             rows, keys = slice(start * groups, end * groups), slice(first, end)
-            d_KRD = d_out_KRD[:, rows]
-            dv_KTD[:, keys].baddbmm_(weights_KRE.transpose(1, 2), d_KRD)
-            d_weights_KRE = torch.bmm(d_KRD, v_KTD[:, keys].transpose(1, 2))
+            dv_KTD[:, keys].baddbmm_(weights_KRE.transpose(1, 2), d_KRD[:, rows])
+            d_weights_KRE = torch.bmm(d_KRD[:, rows], v_KTD[:, keys].transpose(1, 2))
             d_scores_KRE = torch._softmax_backward_data(d_weights_KRE, weights_KRE, -1, torch.float32)
             dq_KRD[:, rows] = torch.bmm(d_scores_KRE, k_KTD[:, keys])
             dk_KTD[:, keys].baddbmm_(d_scores_KRE.transpose(1, 2), q_KRD[:, rows])
-        dq = dq_KRD.mul_(ctx.scale).view(num_keys, tokens, groups, size).transpose(1, 2)
-        return dq.reshape(1, num_keys * groups, tokens, size), dk_KTD[None], dv_KTD[None], None, None
+        dq = dq_KTGD[:, :tokens].mul_(ctx.scale).permute(0, 2, 1, 3)
+        dq = dq.reshape(1, num_keys * groups, tokens, size)
+        return dq, dk_KTD[None, :, :tokens], dv_KTD[None, :, :tokens], None, None
+
+
+def _with_zeros(x_KT: Tensor) -> Tensor:
+    """A copy with one more token, of zeros."""
+    num_keys, tokens, *rest = x_KT.shape
+    longer = x_KT.new_empty(num_keys, tokens + 1, *rest)
+    longer[:, :tokens] = x_KT
+    longer[:, tokens] = 0
+    return longer
+
+
+def _gather(x_KT: Tensor, chosen: _Together) -> Tensor:
+    """`[K, T + 1, (G,) D]` to `[K * S, L (* G), D]`."""
+    num_keys, size = x_KT.shape[0], x_KT.shape[-1]
+    per_token = x_KT[0, 0].numel() // size
+    picked = x_KT.flatten(2).index_select(1, chosen.rows)
+    return picked.view(num_keys * (len(chosen.rows) // chosen.length), chosen.length * per_token, size)
+
+
+def _scatter(x_KT: Tensor, chosen: _Together, rows: Tensor) -> None:
+    """The way back of `_gather`. What belongs to no token ends up in the additional row."""
+    x_KT.flatten(2).index_copy_(1, chosen.rows, rows.view(x_KT.shape[0], len(chosen.rows), -1))

@@ -25,6 +25,7 @@ import numpy as np
 
 from roll_core.builtin.hf.config import HFInferConfig
 from roll_core.errors import DataError, ModelError, UnsupportedError
+from roll_core.runtime import openmp
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.providers import InferCapabilities
 
@@ -244,6 +245,8 @@ class HFInferStrategy(InferStrategy):
         except Exception as caught:  # a model that fails in the middle of a step fails everything that runs on it
             log.exception("the engine's step failed")
             done = core.fail_all(caught)
+        if not core.busy:
+            openmp.rest()
         return done, answers
 
     def _forget(self, request_id: str) -> None:

@@ -20,6 +20,7 @@ import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.plugins.targets import load_target
+from roll_core.runtime import openmp
 from roll_core.runtime.executors.calls import CallFailed, Failure
 
 if TYPE_CHECKING:
@@ -136,6 +137,8 @@ class WorkerThread:
         while (work := self._queue.get()) is not None:
             work()
             del work
+            if self._queue.empty():
+                openmp.rest()
 
 
 async def _awaited(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import PlacementError, UnsupportedError
+from roll_core.runtime import openmp
 from roll_core.runtime.executors.base import Executor, Member, Peers, WorkerGroup
 from roll_core.runtime.executors.calls import collect
 from roll_core.runtime.executors.host import WorkerHost
@@ -118,6 +119,8 @@ class LocalGroup(WorkerGroup):
         return self._hosts[rank].stack()
 
     def _begin(self, rank: int, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
+        # The caller waits now, and the worker computes.
+        openmp.rest()
         return self._hosts[rank].begin(method, arguments)
 
 
