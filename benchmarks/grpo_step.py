@@ -45,8 +45,8 @@ def some_reward(prompt: str, response: str, **row: object) -> float:
 
 def make_model(folder: Path) -> None:
     """The directory that both contestants load."""
-    from roll_core.builtin.hf.model import load_model
     from roll_core.data.tokenizers import make_tokenizer
+    from roll_core.modeling.model import load_model
     from roll_core.spec.config import TokenizerConfig
     from roll_core.spec.model import ModelSpec
 

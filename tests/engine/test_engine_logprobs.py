@@ -9,7 +9,7 @@ import torch
 from roll_core.builtin.hf import decoder
 from roll_core.builtin.hf.config import HFInferConfig
 from roll_core.builtin.hf.engine import HFInferStrategy
-from roll_core.builtin.hf.model import load_model
+from roll_core.modeling.model import load_model
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.types import GenerateRequest, SamplingParams
 

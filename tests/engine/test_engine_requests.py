@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.builtin.hf.model import load_model
 from roll_core.errors import DataError, ModelError, NonFiniteError, UnsupportedError
+from roll_core.modeling.model import load_model
 from roll_core.spec.weights import make_manifest
 from roll_core.types import GenerateRequest, SamplingParams
 

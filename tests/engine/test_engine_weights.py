@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.builtin.hf.layout import adjacent, make_adjacent
-from roll_core.builtin.hf.model import load_model
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
+from roll_core.modeling.layout import adjacent, make_adjacent
+from roll_core.modeling.model import load_model
 from roll_core.spec.weights import digest, make_manifest
 from roll_core.types import GenerateRequest, SamplingParams
 

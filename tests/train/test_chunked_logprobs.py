@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.builtin.hf.logprobs import HeadRequest, LinearHead, any_head_outputs, head_outputs
 from roll_core.data.pack import pack
+from roll_core.modeling.logprobs import HeadRequest, LinearHead, any_head_outputs, head_outputs
 from roll_core.spec.train import Want
 
 N, V, H = 23, 37, 8

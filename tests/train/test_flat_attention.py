@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.builtin.hf.model import load_model
 from roll_core.data.pack import pack
 from roll_core.errors import ModelError
+from roll_core.modeling.model import load_model
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import Want
 from roll_core.types import TrainSequence

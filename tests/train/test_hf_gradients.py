@@ -10,9 +10,9 @@ import torch
 
 from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.builtin.hf.model import load_model, scalar_head
 from roll_core.data.pack import pack, totals
 from roll_core.errors import NonFiniteError, UnsupportedError
+from roll_core.modeling.model import load_model, scalar_head
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import LossOutput, TrainingSpec, Want
 from roll_core.types import TrainSequence

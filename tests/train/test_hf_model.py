@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll_core.builtin.hf.model import load_model, scalar_head
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ModelError
+from roll_core.modeling.model import load_model, scalar_head
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 

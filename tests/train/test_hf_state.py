@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from roll_core.algorithms.losses import SFTObjective, ValueObjective
-from roll_core.builtin.hf.layout import adjacent
 from roll_core.data.pack import pack
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError
+from roll_core.modeling.layout import adjacent
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.train import TrainingSpec, Want
 

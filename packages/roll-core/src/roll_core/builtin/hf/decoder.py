@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from roll_core.builtin.hf.kv_cache import KVCache
-from roll_core.builtin.hf.layout import adjacent
 from roll_core.builtin.hf.linear import Projection
 from roll_core.builtin.hf.runner import Piece, Prompt, Runner
+from roll_core.modeling.layout import adjacent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -198,9 +198,9 @@ class HFInferStrategy(InferStrategy):
         from roll_core.builtin.hf import decoder
         from roll_core.builtin.hf.core import EngineCore
         from roll_core.builtin.hf.held_weights import HeldWeights
-        from roll_core.builtin.hf.layout import make_adjacent
-        from roll_core.builtin.hf.model import load_model
         from roll_core.builtin.hf.module_runner import ModuleRunner
+        from roll_core.modeling.layout import make_adjacent
+        from roll_core.modeling.model import load_model
 
         if self._mesh.num_threads:
             torch.set_num_threads(self._mesh.num_threads)
@@ -309,8 +309,8 @@ class HFInferStrategy(InferStrategy):
         return RunningRequest.make(request, (request.priority, arrival), ends, stops, seed)
 
     def _stops(self, strings: tuple[str, ...]) -> StopStrings:
-        from roll_core.builtin.hf.model import load_tokenizer
         from roll_core.builtin.hf.stopping import StopStrings
+        from roll_core.modeling.model import load_tokenizer
 
         if not all(strings):
             raise DataError("stop strings: an empty string would end every response at once")

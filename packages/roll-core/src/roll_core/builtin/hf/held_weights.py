@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roll_core.builtin.hf.layout import SIBLINGS, adjacent
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
+from roll_core.modeling.layout import SIBLINGS, adjacent
 from roll_core.spec.weights import copy_digested, digest, dtype_name, held_digest
 from roll_core.types import WeightReceipt
 

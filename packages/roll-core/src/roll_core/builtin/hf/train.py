@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roll_core.builtin.hf.backbone import Backbone, LanguageHead, checkpoint_layers
 from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.builtin.hf.fused import fuse
-from roll_core.builtin.hf.layout import make_adjacent
-from roll_core.builtin.hf.logprobs import HeadRequest
-from roll_core.builtin.hf.model import load_model, load_tokenizer, quiet, scalar_head
 from roll_core.builtin.hf.optimizer import AdamW
 from roll_core.builtin.hf.replicas import Replicas
 from roll_core.errors import CheckpointError, NonFiniteError, RollError, UnsupportedError
+from roll_core.modeling.backbone import Backbone, LanguageHead, checkpoint_layers
+from roll_core.modeling.fused import fuse
+from roll_core.modeling.layout import make_adjacent
+from roll_core.modeling.logprobs import HeadRequest
+from roll_core.modeling.model import load_model, load_tokenizer, quiet, scalar_head
 from roll_core.spec.providers import TrainCapabilities
 from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
 

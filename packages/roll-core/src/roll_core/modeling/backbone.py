@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from roll_core.builtin.hf import attention
-from roll_core.builtin.hf.logprobs import HeadOutputs, HeadRequest, LinearHead, any_head_outputs, head_outputs
 from roll_core.errors import ModelError
+from roll_core.modeling import attention
+from roll_core.modeling.logprobs import HeadOutputs, HeadRequest, LinearHead, any_head_outputs, head_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

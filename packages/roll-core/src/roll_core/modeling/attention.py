@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from roll_core.builtin.hf.blocked_attention import blocked_attention, usable
 from roll_core.errors import UnsupportedError
+from roll_core.modeling.blocked_attention import blocked_attention, usable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,0 +1,4 @@
+"""What train strategies that wrap a Hugging Face module share: loading, flat attention, logprobs chunk by chunk.
+
+Plugins may import it, as they may import the algorithms.
+"""
