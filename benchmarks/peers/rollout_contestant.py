@@ -58,6 +58,8 @@ class Roll:
 
         import torch
 
+        from roll_core.runtime import openmp
+
         runner: Any = self.engine._ready_core.runner
         layers = [(each.qkv, each.out, each.gate_up, each.down) for each in runner._layers]
         weights = [each.weight for layer in layers for each in layer] + [runner._head.weight]
@@ -78,6 +80,8 @@ class Roll:
                     for weight, own in zip(weights, packed, strict=True):
                         kernel(inputs[weight.shape[1]], weight, own)
                     found[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+        # This thread's OpenMP team would make the engine's slower in the next round.
+        openmp.rest()
         return {
             name: (statistics.quantiles(wall, n=4)[0], statistics.quantiles(cpu, n=4)[0])
             for name, (wall, cpu) in ((name, tuple(zip(*times, strict=True))) for name, times in found.items())
