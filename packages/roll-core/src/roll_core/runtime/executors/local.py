@@ -15,6 +15,7 @@ from roll_core.errors import PlacementError, UnsupportedError
 from roll_core.runtime import openmp
 from roll_core.runtime.executors.base import Executor, Member, Peers, WorkerGroup
 from roll_core.runtime.executors.calls import collect
+from roll_core.runtime.executors.environment import EnvironmentChange
 from roll_core.runtime.executors.host import WorkerHost
 from roll_core.runtime.host import hostname
 from roll_core.runtime.placement import no_such_slot
@@ -40,13 +41,13 @@ class LocalExecutor(Executor):
         self._platform = platform
         self._slots_per_node = slots_per_node
         self._hosts: list[WorkerHost] = []
-        self._env_before: dict[str, str | None] = {}
+        self._environment = EnvironmentChange()
 
     async def start(self, specs: Sequence[GroupSpec]) -> dict[str, WorkerGroup]:
         """See `Executor.start`. Roles are made one after the other, in order."""
         for spec in specs:
             self._check_places(spec)
-        self._set_environment(environment_of_all(specs, self._platform))
+        self._environment.make(environment_of_all(specs, self._platform))
         try:
             return {spec.role: await self._start_group(spec) for spec in specs}
         except BaseException:
@@ -65,7 +66,7 @@ class LocalExecutor(Executor):
         """See `Executor.close`. A worker that is busy is waited for, up to `CLOSE_S`."""
         hosts, self._hosts = self._hosts, []
         await asyncio.gather(*(host.close(CLOSE_S) for host in hosts))
-        self._restore_environment()
+        self._environment.undo()
 
     async def _start_group(self, spec: GroupSpec) -> WorkerGroup:
         members = [
@@ -94,18 +95,6 @@ class LocalExecutor(Executor):
             for slot in place.slots:
                 if slot >= here:
                     raise PlacementError(no_such_slot(spec.role, slot, self._platform, here, 1))
-
-    def _set_environment(self, env: dict[str, str]) -> None:
-        self._env_before = {name: os.environ.get(name) for name in env}
-        os.environ.update(env)
-
-    def _restore_environment(self) -> None:
-        before, self._env_before = self._env_before, {}
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 class LocalGroup(WorkerGroup):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import PlacementError
 from roll_core.runtime.executors import reaper
+from roll_core.runtime.executors.environment import EnvironmentChange
 from roll_core.runtime.host import usable_cores
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class RayInstance:
         """Whether it is an instance of our own, which has no other host."""
         self._connected_by_us = False
         self._reaper: subprocess.Popen[bytes] | None = None
-        self._env_before: dict[str, str | None] = {}
+        self._environment = EnvironmentChange()
 
     @property
     def is_open(self) -> bool:
@@ -98,7 +99,7 @@ class RayInstance:
                 log.debug("%d processes had to be killed at the end", left)
             reaper.dismiss(self._reaper)
             self._reaper = None
-        self._restore_environment()
+        self._environment.undo()
 
     def _start(self) -> None:
         import ray
@@ -148,16 +149,7 @@ class RayInstance:
         }
         env = {name: value for name, value in settings.items() if name not in os.environ}
         env[reaper.MARK] = self.mark
-        self._env_before = {name: os.environ.get(name) for name in env}
-        os.environ.update(env)
-
-    def _restore_environment(self) -> None:
-        before, self._env_before = self._env_before, {}
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        self._environment.make(env)
 
 
 def _check_reachable(address: str) -> None:

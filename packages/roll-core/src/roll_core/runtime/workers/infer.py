@@ -9,7 +9,7 @@ from roll_core.errors import RollError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.weight_sync import WeightReceiver
-from roll_core.spec.model import MeshInfo
+from roll_core.runtime.workers.mesh import mesh_info
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,18 +43,7 @@ class InferWorker:
         strategy_class = load_target(provider.target, owner=owner)
         self.model = model
         self.strategy: InferStrategy = strategy_class(schema.model_validate(dict(strategy_config)))
-        self.mesh = MeshInfo(
-            role=role,
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_indices[0] if place.local_indices else 0,
-            device=place.device,
-            backend=backend,
-            master_addr=peers.master_addr,
-            master_port=peers.master_port,
-            num_threads=place.num_threads,
-            timeout_s=timeout_s,
-        )
+        self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank)
         self.running: dict[str, asyncio.Task[Completion]] = {}
 

@@ -12,7 +12,7 @@ from roll_core.data.pack import pack
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.weight_sync import WeightSender
-from roll_core.spec.model import MeshInfo
+from roll_core.runtime.workers.mesh import mesh_info
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,18 +79,7 @@ class TrainWorker:
         self.role, self.place, self.limits, self.model = role, place, limits, model
         self.deterministic = deterministic
         self.strategy: TrainStrategy = strategy_class(schema.model_validate(dict(strategy_config)), training)
-        self.mesh = MeshInfo(
-            role=role,
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_indices[0] if place.local_indices else 0,
-            device=place.device,
-            backend=backend,
-            master_addr=peers.master_addr,
-            master_port=peers.master_port,
-            num_threads=place.num_threads,
-            timeout_s=timeout_s,
-        )
+        self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.sender = WeightSender(self.strategy, role=role, rank=place.rank)
 
     def start(self) -> DataRank:
