@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and gated activation with few passes over memory, in place of transformers' own modules.
+"""Norms, gated activation and linear layers with few passes over memory, in place of transformers' own modules.
 
 On a CPU the element-wise work of a layer costs as much as a third of its GEMMs, because every operation goes through
 memory: here each works on blocks of rows that stay in a core's cache, and keeps nothing that is cheap to compute again.
@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from roll_core.modeling.products import Linear, prefers_onednn
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
+
+    Replacement = tuple[int, Callable[[Tensor], Tensor]]
+    """Size of the input, and what is to be called instead."""
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +41,10 @@ def fuse(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _replace(module: Any) -> bool:
-    forward = _rms_norm_of(module) or _gated_mlp_of(module)
-    if forward is None or "forward" in vars(module):
+    replacement = _rms_norm_of(module) or _gated_mlp_of(module) or _linear_of(module)
+    if replacement is None or "forward" in vars(module):
         return False
-    size = module.weight.shape[0] if _rms_norm_of(module) else module.gate_proj.in_features
+    size, forward = replacement
     probe = torch.linspace(-3.0, 3.0, 3 * size).view(1, 3, size)
     expected, found = module(probe), forward(probe)
     if not torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()) + 1e-12):
@@ -48,7 +53,7 @@ def _replace(module: Any) -> bool:
     return True
 
 
-def _rms_norm_of(module: Any) -> Callable[[Tensor], Tensor] | None:
+def _rms_norm_of(module: Any) -> Replacement | None:
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     named = type(module).__name__.endswith("RMSNorm")
@@ -59,10 +64,10 @@ def _rms_norm_of(module: Any) -> Callable[[Tensor], Tensor] | None:
         found: Tensor = _RMSNorm.apply(hidden_states, module.weight, epsilon)  # type: ignore[no-untyped-call]
         return found
 
-    return forward
+    return len(weight), forward
 
 
-def _gated_mlp_of(module: Any) -> Callable[[Tensor], Tensor] | None:
+def _gated_mlp_of(module: Any) -> Replacement | None:
     names = {name for name, _ in module.named_children()}
     if not {"gate_proj", "up_proj", "down_proj"} <= names <= {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return None
@@ -75,7 +80,18 @@ def _gated_mlp_of(module: Any) -> Callable[[Tensor], Tensor] | None:
         found: Tensor = down(gated)
         return found
 
-    return forward
+    return gate.in_features, forward
+
+
+def _linear_of(module: Any) -> Replacement | None:
+    if type(module) is not nn.Linear or not prefers_onednn(module.weight):
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        found: Tensor = Linear.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call]
+        return found
+
+    return module.in_features, forward
 
 
 def _blocks(num_rows: int, size: int) -> Iterator[slice]:

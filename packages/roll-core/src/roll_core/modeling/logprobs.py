@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from roll_core.modeling.products import input_gradient, linear
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -39,7 +41,10 @@ class LinearHead:
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
         """`[C, V]` in float32."""
-        logits_CV = torch.nn.functional.linear(hidden_CH, self.weight, self.bias).float()
+        if torch.is_grad_enabled():
+            logits_CV = torch.nn.functional.linear(hidden_CH, self.weight, self.bias).float()
+        else:
+            logits_CV = linear(hidden_CH, self.weight, self.bias).float()
         if self.scale != 1.0:
             logits_CV = logits_CV.mul_(self.scale) if not logits_CV.requires_grad else logits_CV * self.scale
         if self.softcap:
@@ -212,7 +217,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_bias_V += d_CV.sum(dim=0)
             d_CV = d_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
-                torch.mm(d_CV, weight_VH, out=grad_hidden_NH[span])
+                grad_hidden_NH[span] = input_gradient(d_CV, weight_VH)
             if grad_weight_VH is not None:
                 if grad_weight_VH.dtype == d_CV.dtype:
                     grad_weight_VH.addmm_(d_CV.T, hidden_NH[span])

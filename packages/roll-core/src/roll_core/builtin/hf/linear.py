@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from roll_core.modeling.products import HAS_ONEDNN, ONEDNN_MIN_WEIGHTS, onednn_linear, prefers_onednn
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-ONEDNN_MIN_WEIGHTS = 60_000
-"""Below, a call of oneDNN costs more than its better kernel gains (measured at 16 to 128 rows)."""
-_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+_PACKS = HAS_ONEDNN and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class Projection:
@@ -29,14 +29,13 @@ class Projection:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, pack: bool, num_rows: int = 64) -> None:
         self.weight = weight_OI
         self._bias = bias_O
-        large = _ONEDNN and weight_OI.device.type == "cpu" and weight_OI.numel() >= ONEDNN_MIN_WEIGHTS
-        packed = pack and large and weight_OI.dtype in (torch.float32, torch.bfloat16)
-        self._onednn = packed or (large and weight_OI.dtype is torch.float32)
+        large = weight_OI.device.type == "cpu" and weight_OI.numel() >= ONEDNN_MIN_WEIGHTS
+        packed = _PACKS and pack and large and weight_OI.dtype in (torch.float32, torch.bfloat16)
+        self._onednn = packed or prefers_onednn(weight_OI)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, num_rows) if packed else weight_OI
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """`[T, I]` to `[T, O]`."""
         if self._onednn:
-            result: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self._weight, self._bias, "none", [], "")
-            return result
+            return onednn_linear(x_TI, self._weight, self._bias)
         return F.linear(x_TI, self._weight, self._bias)
