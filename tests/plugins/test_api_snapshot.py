@@ -54,6 +54,7 @@ METHODS = {
         "build!": "(self, model, mesh)",
         "data_rank": "property",
         "forward!": "(self, micro, want)",
+        "forward_all": "(self, micros, want)",
         "forward_backward!": "(self, micros, loss)",
         "optimizer_step!": "(self)",
         "export_weights!": "(self)",

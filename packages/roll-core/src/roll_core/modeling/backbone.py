@@ -150,31 +150,35 @@ class LanguageHead:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.linear = self._as_linear()
-        if self.linear is None:
+        self.is_linear = self._is_linear()
+        if not self.is_linear:
             log.info("%s: logits are computed by its own code, chunk by chunk", type(model).__name__)
 
     def outputs(self, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest) -> HeadOutputs:
         """Logprobs of the targets and what else is wanted."""
-        if self.linear is not None:
-            return head_outputs(self.linear, hidden_NH, targets_N, request)
+        if self.is_linear:
+            return head_outputs(self._linear(self.model.get_output_embeddings()), hidden_NH, targets_N, request)
         vocab_size = self.model.config.get_text_config().vocab_size
         return any_head_outputs(self._own_logits, vocab_size, hidden_NH, targets_N, request)
 
-    @torch.no_grad()
-    def _as_linear(self) -> LinearHead | None:
-        """The head as a formula, if that gives what the model's own code gives."""
-        layer = self.model.get_output_embeddings()
-        if not isinstance(layer, nn.Linear):
-            return None
+    def _linear(self, layer: nn.Linear) -> LinearHead:
+        """Made anew for each use: where parameters are sharded, the layer holds another tensor each time."""
         config = self.model.config.get_text_config()
         divisor = getattr(config, "logits_scaling", None)
-        head = LinearHead(
+        return LinearHead(
             weight=layer.weight,
             bias=layer.bias,
             scale=getattr(config, "logit_scale", None) or (1.0 / divisor if divisor else 1.0),
             softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
         )
+
+    @torch.no_grad()
+    def _is_linear(self) -> bool:
+        """Whether the formula gives what the model's own code gives."""
+        layer = self.model.get_output_embeddings()
+        if not isinstance(layer, nn.Linear):
+            return False
+        head = self._linear(layer)
         shape = (3, layer.in_features)
         probe_NH = torch.linspace(-2.0, 2.0, shape[0] * shape[1], device=layer.weight.device).view(shape)
         probe_NH = probe_NH.to(layer.weight.dtype)
@@ -186,8 +190,7 @@ class LanguageHead:
                 " all tokens would have to exist at once"
             ) from error
         relative = 1e-4 if layer.weight.dtype == torch.float32 else 5e-2
-        same = torch.allclose(head.logits(probe_NH), own_NV, rtol=0, atol=relative * float(own_NV.abs().max() + 1e-6))
-        return head if same else None
+        return torch.allclose(head.logits(probe_NH), own_NV, rtol=0, atol=relative * float(own_NV.abs().max() + 1e-6))
 
     def _own_logits(self, hidden_NH: Tensor) -> Tensor:
         """The logits that the model's own `forward` makes of these hidden states."""

@@ -199,7 +199,13 @@ class TrainStrategy(ABC):
 
     @abstractmethod
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        """Outputs without gradients, on the host or the device, complete on leader ranks."""
+        """Outputs without gradients, on the host or the device, complete on leader ranks. Where a model is spread over
+        ranks, these call it together."""
+
+    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+        """`forward` of each. Called on all ranks together, each with microbatches of its own in any number, also none:
+        a strategy whose ranks need each other in `forward` evens the numbers out here."""
+        return (self.forward(micro, want) for micro in micros)
 
     @abstractmethod
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:

@@ -7,11 +7,12 @@ added up, the moments kept and the step taken in float32, and the model gets the
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from roll_core.modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
 from roll_core.spec.train import StepStats
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
     from roll_core.builtin.hf.replicas import Replicas
     from roll_core.spec.train import TrainingSpec
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
@@ -50,20 +49,7 @@ class AdamW:
                 master.grad = self.grads[name]
                 self.masters[name] = master
                 parameter.register_post_accumulate_grad_hook(_adder(self.grads[name]))  # type: ignore[no-untyped-call]
-        decayed = [self.masters[name] for name, each in self.parameters.items() if each.ndim >= 2]
-        # Biases and norms, which are vectors, are not decayed.
-        others = [self.masters[name] for name, each in self.parameters.items() if each.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": training.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.torch_optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=training.learning_rate,
-            betas=(training.adam_beta1, training.adam_beta2),
-            eps=training.adam_epsilon,
-            fused=True,
-        )
+        self.torch_optimizer = adamw(self.masters.values(), training)
 
     def step(self) -> StepStats:
         """Sum over ranks, clip, step, clear. A gradient that is not finite changes nothing, the schedule included."""
@@ -73,9 +59,9 @@ class AdamW:
         if not math.isfinite(norm):
             self.flat_grad.zero_()
             return StepStats(grad_norm=norm, learning_rate=learning_rate, skipped=True)
-        limit = self.training.max_grad_norm
-        if limit and norm > limit:
-            self.flat_grad.mul_(limit / (norm + 1e-6))
+        factor = clip_factor(norm, self.training.max_grad_norm)
+        if factor != 1.0:
+            self.flat_grad.mul_(factor)
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
         self.torch_optimizer.step()
@@ -88,7 +74,7 @@ class AdamW:
         """Moments, and masters where the parameters are not float32, by name; made if no step was taken yet."""
         found: dict[str, Tensor] = {}
         for name, master in self.masters.items():
-            for moment, tensor in zip(MOMENTS, self._moments(master), strict=True):
+            for moment, tensor in zip(MOMENTS, moments(self.torch_optimizer, master), strict=True):
                 found[f"{moment}.{name}"] = tensor
             if master is not self.parameters[name]:
                 found[f"master.{name}"] = master.detach()
@@ -113,15 +99,6 @@ class AdamW:
         masters = sum(each.nbytes for name, each in self.masters.items() if each is not self.parameters[name])
         return {"grads": self.flat_grad.nbytes, "optimizer": state + masters}
 
-    def _moments(self, master: Tensor) -> tuple[Tensor, Tensor]:
-        state: dict[str, Any] = self.torch_optimizer.state[master]
-        if not state:
-            # As torch lays them out for its fused kernel.
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            for moment in MOMENTS:
-                state[moment] = torch.zeros_like(master, memory_format=torch.preserve_format)
-        return state["exp_avg"], state["exp_avg_sq"]
-
     def _norm(self) -> float:
         norms = torch._foreach_norm(list(self.grads.values()), 2)
         return math.sqrt(float(torch.stack(norms).double().square().sum()))
@@ -132,22 +109,6 @@ class AdamW:
         rounded = [name for name, master in self.masters.items() if master is not self.parameters[name]]
         if rounded:
             torch._foreach_copy_([self.parameters[name] for name in rounded], [self.masters[name] for name in rounded])
-
-
-def schedule(training: TrainingSpec) -> Callable[[int], float]:
-    """The factor on the learning rate as a pure function of the number of steps done, as transformers computes it."""
-    from transformers import get_scheduler
-
-    probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    found = get_scheduler(
-        training.lr_scheduler_type,
-        probe,
-        num_warmup_steps=training.warmup_steps,
-        num_training_steps=max(training.num_steps, 1),
-        scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
-    )
-    factor: Callable[[int], float] = found.lr_lambdas[0]
-    return factor
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:

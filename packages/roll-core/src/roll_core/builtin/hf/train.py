@@ -1,10 +1,6 @@
 """The embedded train strategy: Hugging Face models, whole on every rank, one process per replica.
 
-    MicroBatch -> backbone (flat, or padded inside) -> hidden states -> head, chunk by chunk -> TokenOutputs
-                                                                                                   |
-       all-reduce, clip, AdamW <- flat float32 gradients <- backward <----------------------- loss <-+
-
-Shapes: T flat tokens, S sequences, N tokens that have something before them, H hidden size, K top-k.
+MicroBatch -> TaskModel -> TokenOutputs -> loss -> backward -> flat float32 gradients -> all-reduce, clip, AdamW
 """
 
 from __future__ import annotations
@@ -18,12 +14,13 @@ import torch
 from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.optimizer import AdamW
 from roll_core.builtin.hf.replicas import Replicas
-from roll_core.errors import CheckpointError, NonFiniteError, RollError, UnsupportedError
-from roll_core.modeling.backbone import Backbone, LanguageHead, checkpoint_layers
+from roll_core.errors import CheckpointError, RollError, UnsupportedError
+from roll_core.modeling.backbone import checkpoint_layers
+from roll_core.modeling.export import write_model
 from roll_core.modeling.fused import fuse
 from roll_core.modeling.layout import make_adjacent
-from roll_core.modeling.logprobs import HeadRequest
-from roll_core.modeling.model import load_model, load_tokenizer, quiet, scalar_head
+from roll_core.modeling.model import load_model
+from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
 from roll_core.spec.providers import TrainCapabilities
 from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
 
@@ -69,8 +66,7 @@ class HFTrainStrategy(TrainStrategy):
             log.info("%s: %d modules fused", mesh.role, fuse(self.model))
         self.model.requires_grad_(self.training is not None)
         self.replicas.broadcast(self.model.parameters())
-        self.backbone = Backbone(self.model, attn_implementation=model.attn_implementation)
-        self.head = LanguageHead(self.model) if model.task == "causal_lm" else None
+        self.task_model = TaskModel(self.model, model, chunk_tokens=self._config.logprob_chunk_tokens)
         self.optimizer: AdamW | None = None
         if self.training is not None:
             if model.gradient_checkpointing:
@@ -82,7 +78,7 @@ class HFTrainStrategy(TrainStrategy):
     @torch.no_grad()
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
         """On the mesh's device."""
-        return self._outputs(micro.to(self._mesh.device), want)
+        return self.task_model.outputs(micro.to(self._mesh.device), want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Raises `NonFiniteError`, which names the sequences, before a NaN gets into the gradients."""
@@ -97,60 +93,11 @@ class HFTrainStrategy(TrainStrategy):
         return self.optimizer.step()
 
     def _one_backward(self, micro: MicroBatch, loss: LossFn) -> LossMetrics:
-        outputs = self._outputs(micro, loss.want)
-        found = loss(outputs, micro)
-        if not torch.isfinite(found.loss.detach()).all():
-            raise NonFiniteError(_where_not_finite(found.loss.detach(), outputs, micro))
+        outputs = self.task_model.outputs(micro, loss.want)
+        found = finite_loss(loss, outputs, micro)
         if found.loss.requires_grad:
             found.loss.backward()  # type: ignore[no-untyped-call]
-        return {
-            name: float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
-            for name, value in found.metrics.items()
-        }
-
-    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths)
-        values_T = self._values(hidden_TH, micro) if want.values else None
-        if not (want.logprobs or want.entropy or want.topk):
-            return TokenOutputs(values_T=values_T)
-        if self.head is None:
-            raise UnsupportedError(f"a model of task {self.spec.task} has no logprobs")
-        # Token t is predicted from the hidden state at t - 1. A sequence's first token is predicted from nothing.
-        wanted_T = micro.positions_T > 0
-        if want.masked_only:
-            wanted_T = wanted_T & micro.loss_mask_T
-        places_N = wanted_T.nonzero()[:, 0]
-        request = HeadRequest(
-            temperature=want.temperature,
-            entropy=want.entropy,
-            entropy_grad=want.entropy_grad,
-            topk=want.topk,
-            chunk_tokens=self._config.logprob_chunk_tokens,
-        )
-        found = self.head.outputs(hidden_TH.index_select(0, places_N - 1), micro.tokens_T[places_N], request)
-
-        def spread(rows_N: Tensor | None) -> Tensor | None:
-            if rows_N is None:
-                return None
-            return rows_N.new_zeros(micro.num_tokens, *rows_N.shape[1:]).index_copy(0, places_N, rows_N)
-
-        return TokenOutputs(
-            logprobs_T=spread(found.logprobs_N) if want.logprobs else None,
-            entropy_T=spread(found.entropy_N),
-            values_T=values_T,
-            topk_logprobs_TK=spread(found.topk_logprobs_NK),
-            topk_ids_TK=spread(found.topk_ids_NK),
-        )
-
-    def _values(self, hidden_TH: Tensor, micro: MicroBatch) -> Tensor:
-        """Of the state before each token (`value`), or of the sequence up to and with it (`reward`)."""
-        if self.spec.task == "causal_lm":
-            raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
-        values_T: Tensor = scalar_head(self.model)(hidden_TH)[:, 0].float()
-        if self.spec.task == "reward":
-            return values_T
-        before_T = torch.cat([values_T.new_zeros(1), values_T[:-1]])
-        return torch.where(micro.positions_T > 0, before_T, 0.0)
+        return plain_metrics(found)
 
     @property
     def _config(self) -> HFTrainConfig:
@@ -168,25 +115,13 @@ class HFTrainStrategy(TrainStrategy):
     def export_model(self, path: Path) -> None:
         """Written by rank 0."""
         if self.replicas.rank == 0:
-            if self.spec.task != "causal_lm" and not hasattr(self.model, "score"):
-                raise UnsupportedError(
-                    f"transformers has no scoring form of {type(self.model).__name__}, so it cannot be exported"
-                )
             # Copies, because parameters may lie side by side in one buffer; tied ones are the same tensor twice.
             copies: dict[int, Tensor] = {}
             state = {
                 name: copies.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), tensor.detach().clone())
                 for name, tensor in self.model.state_dict().items()
             }
-            config = self.model.config
-            usual, config._attn_implementation = config._attn_implementation, None
-            try:
-                with quiet():
-                    self.model.save_pretrained(path, state_dict=state)
-            finally:
-                config._attn_implementation = usual
-            if self.spec.tokenizer or self.spec.path:
-                load_tokenizer(self.spec).save_pretrained(path)
+            write_model(self.model, self.spec, state, path)
         self.replicas.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------
@@ -266,17 +201,3 @@ def _restore(tensors: Mapping[str, Tensor], file: Path) -> None:
                 tensor.copy_(found)
     except SafetensorError as error:
         raise CheckpointError(f"{file}: {error}") from error
-
-
-def _where_not_finite(loss: Tensor, outputs: TokenOutputs, micro: MicroBatch) -> str:
-    """The sequences in which an output is not finite; all of the microbatch's if none is."""
-    bad_T = torch.zeros_like(micro.loss_mask_T)
-    for tensor in (outputs.logprobs_T, outputs.entropy_T, outputs.values_T):
-        if tensor is not None:
-            bad_T |= ~torch.isfinite(tensor.detach())
-    rows = sorted(set(micro.segments_T[bad_T].tolist()))
-    if rows:
-        return f"the loss is {float(loss)}: outputs are not finite in sequences {', '.join(micro.ids[i] for i in rows)}"
-    return (
-        f"the loss is {float(loss)} although every output is finite; it came from the sequences {', '.join(micro.ids)}"
-    )

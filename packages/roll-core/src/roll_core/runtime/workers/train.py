@@ -97,8 +97,7 @@ class TrainWorker:
         limits = self.limits
         micros = pack(sequences, max_sequences=limits.infer_sequences, max_tokens=limits.infer_tokens)
         found: dict[str, dict[str, Floats]] = {"logprobs": {}, "entropy": {}, "values": {}}
-        for micro in micros:
-            outputs = self.strategy.forward(micro, want)
+        for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
             for name, tensor_T in _outputs(outputs).items():
                 rows = tensor_T.detach().float().cpu().numpy()
                 bounds = np.cumsum((0, *micro.lengths))

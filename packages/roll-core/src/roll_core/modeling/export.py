@@ -1,0 +1,38 @@
+"""Writes a model as a directory that transformers loads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.errors import UnsupportedError
+from roll_core.modeling.model import load_tokenizer, quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import ModelSpec
+
+
+def check_exportable(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Raises `UnsupportedError` where the task has no form that transformers loads."""
+    if spec.task != "causal_lm" and not hasattr(model, "score"):
+        raise UnsupportedError(f"transformers has no scoring form of {type(model).__name__}, so it cannot be exported")
+
+
+def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Tensor], path: Path) -> None:
+    """`state` are the whole tensors by the names of the model's `state_dict`, tied ones the same tensor twice; the
+    model itself only says how it is configured. The tokenizer comes along."""
+    check_exportable(model, spec)
+    config = model.config
+    usual, config._attn_implementation = config._attn_implementation, None
+    try:
+        with quiet():
+            model.save_pretrained(path, state_dict=dict(state))
+    finally:
+        config._attn_implementation = usual
+    if spec.tokenizer or spec.path:
+        load_tokenizer(spec).save_pretrained(path)

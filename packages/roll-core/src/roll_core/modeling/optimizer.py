@@ -1,0 +1,65 @@
+"""AdamW and the learning rate's schedule, as every strategy that steps parameters itself sets them up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+
+    from roll_core.spec.train import TrainingSpec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names under which torch keeps a parameter's moments, beside `step`."""
+
+
+def adamw(parameters: Iterable[Tensor], training: TrainingSpec) -> torch.optim.AdamW:
+    """On leaf tensors in float32. Biases and norms, which are vectors, are not decayed."""
+    each = list(parameters)
+    groups = [
+        {"params": [one for one in each if one.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [one for one in each if one.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=training.learning_rate,
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_epsilon,
+        fused=True,
+    )
+
+
+def moments(optimizer: torch.optim.AdamW, parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """A parameter's moments, made if no step was taken yet, as torch lays them out for its fused kernel."""
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for moment in MOMENTS:
+            state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return state["exp_avg"], state["exp_avg_sq"]
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients of this global norm are multiplied by; a limit of 0 does not clip."""
+    return limit / (norm + 1e-6) if limit and norm > limit else 1.0
+
+
+def schedule(training: TrainingSpec) -> Callable[[int], float]:
+    """The factor on the learning rate as a pure function of the number of steps done, as transformers computes it."""
+    from transformers import get_scheduler
+
+    probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    found = get_scheduler(
+        training.lr_scheduler_type,
+        probe,
+        num_warmup_steps=training.warmup_steps,
+        num_training_steps=max(training.num_steps, 1),
+        scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
+    )
+    factor: Callable[[int], float] = found.lr_lambdas[0]
+    return factor

@@ -1,0 +1,112 @@
+"""A model with the head of its task: from a microbatch to what is wanted of it, and from a loss to its metrics.
+
+    MicroBatch -> backbone (flat, or padded inside) -> hidden states -> head, chunk by chunk -> TokenOutputs
+
+Shapes: T flat tokens, N tokens that have something before them, H hidden size, K top-k.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from roll_core.errors import NonFiniteError, UnsupportedError
+from roll_core.modeling.backbone import Backbone, LanguageHead
+from roll_core.modeling.logprobs import HeadRequest
+from roll_core.modeling.model import scalar_head
+from roll_core.spec.train import TokenOutputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.train import LossFn, LossMetrics, LossOutput, MicroBatch, Want
+
+
+class TaskModel:
+    """Computes the outputs of a model that is held by the strategy; the parameters are read anew at each call."""
+
+    def __init__(self, model: PreTrainedModel, spec: ModelSpec, *, chunk_tokens: int | None = None) -> None:
+        """Tries the model on a few tokens. `chunk_tokens` are those whose logits exist at once; None chooses."""
+        self.model, self.task, self.chunk_tokens = model, spec.task, chunk_tokens
+        self.backbone = Backbone(model, attn_implementation=spec.attn_implementation)
+        self.head = LanguageHead(model) if spec.task == "causal_lm" else None
+
+    def outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        """With gradients where the parameters have them. Raises `UnsupportedError` for what the task has not."""
+        hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths)
+        values_T = self._values(hidden_TH, micro) if want.values else None
+        if not (want.logprobs or want.entropy or want.topk):
+            return TokenOutputs(values_T=values_T)
+        if self.head is None:
+            raise UnsupportedError(f"a model of task {self.task} has no logprobs")
+        # Token t is predicted from the hidden state at t - 1. A sequence's first token is predicted from nothing.
+        wanted_T = micro.positions_T > 0
+        if want.masked_only:
+            wanted_T = wanted_T & micro.loss_mask_T
+        places_N = wanted_T.nonzero()[:, 0]
+        request = HeadRequest(
+            temperature=want.temperature,
+            entropy=want.entropy,
+            entropy_grad=want.entropy_grad,
+            topk=want.topk,
+            chunk_tokens=self.chunk_tokens,
+        )
+        found = self.head.outputs(hidden_TH.index_select(0, places_N - 1), micro.tokens_T[places_N], request)
+
+        def spread(rows_N: Tensor | None) -> Tensor | None:
+            if rows_N is None:
+                return None
+            return rows_N.new_zeros(micro.num_tokens, *rows_N.shape[1:]).index_copy(0, places_N, rows_N)
+
+        return TokenOutputs(
+            logprobs_T=spread(found.logprobs_N) if want.logprobs else None,
+            entropy_T=spread(found.entropy_N),
+            values_T=values_T,
+            topk_logprobs_TK=spread(found.topk_logprobs_NK),
+            topk_ids_TK=spread(found.topk_ids_NK),
+        )
+
+    def _values(self, hidden_TH: Tensor, micro: MicroBatch) -> Tensor:
+        """Of the state before each token (`value`), or of the sequence up to and with it (`reward`)."""
+        if self.task == "causal_lm":
+            raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
+        values_T: Tensor = scalar_head(self.model)(hidden_TH)[:, 0].float()
+        if self.task == "reward":
+            return values_T
+        before_T = torch.cat([values_T.new_zeros(1), values_T[:-1]])
+        return torch.where(micro.positions_T > 0, before_T, 0.0)
+
+
+def finite_loss(loss: LossFn, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+    """What the loss says of a microbatch. Raises `NonFiniteError`, which names the sequences, before a NaN gets into
+    the gradients."""
+    found = loss(outputs, micro)
+    value = found.loss.detach()
+    if not torch.isfinite(value).all():
+        raise NonFiniteError(_where_not_finite(value, outputs, micro))
+    return found
+
+
+def plain_metrics(found: LossOutput) -> LossMetrics:
+    """A microbatch's metrics as plain numbers."""
+    return {
+        name: float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+        for name, value in found.metrics.items()
+    }
+
+
+def _where_not_finite(loss: Tensor, outputs: TokenOutputs, micro: MicroBatch) -> str:
+    """The sequences in which an output is not finite; all of the microbatch's if none is."""
+    bad_T = torch.zeros_like(micro.loss_mask_T)
+    for tensor in (outputs.logprobs_T, outputs.entropy_T, outputs.values_T):
+        if tensor is not None:
+            bad_T |= ~torch.isfinite(tensor.detach())
+    rows = sorted(set(micro.segments_T[bad_T].tolist()))
+    if rows:
+        return f"the loss is {float(loss)}: outputs are not finite in sequences {', '.join(micro.ids[i] for i in rows)}"
+    return (
+        f"the loss is {float(loss)} although every output is finite; it came from the sequences {', '.join(micro.ids)}"
+    )
