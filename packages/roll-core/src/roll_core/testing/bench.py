@@ -1,0 +1,175 @@
+"""A train strategy on one rank as a run has it: constructed from its record, given its share, called in order."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.data.pack import balance, pack, totals
+from roll_core.plugins.requirements import check_requirements
+from roll_core.plugins.targets import load_target
+from roll_core.spec.model import MeshInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.providers import TrainProvider
+    from roll_core.spec.train import LossFn, MicroBatch, StepStats, TokenOutputs, TrainingSpec, TrainStrategy, Want
+    from roll_core.types import Floats, TrainSequence
+
+ROLE = "actor_train"
+"""Of the strategy under test, in its own error messages."""
+
+Arrays = dict[str, "Floats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is built: picklable, so that every rank builds the same."""
+
+    provider: TrainProvider
+    strategy_config: Mapping[str, Any]
+    model: ModelSpec
+    training: TrainingSpec | None
+    world_size: int = 1
+    backend: str = "gloo"
+    devices: tuple[str, ...] = ("cpu",)
+    """Torch device of each rank."""
+    master_port: int = 0
+    timeout_s: float = 60.0
+    """Of collectives."""
+
+    def with_(self, **changes: Any) -> Case:
+        """The same with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How a batch is cut into microbatches: by sequences, by tokens, or not at all."""
+
+    max_sequences: int | None = None
+    max_tokens: int | None = None
+
+
+WHOLE = Split()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step: the whole batch, over all ranks, and its loss."""
+
+    sequences: Sequence[TrainSequence]
+    loss: LossFn
+    split: Split = field(default=WHOLE)
+    calls: int = 1
+    """Over how many calls of `forward_backward` the microbatches are spread."""
+
+
+def make(case: Case) -> TrainStrategy:
+    """The strategy, constructed but not built."""
+    owner = f"train strategy {case.provider.name}"
+    check_requirements(case.provider, owner=owner)
+    config: Any = {}
+    if case.provider.config:
+        config = load_target(case.provider.config, owner=owner).model_validate(dict(case.strategy_config))
+    strategy: TrainStrategy = load_target(case.provider.target, owner=owner)(config, case.training)
+    return strategy
+
+
+def mesh_of(case: Case, rank: int) -> MeshInfo:
+    """Where a rank stands."""
+    return MeshInfo(
+        role=ROLE,
+        rank=rank,
+        world_size=case.world_size,
+        local_rank=rank,
+        device=case.devices[rank],
+        backend=case.backend,
+        master_port=case.master_port,
+        num_threads=1,
+        timeout_s=case.timeout_s,
+    )
+
+
+@contextmanager
+def built(case: Case, rank: int) -> Iterator[TrainStrategy]:
+    """The strategy between `build` and `close`."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    strategy = make(case)
+    try:
+        strategy.build(case.model, mesh_of(case, rank))
+        yield strategy
+    finally:
+        strategy.close()
+
+
+def share(strategy: TrainStrategy, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """What this rank computes of a batch."""
+    place = strategy.data_rank
+    return [sequences[i] for i in balance(sequences, place.size)[place.index]]
+
+
+def micros(mine: Sequence[TrainSequence], batch: Sequence[TrainSequence], split: Split) -> list[MicroBatch]:
+    """This rank's sequences as microbatches, with the denominators of the whole batch."""
+    denominators = totals(batch, max_length=max(len(each) for each in batch))
+    return pack(mine, totals=denominators, max_sequences=split.max_sequences, max_tokens=split.max_tokens)
+
+
+def take_step(strategy: TrainStrategy, step: Step) -> tuple[StepStats, dict[str, float]]:
+    """What `optimizer_step` says, and this rank's metrics, added up."""
+    mine = micros(share(strategy, step.sequences), step.sequences, step.split)
+    metrics: dict[str, float] = {}
+    for part in range(step.calls):
+        for each in strategy.forward_backward(mine[part :: step.calls], step.loss):
+            for name, value in each.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+    return strategy.optimizer_step(), metrics
+
+
+def weights(strategy: TrainStrategy) -> Arrays:
+    """What it exports, as float32; empty on ranks that no one collects."""
+    exported = {name: as_array(tensor) for name, tensor in strategy.export_weights()}
+    place = strategy.data_rank
+    return exported if place.index == 0 and place.leader else {}
+
+
+def outputs(
+    strategy: TrainStrategy, sequences: Sequence[TrainSequence], want: Want, split: Split = WHOLE
+) -> dict[str, dict[str, Floats]]:
+    """Outputs of this rank's share: by name of the output, then by id of the sequence."""
+    found: dict[str, dict[str, Floats]] = {}
+    for micro in micros(share(strategy, sequences), sequences, split):
+        for name, tensor in present(strategy.forward(micro, want)).items():
+            rows = as_array(tensor)
+            bounds = np.cumsum((0, *micro.lengths))
+            for at, sequence_id in enumerate(micro.ids):
+                found.setdefault(name, {})[sequence_id] = rows[bounds[at] : bounds[at + 1]]
+    return found if strategy.data_rank.leader else {}
+
+
+def present(found: TokenOutputs) -> dict[str, Tensor]:
+    """The outputs that are there, by name."""
+    named = {
+        "logprobs": found.logprobs_T,
+        "entropy": found.entropy_T,
+        "values": found.values_T,
+        "topk_logprobs": found.topk_logprobs_TK,
+        "topk_ids": found.topk_ids_TK,
+    }
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def as_array(tensor: Tensor) -> Floats:
+    """A copy on the host, as float32."""
+    array: Floats = tensor.detach().float().cpu().numpy().copy()
+    return array

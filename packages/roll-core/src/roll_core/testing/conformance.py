@@ -1,0 +1,16 @@
+"""The conformance kit for train strategies: all layers as one class that authors subclass."""
+
+from __future__ import annotations
+
+from roll_core.testing.numbers import NumberTests
+
+
+class TrainStrategyConformance(NumberTests):
+    """What holds for every train strategy.
+
+        class TestMine(TrainStrategyConformance):
+            name = "my_train"
+
+    The strategy is found by its name among the installed plugins, as a run finds it. `Subject` lists what an author may
+    say beyond the name; docs/conformance.md says what each test asserts and with which bound.
+    """

@@ -1,0 +1,75 @@
+"""Tiny models and batches: small enough for a laptop, uneven enough to be awkward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.spec.model import ModelSpec
+from roll_core.types import TrainSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from roll_core.spec.providers import Task
+
+QWEN3: Mapping[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+"""Grouped queries, normed queries and keys, and a base of the rotation that is not the default."""
+
+LENGTHS = (5, 1, 9, 3, 12, 2, 7, 4)
+"""Of a batch's sequences: one has nothing to predict, one a single token."""
+NO_LOSS = 3
+"""Index of a sequence none of whose tokens is in the loss."""
+
+
+def write_checkpoint(folder: Path, architecture: Mapping[str, Any], *, task: Task, vocab_size: int) -> ModelSpec:
+    """A Hugging Face directory with random weights, in float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    labels = {} if task == "causal_lm" else {"num_labels": 1}
+    config = AutoConfig.for_model(**architecture, **labels, vocab_size=vocab_size, pad_token_id=0)
+    auto = AutoModelForCausalLM if task == "causal_lm" else AutoModelForSequenceClassification
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = auto.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():  # norms begin at 1, biases at 0: both would hide mistakes
+            if parameter.ndim < 2:
+                torch.nn.init.normal_(parameter, 1.0, 0.2)
+    model.save_pretrained(folder)
+    return ModelSpec(task=task, path=str(folder))
+
+
+def make_batch(vocab_size: int, *, seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[TrainSequence]:
+    """Ragged sequences with everything that a loss of this project reads."""
+    rng = np.random.default_rng(seed)
+    batch = []
+    for index, length in enumerate(lengths):
+        first = length if index == NO_LOSS else max(1, min(2, length - 1))
+        mask = np.arange(length) >= first
+        noise = rng.normal(size=(4, length)).astype(np.float32)
+        batch.append(
+            TrainSequence(
+                id=f"batch-{seed}-{index}",
+                tokens=rng.integers(0, vocab_size, length),
+                loss_mask=mask,
+                group=index // 2,
+                old_logprobs=np.where(mask, -4.0 + 0.3 * noise[0], 0).astype(np.float32),
+                advantages=np.where(mask, noise[1], 0).astype(np.float32),
+                returns=np.where(mask, noise[2], 0).astype(np.float32),
+                values=np.where(mask, noise[3], 0).astype(np.float32),
+            )
+        )
+    return batch

@@ -1,0 +1,280 @@
+"""What is tested, and how: what an author may say about a strategy, and what the layers of tests build on."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from roll_core.errors import MissingRequirementError, PluginError
+from roll_core.plugins.registry import load_registry
+from roll_core.plugins.requirements import check_requirements
+from roll_core.plugins.targets import load_target
+from roll_core.spec.providers import PlatformProvider, TrainCapabilities, TrainProvider
+from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
+from roll_core.testing.ranks import RankHost, free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.platform import Platform
+    from roll_core.spec.providers import Task
+    from roll_core.spec.train import TrainingSpec, Want
+    from roll_core.testing.bench import Case, Split, Step
+    from roll_core.testing.programs import Trained
+    from roll_core.testing.reference import Reference, ReferenceModel
+    from roll_core.types import Floats, TrainSequence
+
+REQUIRE_VARIABLE = "ROLL_CONFORMANCE"
+"""With the value `full`, an engine that is not installed is a failure and no skip."""
+
+DEFAULT_VARIANTS: Mapping[str, Mapping[str, Any]] = {"default": {}}
+
+
+class Subject:
+    """One train strategy under test. Class attributes and methods without an underscore are for authors to override."""
+
+    name: ClassVar[str] = ""
+    """Of the strategy, as configs write it: `my_train` or `my-package/my_train`."""
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = DEFAULT_VARIANTS
+    """`strategy_config`s by a name for test ids; every test that computes runs for each of them."""
+    world_sizes: ClassVar[tuple[int, ...] | None] = None
+    """Numbers of ranks; 1 and 2 where data parallelism is declared, else 1."""
+    platform: ClassVar[str] = ""
+    """Name of the platform; else the first that the record names and that is here, or the one that a run would take."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Variables of the ranks' processes, set before anything is imported there."""
+    preload: ClassVar[tuple[str, ...]] = ("transformers.models.qwen3.modeling_qwen3", "safetensors.torch")
+    """Modules that are imported once for all ranks, to save time; they must start no threads and touch no device."""
+    timeout_s: ClassVar[float] = 120.0
+    """For everything that a test does on the ranks."""
+    vocab_size: ClassVar[int] = 61
+    """Tokens are drawn from so many."""
+
+    _shared: ClassVar[dict[str, dict[Any, Any]]] = {}
+
+    @pytest.fixture
+    def strategy_config(self, variant: str) -> Mapping[str, Any]:
+        """The strategy's own configuration, as `strategy_args.strategy_config` has it."""
+        return self.variants[variant]
+
+    def model(self, task: Task, folder: Path) -> ModelSpec:
+        """A small model of this task in float32; files go into `folder`. A checkpoint of transformers by default."""
+        return write_checkpoint(folder, QWEN3, task=task, vocab_size=self.vocab_size)
+
+    def reference_model(self, spec: ModelSpec) -> ReferenceModel:
+        """What computes the same by other means. transformers by default."""
+        from roll_core.testing.reference import TransformersModel
+
+        return TransformersModel(spec)
+
+    # -- what is declared ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def provider(self) -> TrainProvider:
+        """The record. Raises `UnknownProviderError`."""
+        return _registry().find(TrainProvider, self.name)
+
+    @property
+    def can(self) -> TrainCapabilities:
+        """What the record declares."""
+        return self.provider.capabilities
+
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks."""
+        if self.world_sizes is not None:
+            return self.world_sizes
+        return (1, 2) if self.can.data_parallel else (1,)
+
+    def dtypes(self) -> tuple[str, ...]:
+        """What strategy and platform both compute in."""
+        platform = self.platform_here()
+        return tuple(each for each in self.can.dtypes if not platform.supports(each))
+
+    def platform_here(self) -> Platform:
+        """The platform that the tests run on."""
+        from roll_core.runtime.platform import select_platform
+
+        if self.platform:
+            return select_platform(_registry(), self.platform)
+        for name in self.provider.platforms:
+            if not any(each.name == name for each in _registry().providers(PlatformProvider)):
+                continue
+            found: Platform = load_target(_registry().find(PlatformProvider, name).target, owner=f"platform {name}")()
+            if found.probe().found:
+                return found
+        return select_platform(_registry(), None)
+
+    # -- pytest --------------------------------------------------------------------------------------------------------
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Tests that name `variant`, `world_size`, `ranks`, `task` or `dtype` run for each that there is."""
+        try:
+            values: dict[str, Sequence[Any]] = {
+                "variant": list(self.variants),
+                "world_size": self.sizes(),
+                "several": [size for size in self.sizes() if size > 1],
+                "task": self.can.tasks,
+                "dtype": self.dtypes(),
+            }
+        except PluginError:  # the test that looks the name up says what is wrong with it
+            values = {"variant": list(self.variants), "world_size": [1], "several": [], "task": [], "dtype": []}
+        for name in metafunc.fixturenames:
+            if name in values:
+                metafunc.parametrize(name, values[name])
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        _refuse_silent_overrides(cls)
+        cls._shared = {}
+
+    @pytest.fixture(autouse=True)
+    def _engine_is_here(self, request: pytest.FixtureRequest) -> None:
+        """Tests that compute need what the record says it needs; without it they are skipped, unless told otherwise."""
+        if "case" not in request.fixturenames:
+            return
+        try:
+            check_requirements(self.provider, owner=f"train strategy {self.name}")
+        except MissingRequirementError as error:
+            if os.environ.get(REQUIRE_VARIABLE) == "full":
+                pytest.fail(str(error))
+            pytest.skip(str(error))
+
+    @pytest.fixture
+    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Task], ModelSpec]:
+        """`models(task)`, each written once."""
+
+        def made(task: Task) -> ModelSpec:
+            written = self._once("models")
+            if task not in written:
+                written[task] = self.model(task, tmp_path_factory.mktemp(f"model-{task}"))
+            found: ModelSpec = written[task]
+            return found
+
+        return made
+
+    @pytest.fixture
+    def case(
+        self, strategy_config: Mapping[str, Any], models: Callable[[Task], ModelSpec], request: pytest.FixtureRequest
+    ) -> Case:
+        """The strategy with a causal language model in fp32 and without an optimizer, to be changed by `with_`."""
+        from roll_core.testing.bench import Case
+
+        platform = self.platform_here()
+        callspec = getattr(request.node, "callspec", None)
+        values = callspec.params if callspec is not None else {}
+        size = int(values.get("several", values.get("world_size", 1)))
+        if size > platform.device_count() and not platform.slots_share_cores:
+            pytest.skip(f"{size} ranks need as many slots; platform {platform.name} has {platform.device_count()}")
+        return Case(
+            provider=self.provider,
+            strategy_config=strategy_config,
+            model=models(values.get("task", "causal_lm")),
+            training=None,
+            world_size=size,
+            backend=platform.collective_backend,
+            devices=tuple(platform.device(0 if platform.slots_share_cores else rank) for rank in range(size)),
+            timeout_s=self.timeout_s,
+        )
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[..., Any], case: Case, *arguments: Any) -> tuple[Any, ...]:
+        """`function(rank, case, *arguments)` on every rank; what it returned, by rank.
+
+        Equal calls are made once: what a strategy answers does not depend on when it is asked.
+        """
+        key, answers = pickle.dumps((function, case, arguments)), self._once("answers")
+        if key not in answers:
+            with_port = case.with_(master_port=free_port() if case.world_size > 1 else 0)
+            host = _host(tuple(sorted(self.environment.items())), self.preload)
+            answers[key] = host.run(
+                function, with_port, *arguments, num_ranks=case.world_size, timeout_s=self.timeout_s
+            )
+        found: tuple[Any, ...] = answers[key]
+        return found
+
+    @classmethod
+    def _once(cls, what: str) -> dict[Any, Any]:
+        """What the tests of this class share; pytest makes a new instance for each of them."""
+        return cls._shared.setdefault(what, {})
+
+    def scored(
+        self, case: Case, sequences: Sequence[TrainSequence], want: Want, split: Split
+    ) -> dict[str, dict[str, Floats]]:
+        """Outputs of the whole batch, collected from the leaders: by name, then by id of the sequence."""
+        from roll_core.testing.programs import score
+
+        found: dict[str, dict[str, Floats]] = {}
+        for answer in self.run(score, case, sequences, want, split):
+            for name, rows in answer.items():
+                found.setdefault(name, {}).update(rows)
+        return found
+
+    def trained(self, case: Case, training: TrainingSpec, steps: Sequence[Step]) -> Trained:
+        """Optimizer steps over all ranks: rank 0's statistics, the metrics of all leaders together, the weights."""
+        from dataclasses import replace
+
+        from roll_core.testing.programs import train
+
+        answers: list[Trained] = list(self.run(train, case.with_(training=training), steps))
+        leaders = [each for each in answers if each.data_rank.leader]
+        together = [
+            {name: sum(each.metrics[i].get(name, 0.0) for each in leaders) for name in _names(leaders, i)}
+            for i in range(len(steps))
+        ]
+        source = next(each for each in answers if each.data_rank.index == 0 and each.data_rank.leader)
+        return replace(source, stats=answers[0].stats, metrics=tuple(together))
+
+    def reference(self, case: Case) -> Reference:
+        """The reference for the case's model."""
+        from roll_core.testing.reference import Reference
+
+        return Reference(self.reference_model(case.model), case.model.task)
+
+    def batch(self, seed: int = 0) -> list[TrainSequence]:
+        """Ragged sequences."""
+        return make_batch(self.vocab_size, seed=seed)
+
+    def need(self, has: bool, what: str) -> None:
+        """Skip what is not declared."""
+        if not has:
+            pytest.skip(f"{self.name} does not declare {what}")
+
+
+def _names(answers: Sequence[Trained], step: int) -> list[str]:
+    return sorted({name for each in answers for name in each.metrics[step]})
+
+
+@cache
+def _registry() -> Registry:
+    return load_registry()
+
+
+@cache
+def _host(environment: tuple[tuple[str, str], ...], preload: tuple[str, ...]) -> RankHost:
+    return RankHost(environment=dict(environment), preload=preload)
+
+
+def _refuse_silent_overrides(cls: type[Subject]) -> None:
+    """A standard test that an author replaces must say, by an xfail with a reason, what the strategy does not keep."""
+    for standard in cls.__mro__[1:]:
+        if not standard.__module__.startswith("roll_core.testing."):
+            continue
+        for name, test in vars(standard).items():
+            if not name.startswith("test_") or getattr(cls, name) is test:
+                continue
+            marks = getattr(getattr(cls, name), "pytestmark", ())
+            if not any(
+                mark.name == "xfail" and mark.kwargs.get("reason") and mark.kwargs.get("strict") for mark in marks
+            ):
+                raise TypeError(
+                    f"{cls.__name__} overrides {name}, a standard test of the conformance kit, without saying why:"
+                    " mark it with @pytest.mark.xfail(reason=..., strict=True)"
+                )
