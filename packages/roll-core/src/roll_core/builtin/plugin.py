@@ -28,6 +28,7 @@ HF_TRAIN = TrainCapabilities(
     packing=True,
     gradient_checkpointing=True,
     data_parallel=True,
+    lora=True,
     topk=True,
     weight_transports=("shared", "shm", "collective"),
 )

@@ -233,8 +233,15 @@ class _Validation:
         if isinstance(platform, str) and provider.platforms and platform not in provider.platforms:
             message = f"{provider.name} runs on {', '.join(provider.platforms)}, but platform is {platform}"
             self.found.append(Finding(at_name, message))
-        model = role.get("model_args")
-        dtype = model.get("dtype") if isinstance(model, dict) else None
+        raw = role.get("model_args")
+        model = raw if isinstance(raw, dict) else {}
+        if worker.kind == "train" and not provider.capabilities.lora and _trains_adapters(model):
+            known = self.registry.providers(TrainProvider)
+            able = [other.name for other in known if other.capabilities.lora and not other.forward_only]
+            hint = f"strategies that do: {', '.join(able)}"
+            message = f"{provider.name} trains no adapters"
+            self.found.append(Finding((*path, "model_args", "lora_target"), message, hint))
+        dtype = model.get("dtype")
         if isinstance(dtype, str) and dtype in ("fp32", "bf16", "fp16") and dtype not in provider.capabilities.dtypes:
             message = f"{provider.name} does not compute in {dtype}"
             hint = f"it computes in {', '.join(provider.capabilities.dtypes)}"
@@ -342,6 +349,11 @@ def _is_written(data: Any, path: KeyPath) -> bool:
             return False
         data = data[step]
     return True
+
+
+def _trains_adapters(model_args: dict[Any, Any]) -> bool:
+    """Whether `model_args` as written switch LoRA on."""
+    return bool(model_args.get("lora_target")) and bool(model_args.get("lora_rank", True))
 
 
 def _under(prefix: KeyPath, found: Finding) -> Finding:

@@ -72,7 +72,7 @@ def _gated_mlp_of(module: Any) -> Replacement | None:
     if not {"gate_proj", "up_proj", "down_proj"} <= names <= {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return None
     gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-    if not all(type(each) is nn.Linear for each in (gate, up, down)):
+    if not all(hasattr(each, "in_features") for each in (gate, up, down)):  # linear, with an adapter or without
         return None
 
     def forward(x: Tensor) -> Tensor:

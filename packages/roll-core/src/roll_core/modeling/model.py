@@ -64,12 +64,14 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
 
 def scalar_head(model: PreTrainedModel) -> nn.Linear:
-    """The layer with one output that stands on the backbone of a `value` or `reward` model."""
-    head = getattr(model, "score", None)
-    found = head if isinstance(head, nn.Linear) else model.get_output_embeddings()
-    if not isinstance(found, nn.Linear) or found.out_features != 1:
+    """The layer with one output that stands on the backbone of a `value` or `reward` model; beside adapters, what
+    stands in its place and is called like it."""
+    heads: list[Any] = [getattr(model, "score", None), model.get_output_embeddings()]
+    linear = [head for head in heads if isinstance(getattr(head, "original_module", head), nn.Linear)]
+    if not linear or linear[0].out_features != 1:
         raise ModelError(f"{type(model).__name__} has no layer with one output; it cannot give values or scores")
-    return found
+    head: nn.Linear = linear[0]
+    return head
 
 
 # -- configs -----------------------------------------------------------------------------------------------------------

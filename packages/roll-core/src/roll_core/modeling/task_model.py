@@ -36,6 +36,14 @@ class TaskModel:
 
     def outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
         """With gradients where the parameters have them. Raises `UnsupportedError` for what the task has not."""
+        if not want.base:
+            return self._outputs(micro, want)
+        from roll_core.modeling.lora import adapters_off
+
+        with adapters_off(self.model):
+            return self._outputs(micro, want)
+
+    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
         hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths)
         values_T = self._values(hidden_TH, micro) if want.values else None
         if not (want.logprobs or want.entropy or want.topk):

@@ -84,7 +84,8 @@ class RLVRConfig(_Judged):
     actor_infer: InferWorkerConfig
     """Generates the rollouts with the policy's weights."""
     reference: ScoreWorkerConfig | None = None
-    """The policy at the start of the run, for KL penalties."""
+    """The policy at the start of the run, for KL penalties. Not needed where `actor_train` trains adapters
+    (`lora_target`): the policy without them is its own reference."""
     critic: TrainWorkerConfig | None = None
     """Predicts values, for estimators that need them (gae)."""
     max_steps: PositiveInt = 500
@@ -198,11 +199,10 @@ class RLVRConfig(_Judged):
 
     @model_validator(mode="after")
     def _reference_is_used(self) -> RLVRConfig:
-        needed = self.use_kl_loss or self.add_token_level_kl
-        if needed and self.reference is None:
+        if self.stays_close and self.reference is None and not self.actor_train.model_args.trains_adapters:
             key = "use_kl_loss" if self.use_kl_loss else "add_token_level_kl"
             raise ValueError(f"{key} needs the role reference, the model to stay close to")
-        if self.reference is not None and not needed:
+        if self.reference is not None and not self.stays_close:
             raise ValueError(
                 "the role reference would not be used: set use_kl_loss or add_token_level_kl, or leave reference out"
             )
@@ -226,6 +226,11 @@ class RLVRConfig(_Judged):
         if self.norm_mean_type is not None and self.norm_mean_type != "group" and self.adv_estimator == "grpo":
             raise ValueError("grpo subtracts the group's mean: leave norm_mean_type out, or take reinforce")
         return self
+
+    @property
+    def stays_close(self) -> bool:
+        """Whether the distance to a reference is penalised."""
+        return self.use_kl_loss or self.add_token_level_kl
 
     def clip_range(self) -> tuple[float, float]:
         """PPO's clip range, downwards and upwards."""

@@ -142,8 +142,11 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             gap = logprob_gap(experience)
             run.log({"actor/logprob_gap": gap})
             self._check_gap(run, gap)
-        if config.reference is not None:
-            scored = await run.train_role("reference").score(sequences, logprobs=True, temperature=self.temperature)
+        if config.stays_close:
+            # Adapters leave the policy that the run began with in place, beneath them: no second copy of it is needed.
+            own = config.reference is None
+            role = run.train_role("actor_train" if own else "reference")
+            scored = await role.score(sequences, logprobs=True, temperature=self.temperature, base=own)
             experience = experience.with_rows(ref_logprobs=scored.logprobs)
         if config.critic is not None:
             scored = await run.train_role("critic").score(sequences, values=True)

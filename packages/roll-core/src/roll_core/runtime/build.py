@@ -10,7 +10,7 @@ from roll_core.plugins.targets import load_class
 from roll_core.runtime.executors.base import GroupSpec
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.config import RewardConfig, StrategyConfig
-from roll_core.spec.model import ModelSpec
+from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.providers import InferProvider, RewardProvider, TrainProvider
 from roll_core.spec.train import TrainingSpec
 
@@ -67,6 +67,20 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         seed=config.seed,
         tokenizer=str(tokenizer),
         trust_remote_code=own.trust_remote_code,
+        lora=lora_spec(own),
+    )
+
+
+def lora_spec(args: ModelArguments) -> LoraSpec | None:
+    """The adapters that a role trains; None where it trains the model itself."""
+    if not args.trains_adapters or not args.lora_rank:
+        return None
+    return LoraSpec(
+        targets=args.lora_targets(),
+        rank=args.lora_rank,
+        alpha=args.lora_alpha or 2.0 * args.lora_rank,
+        extra_modules=args.extra_modules(),
+        export=args.lora_export,
     )
 
 
@@ -196,6 +210,8 @@ def _check_support(
         raise UnsupportedError(
             f"{role.name}: strategy {provider.name} computes in {supported}, but model_args.dtype is {model.dtype}"
         )
+    if model.lora is not None and not provider.capabilities.lora:
+        raise UnsupportedError(f"{role.name}: strategy {provider.name} trains no adapters (model_args.lora_target)")
     if why := platform.supports(model.dtype):
         raise UnsupportedError(f"{role.name}: model_args.dtype {model.dtype}: {why}")
     forward_only = getattr(provider, "forward_only", False)

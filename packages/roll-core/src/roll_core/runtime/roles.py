@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.data.pack import balance, totals
+from roll_core.errors import UnsupportedError
 from roll_core.runtime.concurrency import gather
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
@@ -64,8 +65,13 @@ class GroupTrainRole(TrainRole):
         entropy: bool = False,
         values: bool = False,
         temperature: float = 1.0,
+        base: bool = False,
     ) -> ScoredSequences:
-        want = Want(logprobs=logprobs, entropy=entropy, values=values, temperature=temperature)
+        if base and not self.config.model_args.trains_adapters:
+            raise UnsupportedError(
+                f"{self.name} trains its whole model, not adapters (lora_target): no base model is left to score with"
+            )
+        want = Want(logprobs=logprobs, entropy=entropy, values=values, temperature=temperature, base=base)
         shares = balance(sequences, self.data_parallel)
         answers: list[ScoredShare] = await self.group.call_each(
             "score", [([sequences[i] for i in shares[rank.index]], want) for rank in self._ranks]

@@ -9,6 +9,7 @@ Cross-field rules belong into `model_validator`s that raise `ValueError` with th
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -49,6 +50,17 @@ class Config(BaseModel):
     )
 
 
+NAMES = re.compile(r"[\w.\s,-]*")
+"""Names of modules, separated by commas; a text with other characters is a regular expression."""
+LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "additional_target", "lora_export")
+"""Keys that mean something only beside `lora_target`."""
+
+
+def _names(value: str | list[str] | None) -> tuple[str, ...]:
+    listed = value.split(",") if isinstance(value, str) else value or ()
+    return tuple(each.strip() for each in listed if each.strip())
+
+
 class StrategyConfig(Config):
     """Base of the schemas that strategies bring for `strategy_args.strategy_config`."""
 
@@ -74,6 +86,61 @@ class ModelArguments(Config):
     """Keep all activations: faster, more memory."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    lora_target: str | list[str] | None = None
+    """Train low-rank adapters on these linear layers instead of the model's own weights: names, `all-linear`, or a
+    regular expression for whole paths."""
+    lora_rank: NonNegativeInt | None = 8
+    """Rank of the adapters; 0 trains the whole model whatever `lora_target` says."""
+    lora_alpha: PositiveFloat | None = None
+    """Adapters act with weight `lora_alpha / lora_rank`; twice `lora_rank` where not given."""
+    lora_dropout: Fraction = 0.0
+    """Must be 0: dropout is off in training, so that logprobs before an update and in it come from one function."""
+    additional_target: str | list[str] | None = None
+    """Modules that are trained in full beside the adapters; value and reward heads always are."""
+    lora_export: Literal["merged", "adapter"] = "merged"
+    """`export/` holds a whole model with the adapters merged, or the adapters alone as peft loads them."""
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether LoRA is on."""
+        return self.lora_target is not None and bool(self.lora_rank)
+
+    def lora_targets(self) -> str | tuple[str, ...]:
+        """Names, or a regular expression for whole paths."""
+        if isinstance(self.lora_target, str) and not NAMES.fullmatch(self.lora_target):
+            return self.lora_target
+        return _names(self.lora_target)
+
+    def extra_modules(self) -> tuple[str, ...]:
+        """Names of `additional_target`."""
+        return _names(self.additional_target)
+
+    @model_validator(mode="after")
+    def _adapters_make_sense(self) -> ModelArguments:
+        if self.lora_target is None:
+            # A saved config has every key, so only values that are not the defaults tell that somebody wants adapters.
+            beside = [key for key in LORA_KEYS if getattr(self, key) != type(self).model_fields[key].default]
+            if beside and self.lora_rank:
+                raise ValueError(f"{beside[0]} would not be used: LoRA is on where lora_target names modules")
+            return self
+        targets = self.lora_targets()
+        if not targets:
+            raise ValueError("lora_target names no module: give names, or all-linear for every linear layer")
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(f"lora_target is neither names nor a regular expression: {error}") from error
+        elif "all-linear" in targets and len(targets) > 1:
+            raise ValueError("lora_target: all-linear takes every linear layer; name it alone")
+        if self.lora_dropout:
+            raise ValueError(
+                f"lora_dropout {self.lora_dropout:g} cannot be honoured: dropout is off in training, so that logprobs"
+                " before an update and in it come from the same function; leave it out (weight_decay also regularises)"
+            )
+        if self.lora_export == "adapter" and self.random_init is not None:
+            raise ValueError("lora_export: adapter needs a base model that others have, and random_init is none")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelArguments:
@@ -231,6 +298,13 @@ class WorkerConfig(Config):
                     f"device_mapping has {len(self.device_mapping)} slots, which is not a multiple of"
                     f" num_gpus_per_worker {per_worker}"
                 )
+        if self.model_args.trains_adapters and self.kind != "train":
+            why = (
+                "engines get merged weights, which need no adapters"
+                if self.kind == "generate"
+                else "adapters that are never trained change nothing"
+            )
+            raise ValueError(f"model_args.lora_target belongs to a role that is trained; leave it out here: {why}")
         for phase in ("train", "infer"):
             if getattr(self, f"use_dynamic_batching_in_{phase}") and (
                 getattr(self, f"max_tokens_per_microbatch_in_{phase}") is None

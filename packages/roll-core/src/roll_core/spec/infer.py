@@ -55,9 +55,10 @@ class InferStrategy(ABC):
         """Replace the weights in place and drop every cache that the old ones filled.
 
         `tensors` is read once, in manifest order, possibly on another thread, and its memory is the sender's: copy,
-        unless `shared` (the transport of that name), in which case the very tensors, live parameters of a trainer in
-        this process, are to be used. `manifest` may lack digests (they are on their way); the receipt's digests are
-        computed from what the engine holds *after* the update.
+        unless `shared` (the transport of that name), in which case the very tensors are to be used: live parameters of
+        a trainer in this process, or new ones (merged adapters, another dtype) to which nobody else will write.
+        `manifest` may lack digests (they are on their way); the receipt's digests are computed from what the engine
+        holds *after* the update.
 
         With `capabilities.in_flight_update` requests go on under the new weights; otherwise the caller has none
         running.

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roll_core.spec.providers import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """Low-rank adapters (arXiv:2106.09685): the weight W of a target acts as W + scale · B A, and only A and B are
+    trained."""
+
+    targets: str | tuple[str, ...]
+    """Linear layers by their path or its end, `("q_proj", "v_proj")`; `("all-linear",)` is all of them but the head;
+    a string is a regular expression for whole paths."""
+    rank: int
+    """Rows of A and columns of B."""
+    alpha: float
+    extra_modules: tuple[str, ...] = ()
+    """Modules, named like targets, that are trained in full beside the adapters. A value or reward head always is."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What `export_model` writes: a whole model, or the adapters alone as peft stores them."""
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +53,8 @@ class ModelSpec:
     tokenizer: str = ""
     """Directory that `transformers.AutoTokenizer` loads; the model's embedding has at least its size."""
     trust_remote_code: bool = False
+    lora: LoraSpec | None = None
+    """Train adapters instead of the weights. Given only to strategies with `capabilities.lora`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,8 +110,10 @@ class TrainRole(ABC):
         entropy: bool = False,
         values: bool = False,
         temperature: float = 1.0,
+        base: bool = False,
     ) -> ScoredSequences:
-        """Forward passes over all data-parallel ranks."""
+        """Forward passes over all data-parallel ranks. `base`: by the model without the adapters that the role trains;
+        raises `UnsupportedError` where it trains none."""
 
     @abstractmethod
     async def update(

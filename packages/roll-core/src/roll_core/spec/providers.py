@@ -33,6 +33,7 @@ class TrainCapabilities:
     context_parallel: bool = False
     expert_parallel: bool = False
     lora: bool = False
+    """Trains adapters: honours `ModelSpec.lora` and `Want.base`."""
     offload: bool = False
     topk: bool = False
     """Returns the top-k logprobs (distillation)."""

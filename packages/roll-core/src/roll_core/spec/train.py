@@ -101,6 +101,9 @@ class Want:
     """Only what stands where `loss_mask_T` is true will be read: a strategy may leave the rest 0 and save the work."""
     temperature: float = 1.0
     """Logits are divided by it before the softmax; the rollouts' own temperature."""
+    base: bool = False
+    """Of the model without its adapters (`ModelSpec.lora`), as it was before training: a reference policy that needs no
+    second copy. Asked only of strategies with `capabilities.lora`, and never by a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +223,9 @@ class TrainStrategy(ABC):
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, one after the other, in a fixed order. All ranks iterate together;
-        leader ranks get the tensors. A tensor may be the live parameter: read it before the next step."""
+        leader ranks get the tensors. A tensor may be the live parameter: read it before the next step. Where adapters
+        are trained it is the merged weight, W + scale · B A, a new tensor that is the reader's to keep; the names are
+        those of the model without adapters, and the parameters stay as they are."""
 
     @abstractmethod
     def save(self, path: Path) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from roll_core.modeling.lora import Adapters
     from roll_core.spec.model import MeshInfo, ModelSpec
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class HFTrainStrategy(TrainStrategy):
         packing=True,
         gradient_checkpointing=True,
         data_parallel=True,
+        lora=True,
         topk=True,
         weight_transports=("shared", "shm", "collective"),
     )
@@ -62,9 +64,15 @@ class HFTrainStrategy(TrainStrategy):
         self.replicas = Replicas(mesh)
         self.model: PreTrainedModel = load_model(model, device=mesh.device)
         make_adjacent(self.model)
+        self.adapters: Adapters | None = None
+        if model.lora is not None:
+            from roll_core.modeling.lora import add_adapters
+
+            self.adapters = add_adapters(self.model, model)
         if self._config.fused:
             log.info("%s: %d modules fused", mesh.role, fuse(self.model))
-        self.model.requires_grad_(self.training is not None)
+        if self.adapters is None or self.training is None:
+            self.model.requires_grad_(self.training is not None)
         self.replicas.broadcast(self.model.parameters())
         self.task_model = TaskModel(self.model, model, chunk_tokens=self._config.logprob_chunk_tokens)
         self.optimizer: AdamW | None = None
@@ -108,18 +116,24 @@ class HFTrainStrategy(TrainStrategy):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Live parameters. Tied weights come once, under their first name."""
+        """Live parameters, or merged weights where there are adapters. Tied ones come once, under their first name."""
+        if self.adapters is not None:
+            yield from self.adapters.merged()
+            return
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
     def export_model(self, path: Path) -> None:
-        """Written by rank 0."""
-        if self.replicas.rank == 0:
+        """Written by rank 0: the whole model, or the adapters alone where `lora_export` says so."""
+        if self.replicas.rank == 0 and self.adapters is not None and self.adapters.lora.export == "adapter":
+            self.adapters.export(path)
+        elif self.replicas.rank == 0:
+            whole = self.model.state_dict() if self.adapters is None else self.adapters.state_dict()
             # Copies, because parameters may lie side by side in one buffer; tied ones are the same tensor twice.
             copies: dict[int, Tensor] = {}
             state = {
                 name: copies.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), tensor.detach().clone())
-                for name, tensor in self.model.state_dict().items()
+                for name, tensor in whole.items()
             }
             write_model(self.model, self.spec, state, path)
         self.replicas.wait()
@@ -127,12 +141,15 @@ class HFTrainStrategy(TrainStrategy):
     # -- continuing ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Weights and optimizer are written by rank 0, since all ranks hold the same."""
+        """Weights and optimizer are written by rank 0, since all ranks hold the same. Of a model with adapters only
+        what is trained is written, and what identifies the rest."""
         from safetensors.torch import save_file
 
         state: dict[str, Any] = {"format": FORMAT, "world_size": self.replicas.size}
         if self.replicas.rank == 0:
-            save_file({name: each.contiguous() for name, each in self.export_weights()}, path / "weights.safetensors")
+            save_file({name: each.contiguous() for name, each in self._kept().items()}, path / "weights.safetensors")
+            if self.adapters is not None:
+                state["adapters"] = self.adapters.identity()
             if self.optimizer is not None:
                 tensors = self.optimizer.tensors()
                 save_file({name: each.contiguous() for name, each in tensors.items()}, path / "optimizer.safetensors")
@@ -152,7 +169,11 @@ class HFTrainStrategy(TrainStrategy):
                 state = json.loads((path / "state.json").read_text(encoding="utf-8"))
                 if state.get("format") != FORMAT:
                     raise CheckpointError(f"{path}: format {state.get('format')}; this version reads {FORMAT}")
-                _restore(dict(self.export_weights()), path / "weights.safetensors")
+                if self.adapters is not None:
+                    self.adapters.refuse_other(state.get("adapters"), self.adapters.identity(), path)
+                elif "adapters" in state:
+                    raise CheckpointError(f"{path}: holds adapters, but this role trains the whole model (lora_target)")
+                _restore(self._kept(), path / "weights.safetensors")
                 if self.optimizer is not None:
                     _restore(self.optimizer.tensors(), path / "optimizer.safetensors")
                     step_count[0] = state["step_count"]
@@ -160,12 +181,18 @@ class HFTrainStrategy(TrainStrategy):
                 if isinstance(error, RollError):
                     raise
                 raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        self.replicas.broadcast([step_count, *(tensor for _, tensor in self.export_weights())])
+        self.replicas.broadcast([step_count, *self._kept().values()])
         if self.optimizer is not None:
             self.replicas.broadcast(self.optimizer.tensors().values())
             self.optimizer.restored(int(step_count))
         if (path / "random.safetensors").is_file():
             torch.set_rng_state(load_file(path / "random.safetensors")["torch_cpu"])
+
+    def _kept(self) -> dict[str, Tensor]:
+        """The live weights that a state holds."""
+        if self.adapters is not None:
+            return {name: each.detach() for name, each in self.adapters.trained().items()}
+        return dict(self.export_weights())
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,314 @@
+"""Adapters: what is trained, what the model computes with and without them, and the weights that engines get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from roll_core.algorithms.losses import SFTObjective, ValueObjective
+from roll_core.data.pack import pack, totals
+from roll_core.errors import ModelError, UnsupportedError
+from roll_core.modeling.model import load_model, scalar_head
+from roll_core.spec.model import LoraSpec, ModelSpec
+from roll_core.spec.train import TrainingSpec, Want
+
+LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
+OBJECTIVES = {"causal_lm": SFTObjective(), "value": ValueObjective()}
+GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+GEMMA = {
+    "model_type": "gemma2",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "tie_word_embeddings": True,
+}
+
+
+def train(strategy, sequences, steps=3, loss=None):
+    found = []
+    for _ in range(steps):
+        strategy.forward_backward(pack(sequences), loss or SFTObjective())
+        found.append(strategy.optimizer_step())
+    return found
+
+
+def logprobs(strategy, sequences, **want):
+    return strategy.forward(pack(sequences)[0], Want(logprobs=True, entropy=True, **want)).logprobs_T
+
+
+def frozen(strategy):
+    return {name: each.detach().clone() for name, each in strategy.model.named_parameters() if not each.requires_grad}
+
+
+def merged_by_hand(strategy, lora):
+    """W + alpha / rank · B A for every layer that has A and B, by a plain product."""
+    live = dict(strategy.model.named_parameters())
+    found = {}
+    for name, each in live.items():
+        if ".base_layer.weight" in name:
+            layer = name.removesuffix(".base_layer.weight")
+            a, b = live[f"{layer}.lora_A.default.weight"], live[f"{layer}.lora_B.default.weight"]
+            found[f"{layer}.weight"] = each.detach() + lora.alpha / lora.rank * torch.einsum("or,ri->oi", b, a).detach()
+    return found
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+def test_before_the_first_step_adapters_change_nothing(build, sequences):
+    assert torch.equal(logprobs(build(lora=LORA), sequences), logprobs(build(), sequences))
+
+
+def test_only_adapters_are_trained_and_the_optimizer_holds_nothing_else(build, sequences):
+    strategy = build(lora=LORA)
+    base = frozen(strategy)
+    before = {name: each.detach().clone() for name, each in strategy.adapters.trained().items()}
+    train(strategy, sequences)
+    assert all(torch.equal(each, frozen(strategy)[name]) for name, each in base.items())
+    assert all(not torch.equal(each, before[name]) for name, each in strategy.adapters.trained().items())
+    # Two layers with seven linear layers each: sizes by hand, rank 4.
+    sizes = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]
+    trained = 2 * sum(4 * (inputs + outputs) for inputs, outputs in sizes)
+    memory = strategy.memory()
+    assert memory["grads"] == 4 * trained
+    assert 8 * trained <= memory["optimizer"] < 8 * trained + 28 * 8
+    assert memory["weights"] == build().memory()["weights"] + 4 * trained
+
+
+def test_the_gradient_equals_that_of_peft_on_plain_transformers(build, sequences, tiny):
+    strategy = build(lora=LORA)
+    train(strategy, sequences)  # so that B is not 0
+    strategy.forward_backward(pack(sequences), SFTObjective())
+    found = {name: each.clone() for name, each in strategy.optimizer.grads.items()}
+
+    config = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
+        plain = get_peft_model(load_model(ModelSpec(random_init=tiny, seed=3)), config)
+    state = {f"base_model.model.{name}": each.detach() for name, each in strategy.adapters.trained().items()}
+    plain.load_state_dict(state, strict=False)
+    loss = 0.0
+    for row in sequences:
+        tokens = torch.from_numpy(row.tokens)
+        logits = plain(input_ids=tokens[None], use_cache=False).logits[0]
+        nll = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+        loss = loss + (nll * torch.from_numpy(row.loss_mask)[1:]).sum()
+    (loss / sum(row.loss_mask.sum() for row in sequences)).backward()
+    expected = {n.removeprefix("base_model.model."): p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    assert found.keys() == expected.keys()
+    flat, other = (torch.cat([each[name].flatten() for name in expected]) for each in (found, expected))
+    assert float((flat - other).norm() / other.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("task", OBJECTIVES)
+@pytest.mark.parametrize("split", [{"max_sequences": 1}, {"max_tokens": 10}], ids=str)
+def test_the_gradient_does_not_depend_on_the_split(build, sequences, task, split):
+    whole, parts = build(lora=LORA, task=task), build(lora=LORA, task=task, gradient_checkpointing=True)
+    for strategy in (whole, parts):
+        train(strategy, sequences, loss=OBJECTIVES[task])
+    whole.forward_backward(pack(sequences), OBJECTIVES[task])
+    parts.forward_backward(pack(sequences, totals=totals(sequences), **split), OBJECTIVES[task])
+    one, other = whole.optimizer.flat_grad, parts.optimizer.flat_grad
+    assert float((one - other).norm() / one.norm()) < 1e-5
+
+
+def test_adapters_of_a_bf16_model_are_float32_and_learn(build, sequences):
+    strategy = build(lora=LORA, dtype="bf16")
+    before = logprobs(strategy, sequences)
+    assert {each.dtype for each in strategy.adapters.trained().values()} == {torch.float32}
+    train(strategy, sequences, steps=5)
+    assert torch.equal(logprobs(strategy, sequences, base=True), before)
+    assert float((logprobs(strategy, sequences) - before).sum()) > 0.1
+    exported = dict(strategy.export_weights())
+    assert {each.dtype for each in exported.values()} == {torch.bfloat16}
+    for name, each in merged_by_hand(strategy, LORA).items():
+        assert torch.equal(exported[name], each.bfloat16())  # computed in float32, rounded once
+
+
+@pytest.mark.parametrize("task", ["value", "reward"])
+def test_a_scalar_head_is_trained_in_full(build, sequences, task):
+    strategy = build(task=task, lora=LORA, training=TrainingSpec(learning_rate=1e-2, num_steps=9))
+    assert "score.modules_to_save.default.weight" in strategy.optimizer.parameters
+    original = build(task=task)
+    (micro,) = pack(sequences)
+    before = original.forward(micro, Want(values=True)).values_T
+    assert torch.equal(strategy.forward(micro, Want(values=True)).values_T, before)
+    train(strategy, sequences, loss=ValueObjective())
+    assert not torch.equal(strategy.forward(micro, Want(values=True)).values_T, before)
+    assert torch.equal(strategy.forward(micro, Want(values=True, base=True)).values_T, before)
+    exported = dict(strategy.export_weights())
+    assert exported.keys() == dict(original.export_weights()).keys()
+    assert not torch.equal(exported["score.weight"], scalar_head(original.model).weight)
+
+
+def test_a_value_head_in_place_of_a_language_head_is_trained_in_full(build, sequences):
+    """Where transformers has no scoring form: the head is the output layer."""
+    keys = {"model_type": "granite", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48}
+    keys |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    strategy = build(random_init=keys, task="value", lora=LORA)
+    assert "lm_head.modules_to_save.default.weight" in strategy.optimizer.parameters
+    train(strategy, sequences, loss=ValueObjective())
+    assert dict(strategy.export_weights())["lm_head.weight"].shape == (1, 32)
+
+
+def test_extra_modules_are_trained_in_full_and_the_base_keeps_its_own(build, sequences):
+    lora = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head", "embed_tokens"))
+    strategy, plain = build(lora=lora), build()
+    before = logprobs(plain, sequences)
+    assert torch.allclose(logprobs(strategy, sequences), before, atol=1e-5)
+    train(strategy, sequences)
+    found, original = dict(strategy.export_weights()), dict(plain.export_weights())
+    assert list(found) == list(original)
+    changed = {name for name in found if not torch.equal(found[name], original[name])}
+    expected = {"model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"}
+    layers = [f"model.layers.{i}.self_attn.{each}.weight" for i in range(2) for each in ("q_proj", "v_proj")]
+    assert changed == expected | set(layers)
+    assert torch.allclose(logprobs(strategy, sequences, base=True), before, atol=1e-5)
+
+
+def test_an_adapter_on_the_language_head_learns(build, sequences):
+    lora = LoraSpec(targets=("lm_head",), rank=2, alpha=4.0)
+    strategy = build(lora=lora)
+    before = logprobs(strategy, sequences)
+    train(strategy, sequences)
+    assert float((logprobs(strategy, sequences) - before).sum()) > 0
+    assert torch.equal(logprobs(strategy, sequences, base=True), before)
+
+
+# -- which modules -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "owners"),
+    [
+        (("q_proj",), {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"}),
+        (("model.layers.1.mlp.up_proj",), {"model.layers.1.mlp.up_proj"}),
+        (("layers.0.self_attn.o_proj", "down_proj"), {
+            "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"
+        }),
+        (r".*\.1\..*(gate|up)_proj", {"model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_targets_are_ends_of_paths_or_a_regular_expression(build, targets, owners):
+    strategy = build(lora=LoraSpec(targets=targets, rank=2, alpha=2.0))
+    assert {name.partition(".lora_")[0] for name in strategy.optimizer.parameters} == owners
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"targets": ("q_porj",)}, r"lora_target: Qwen3ForCausalLM has no module 'q_porj'; did you mean 'q_proj'\?"),
+        ({"targets": ("xyz",)}, "has no module 'xyz'; there are down_proj, gate_proj, k_proj"),
+        ({"targets": ("mlp",)}, "lora_target: mlp of Qwen3ForCausalLM is a Qwen3MLP, and only linear layers"),
+        ({"targets": ("embed_tokens",)}, "is an Embedding, and only linear layers"),
+        ({"targets": "q_proj$|v_proj$"}, "matches the whole path of no linear layer"),
+        ({"targets": ("q_proj",), "extra_modules": ("lmhead",)}, "additional_target: .* did you mean 'lm_head'"),
+        ({"targets": ("q_proj", "up_proj"), "extra_modules": ("mlp",)}, "both take model.layers.0.mlp.up_proj"),
+    ],
+    ids=str,
+)
+def test_modules_that_cannot_be_taken_are_named_with_the_nearest(build, lora, message):
+    with pytest.raises(ModelError, match=message):
+        build(lora=LoraSpec(**{"rank": 2, "alpha": 2.0} | lora))
+
+
+def test_weights_that_are_one_are_not_untied(build, tiny):
+    tied = tiny | {"tie_word_embeddings": True}
+    for lora in ({"targets": ("lm_head",)}, {"targets": ("q_proj",), "extra_modules": ("embed_tokens",)}):
+        with pytest.raises(ModelError, match="tie_word_embeddings"):
+            build(random_init=tied, lora=LoraSpec(**{"rank": 2, "alpha": 2.0} | lora))
+    assert "lm_head.weight" not in dict(build(random_init=tied, lora=LORA).export_weights())
+
+
+def test_equal_seeds_give_equal_adapters_and_the_random_state_stays(build):
+    torch.manual_seed(5)
+    one = build(lora=LORA)
+    drawn = torch.rand(2)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(2), drawn)
+    for name, each in build(lora=LORA).adapters.trained().items():
+        assert torch.equal(each, one.adapters.trained()[name])
+
+
+# -- merged weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [None, GPT2, GEMMA], ids=["qwen3", "gpt2", "gemma2"])
+def test_merged_weights_are_those_of_peft_and_have_the_names_of_the_model(build, sequences, tiny, keys):
+    keys = keys or tiny
+    strategy = build(random_init=keys, lora=LORA)
+    train(strategy, sequences)
+    trained = {name: each.detach().clone() for name, each in strategy.adapters.trained().items()}
+    base = frozen(strategy)
+    merged = {name: each.clone() for name, each in strategy.export_weights()}
+
+    plain = load_model(ModelSpec(random_init=keys, seed=3))
+    assert list(merged) == [name for name, _ in plain.named_parameters()]
+    assert all(torch.equal(each, strategy.adapters.trained()[name]) for name, each in trained.items())
+    assert all(torch.equal(each, frozen(strategy)[name]) for name, each in base.items())
+    # peft adds into the weights themselves; it does so last, because it leaves the strategy without adapters.
+    expected = dict(strategy.adapters._handle.merge_and_unload().named_parameters())
+    assert expected.keys() == merged.keys()
+    assert all(torch.equal(merged[name], each) for name, each in expected.items())
+
+
+def test_a_model_with_merged_weights_computes_what_the_one_with_adapters_does(build, sequences, tiny):
+    strategy = build(lora=LORA)
+    train(strategy, sequences, steps=6)
+    merged = {name: each.clone() for name, each in strategy.export_weights()}
+    for name, each in merged_by_hand(strategy, LORA).items():
+        torch.testing.assert_close(merged[name], each, rtol=0, atol=1e-6)
+    plain = build(forward_only=True)
+    plain.model.load_state_dict(merged)
+    found, expected = logprobs(strategy, sequences), logprobs(plain, sequences)
+    assert float((found - logprobs(strategy, sequences, base=True)).abs().max()) > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_merged_weights_are_nobody_elses_and_the_rest_is_live(build, sequences):
+    strategy = build(lora=LORA)
+    train(strategy, sequences)
+    one, other = (dict(strategy.export_weights()) for _ in range(2))
+    shared = {name for name in one if one[name].data_ptr() == other[name].data_ptr()}
+    assert shared == {name for name in one if "_proj." not in name}
+    before = one["model.layers.0.mlp.up_proj.weight"].clone()
+    train(strategy, sequences)
+    assert torch.equal(one["model.layers.0.mlp.up_proj.weight"], before)
+    assert not torch.equal(dict(strategy.export_weights())["model.layers.0.mlp.up_proj.weight"], before)
+
+
+# -- the base model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [None, GPT2, GEMMA], ids=["qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_without_its_adapters_the_model_is_a_separate_reference_bit_for_bit(build, sequences, tiny, keys, dtype):
+    keys = keys or tiny
+    strategy = build(random_init=keys, lora=LORA, dtype=dtype, gradient_checkpointing=keys is tiny)
+    reference = build(random_init=keys, dtype=dtype, forward_only=True)
+    for steps in (0, 3):
+        train(strategy, sequences, steps)
+        assert torch.equal(logprobs(strategy, sequences, base=True), logprobs(reference, sequences))
+    assert not torch.equal(logprobs(strategy, sequences), logprobs(reference, sequences))
+
+
+def test_looking_at_the_base_model_changes_no_later_step(build, sequences):
+    one, other = build(lora=LORA), build(lora=LORA)
+    for strategy in (one, other):
+        for _ in range(3):
+            if strategy is other:
+                strategy.forward(pack(sequences)[0], Want(logprobs=True, base=True))
+            strategy.forward_backward(pack(sequences)[:1], SFTObjective())
+            strategy.optimizer_step()
+    assert torch.equal(logprobs(one, sequences), logprobs(other, sequences))
+
+
+def test_a_model_without_adapters_has_no_base_to_ask(build, sequences):
+    with pytest.raises(UnsupportedError, match="no adapters"):
+        build().forward(pack(sequences)[0], Want(logprobs=True, base=True))
