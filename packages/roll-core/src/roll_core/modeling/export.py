@@ -32,6 +32,11 @@ def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Ten
     try:
         with quiet():
             model.save_pretrained(path, state_dict=dict(state))
+            written = state[next(name for name, _ in model.named_parameters())].dtype
+            if model.dtype != written:
+                # Of the tensors in the files, not of those from which a strategy made them.
+                config.dtype = written
+                config.save_pretrained(path)
     finally:
         config._attn_implementation = usual
     if spec.tokenizer or spec.path:

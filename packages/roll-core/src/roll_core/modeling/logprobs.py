@@ -165,10 +165,13 @@ class _ChunkedHead(torch.autograd.Function):
                 tops.append(_topk(logp_CV, request.topk))
             if keep:
                 kept.append(logp_CV)
-        empty = hidden_NH.new_zeros(0, dtype=torch.float32)
-        logprobs_N = torch.cat(chosen) if chosen else empty
-        entropy_N = torch.cat(entropies) if entropies else empty
-        topk_logprobs_NK = torch.cat([top for top, _ in tops]) if tops else empty.view(0, 0)
+        # Of its own each, for some are marked as not differentiable below: with no token at all the logprobs still are,
+        # because ranks that share a model go through the backward pass together.
+        logprobs_N = torch.cat(chosen) if chosen else hidden_NH.new_zeros(0, dtype=torch.float32)
+        entropy_N = torch.cat(entropies) if entropies else hidden_NH.new_zeros(0, dtype=torch.float32)
+        topk_logprobs_NK = (
+            torch.cat([top for top, _ in tops]) if tops else hidden_NH.new_zeros(0, 0, dtype=torch.float32)
+        )
         topk_ids_NK = torch.cat([ids for _, ids in tops]) if tops else targets_N.new_zeros(0, 0)
         ctx.mark_non_differentiable(topk_logprobs_NK, topk_ids_NK)
         if not (request.entropy and request.entropy_grad):

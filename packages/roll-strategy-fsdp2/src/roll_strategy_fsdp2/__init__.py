@@ -1,0 +1,1 @@
+"""Train strategies on torch's FSDP2."""

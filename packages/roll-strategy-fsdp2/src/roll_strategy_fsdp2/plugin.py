@@ -1,0 +1,48 @@
+"""What this package offers. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import TrainCapabilities, TrainProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+
+CAPABILITIES = TrainCapabilities(
+    tasks=("causal_lm", "value", "reward"),
+    dtypes=("fp32", "bf16"),
+    packing=True,
+    gradient_checkpointing=True,
+    data_parallel=True,
+    topk=True,
+    weight_transports=("shared", "shm", "collective"),
+)
+TARGET = "roll_strategy_fsdp2.strategy:FSDP2Strategy"
+CONFIG = "roll_strategy_fsdp2.config:FSDP2Config"
+NEEDS = ("torch>=2.13",)
+
+
+@hookimpl
+def roll_train_strategies() -> Iterator[TrainProvider]:
+    """One process per slot, all of them sharing one copy of the model."""
+    yield TrainProvider(
+        name="fsdp2_train",
+        target=TARGET,
+        config=CONFIG,
+        summary="Trains Hugging Face models sharded over ranks by torch's FSDP2",
+        needs=NEEDS,
+        capabilities=CAPABILITIES,
+    )
+    yield TrainProvider(
+        name="fsdp2_infer",
+        target=TARGET,
+        config=CONFIG,
+        summary="fsdp2_train without optimizer, for roles that only score",
+        needs=NEEDS,
+        capabilities=CAPABILITIES,
+        forward_only=True,
+    )

@@ -1,0 +1,249 @@
+"""Train strategies on FSDP2: each rank holds a share of every parameter, gradient and moment.
+
+    Root.forward { gather a layer, compute, free it }*  -> TokenOutputs -> loss
+    backward     { gather a layer, compute, free it, reduce-scatter its gradient }*  -> clip and AdamW on the shares
+
+Whenever a layer is gathered all ranks must take part. So ranks with fewer microbatches than others make up for it by
+idle passes, on two tokens that count for nothing; these come first, so that the last pass is a real one if any is.
+
+Shapes: T flat tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from roll_core.errors import UnsupportedError
+from roll_core.modeling.backbone import checkpoint_layers
+from roll_core.modeling.export import check_exportable, write_model
+from roll_core.modeling.model import DTYPES, load_model
+from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
+from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
+from roll_core.types import Totals
+from roll_strategy_fsdp2.checkpoint import load_state, save_state
+from roll_strategy_fsdp2.config import FSDP2Config
+from roll_strategy_fsdp2.optimizer import ShardedAdamW, like, local
+from roll_strategy_fsdp2.plugin import CAPABILITIES
+from roll_strategy_fsdp2.process_group import ProcessGroup
+from roll_strategy_fsdp2.sharding import Root, as_fsdp, make_mesh, shard, sharded_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import MeshInfo, ModelSpec
+
+OUTPUTS = tuple(each.name for each in fields(TokenOutputs))
+
+
+class FSDP2Strategy(TrainStrategy):
+    """Trains or, without `training`, only scores. Dropout is off."""
+
+    capabilities = CAPABILITIES
+
+    def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        """Load the model, keep this rank's share, find out how it computes. Collective."""
+        if mesh.num_threads:
+            torch.set_num_threads(mesh.num_threads)
+        self._mesh, self.spec = mesh, model
+        self.process_group = ProcessGroup(mesh)
+        self.device_mesh = make_mesh(mesh, self._config.fsdp_size)
+        self.compute_dtype = DTYPES[self._config.param_dtype or model.dtype]
+        self.model: PreTrainedModel = load_model(model)
+        # What is stepped is float32, begun at the weights as the model's dtype rounds them. Buffers stay as they are.
+        held = torch.float32 if self.training is not None else self.compute_dtype
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(held)
+        self.model.requires_grad_(self.training is not None)
+        if self.training is not None and model.gradient_checkpointing:
+            checkpoint_layers(self.model)
+        self.root: Root = shard(self.model, self.device_mesh, self._config, self.compute_dtype)
+        chunk = self._config.logprob_chunk_tokens
+        with torch.no_grad():
+            self.task_model: TaskModel = self.root(lambda: TaskModel(self.model, model, chunk_tokens=chunk))
+        self._free()
+        self.optimizer: ShardedAdamW | None = None
+        if self.training is not None:
+            self.optimizer = ShardedAdamW(dict(self.model.named_parameters()), self.training, self.device_mesh)
+
+    # -- computing -----------------------------------------------------------------------------------------------------
+
+    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        """On the mesh's device. Collective: every rank calls it as often as the others."""
+        found = self._score(micro, want)
+        self._free()
+        return found
+
+    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+        """The idle passes are done at once, the others as they are taken."""
+        for idle in self._idle(len(micros)):
+            self._score(idle, want)
+        return self._score_each(micros, want)
+
+    def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
+        """Raises `NonFiniteError`, which names the sequences, before a NaN gets into the gradients. Collective."""
+        self._require_training()
+        idle = self._idle(len(micros))
+        sharded = as_fsdp(self.root)
+        found: list[LossMetrics] = []
+        try:
+            for at, micro in enumerate((*idle, *micros)):
+                last = at == len(idle) + len(micros) - 1
+                sharded.set_is_last_backward(last)
+                sharded.set_requires_gradient_sync(last or self._config.reduce_scatter_during_grad_accumulation)
+                if at < len(idle):
+                    _anchor(self._outputs(micro, loss.want)).backward()  # type: ignore[no-untyped-call]
+                else:
+                    found.append(self._one_backward(micro, loss))
+        except BaseException:
+            sharded.reset_iter_state()
+            raise
+        return found
+
+    def optimizer_step(self) -> StepStats:
+        """Collective over the ranks."""
+        return self._require_training().step()
+
+    def _one_backward(self, micro: MicroBatch, loss: LossFn) -> LossMetrics:
+        micro = micro.to(self._mesh.device)
+        outputs = self._outputs(micro, loss.want)
+        found = finite_loss(loss, outputs, micro)
+        (found.loss + _anchor(outputs)).backward()  # type: ignore[no-untyped-call]
+        return plain_metrics(found)
+
+    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        """FSDP finds the tensors of a tuple, and does not like views."""
+
+        def compute() -> tuple[Tensor | None, ...]:
+            found = _tensors(self.task_model.outputs(micro, want))
+            return tuple(each.clone() if each is not None and each._is_view() else each for each in found)
+
+        return TokenOutputs(**dict(zip(OUTPUTS, self.root(compute), strict=True)))
+
+    @torch.no_grad()
+    def _score(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        return self._outputs(micro.to(self._mesh.device), want)
+
+    def _score_each(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+        try:
+            for micro in micros:
+                yield self._score(micro, want)
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        """Drop gathered parameters that a forward pass without a backward pass leaves behind: they would be stale."""
+        for module in sharded_modules(self.root):
+            module.reshard()
+
+    def _idle(self, num_micros: int) -> list[MicroBatch]:
+        """As many as the rank with the most microbatches has more than this one."""
+        most = torch.tensor([num_micros], device=self._mesh.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return [_idle_micro(self._mesh.device)] * (int(most) - num_micros)
+
+    def _require_training(self) -> ShardedAdamW:
+        if self.optimizer is None:
+            raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
+        return self.optimizer
+
+    @property
+    def _config(self) -> FSDP2Config:
+        if not isinstance(self.config, FSDP2Config):
+            raise UnsupportedError(f"the FSDP2 strategies take an FSDP2Config, not a {type(self.config).__name__}")
+        return self.config
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in the dtype that computes, on every rank, gathered one at a time. Tied weights come once,
+        under their first name."""
+        for name, parameter in self.model.named_parameters():
+            yield name, self._whole(parameter)
+
+    def export_model(self, path: Path) -> None:
+        """Gathered tensor by tensor and written by rank 0, which holds the whole model on its host meanwhile."""
+        check_exportable(self.model, self.spec)
+        leader = self._mesh.rank == 0
+        state: dict[str, Tensor] = {}
+        copies: dict[int, Tensor] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in copies:
+                whole = self._whole(parameter)
+                copies[id(parameter)] = whole.cpu() if leader else whole.new_empty(0)
+            state[name] = copies[id(parameter)]
+        if leader:
+            persistent = self.model.state_dict().keys() - state.keys()
+            state |= {name: each.cpu() for name, each in self.model.named_buffers() if name in persistent}
+            write_model(self.model, self.spec, state, path)
+        dist.barrier()
+
+    @torch.no_grad()
+    def _whole(self, parameter: Tensor) -> Tensor:
+        """Rounded before it travels, and gathered on the device even where the shares lie on the host."""
+        share = local(parameter).to(self._mesh.device, self.compute_dtype)
+        return like(parameter, share).full_tensor()
+
+    # -- continuing ----------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Into rank 0's directory, see `checkpoint`. Collective."""
+        steps = self.optimizer.step_count if self.optimizer is not None else 0
+        save_state(path, self._state(), {"step_count": steps})
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """From rank 0's directory, whatever the number of ranks was. Collective."""
+        numbers = load_state(path, self._state())
+        if self.optimizer is not None:
+            self.optimizer.restored(int(numbers["step_count"]))
+
+    def _state(self) -> dict[str, Tensor]:
+        weights = {f"weight.{name}": like(each, local(each)) for name, each in self.model.named_parameters()}
+        return weights | self.optimizer.tensors() if self.optimizer is not None else dict(weights)
+
+    # -- the rest ------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> Mapping[str, int]:
+        """Measured on this rank's shares."""
+        held = {"weights": sum(local(each).nbytes for each in self.model.parameters())}
+        return held | self.optimizer.memory() if self.optimizer is not None else held
+
+    def close(self) -> None:
+        """Leave the process group and drop the optimizer's state."""
+        self.optimizer = None
+        if hasattr(self, "process_group"):
+            self.process_group.close()
+
+
+def _tensors(outputs: TokenOutputs) -> tuple[Tensor | None, ...]:
+    return tuple(getattr(outputs, name) for name in OUTPUTS)
+
+
+def _anchor(outputs: TokenOutputs) -> Tensor:
+    """0, with a backward pass through the whole model and no number in it: a rank whose loss reads nothing takes part
+    in the others' reduction."""
+    tensors = [each for each in _tensors(outputs) if each is not None and each.requires_grad]
+    return torch.stack([each[:0].sum() for each in tensors]).sum()
+
+
+def _idle_micro(device: str) -> MicroBatch:
+    ids_T = torch.zeros(2, dtype=torch.int64, device=device)
+    return MicroBatch(
+        ids=("idle",),
+        tokens_T=ids_T,
+        positions_T=torch.arange(2, device=device),
+        segments_T=ids_T,
+        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32, device=device),
+        lengths=(2,),
+        loss_mask_T=torch.tensor([False, True], device=device),
+        groups_S=ids_T[:1],
+        totals=Totals(tokens=1, sequences=1, groups=1, max_length=1),
+    )

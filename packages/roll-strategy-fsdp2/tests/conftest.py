@@ -1,0 +1,27 @@
+"""Ranks for the tests: processes that have imported everything once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll_core.testing.ranks import RankHost, free_port
+
+sys.path.append(str(Path(__file__).parent))  # the ranks import fsdp2_programs by name
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(function, job, *arguments)`: what each rank returned."""
+    host = RankHost(
+        preload=("transformers.models.qwen3.modeling_qwen3", "fsdp2_programs"), environment={"OMP_NUM_THREADS": "1"}
+    )
+
+    def run(function, job, *arguments):
+        ready = job.with_(port=free_port() if job.world_size > 1 else 0)
+        return host.run(function, ready, *arguments, num_ranks=job.world_size, timeout_s=100)
+
+    yield run
+    host.close()

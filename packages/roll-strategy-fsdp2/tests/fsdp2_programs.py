@@ -1,0 +1,209 @@
+"""What ranks do in the tests: `function(rank, job, ...)`, run by `roll_core.testing.ranks.RankHost`."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_core.algorithms.losses import SFTObjective, ValueObjective
+from roll_core.data.pack import balance, pack, totals
+from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.spec.train import TrainingSpec, TrainStrategy, Want
+from roll_core.types import TrainSequence
+from roll_strategy_fsdp2.config import FSDP2Config
+from roll_strategy_fsdp2.strategy import FSDP2Strategy
+
+LENGTHS = (5, 1, 9, 3, 12, 2, 7)
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
+TRAINING = TrainingSpec(
+    learning_rate=1e-2, weight_decay=0.1, lr_scheduler_type="cosine", warmup_steps=2, num_steps=8, max_grad_norm=0.5
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A strategy on some ranks."""
+
+    world_size: int = 1
+    port: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    training: TrainingSpec | None = TRAINING
+    max_sequences: int = 2
+
+    def with_(self, **changes: Any) -> Job:
+        return replace(self, **changes)
+
+
+def sequences() -> list[TrainSequence]:
+    """Ragged, one of length 1, one without a token in the loss."""
+    rng = np.random.default_rng(0)
+    return [
+        TrainSequence(
+            id=f"s{i}",
+            tokens=rng.integers(0, TINY["vocab_size"], length),
+            loss_mask=np.arange(length) >= (length if i == 3 else max(1, min(2, length - 1))),
+            returns=rng.normal(size=length).astype(np.float32),
+            group=i // 2,
+        )
+        for i, length in enumerate(LENGTHS)
+    ]
+
+
+def model_spec(job: Job) -> ModelSpec:
+    spec = dict(job.model)
+    if "path" not in spec:
+        spec.setdefault("random_init", TINY)
+    spec.setdefault("seed", 3)
+    return ModelSpec(**spec)
+
+
+@contextmanager
+def built(rank: int, job: Job):
+    """The strategy of this rank, closed at the end."""
+    torch.set_num_threads(1)
+    strategy = FSDP2Strategy(FSDP2Config.model_validate(job.config), job.training)
+    mesh = MeshInfo(
+        role="student", rank=rank, world_size=job.world_size, master_port=job.port, num_threads=1, timeout_s=40
+    )
+    try:
+        strategy.build(model_spec(job), mesh)
+        yield strategy
+    finally:
+        strategy.close()
+
+
+def objective(job: Job):
+    return SFTObjective() if job.model.get("task", "causal_lm") == "causal_lm" else ValueObjective()
+
+
+def micros(strategy: TrainStrategy, job: Job, batch: list[TrainSequence]):
+    place = strategy.data_rank
+    share = [batch[i] for i in balance(batch, place.size)[place.index]]
+    return pack(share, totals=totals(batch), max_sequences=job.max_sequences)
+
+
+def weights(strategy: TrainStrategy) -> dict[str, np.ndarray]:
+    return {name: each.float().cpu().numpy().copy() for name, each in strategy.export_weights()}
+
+
+def step(strategy: TrainStrategy, job: Job, batch: list[TrainSequence]):
+    found = strategy.forward_backward(micros(strategy, job, batch), objective(job))
+    return sum(each["loss"] for each in found), asdict(strategy.optimizer_step())
+
+
+def train(rank: int, job: Job, num_steps: int = 3) -> dict[str, Any]:
+    """Steps on the batch, with a scoring pass before and after."""
+    with built(rank, job) as strategy:
+        before = weights(strategy)
+        first = scored(strategy, job)
+        steps = [step(strategy, job, sequences()) for _ in range(num_steps)]
+        return {
+            "before": before,
+            "scored_before": first,
+            "steps": steps,
+            "weights": weights(strategy),
+            "scored": scored(strategy, job),
+            "memory": dict(strategy.memory()),
+        }
+
+
+def scored(strategy: TrainStrategy, job: Job) -> dict[str, np.ndarray]:
+    """By sequence, of this rank's share."""
+    is_lm = job.model.get("task", "causal_lm") == "causal_lm"
+    want = Want(logprobs=True, entropy=True, topk=3) if is_lm else Want(values=True)
+    found: dict[str, np.ndarray] = {}
+    mine = micros(strategy, job, sequences())
+    for micro, outputs in zip(mine, strategy.forward_all(mine, want), strict=True):
+        each = torch.stack([outputs.logprobs_T, outputs.entropy_T], 1) if is_lm else outputs.values_T[:, None]
+        if is_lm:
+            each = torch.cat([each, outputs.topk_logprobs_TK, outputs.topk_ids_TK.float()], 1)
+        for at, name in enumerate(micro.ids):
+            found[name] = each[int(micro.cu_seqlens[at]) : int(micro.cu_seqlens[at + 1])].float().numpy().copy()
+    return found
+
+
+def skip_and_go_on(rank: int, job: Job) -> tuple[dict[str, Any], ...]:
+    """A step whose gradient rank 1 spoils, then a good one; and the good one alone."""
+    found = []
+    for spoil in (True, False):
+        with built(rank, job) as strategy:
+            steps = []
+            if spoil:
+                strategy.forward_backward(micros(strategy, job, sequences()), objective(job))
+                if rank == 1:
+                    next(strategy.model.parameters()).grad._local_tensor[0] = torch.inf
+                steps.append(asdict(strategy.optimizer_step()))
+            steps.append(step(strategy, job, sequences())[1])
+            found.append({"steps": steps, "weights": weights(strategy)})
+            port = strategy._mesh.master_port
+        job = job.with_(port=port + 1)
+    return tuple(found)
+
+
+def own(folder: Path, rank: int) -> Path:
+    """As the runtime names each rank's directory."""
+    path = folder / f"rank-{rank}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def steps_from_here(strategy: TrainStrategy, job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = {"loaded": weights(strategy), "drawn": torch.rand(2).tolist()}
+    found["names"] = list(strategy._state())
+    if job.training is not None:
+        found["steps"] = [step(strategy, job, sequences()) for _ in range(3)]
+    return found | {"weights": weights(strategy)}
+
+
+def save_after(rank: int, job: Job, folder: Path, done: int) -> dict[str, Any]:
+    with built(rank, job) as strategy:
+        for _ in range(done):
+            step(strategy, job, sequences())
+        strategy.save(own(folder, rank))
+        return steps_from_here(strategy, job)
+
+
+def continue_after(rank: int, job: Job, folder: Path, done: int) -> dict[str, Any]:
+    """In a strategy that has been elsewhere before."""
+    with built(rank, job) as strategy:
+        if done:
+            step(strategy, job, sequences()[:3])
+        scored(strategy, job)
+        strategy.load(folder / f"rank-{rank}")
+        return steps_from_here(strategy, job)
+
+
+def load_into(rank: int, job: Job, folder: Path) -> None:
+    with built(rank, job) as strategy:
+        strategy.load(folder / f"rank-{rank}")
+
+
+def export(rank: int, job: Job, folder: Path) -> dict[str, Any]:
+    with built(rank, job) as strategy:
+        step(strategy, job, sequences())
+        strategy.export_model(folder)
+        return {"weights": weights(strategy), "scored": scored(strategy, job)}
+
+
+def same_weights(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def furthest_from(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    return max(float(np.abs(one[name] - other[name]).max()) for name in other)

@@ -1,0 +1,131 @@
+"""Sharded over any number of ranks, a model computes and learns as `hf_train` has it in one process."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from fsdp2_programs import TINY, Job, model_spec, scored, sequences, skip_and_go_on, step, train, weights
+
+from roll_core.builtin.hf.config import HFTrainConfig
+from roll_core.builtin.hf.train import HFTrainStrategy
+from roll_core.spec.model import MeshInfo
+
+JOBS = {
+    "1": Job(),
+    "2": Job(world_size=2),
+    "3, which divides no dimension": Job(world_size=3),
+    "4, of which one has less to do": Job(world_size=4, max_sequences=1),
+    "2 x 2": Job(world_size=4, config={"fsdp_size": 2}),
+    "reduced each time": Job(
+        world_size=2,
+        max_sequences=1,
+        config={"reduce_scatter_during_grad_accumulation": True, "reshard_after_forward": False},
+    ),
+    "root freed as well": Job(world_size=2, config={"reshard_after_forward": True}),
+    "checkpointed": Job(world_size=2, model={"gradient_checkpointing": True}),
+    "on the host": Job(world_size=2, config={"offload_policy": True}),
+    "padded": Job(world_size=2, model={"attn_implementation": "sdpa"}),
+    "tied": Job(world_size=2, model={"random_init": TINY | {"tie_word_embeddings": True}}),
+    "value": Job(world_size=2, model={"task": "value"}),
+    "reward": Job(world_size=2, model={"task": "reward"}),
+    "bf16": Job(world_size=2, model={"dtype": "bf16"}),
+    "bf16, 2 x 2": Job(world_size=4, model={"dtype": "bf16"}, config={"fsdp_size": 2}),
+    "two in each layer": Job(
+        world_size=2,
+        config={"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3MLP", "Qwen3Attention"]}},
+    ),
+}
+SLOW = {"4, of which one has less to do", "2 x 2", "bf16, 2 x 2"}
+
+
+def alone(job: Job) -> dict:
+    """`hf_train` in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    strategy = HFTrainStrategy(HFTrainConfig(), job.training)
+    strategy.build(model_spec(job), MeshInfo(role="student"))
+    found = {"before": weights(strategy), "scored_before": scored(strategy, job)}
+    found["steps"] = [step(strategy, job, sequences()) for _ in range(3)]
+    found |= {"weights": weights(strategy), "scored": scored(strategy, job)}
+    strategy.close()
+    torch.set_num_threads(before)
+    return found
+
+
+def together(answers, what):
+    """Of all ranks' shares."""
+    return {name: rows for each in answers for name, rows in each[what].items()}
+
+
+def numbers(rows):
+    """Without the ids of the top tokens, of which several may be equally likely in bf16."""
+    return {name: each[:, :5] for name, each in rows.items()}
+
+
+def way_off(found, expected, start):
+    """How far the weights ended from where they should, relative to the way that they should have gone."""
+    missed = math.sqrt(sum(float(np.square(found[name] - each).sum()) for name, each in expected.items()))
+    went = math.sqrt(sum(float(np.square(start[name] - each).sum()) for name, each in expected.items()))
+    assert went > 0.1
+    return missed / went
+
+
+def furthest(found, expected):
+    assert found.keys() == expected.keys()
+    return max(float(np.abs(found[name] - expected[name]).max()) for name in expected)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in JOBS])
+def test_training_equals_hf_train(ranks, name):
+    job = JOBS[name]
+    answers = ranks(train, job)
+    expected = alone(job)
+    bound = {"weights": 1e-4, "outputs": 1e-5, "norm": 1e-5}
+    if job.model.get("dtype") == "bf16":
+        # The same sums in another order: Adam's first steps turn an ulp of a small gradient into a whole step.
+        bound = {"weights": 0.1, "outputs": 0.1, "norm": 1e-2}
+    assert furthest(answers[0]["before"], expected["before"]) == 0
+    for each in answers:
+        assert furthest(each["weights"], answers[0]["weights"]) == 0
+        assert [stats for _, stats in each["steps"]] == [stats for _, stats in answers[0]["steps"]]
+    assert way_off(answers[0]["weights"], expected["weights"], expected["before"]) < bound["weights"]
+    for what in ("scored_before", "scored"):
+        assert furthest(numbers(together(answers, what)), numbers(expected[what])) < bound["outputs"]
+        if "dtype" not in job.model:
+            assert furthest(together(answers, what), expected[what]) < bound["outputs"]
+    for at, (loss, stats) in enumerate(expected["steps"]):
+        found = answers[0]["steps"][at][1]
+        assert sum(each["steps"][at][0] for each in answers) == pytest.approx(loss, rel=bound["norm"])
+        assert found["grad_norm"] == pytest.approx(stats["grad_norm"], rel=bound["norm"])
+        assert found["learning_rate"] == stats["learning_rate"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_rank_holds_its_share_of_everything(ranks, dtype):
+    whole = sum(each.size for each in ranks(train, Job(), 1)[0]["weights"].values())
+    for each in ranks(train, Job(world_size=2, model={"dtype": dtype}), 1):
+        # Each tensor is cut by rows, so a share is a half up to one row.
+        assert each["memory"]["weights"] == pytest.approx(4 * whole / 2, rel=0.02)
+        assert each["memory"]["optimizer"] == pytest.approx(8 * whole / 2, rel=0.02)
+        assert each["memory"]["grads"] == 0
+
+
+def test_a_role_that_only_scores_holds_weights_in_its_dtype_and_no_more(ranks):
+    job = Job(world_size=2, training=None, model={"dtype": "bf16"})
+    answers = ranks(train, job, 0)
+    trained = ranks(train, job.with_(training=JOBS["2"].training), 0)
+    whole = sum(each.size for each in answers[0]["weights"].values())
+    assert answers[0]["memory"] == {"weights": pytest.approx(whole, rel=0.02)}
+    assert furthest(numbers(together(answers, "scored")), numbers(together(trained, "scored"))) < 1e-5
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank_and_changes_nothing(ranks):
+    for spoilt, straight in ranks(skip_and_go_on, JOBS["2"]):
+        skipped, after = spoilt["steps"]
+        assert skipped["skipped"]
+        assert not math.isfinite(skipped["grad_norm"])
+        assert after == straight["steps"][0]
+        assert furthest(spoilt["weights"], straight["weights"]) == 0

@@ -1,0 +1,161 @@
+"""What is saved continues bit for bit, on as many ranks or on others; what is exported is loaded by transformers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from fsdp2_programs import (
+    TINY,
+    TRAINING,
+    Job,
+    continue_after,
+    export,
+    furthest_from,
+    load_into,
+    same_weights,
+    save_after,
+    sequences,
+    train,
+)
+
+from roll_core.data.tokenizers import make_tokenizer
+from roll_core.spec.config import TokenizerConfig
+from roll_core.testing.ranks import RanksFailedError
+
+BF16 = {"dtype": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """`saved(job, done)`: where a job's state after `done` steps lies, and its next three steps; made once."""
+    made = {}
+
+    def state(job, done):
+        key = repr((job, done))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("state")
+            made[key] = folder, ranks(save_after, job, folder, done)
+        return made[key]
+
+    return state
+
+
+@pytest.mark.parametrize("model", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_loaded_state_continues_bit_for_bit(ranks, saved, model, done):
+    job = Job(world_size=2, model=model)
+    folder, straight = saved(job, done)
+    resumed = ranks(continue_after, job.with_(model=model | {"seed": 99}), folder, done)
+    for one, other in zip(resumed, straight, strict=True):
+        assert one["steps"] == other["steps"]
+        assert same_weights(one["weights"], other["weights"])
+        assert one["drawn"] == other["drawn"]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(),
+        Job(world_size=3),
+        Job(world_size=4, config={"fsdp_size": 2}),
+        Job(world_size=2, config={"offload_policy": True}),
+    ],
+    ids=["1", "3", "2 x 2", "2, on the host"],
+)
+def test_a_state_continues_on_another_number_of_ranks(ranks, saved, job):
+    folder, straight = saved(Job(world_size=2), 2)
+    resumed = ranks(continue_after, job, folder, 2)
+    # The very same numbers were read; sums over another number of ranks then differ by rounding.
+    assert same_weights(resumed[0]["loaded"], straight[0]["loaded"])
+    assert furthest_from(resumed[0]["weights"], straight[0]["weights"]) < 2e-5
+    for (loss, one), (_, other) in zip(resumed[0]["steps"], straight[0]["steps"], strict=True):
+        assert np.isfinite(loss)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        assert one["learning_rate"] == other["learning_rate"]
+
+
+def test_rows_of_hsdp_are_written_once(saved):
+    folder, _ = saved(Job(world_size=4, config={"fsdp_size": 2}), 1)
+    numbers = sum(
+        4 * np.prod(shape) for shape in (each.shape for each in saved(Job(world_size=2), 2)[1][0]["weights"].values())
+    )
+    written = sum(each.stat().st_size for each in (folder / "rank-0" / "tensors").iterdir())
+    assert 3 * numbers <= written < 3 * numbers + 100_000
+
+
+def test_no_file_of_a_state_is_a_pickle(saved):
+    folder, _ = saved(Job(world_size=2), 2)
+    names = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+    assert {name for name in names if not name.endswith((".safetensors", ".json"))} == set()
+
+
+@pytest.mark.parametrize("harm", ["state.json lost", "state.json cut", "shard lost", "shard cut"])
+def test_a_damaged_state_is_named(ranks, saved, tmp_path, harm):
+    import shutil
+
+    folder, _ = saved(Job(world_size=2), 2)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    what, how = harm.split()
+    target = copy / "rank-0" / what if what == "state.json" else min((copy / "rank-0" / "tensors").iterdir())
+    if how == "lost":
+        target.unlink()
+    else:
+        target.write_bytes(target.read_bytes()[:-40])
+    with pytest.raises(RanksFailedError, match=f"CheckpointError: {copy}"):
+        ranks(load_into, Job(world_size=2), copy)
+
+
+def test_a_state_of_another_model_or_format_is_refused(ranks, saved, tmp_path):
+    import shutil
+
+    folder, _ = saved(Job(world_size=2), 2)
+    for change, said in (({"num_hidden_layers": 3}, "only one of"), ({"intermediate_size": 64}, "the model has")):
+        other = Job(world_size=2, model={"random_init": TINY | change})
+        with pytest.raises(RanksFailedError, match=f"CheckpointError.*{said}"):
+            ranks(load_into, other, folder)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    state = json.loads((copy / "rank-0" / "state.json").read_text())
+    (copy / "rank-0" / "state.json").write_text(json.dumps(state | {"format": 99}))
+    with pytest.raises(RanksFailedError, match="format 99"):
+        ranks(load_into, Job(world_size=2), copy)
+
+
+def test_a_scoring_role_reads_back_its_own_state(ranks, saved):
+    job = Job(world_size=2, training=None)
+    folder, straight = saved(job, 0)
+    assert not any("exp_avg" in name for name in straight[0]["names"])
+    resumed = ranks(continue_after, job.with_(model={"seed": 8}), folder, 0)
+    assert same_weights(resumed[0]["loaded"], straight[0]["loaded"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_is_loaded_by_transformers_and_gives_equal_logits(ranks, tmp_path, tied):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789+="), (), tmp_path / "tokenizer")
+    model = {"random_init": TINY | {"tie_word_embeddings": tied}, "tokenizer": str(tmp_path / "tokenizer")}
+    answers = ranks(export, Job(world_size=2, model=model), tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert same_weights(
+        answers[0]["weights"], {name: each.detach().numpy() for name, each in loaded.named_parameters()}
+    )
+    scored = {name: rows for each in answers for name, rows in each["scored"].items()}
+    row = sequences()[4]
+    tokens = torch.from_numpy(row.tokens)
+    with torch.no_grad():
+        logp = torch.log_softmax(loaded(input_ids=tokens[None]).logits[0], dim=-1)
+    expected = logp[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
+    np.testing.assert_allclose(scored[row.id][1:, 0], expected, rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").decode([1, 2])
+
+
+def test_an_export_in_bf16_says_so_and_trains_on(ranks, tmp_path):
+    answers = ranks(export, Job(world_size=2, model=BF16), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    again = ranks(train, Job(world_size=2, model=BF16 | {"path": str(tmp_path)}, training=TRAINING), 1)
+    assert same_weights(again[0]["before"], answers[0]["weights"])
