@@ -283,6 +283,21 @@ def test_merged_weights_are_nobody_elses_and_the_rest_is_live(build, sequences):
     assert not torch.equal(dict(strategy.export_weights())["model.layers.0.mlp.up_proj.weight"], before)
 
 
+def test_parameters_that_are_shards_are_made_whole_first(build, sequences):
+    strategy = build(lora=LORA)
+    train(strategy, sequences)
+    asked = []
+
+    def full(tensor):
+        asked.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    whole, live = dict(strategy.adapters.merged(full)), dict(strategy.export_weights())
+    assert all(torch.equal(whole[name], live[name]) for name in live)
+    assert len(asked) == len(live) + 2 * 14  # every weight, and A and B of seven layers twice
+    assert not {each.data_ptr() for each in whole.values()} & {each.data_ptr() for each in strategy.model.parameters()}
+
+
 # -- the base model ----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,132 @@
+"""Whole runs that train adapters: engines get merged weights, and the policy without its adapters is the reference."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from roll_core.builtin.hf import train as hf_train
+from roll_core.errors import WeightsUnchangedError
+
+LORA = {"lora_target": "all-linear", "lora_rank": 4}
+REFERENCE = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+EVERY_STEP = {"logprob_probe": {"every": 1}, "logprob_gap": {"action": "error", "threshold": 1e-4}}
+
+
+def with_lora(config, **more):
+    config["actor_train"]["model_args"] |= LORA | more
+    return config
+
+
+@pytest.fixture
+def count_models(monkeypatch):
+    """Models that train strategies of this process have loaded."""
+    loaded = []
+
+    def load_model(spec, **where):
+        loaded.append(spec)
+        return hf_train_load(spec, **where)
+
+    hf_train_load = hf_train.load_model
+    monkeypatch.setattr(hf_train, "load_model", load_model)
+    return loaded
+
+
+@pytest.mark.on_ray
+def test_a_policy_with_adapters_learns_and_the_engine_follows(runs):
+    config = with_lora(runs.rlvr(max_steps=4, guards=EVERY_STEP, **KL))
+    result = runs.ok(config)
+    lines = runs.metrics(result)
+    assert [line["weight_sync/version"] for line in lines] == [0, 2, 4, 6]
+    assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
+    assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    # The first update begins at the reference; later ones have left it.
+    assert lines[0]["actor/kl_loss"] < lines[-1]["actor/kl_loss"]
+    assert lines[-1]["actor/kl_loss"] > 1e-5
+
+
+@pytest.mark.parametrize("penalty", [KL, {"add_token_level_kl": True, "adv_estimator": "reinforce"}], ids=str)
+def test_the_policy_without_adapters_is_a_reference_role_bit_for_bit(local_runs, count_models, penalty):
+    runs = local_runs
+    own = runs.ok(with_lora(runs.rlvr(exp_name="own", **penalty)))
+    assert len(count_models) == 1
+    role = runs.ok(with_lora(runs.rlvr(exp_name="role", reference=REFERENCE, **penalty)))
+    assert len(count_models) == 3
+    assert runs.timeless(own) == runs.timeless(role)
+
+
+@pytest.mark.on_ray
+def test_a_resumed_run_of_adapters_equals_the_uninterrupted_one_bit_for_bit(runs):
+    def config(**more):
+        return with_lora(runs.rlvr(max_steps=4, **KL, **more), additional_target="lm_head")
+
+    whole = runs.ok(config(exp_name="whole"))
+    first = runs.ok(config(exp_name="halves", save_steps=2))
+    checkpoint = first.run_dir.checkpoints / "step-2"
+    second = runs.ok(config(exp_name="halves", resume_from_checkpoint=str(checkpoint)))
+    assert runs.timeless(second)[2:] == runs.timeless(whole)[2:]
+    one, other = (load_file(each.run_dir.export / "model.safetensors") for each in (whole, second))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    saved = load_file(checkpoint / "actor_train" / "rank-0" / "weights.safetensors")
+    assert "lm_head.modules_to_save.default.weight" in saved
+    assert not any("base_layer" in name or "embed_tokens" in name for name in saved)
+
+
+def test_steps_that_change_no_merged_weight_are_found(local_runs):
+    config = with_lora(local_runs.rlvr())
+    config["actor_train"]["training_args"]["learning_rate"] = 0.0
+    result = local_runs.run(config)
+    assert isinstance(result.error, WeightsUnchangedError)
+
+
+def test_a_bf16_policy_with_adapters_publishes_and_agrees(local_runs):
+    config = with_lora(local_runs.rlvr(guards={"logprob_probe": {"every": 1}}, **KL), dtype="bf16")
+    config["actor_infer"]["model_args"]["dtype"] = "bf16"
+    lines = local_runs.metrics(local_runs.ok(config))
+    assert all(line["weight_sync/logprob_probe"] < 0.05 for line in lines)
+
+
+def test_a_critic_with_adapters_learns_values(local_runs):
+    critic = {
+        "strategy_args": {"strategy_name": "hf_train"},
+        "model_args": local_runs.model() | LORA,
+        "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 8},
+        "device_mapping": [0],
+    }
+    config = with_lora(local_runs.rlvr(adv_estimator="gae", critic=critic, max_steps=6, save_steps=6))
+    result = local_runs.ok(config)
+    lines = local_runs.metrics(result)
+    assert lines[-1]["critic/loss"] < lines[0]["critic/loss"]
+    saved = load_file(result.run_dir.checkpoints / "step-6" / "critic" / "rank-0" / "weights.safetensors")
+    assert "score.modules_to_save.default.weight" in saved
+
+
+def test_two_ranks_train_the_adapters_of_one(ray_runs):
+    config = with_lora(ray_runs.rlvr(num_gpus_per_node=4, **KL))
+    config["actor_train"]["device_mapping"] = [0, 1]
+    config["actor_train"]["training_args"]["per_device_train_batch_size"] = 4
+    lines = ray_runs.metrics(ray_runs.ok(config))
+    alone = ray_runs.metrics(ray_runs.ok(with_lora(ray_runs.rlvr(executor="local", **KL))))
+    assert lines[0]["actor/grad_norm"] == pytest.approx(alone[0]["actor/grad_norm"], rel=1e-3)
+    assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
+
+
+def test_sft_exports_its_adapters_alone(local_runs):
+    from peft import AutoPeftModelForCausalLM
+
+    runs = local_runs
+    base = runs.ok(runs.sft(exp_name="base", max_steps=1))
+    config = runs.sft(exp_name="adapters", pretrain=str(base.run_dir.export), tokenizer=None)
+    config["sft_train"]["model_args"] = runs.model() | LORA | {"lora_export": "adapter"}
+    result = runs.ok(config)
+    names = {each.name for each in result.run_dir.export.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert "model.safetensors" not in names
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
+        model = AutoPeftModelForCausalLM.from_pretrained(result.run_dir.export)
+    assert sum(each.numel() for name, each in model.named_parameters() if "lora_B" in name and each.any()) > 0
+    assert json.loads((result.run_dir.export / "adapter_config.json").read_text())["r"] == 4
