@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.model import ModelSpec
+    from roll_core.spec.platform import Platform
     from roll_core.spec.providers import TrainProvider
     from roll_core.spec.train import LossFn, MicroBatch, StepStats, TokenOutputs, TrainingSpec, TrainStrategy, Want
     from roll_core.types import Floats, TrainSequence
@@ -42,8 +43,14 @@ class Case:
     devices: tuple[str, ...] = ("cpu",)
     """Torch device of each rank."""
     master_port: int = 0
+    platform_target: str = "roll_core.builtin.cpu:CpuPlatform"
     timeout_s: float = 60.0
     """Of collectives."""
+
+    def platform(self) -> Platform:
+        """The platform, as it is in the process that asks."""
+        made: Platform = load_target(self.platform_target, owner="the platform of the tests")()
+        return made
 
     def with_(self, **changes: Any) -> Case:
         """The same with some fields changed."""
@@ -127,20 +134,25 @@ def micros(mine: Sequence[TrainSequence], batch: Sequence[TrainSequence], split:
 
 def take_step(strategy: TrainStrategy, step: Step) -> tuple[StepStats, dict[str, float]]:
     """What `optimizer_step` says, and this rank's metrics, added up."""
+    metrics = accumulate(strategy, step)
+    return strategy.optimizer_step(), metrics
+
+
+def accumulate(strategy: TrainStrategy, step: Step) -> dict[str, float]:
+    """Gradients of this rank's share; its metrics, added up."""
     mine = micros(share(strategy, step.sequences), step.sequences, step.split)
     metrics: dict[str, float] = {}
     for part in range(step.calls):
         for each in strategy.forward_backward(mine[part :: step.calls], step.loss):
             for name, value in each.items():
                 metrics[name] = metrics.get(name, 0.0) + value
-    return strategy.optimizer_step(), metrics
+    return metrics
 
 
 def weights(strategy: TrainStrategy) -> Arrays:
-    """What it exports, as float32; empty on ranks that no one collects."""
-    exported = {name: as_array(tensor) for name, tensor in strategy.export_weights()}
-    place = strategy.data_rank
-    return exported if place.index == 0 and place.leader else {}
+    """What it exports, as float32; empty on ranks that lead no replica."""
+    leads = strategy.data_rank.leader
+    return {name: as_array(tensor) for name, tensor in strategy.export_weights() if leads}
 
 
 def outputs(
@@ -148,8 +160,9 @@ def outputs(
 ) -> dict[str, dict[str, Floats]]:
     """Outputs of this rank's share: by name of the output, then by id of the sequence."""
     found: dict[str, dict[str, Floats]] = {}
-    for micro in micros(share(strategy, sequences), sequences, split):
-        for name, tensor in present(strategy.forward(micro, want)).items():
+    mine = micros(share(strategy, sequences), sequences, split)
+    for micro, answer in zip(mine, strategy.forward_all(mine, want), strict=True):
+        for name, tensor in present(answer).items():
             rows = as_array(tensor)
             bounds = np.cumsum((0, *micro.lengths))
             for at, sequence_id in enumerate(micro.ids):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roll_core.testing.bench import Arrays
+    from roll_core.testing.programs import Trained
     from roll_core.types import Floats
 
 SPLIT = 1e-6
@@ -81,3 +82,22 @@ def check_names(found: Mapping[str, object], expected: Mapping[str, object]) -> 
         raise AssertionError(f"{len(missing)} of {len(expected)} are missing, for example {missing[0]!r}")
     if extra := sorted(set(found) - set(expected)):
         raise AssertionError(f"{len(extra)} are not expected, for example {extra[0]!r}")
+
+
+def check_same(what: str, found: Arrays, expected: Arrays) -> None:
+    """Fail unless all numbers are the same to the last bit."""
+    check_names(found, expected)
+    for name, each in expected.items():
+        if found[name].shape != each.shape:
+            raise AssertionError(f"{what}: {name} has shape {found[name].shape}, expected {each.shape}")
+        if not np.array_equal(found[name], each, equal_nan=True):
+            off = float(np.abs(found[name].astype(np.float64) - each).max())
+            raise AssertionError(f"{what}: {name} differs by up to {off:.3g}; expected the same bits")
+
+
+def check_same_run(what: str, found: Trained, expected: Trained) -> None:
+    """Fail unless two runs of equal steps had equal statistics and ended at equal weights, to the last bit."""
+    for number, (one, other) in enumerate(zip(found.stats, expected.stats, strict=True), 1):
+        if one != other:
+            raise AssertionError(f"{what}: step {number} was {one}, expected {other}")
+    check_same(f"{what}: weights", found.after, expected.after)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from roll_core.testing.contract import ContractTests
+from roll_core.testing.failure import FailureTests
 from roll_core.testing.numbers import NumberTests
+from roll_core.testing.packaging import PackagingTests
+from roll_core.testing.state import StateTests
 
 
-class TrainStrategyConformance(NumberTests):
+class TrainStrategyConformance(PackagingTests, ContractTests, NumberTests, StateTests, FailureTests):
     """What holds for every train strategy.
 
         class TestMine(TrainStrategyConformance):

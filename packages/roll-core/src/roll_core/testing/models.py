@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll_core.data.tokenizers import make_tokenizer
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.types import TrainSequence
 
@@ -28,14 +30,27 @@ QWEN3: Mapping[str, Any] = {
 }
 """Grouped queries, normed queries and keys, and a base of the rotation that is not the default."""
 
+LARGE: Mapping[str, Any] = {
+    **QWEN3,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "head_dim": 128,
+    "initializer_range": 0.02,
+}
+"""8.7 million parameters."""
+
 LENGTHS = (5, 1, 9, 3, 12, 2, 7, 4)
 """Of a batch's sequences: one has nothing to predict, one a single token."""
+FIRST_CHARACTER = ord("0")
+SPECIAL_TOKENS = 2
+"""Padding and end, which every tokenizer of ours has."""
 NO_LOSS = 3
 """Index of a sequence none of whose tokens is in the loss."""
 
 
 def write_checkpoint(folder: Path, architecture: Mapping[str, Any], *, task: Task, vocab_size: int) -> ModelSpec:
-    """A Hugging Face directory with random weights, in float32."""
+    """A Hugging Face directory with random weights, in float32, and a tokenizer of single characters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -49,6 +64,8 @@ def write_checkpoint(folder: Path, architecture: Mapping[str, Any], *, task: Tas
             if parameter.ndim < 2:
                 torch.nn.init.normal_(parameter, 1.0, 0.2)
     model.save_pretrained(folder)
+    alphabet = "".join(chr(FIRST_CHARACTER + i) for i in range(min(vocab_size, 40) - SPECIAL_TOKENS))
+    make_tokenizer(TokenizerConfig(kind="char", alphabet=alphabet), (), folder)
     return ModelSpec(task=task, path=str(folder))
 
 

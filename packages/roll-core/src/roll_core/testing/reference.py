@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.data.pack import pack
+from roll_core.modeling.model import DTYPES, quiet
 from roll_core.spec.train import TokenOutputs, Want
 from roll_core.testing.bench import as_array
 
@@ -48,8 +49,9 @@ class TransformersModel(ReferenceModel):
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         auto = AutoModelForCausalLM if spec.task == "causal_lm" else AutoModelForSequenceClassification
-        # Rounded to the dtype in which the strategy holds them, and then computed with in float32.
-        rounded = auto.from_pretrained(spec.path, dtype=DTYPES[spec.dtype], attn_implementation="eager")
+        with quiet():
+            # Rounded to the dtype in which the strategy holds them, and then computed with in float32.
+            rounded = auto.from_pretrained(spec.path, dtype=DTYPES[spec.dtype], attn_implementation="eager")
         self.module = rounded.float().eval()
 
     def logits(self, tokens_L: Tensor) -> Tensor:
@@ -63,9 +65,6 @@ class TransformersModel(ReferenceModel):
         hidden_LH = module.base_model(input_ids=tokens_L[None], use_cache=False).last_hidden_state[0]
         scores_L: Tensor = module.score(hidden_LH)[:, 0]
         return scores_L
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Reference:

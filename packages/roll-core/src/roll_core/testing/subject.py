@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytest
 
@@ -14,7 +15,7 @@ from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.spec.providers import PlatformProvider, TrainCapabilities, TrainProvider
-from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
+from roll_core.testing.models import LARGE, QWEN3, make_batch, write_checkpoint
 from roll_core.testing.ranks import RankHost, free_port
 
 if TYPE_CHECKING:
@@ -50,8 +51,15 @@ class Subject:
     """Name of the platform; else the first that the record names and that is here, or the one that a run would take."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables of the ranks' processes, set before anything is imported there."""
-    preload: ClassVar[tuple[str, ...]] = ("transformers.models.qwen3.modeling_qwen3", "safetensors.torch")
-    """Modules that are imported once for all ranks, to save time; they must start no threads and touch no device."""
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch._dynamo",
+        "transformers.optimization",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.qwen3.modeling_qwen3",
+        "safetensors.torch",
+    )
+    """Imported once for all ranks: half a second of each test. To be added to; what stands here must start no threads
+    and touch no device."""
     timeout_s: ClassVar[float] = 120.0
     """For everything that a test does on the ranks."""
     vocab_size: ClassVar[int] = 61
@@ -74,12 +82,16 @@ class Subject:
 
         return TransformersModel(spec)
 
+    def large_model(self, folder: Path) -> ModelSpec:
+        """A language model whose weights stand out from what a device allocates at once: tens of MB."""
+        return write_checkpoint(folder, LARGE, task="causal_lm", vocab_size=self.vocab_size)
+
     # -- what is declared ----------------------------------------------------------------------------------------------
 
     @cached_property
     def provider(self) -> TrainProvider:
         """The record. Raises `UnknownProviderError`."""
-        return _registry().find(TrainProvider, self.name)
+        return registry().find(TrainProvider, self.name)
 
     @property
     def can(self) -> TrainCapabilities:
@@ -102,29 +114,32 @@ class Subject:
         from roll_core.runtime.platform import select_platform
 
         if self.platform:
-            return select_platform(_registry(), self.platform)
+            return select_platform(registry(), self.platform)
         for name in self.provider.platforms:
-            if not any(each.name == name for each in _registry().providers(PlatformProvider)):
+            if not any(each.name == name for each in registry().providers(PlatformProvider)):
                 continue
-            found: Platform = load_target(_registry().find(PlatformProvider, name).target, owner=f"platform {name}")()
+            found: Platform = load_target(registry().find(PlatformProvider, name).target, owner=f"platform {name}")()
             if found.probe().found:
                 return found
-        return select_platform(_registry(), None)
+        return select_platform(registry(), None)
 
     # -- pytest --------------------------------------------------------------------------------------------------------
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Tests that name `variant`, `world_size`, `ranks`, `task` or `dtype` run for each that there is."""
+        """Tests that name one of these run for each that there is: `several` are the numbers of ranks above 1,
+        `scalar_task` the tasks with a scalar head, `low_dtype` what is not fp32."""
         try:
             values: dict[str, Sequence[Any]] = {
                 "variant": list(self.variants),
                 "world_size": self.sizes(),
                 "several": [size for size in self.sizes() if size > 1],
-                "task": self.can.tasks,
-                "dtype": self.dtypes(),
+                "task": [task for task in self.can.tasks if task != "flow"],
+                "scalar_task": [task for task in self.can.tasks if task in ("value", "reward")],
+                "low_dtype": [dtype for dtype in self.dtypes() if dtype != "fp32"],
             }
         except PluginError:  # the test that looks the name up says what is wrong with it
-            values = {"variant": list(self.variants), "world_size": [1], "several": [], "task": [], "dtype": []}
+            nothing = dict.fromkeys(("world_size", "several", "task", "scalar_task", "low_dtype"), ())
+            values = {"variant": list(self.variants), **nothing}
         for name in metafunc.fixturenames:
             if name in values:
                 metafunc.parametrize(name, values[name])
@@ -136,9 +151,11 @@ class Subject:
 
     @pytest.fixture(autouse=True)
     def _engine_is_here(self, request: pytest.FixtureRequest) -> None:
-        """Tests that compute need what the record says it needs; without it they are skipped, unless told otherwise."""
-        if "case" not in request.fixturenames:
-            return
+        if "case" in request.fixturenames:
+            self._engine_or_skip()
+
+    def _engine_or_skip(self) -> None:
+        """What computes needs what the record says it needs: skip without it, or fail where an engine is promised."""
         try:
             check_requirements(self.provider, owner=f"train strategy {self.name}")
         except MissingRequirementError as error:
@@ -147,14 +164,15 @@ class Subject:
             pytest.skip(str(error))
 
     @pytest.fixture
-    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Task], ModelSpec]:
+    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Task | Literal["large"]], ModelSpec]:
         """`models(task)`, each written once."""
 
-        def made(task: Task) -> ModelSpec:
+        def made(which: Task | Literal["large"]) -> ModelSpec:
             written = self._once("models")
-            if task not in written:
-                written[task] = self.model(task, tmp_path_factory.mktemp(f"model-{task}"))
-            found: ModelSpec = written[task]
+            if which not in written:
+                folder = tmp_path_factory.mktemp(f"model-{which}")
+                written[which] = self.large_model(folder) if which == "large" else self.model(which, folder)
+            found: ModelSpec = written[which]
             return found
 
         return made
@@ -175,11 +193,12 @@ class Subject:
         return Case(
             provider=self.provider,
             strategy_config=strategy_config,
-            model=models(values.get("task", "causal_lm")),
+            model=models(values.get("scalar_task", values.get("task", "causal_lm"))),
             training=None,
             world_size=size,
             backend=platform.collective_backend,
             devices=tuple(platform.device(0 if platform.slots_share_cores else rank) for rank in range(size)),
+            platform_target=self._platform_target(platform.name),
             timeout_s=self.timeout_s,
         )
 
@@ -219,10 +238,9 @@ class Subject:
 
     def trained(self, case: Case, training: TrainingSpec, steps: Sequence[Step]) -> Trained:
         """Optimizer steps over all ranks: rank 0's statistics, the metrics of all leaders together, the weights."""
-        from dataclasses import replace
-
         from roll_core.testing.programs import train
 
+        self.need_training()
         answers: list[Trained] = list(self.run(train, case.with_(training=training), steps))
         leaders = [each for each in answers if each.data_rank.leader]
         together = [
@@ -247,13 +265,24 @@ class Subject:
         if not has:
             pytest.skip(f"{self.name} does not declare {what}")
 
+    def need_training(self) -> None:
+        """Skip for a twin that only scores."""
+        self.need(not self.provider.forward_only, "training: it is forward-only")
+
+    def _on_one(self, case: Case) -> Case:
+        return case.with_(world_size=1, devices=case.devices[:1])
+
+    def _platform_target(self, name: str) -> str:
+        return next(each.target for each in registry().providers(PlatformProvider) if each.name == name)
+
 
 def _names(answers: Sequence[Trained], step: int) -> list[str]:
     return sorted({name for each in answers for name in each.metrics[step]})
 
 
 @cache
-def _registry() -> Registry:
+def registry() -> Registry:
+    """The installed plugins."""
     return load_registry()
 
 
