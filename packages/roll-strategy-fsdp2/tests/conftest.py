@@ -16,7 +16,9 @@ sys.path.append(str(Path(__file__).parent))  # the ranks import fsdp2_programs b
 def ranks():
     """`ranks(function, job, *arguments)`: what each rank returned."""
     host = RankHost(
-        preload=("transformers.models.qwen3.modeling_qwen3", "fsdp2_programs"), environment={"OMP_NUM_THREADS": "1"}
+        preload=("transformers.models.qwen3.modeling_qwen3", "fsdp2_programs"),
+        # One thread each; and freed memory goes back to the system at once, so that it can be measured.
+        environment={"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
     )
 
     def run(function, job, *arguments):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -207,3 +208,39 @@ def same_weights(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bo
 
 def furthest_from(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in other)
+
+
+def train_from_files(rank: int, job: Job) -> dict[str, Any]:
+    """Where loading the whole model would fail."""
+    from roll_strategy_fsdp2 import strategy
+
+    def refuse(_spec: ModelSpec) -> None:
+        raise AssertionError("the model was loaded whole")
+
+    strategy.load_model = refuse
+    return train(rank, job, 1)
+
+
+def peak_of_build(rank: int, job: Job) -> int:
+    """Bytes of anonymous memory by which this process grew at most; pages of mapped files are not among them."""
+
+    def held() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+    before, peak, done = held(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, held())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with built(rank, job):
+            pass
+    finally:
+        done.set()
+        watcher.join()
+    return peak - before

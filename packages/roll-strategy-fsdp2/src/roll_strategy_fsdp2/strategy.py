@@ -26,6 +26,7 @@ from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, Tok
 from roll_core.types import Totals
 from roll_strategy_fsdp2.checkpoint import load_state, save_state
 from roll_strategy_fsdp2.config import FSDP2Config
+from roll_strategy_fsdp2.loading import fill, open_empty
 from roll_strategy_fsdp2.optimizer import ShardedAdamW, like, local
 from roll_strategy_fsdp2.plugin import CAPABILITIES
 from roll_strategy_fsdp2.process_group import ProcessGroup
@@ -56,7 +57,8 @@ class FSDP2Strategy(TrainStrategy):
         self.process_group = ProcessGroup(mesh)
         self.device_mesh = make_mesh(mesh, self._config.fsdp_size)
         self.compute_dtype = DTYPES[self._config.param_dtype or model.dtype]
-        self.model: PreTrainedModel = load_model(model)
+        opened = open_empty(model)
+        self.model: PreTrainedModel = opened[0] if opened else load_model(model)
         # What is stepped is float32, begun at the weights as the model's dtype rounds them. Buffers stay as they are.
         held = torch.float32 if self.training is not None else self.compute_dtype
         for parameter in self.model.parameters():
@@ -65,6 +67,8 @@ class FSDP2Strategy(TrainStrategy):
         if self.training is not None and model.gradient_checkpointing:
             checkpoint_layers(self.model)
         self.root: Root = shard(self.model, self.device_mesh, self._config, self.compute_dtype)
+        if opened:
+            fill(self.root, opened[1], model, device="cpu" if self._config.offload_policy else mesh.device)
         chunk = self._config.logprob_chunk_tokens
         with torch.no_grad():
             self.task_model: TaskModel = self.root(lambda: TaskModel(self.model, model, chunk_tokens=chunk))

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import inspect
 import logging
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from roll_core.errors import ModelError
+from roll_core.errors import ModelError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -49,6 +50,35 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
     if tokenizer is not None:
         _set_token_ids(model, tokenizer, overwrite=spec.random_init is not None)
     return model.to(device).eval()
+
+
+def empty_model(spec: ModelSpec) -> PreTrainedModel:
+    """The stored model of `spec` as `load_model` has it, but with its parameters on the device `meta`: for strategies
+    whose ranks each read a share of the files. Buffers, also those that no file holds, are there.
+
+    Raises `ModelError`, and `UnsupportedError` for an architecture whose output layer is replaced by a scalar head.
+    """
+    from transformers import GenerationConfig
+
+    tokenizer = load_tokenizer(spec) if spec.tokenizer else None
+    with quiet():
+        config = _stored_config(spec)
+        _check_sizes(config, tokenizer, spec)
+        auto, replace_head = _model_class(config, spec)
+        if replace_head:
+            raise UnsupportedError(f"{spec.path}: its head has to be replaced before it can be read piece by piece")
+        if spec.task != "causal_lm":
+            config.num_labels = 1
+        _set_attention(config, spec)
+        with _parameters_on_meta():
+            model: PreTrainedModel = auto.from_config(
+                config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
+            )
+        if model.can_generate() and (Path(spec.path) / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(spec.path)
+    if tokenizer is not None:
+        _set_token_ids(model, tokenizer, overwrite=False)
+    return model.eval()
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
@@ -293,6 +323,25 @@ def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
             value = getattr(tokenizer, name)
             if value is not None and (overwrite or getattr(place, name, None) is None):
                 setattr(place, name, value)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters of modules that this thread makes lose their numbers at once. Unlike under `torch.device("meta")`,
+    buffers keep theirs: nothing else could say what those are that no checkpoint holds (rotary frequencies)."""
+    register, thread = nn.Module.register_parameter, threading.get_ident()
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # A tied parameter is registered again, and must stay the same one.
+        if parameter is not None and not parameter.is_meta and threading.get_ident() == thread:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""Reads a checkpoint's files piece by piece: no rank ever holds more than its share and what it is about to cut.
+
+empty model -> shard -> memory for the shares -> rows of each tensor, read from where they stand in the files
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from roll_core.errors import ModelError, UnsupportedError
+from roll_core.modeling.model import DTYPES, empty_model
+from roll_strategy_fsdp2.optimizer import local
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import ModelSpec
+    from roll_strategy_fsdp2.sharding import Root
+
+log = logging.getLogger(__name__)
+
+
+class Files:
+    """The safetensors files of a model's directory, and which tensor stands in which."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            named: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self.places = {name: folder / file for name, file in named.items()}
+        else:
+            file = folder / "model.safetensors"
+            self.places = dict.fromkeys(_names(file), file) if file.is_file() else {}
+
+
+def open_empty(spec: ModelSpec) -> tuple[PreTrainedModel, Files] | None:
+    """The model without numbers and the files that hold all of them under the same names; None, which is logged, where
+    it can only be loaded as a whole."""
+    if spec.random_init is not None or not Path(spec.path).is_dir():
+        return None
+    try:
+        files, model = Files(Path(spec.path)), empty_model(spec)
+    except UnsupportedError as error:
+        log.info("%s; every rank loads the whole model", error)
+        return None
+    lacking = [name for name, _ in model.named_parameters() if name not in files.places]
+    if lacking or getattr(model, "_keep_in_fp32_modules_strict", None):
+        why = f"its files have no {lacking[0]}" if lacking else "parts of it stay in float32"
+        log.info("%s: %s; every rank loads the whole model", spec.path, why)
+        return None
+    return model, files
+
+
+@torch.no_grad()
+def fill(root: Root, files: Files, spec: ModelSpec, *, device: str) -> None:
+    """Give the shares memory on `device` and read them. Raises `ModelError` for a tensor of another shape."""
+    from safetensors import safe_open
+
+    buffers = {name: each.clone() for name, each in root.named_buffers()}
+    root.to_empty(device=device)
+    for name, buffer in root.named_buffers():
+        buffer.copy_(buffers[name])
+    wanted: dict[str, Tensor] = dict(root.model.named_parameters())
+    persistent = root.model.state_dict().keys()
+    wanted |= {n: each for n, each in root.model.named_buffers() if n in persistent and n in files.places}
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for name, tensor in wanted.items():
+            file = files.places[name]
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+            stored = opened[file].get_slice(name)
+            if list(stored.get_shape()) != list(tensor.shape):
+                raise ModelError(
+                    f"{file}: {name} is {tuple(stored.get_shape())}, the model that config.json describes has"
+                    f" {tuple(tensor.shape)}"
+                )
+            _read(stored, tensor, DTYPES[spec.dtype])
+
+
+def _read(stored: Any, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Rounded to the model's dtype first, whatever is held: as if it had been loaded whole."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(stored[...])
+        return
+    share = local(tensor)
+    if not share.numel():
+        return
+    # FSDP cuts the first dimension into pieces of equal size, of which the last ones may be shorter or empty.
+    mesh = tensor.device_mesh["shard"]
+    start = mesh.get_local_rank() * math.ceil(tensor.shape[0] / mesh.size())
+    share.copy_(stored[start : start + share.shape[0]].to(dtype))
+
+
+def _names(file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
