@@ -4,9 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+
+from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.runtime.resuming import SavedRun
 
 HEAVY = ("torch", "ray", "transformers", "datasets")
 ASK = """
@@ -47,6 +51,8 @@ CASES = {
     "plugins --json": (["plugins", "--json"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 190),
     "check": (["check", "plain.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
     "check with a mistake": (["check", "wrong.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
+    "checkpoint list": (["checkpoint", "list", "run"], ("pluggy", "rich", "hydra", "omegaconf", "numpy"), 250),
+    "checkpoint verify": (["checkpoint", "verify", "run"], ("pluggy", "rich", "hydra", "omegaconf", "numpy"), 250),
     "check of fragments and overrides": (["check", "composed.yaml", "seed=3"], ("numpy",), 640),
 }
 
@@ -57,6 +63,10 @@ def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, bud
     (tmp_path / "wrong.yaml").write_text(SFT + "sede: 1\n")
     (tmp_path / "composed.yaml").write_text(RLVR)
     (tmp_path / "common.yaml").write_text("seed: 7\n")
+    with CheckpointStore(tmp_path / "run" / "checkpoints").writing(
+        1, asdict(SavedRun(pipeline="sft", pipeline_state={}, roles={}))
+    ):
+        (tmp_path / "run" / "run.json").write_text("{}")
     done = subprocess.run(
         [sys.executable, "-c", ASK.format(arguments=arguments)],
         cwd=tmp_path,

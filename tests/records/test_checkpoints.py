@@ -1,3 +1,4 @@
+import asyncio
 import errno
 import json
 import os
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.errors import CheckpointError, WorkerTimeoutError
-from roll_core.runtime.checkpoints import CheckpointStore, verify
+from roll_core.runtime.checkpoints import CheckpointStore, read_manifest, verify
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
@@ -142,9 +143,32 @@ def test_any_change_of_any_byte_is_found(tmp_path_factory: pytest.TempPathFactor
     assert file.name in verify(path)[0]
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_change_of_the_manifest_is_found_or_changes_nothing_that_it_says(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = save(CheckpointStore(tmp_path_factory.mktemp("c")), 1, b"some weights")
+    before = read_manifest(path)
+    file = path / "manifest.json"
+    content = bytearray(file.read_bytes())
+    content[data.draw(st.integers(0, 9999)) % len(content)] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(content)
+    assert verify(path) or read_manifest(path) == before  # another blank is no damage
+
+
+def test_without_digests_only_sizes_are_looked_at(tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path), 1, b"weights")
+    (path / "actor" / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert verify(path, digests=False) == []
+    assert len(verify(path)) == 1
+    (path / "actor" / "model.safetensors").write_bytes(b"weight")
+    assert len(verify(path, digests=False)) == 1
+
+
 @pytest.mark.parametrize(
     "manifest",
-    ["", "{", "[]", '{"step": 1}', '{"format": 99, "step": 1, "files": {}}', '{"step": 1, "files": {"a": 3}}'],
+    ["", "{", "[]", '{"step": 1}', '{"format": 99, "step": 1, "files": {}}', '{"format": 2, "step": 1, "files": {}}'],
 )
 def test_a_manifest_that_is_not_one_is_damage(tmp_path: Path, manifest: str) -> None:
     store = CheckpointStore(tmp_path)
@@ -199,6 +223,32 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         assert latest.step == 1
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_writing_aside_lets_the_event_loop_go_on_and_can_be_cancelled(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+
+    async def write(step: int) -> None:
+        async with store.writing_aside(step, {"order": step}) as path:
+            with (path / "large").open("wb") as file:
+                file.truncate(1 << 40)  # without holes it would take an hour to read
+
+    async def both() -> None:
+        async with store.writing_aside(2, {"order": 2}) as path:
+            (path / "small").write_bytes(b"x")
+        writing = asyncio.create_task(write(3))
+        await asyncio.sleep(0.2)
+        assert not writing.done()
+        writing.cancel()
+        await asyncio.wait({writing})
+        assert writing.cancelled()
+
+    started = time.monotonic()
+    asyncio.run(both())
+    assert time.monotonic() - started < 10
+    assert visible(store) == ["step-1", "step-2"]
+    assert verify(tmp_path / "step-2") == []
 
 
 def test_an_error_of_the_disk_is_a_checkpoint_error(tmp_path: Path) -> None:

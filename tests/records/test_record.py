@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.config.secrets import REDACTED, Redactor
-from roll_core.errors import RunInterruptedError, WorkerDiedError
+from roll_core.errors import RunInterruptedError, RunPreemptedError, WorkerDiedError
 from roll_core.runtime.guards import GuardEvent
 from roll_core.runtime.record import RunFacts, RunRecord, git_state, is_abandoned, read_record
 
@@ -43,6 +43,7 @@ def test_a_run_that_goes_on_has_a_whole_record(tmp_path: Path) -> None:
     [
         (None, "finished"),
         (RunInterruptedError("stopped by SIGTERM"), "interrupted"),
+        (RunPreemptedError("stopped by SIGTERM; step 4 is saved"), "preempted"),
         (KeyboardInterrupt(), "interrupted"),
         (WorkerDiedError("actor_infer", 1, "node-3", "generate", "signal 9"), "failed"),
         (ValueError("größer"), "failed"),

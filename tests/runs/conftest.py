@@ -145,7 +145,8 @@ def sometimes(prompt, response, **row):
     return float(len(response))
 
 def endless(prompt, response, **row):
-    import time
+    import pathlib, time
+    pathlib.Path("judging").touch()
     time.sleep(60)
 '''
 

@@ -10,18 +10,27 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from roll_core.pipelines.rlvr import RLVRPipeline
 
 
 def start(runs, config) -> subprocess.Popen:
+    """The run in a process group of its own, as a shell would start it."""
     path = runs.folder / "run.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     command = [sys.executable, "-m", "roll_core", "run", str(path)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return subprocess.Popen(
-        command, cwd=runs.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=runs.folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -42,21 +51,88 @@ def record_of(run: Path) -> dict:
     return json.loads((run / "run.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_stopped_run_says_so_and_exits_with_130(runs, number):
-    if runs.executor == "ray" and number == signal.SIGINT:
-        pytest.skip("shown on the local executor; SIGTERM takes the same way")
+def wait_for_file(path: Path, process: subprocess.Popen, timeout_s: float = 200) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.is_file():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_run_stopped_by_ctrl_c_says_so_and_exits_with_130(runs):
+    if runs.executor == "ray":
+        pytest.skip("shown on the local executor; SIGTERM is shown on both")
     process = start(runs, runs.rlvr(max_steps=10_000))
     run = wait_for_step(runs, process, 2)
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert record_of(run)["outcome"] == "interrupted"
     assert "interrupted" in output
     assert "Traceback" not in output
     assert (run / "report.html").is_file()
+    assert not (run / "checkpoints").exists()
     assert psutil.wait_procs(children, timeout=15)[1] == []
+
+
+@pytest.mark.on_ray
+def test_sigterm_saves_the_step_in_progress_and_the_resumed_run_equals_the_uninterrupted_one(runs):
+    steady = runs.rlvr(eval_steps=2, validation={"data_args": {"file_name": str(runs.folder / "val.jsonl")}})
+    steady["actor_train"]["training_args"] |= {"lr_scheduler_type": "constant"}
+    process = start(runs, steady | {"max_steps": 10_000})
+    run = wait_for_step(runs, process, 4)
+    children = psutil.Process(process.pid).children(recursive=True)
+    # As schedulers do it: everyone is told, the workers, too.
+    os.killpg(process.pid, signal.SIGTERM)
+    for child in children:
+        if "ray::" in "".join(child.cmdline()):
+            child.terminate()
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 75, output
+    assert "preempted: stopped by SIGTERM; step " in output
+    assert "Traceback" not in output
+    record = record_of(run)
+    assert record["outcome"] == "preempted"
+    assert psutil.wait_procs(children, timeout=15)[1] == []
+    done = record["steps_done"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{done}"]
+
+    resumed = runs.ok(steady | {"max_steps": done + 3, "resume_from_checkpoint": "auto"})
+    assert json.loads(resumed.run_dir.record.read_text(encoding="utf-8"))["resumed_step"] == done
+    whole = runs.ok(steady | {"max_steps": done + 3, "exp_name": "whole"})
+    for one, other in zip(runs.timeless(resumed), runs.timeless(whole), strict=True):
+        # The evaluation of the step that was in progress is left out, and the weights that it would have published are
+        # published later.
+        left_out = ("weight_sync", "val") if one["step"] == done else ("weight_sync",)
+        one, other = ({k: v for k, v in each.items() if not k.startswith(left_out)} for each in (one, other))
+        assert one == other
+    weights, expected = (load_file(each.run_dir.export / "model.safetensors") for each in (resumed, whole))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "times", "says"),
+    [
+        ({}, 2, "stopped by a second SIGTERM"),
+        ({"preemption_timeout": 1.0}, 1, "not done and saved within preemption_timeout = 1 s"),
+        ({"preemption_timeout": 0.0}, 1, "preemption_timeout is 0"),
+    ],
+    ids=["second", "deadline", "off"],
+)
+def test_a_step_that_does_not_end_does_not_keep_sigterm_waiting(local_runs, settings, times, says):
+    judges = {"digits": {"reward": "function", "function": "rollrewards:endless"}}
+    process = start(local_runs, local_runs.rlvr(rewards=judges, **settings))
+    wait_for_file(local_runs.folder / "judging", process)
+    for _ in range(times):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert says in output
+    run = (local_runs.folder / "output" / "rlvr" / "latest").resolve()
+    assert record_of(run)["outcome"] == "interrupted"
+    assert not (run / "checkpoints").exists()
 
 
 @pytest.mark.on_ray

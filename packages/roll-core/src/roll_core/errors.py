@@ -245,6 +245,12 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
     exit_code = 2
 
 
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A good checkpoint from which this config cannot go on; says why, and what would."""
+
+    exit_code = 2
+
+
 class RunDirectoryError(RollError, OSError):
     """A run directory that cannot be made, or something that is not a run directory; names the path."""
 
@@ -256,6 +262,12 @@ class RewardFailure(RollError, RuntimeError):
 
 
 class RunInterruptedError(RollError, KeyboardInterrupt):
-    """The run was stopped from outside (Ctrl-C, SIGTERM)."""
+    """The run was stopped from outside, at once (Ctrl-C; SIGTERM where a step could not be saved)."""
 
     exit_code = 130
+
+
+class RunPreemptedError(RunInterruptedError):
+    """The run was stopped by SIGTERM, and every step that it has done is in a checkpoint: start it again to go on."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later

@@ -23,12 +23,14 @@ commands:
   check CONFIG... [key=value ...]   every mistake in the configs at once; starts nothing
   plugins [--json | -v] [--check]   what is installed, what it offers, what is broken
   report RUN                        write the report of a run directory again
+  checkpoint list | verify RUN...   which checkpoints there are, and whether they are intact
 
 roll-core COMMAND --help says more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 done, 1 failed, 2 a mistake of the user's, 130 interrupted."""
+    """Run a command and return its exit code: 0 done, 1 failed, 2 a mistake of the user's, 75 stopped by SIGTERM with
+    everything saved, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(f"usage: {USAGE}\n")
@@ -104,11 +106,30 @@ def _report(words: list[str]) -> int:
     return write_report(options.run)
 
 
+def _checkpoint(words: list[str]) -> int:
+    parser = _parser("checkpoint", "Show the checkpoints of a run, or read them back and compare their digests.")
+    actions = parser.add_subparsers(dest="action", metavar="list | verify", required=True)
+    listing = actions.add_parser("list", help="the checkpoints of a run or of an experiment", allow_abbrev=False)
+    listing.add_argument("place", metavar="RUN_OR_DIR", type=Path, help="a run directory, or an experiment's")
+    listing.add_argument("--verify", action="store_true", help="also read everything back; else only sizes count")
+    verifying = actions.add_parser("verify", help="read checkpoints back and compare digests", allow_abbrev=False)
+    verifying.add_argument("places", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="+", help="checkpoints, or runs")
+    for each in (listing, verifying):
+        each.add_argument("--json", action="store_true", help="everything, for programs")
+    options = parser.parse_args(words)
+    from roll_core.cli.checkpoint import list_checkpoints, verify_checkpoints
+
+    if options.action == "list":
+        return list_checkpoints(options.place, as_json=options.json, digests=options.verify)
+    return verify_checkpoints(options.places, as_json=options.json)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "check": _check,
     "plugins": _plugins,
     "report": _report,
+    "checkpoint": _checkpoint,
 }
 
 

@@ -5,6 +5,7 @@ writing(N):  .step-N.tmp-<host>-<pid>-<x>/  --fsync, manifest.json-->  rename  -
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hashlib
@@ -15,24 +16,26 @@ import re
 import secrets
 import shutil
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
 from roll_core.errors import CheckpointError, RollError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
     from pathlib import Path
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-FORMAT = 1
+FORMAT = 2
 
 _STEP = re.compile(r"step-(\d+)")
 _WORKING = re.compile(r"\.step-\d+\.(?:tmp|old)-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
@@ -47,6 +50,17 @@ class Checkpoint:
 
     step: int
     path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint:
+        """What stands at `path`, however damaged it is: its step is told by its name, else by its manifest, else 0."""
+        match = _STEP.fullmatch(path.name)
+        if match:
+            return cls(int(match[1]), path)
+        try:
+            return cls(read_manifest(path).step, path)
+        except CheckpointError:
+            return cls(0, path)
 
     def state(self) -> dict[str, Any]:
         """What was given as `state` when it was written."""
@@ -71,7 +85,7 @@ class CheckpointStore:
     @staticmethod
     def is_checkpoint(path: Path) -> bool:
         """Whether `path` is a checkpoint by its looks; it may be damaged."""
-        return (path / MANIFEST).is_file() or (_STEP.fullmatch(path.name) is not None and (path / STATE).is_file())
+        return (path / MANIFEST).is_file() or (_STEP.fullmatch(path.name) is not None and path.is_dir())
 
     @staticmethod
     def open(path: Path) -> Checkpoint:
@@ -83,7 +97,7 @@ class CheckpointStore:
                 f"the last good one beside it is {others[-1].path}" if others else "no other one beside it is good"
             )
             raise CheckpointError(f"checkpoint {path} is damaged: {_enumerate(problems)}; {way_out}")
-        return Checkpoint(_manifest(path)["step"], path)
+        return Checkpoint(read_manifest(path).step, path)
 
     def list(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first; not verified."""
@@ -113,12 +127,12 @@ class CheckpointStore:
         return None
 
     @contextlib.contextmanager
-    def writing(self, step: int, state: Mapping[str, Any]) -> Iterator[Path]:
+    def writing(self, step: int, state: Mapping[str, Any], *, stop: threading.Event | None = None) -> Iterator[Path]:
         """A directory to write into. It becomes `step-<step>` when the block ends, and vanishes if the block raises.
 
         `state` is kept as JSON beside what the block writes. Blocks while everything is flushed and digested; older
         checkpoints beyond `keep` are removed afterwards. A full disk is a `CheckpointError`, the checkpoints before
-        it are untouched.
+        it are untouched. `stop` may be set by another thread: what blocks then raises `CheckpointError` soon.
         """
         self.sweep()
         working = self._working(step, "tmp")
@@ -126,9 +140,8 @@ class CheckpointStore:
             working.mkdir(parents=True)
             _write(working / STATE, json.dumps(state, ensure_ascii=False, allow_nan=False, indent=1))
             yield working
-            entries = _digest_all(working)
-            manifest = {"format": FORMAT, "step": step, "created": time.time(), "files": entries}
-            _write(working / MANIFEST, json.dumps(manifest, ensure_ascii=False, indent=1))
+            manifest = {"format": FORMAT, "step": step, "created": time.time(), "files": _digest_all(working, stop)}
+            _write(working / MANIFEST, json.dumps(manifest | {"sha256": _self_digest(manifest)}, indent=1))
             _flush_directories(working)
             self._publish(working, step)
         except BaseException as error:
@@ -139,6 +152,19 @@ class CheckpointStore:
                 raise CheckpointError(f"checkpoint of step {step} could not be written: {error}") from error
             raise
         self._retire()
+
+    @contextlib.asynccontextmanager
+    async def writing_aside(self, step: int, state: Mapping[str, Any]) -> AsyncIterator[Path]:
+        """As `writing`, but what blocks is done in a thread: the event loop goes on, and cancelling ends it soon."""
+        stop = threading.Event()
+        writing = self.writing(step, state, stop=stop)
+        path = writing.__enter__()
+        try:
+            yield path
+        except BaseException as error:
+            writing.__exit__(type(error), error, error.__traceback__)
+            raise
+        await _in_thread(lambda: writing.__exit__(None, None, None), stop)
 
     def sweep(self) -> None:
         """Remove what processes that are gone left half-written."""
@@ -183,15 +209,55 @@ class CheckpointStore:
         )
 
 
-def verify(path: Path) -> list[str]:
-    """What is wrong with the checkpoint at `path`, one line for each thing; empty if it is intact. Reads all of it."""
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    created: float
+    """Seconds since 1970."""
+    files: Mapping[str, Mapping[str, Any]]
+    """`bytes` and `sha256` by path, relative to the checkpoint."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together, as they were written."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises `CheckpointError` if it is not as it was written."""
+    file = path / MANIFEST
     try:
-        entries: dict[str, dict[str, Any]] = _manifest(path)["files"]
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{MANIFEST} is missing") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("format"), int):
+        raise CheckpointError(f"{MANIFEST} is not one of ours")
+    if found["format"] != FORMAT:
+        raise CheckpointError(f"{MANIFEST} has format {found['format']}, this ROLL reads format {FORMAT}")
+    if found.pop("sha256", None) != _self_digest(found):
+        raise CheckpointError(f"{MANIFEST} does not have the digest that it records of itself")
+    return Manifest(step=found["step"], created=found["created"], files=found["files"])
+
+
+def verify(path: Path, *, digests: bool = True) -> list[str]:
+    """What is wrong with the checkpoint at `path`, one line for each thing; empty if it is intact.
+
+    Reads all of it; without `digests` only the manifest, and the sizes of the files.
+    """
+    try:
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
     problems = []
     whole = []
-    for name, entry in entries.items():
+    named = _STEP.fullmatch(path.name)
+    if named and int(named[1]) != manifest.step:
+        problems.append(f"it is the checkpoint of step {manifest.step} by its {MANIFEST}")
+    for name, entry in manifest.files.items():
         file = path / name
         if not file.is_file():
             problems.append(f"{name} is missing")
@@ -199,53 +265,39 @@ def verify(path: Path) -> list[str]:
             problems.append(f"{name} has {size} bytes instead of {entry['bytes']}")
         else:
             whole.append(name)
+    if not digests:
+        return problems
     for name, found in zip(whole, _in_parallel([path / name for name in whole]), strict=True):
         if isinstance(found, OSError):
             problems.append(f"{name} cannot be read: {found.strerror or found}")
-        elif found["sha256"] != entries[name]["sha256"]:
+        elif found["sha256"] != manifest.files[name]["sha256"]:
             problems.append(f"{name} does not have the digest that was recorded")
     return problems
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{MANIFEST} is missing") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("step"), int) or not _well_formed(manifest):
-        raise CheckpointError(f"{MANIFEST} is not one of ours")
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{MANIFEST} has format {manifest.get('format')}, this ROLL reads format {FORMAT}")
-    return manifest
+def _self_digest(manifest: Mapping[str, Any]) -> str:
+    """Of what a manifest says, however it is laid out in the file."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _well_formed(manifest: dict[str, Any]) -> bool:
-    files = manifest.get("files")
-    return isinstance(files, dict) and all(
-        isinstance(e, dict) and isinstance(e.get("bytes"), int) and isinstance(e.get("sha256"), str)
-        for e in files.values()
-    )
-
-
-def _digest_all(directory: Path) -> dict[str, dict[str, Any]]:
+def _digest_all(directory: Path, stop: threading.Event | None) -> dict[str, dict[str, Any]]:
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     entries = {}
-    for file, found in zip(files, _in_parallel(files, flush=True), strict=True):
+    for file, found in zip(files, _in_parallel(files, flush=True, stop=stop), strict=True):
         if isinstance(found, OSError):
             raise found
         entries[file.relative_to(directory).as_posix()] = found
     return entries
 
 
-def _in_parallel(files: list[Path], flush: bool = False) -> list[dict[str, Any] | OSError]:
+def _in_parallel(
+    files: list[Path], flush: bool = False, stop: threading.Event | None = None
+) -> list[dict[str, Any] | OSError]:
     """hashlib lets go of the GIL, so threads help."""
 
     def digest(file: Path) -> dict[str, Any] | OSError:
         try:
-            return _digest(file, flush)
+            return _digest(file, flush, stop)
         except OSError as error:
             return error
 
@@ -255,17 +307,32 @@ def _in_parallel(files: list[Path], flush: bool = False) -> list[dict[str, Any] 
         return list(pool.map(digest, files))
 
 
-def _digest(file: Path, flush: bool) -> dict[str, Any]:
+def _digest(file: Path, flush: bool, stop: threading.Event | None) -> dict[str, Any]:
     sha = hashlib.sha256()
     size = 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
+            if stop is not None and stop.is_set():
+                raise CheckpointError(f"{file.name}: it was not waited for until its digest was there")
             sha.update(buffer[:count])
             size += count
         if flush:
             os.fsync(stream.fileno())
     return {"bytes": size, "sha256": sha.hexdigest()}
+
+
+async def _in_thread(function: Callable[[], T], stop: threading.Event) -> T:
+    """Its result. Cancelling sets `stop`, and waits until the thread has noticed."""
+    working = asyncio.create_task(asyncio.to_thread(function))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        stop.set()
+        await asyncio.wait({working})
+        if working.exception() is not None:
+            logger.debug("writing a checkpoint was stopped: %s", working.exception())
+        raise
 
 
 def _write(file: Path, text: str) -> None:

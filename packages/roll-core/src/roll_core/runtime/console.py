@@ -167,7 +167,7 @@ class Console:
         self.close()
         if rows:
             self._rich.print(time_table(rows))
-        style = {"finished": "bold green", "interrupted": "bold yellow"}.get(outcome, "bold red")
+        style = {"finished": "bold green", "failed": "bold red"}.get(outcome, "bold yellow")
         ending = Text(outcome, style=style)
         if error:
             ending.append(f": {error}", style="not bold")

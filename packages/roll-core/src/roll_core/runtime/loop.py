@@ -11,13 +11,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
 from roll_core.config.secrets import Redactor
-from roll_core.errors import NonFiniteError, RunInterruptedError, WorkerDiedError
+from roll_core.errors import NonFiniteError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.build import group_specs, slots_per_worker
@@ -34,10 +33,12 @@ from roll_core.runtime.platform import select_platform
 from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.record import RunFacts, RunRecord
 from roll_core.runtime.report import write_report
+from roll_core.runtime.resuming import check_fits, load_run, save_run
 from roll_core.runtime.roles import GroupInferRole, GroupTrainRole, RewardRole
 from roll_core.runtime.run import ActiveRun
 from roll_core.runtime.run_dir import RunDir, find_checkpoint
 from roll_core.runtime.samples import SamplesFile
+from roll_core.runtime.stopping import StopSignals
 from roll_core.runtime.tokenizer import prepare_tokenizer
 from roll_core.runtime.tracking import MetricsFile, Trackers
 from roll_core.spec.providers import TrackerProvider
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.checkpoints import Checkpoint
     from roll_core.runtime.executors.base import Executor
     from roll_core.runtime.record import Outcome
     from roll_core.spec.config import RunConfig
@@ -108,12 +108,13 @@ def execute(
         ledger=ledger,
         console=console,
         redactor=redactor,
+        stop=StopSignals(config.preemption_timeout),
     )
     error: BaseException | None = None
     with run_logging(run_dir.log, console.warn, redactor) as logs:
         driver.adopt_logs = logs.adopt
         try:
-            _run_until_signal(driver.main())
+            driver.stop.run(driver.main())
         except (KeyboardInterrupt, SystemExit, Exception) as raised:
             error = raised
             log.debug("the run ended early", exc_info=raised)
@@ -140,37 +141,6 @@ def _report(run_dir: RunDir) -> list[tuple[str, str]]:
         return []
 
 
-def _run_until_signal(main: Any) -> None:
-    """Run the coroutine; SIGTERM ends it as Ctrl-C does, so that workers are closed and the record is written."""
-
-    async def guarded() -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        stopped: list[str] = []
-
-        def stop(name: str) -> None:
-            stopped.append(name)
-            if task is not None:
-                task.cancel()
-
-        handled = []
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # Only the main thread may handle signals; a run inside a notebook's or a test's thread goes without.
-            with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
-                loop.add_signal_handler(number, stop, number.name)
-                handled.append(number)
-        try:
-            await main
-        except asyncio.CancelledError:
-            if stopped:
-                raise RunInterruptedError(f"stopped by {stopped[0]}") from None
-            raise
-        finally:
-            for number in handled:
-                loop.remove_signal_handler(number)
-
-    asyncio.run(guarded())
-
-
 @dataclass(kw_only=True)
 class _Driver:
     """The parts of a run while it goes on."""
@@ -183,6 +153,7 @@ class _Driver:
     ledger: Ledger
     console: Console
     redactor: Redactor
+    stop: StopSignals
     adopt_logs: Callable[[], None] = lambda: None
     steps_done: int = 0
     last_metrics: dict[str, float] = field(default_factory=dict)
@@ -204,6 +175,8 @@ class _Driver:
             exp_name=config.exp_name,
             current=self.run_dir,
         )
+        if checkpoint is not None:
+            check_fits(checkpoint, config)
         history = checkpoint.path.parent.parent if checkpoint is not None else None
         resumed_step = checkpoint.step if checkpoint is not None else 0
         with ledger.stage("data"):
@@ -246,7 +219,7 @@ class _Driver:
                 await self.pipeline.setup(run)
             if checkpoint is not None:
                 with ledger.stage("resume"):
-                    await self._load(run, checkpoint)
+                    await load_run(run, self.pipeline, checkpoint)
             metrics_file = MetricsFile(
                 self.run_dir.metrics,
                 history=history / self.run_dir.metrics.name if history else None,
@@ -281,12 +254,16 @@ class _Driver:
         config, ledger = self.config, self.ledger
         store = CheckpointStore(self.run_dir.checkpoints, config.max_ckpt_to_keep)
         self.steps_done = guards.step = run.step
+        self.stop.defer = True
         self.console.start(total_steps=num_steps, done=run.step)
         if config.eval_steps and run.step == 0:
             ledger.start_step()
             if metrics := await self._evaluate(run):
                 self._record(0, metrics | ledger.step_times(), metrics_file, trackers)
         while run.step < num_steps:
+            if self.stop.asked:
+                # Whoever asked did so before this step was saved, or while it was.
+                raise self.stop.saved(f"step {run.step} is saved" if run.step else "no step was done yet")
             ledger.start_step()
             try:
                 await _watched(executor, self.pipeline.step(run))
@@ -308,9 +285,9 @@ class _Driver:
             self._record(run.step, metrics, metrics_file, trackers)
             self.console.step(run.step, metrics)
             events.step_finished(run, run.step, metrics)
-            if config.save_steps and (run.step % config.save_steps == 0 or last):
+            if self.stop.asked or (config.save_steps and (run.step % config.save_steps == 0 or last)):
                 with ledger.stage("checkpoint"):
-                    await self._save(run, store)
+                    await save_run(run, self.pipeline, store)
 
     async def _build(self, run: ActiveRun, platform: Platform, stack: contextlib.AsyncExitStack) -> Executor:
         """Start every role, models before what depends on them."""
@@ -353,7 +330,10 @@ class _Driver:
 
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
         with self.ledger.stage("evaluation"):
-            metrics = dict(await self.pipeline.evaluate(run)) | run.take_metrics()
+            found = await self.stop.unless_asked(self.pipeline.evaluate(run))
+            if found is None:
+                log.info("the evaluation after step %d is left out: the run is to end", run.step)
+            metrics = dict(found or {}) | run.take_metrics()
         if metrics:
             self.console.evaluated(
                 run.step, {name: value for name, value in metrics.items() if name.startswith("val/")}
@@ -370,24 +350,6 @@ class _Driver:
         for stage, name in (("rollout", "tokens/generated"), ("train", "tokens/trained"), ("step", "tokens/trained")):
             if name in metrics:
                 self.ledger.count_tokens(stage, int(metrics[name]))
-
-    async def _save(self, run: ActiveRun, store: CheckpointStore) -> None:
-        trained = {name: role for name, role in run.train_roles.items() if role.trains}
-        state = {
-            "pipeline": dict(self.pipeline.state()),
-            "weight_versions": {name: role.weight_version for name, role in trained.items()},
-        }
-        with store.writing(run.step, state) as path:
-            for name, role in trained.items():
-                await role.save(path / name)
-
-    async def _load(self, run: ActiveRun, checkpoint: Checkpoint) -> None:
-        state = checkpoint.state()
-        for name, version in state["weight_versions"].items():
-            await run.train_role(name).load(checkpoint.path / name, version)
-        self.pipeline.load_state(state["pipeline"])
-        run.step = checkpoint.step
-        log.info("resumed from %s at step %d", checkpoint.path, checkpoint.step)
 
     async def _export(self, run: ActiveRun) -> None:
         name = self.pipeline.export_role()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from roll_core.config.secrets import Redactor
+from roll_core.errors import RunPreemptedError
 from roll_core.runtime.jsonlines import safe
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Outcome = Literal["running", "finished", "failed", "interrupted"]
+Outcome = Literal["running", "finished", "failed", "interrupted", "preempted"]
 
 FORMAT = 1
 _DISTRIBUTIONS = (
@@ -116,7 +117,7 @@ class RunRecord:
         """The run is over: because of `error`, or because its steps are done. `time_rows` are the ledger's."""
         outcome: Outcome = "finished"
         if error is not None:
-            outcome = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+            outcome = _outcome_of(error)
             self._data["error"] = {"type": type(error).__name__, "message": str(error)}
         self._data.update(outcome=outcome, ended=round(time.time(), 3), time=[dict(row) for row in time_rows] or None)
         self._write()
@@ -125,6 +126,12 @@ class RunRecord:
     def _write(self) -> None:
         text = json.dumps(safe(self._redactor.value(self._data)), ensure_ascii=False, indent=1, default=str)
         write_atomically(self._path, text)
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, RunPreemptedError):
+        return "preempted"
+    return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 
 
 def read_record(path: Path) -> dict[str, Any]:

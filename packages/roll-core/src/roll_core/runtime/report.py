@@ -220,7 +220,7 @@ def _outcome(record: Mapping[str, Any]) -> tuple[str, str]:
     outcome = str(record.get("outcome") or "unknown")
     if is_abandoned(record):
         return "killed", "bad"
-    return outcome, {"finished": "good", "failed": "bad", "interrupted": "warn", "running": "live"}.get(outcome, "warn")
+    return outcome, {"finished": "good", "failed": "bad", "running": "live"}.get(outcome, "warn")
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ from roll_core.runtime.checkpoints import Checkpoint, CheckpointStore
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +139,20 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that `resume_from_checkpoint` asks for; None if it asks for none.
 
-    `true` is the newest good checkpoint of the experiment, over all its runs but `current`. A path is a checkpoint, a
+    `true` is the newest good checkpoint of the experiment, over all its runs but `current`; so is `auto`, for which
+    there may be none, so that the same command starts a run and goes on with it. A path is a checkpoint, a
     run directory (its newest good one), or an experiment's directory. A checkpoint named by its own path must be
     good: `CheckpointError` says what is damaged. `NoCheckpointError` if there is none.
     """
     if spec is False:
         return None
-    if spec is True:
+    if spec is True or spec == AUTO:
         experiment = Path(output_dir).expanduser().absolute() / exp_name
         found = _newest_of_experiment(experiment, current)
-        if found is None:
+        if found is None and spec is True:
             raise NoCheckpointError(
                 f"resume_from_checkpoint is true, but no run in {experiment} has a checkpoint;"
-                " leave it out to start from the beginning, or give the path of a run or a checkpoint"
+                " leave it out or set it to auto to start from the beginning, or give the path of a run or a checkpoint"
             )
         return found
     place = Path(spec).expanduser().absolute()
@@ -169,6 +171,20 @@ def find_checkpoint(
             " give a checkpoint (checkpoints/step-N), or a run that has one"
         )
     return found
+
+
+def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
+    """Where the checkpoints of a run, of all runs of an experiment, or of a directory of checkpoints are, oldest first.
+
+    Raises `RunDirectoryError` where there is none of these.
+    """
+    path = Path(place).expanduser().absolute()
+    if CheckpointStore(path).list():
+        return [CheckpointStore(path)]
+    numbers = sorted(_numbers(path))
+    if numbers and not _is_run(path):
+        return [CheckpointStore(path / f"{number:03d}" / "checkpoints") for number in numbers]
+    return [CheckpointStore(RunDir.open(path).checkpoints)]
 
 
 def _newest_of_experiment(experiment: Path, current: RunDir | None) -> Checkpoint | None:

@@ -475,7 +475,11 @@ class RunConfig(Config):
     export_model: bool = True
     """At the end write `export/`, a directory that transformers loads."""
     resume_from_checkpoint: bool | str = False
-    """True: the newest checkpoint of this experiment; or a path to a run or to a checkpoint."""
+    """True: the newest good checkpoint of this experiment; `auto`: the same, or from the beginning where there is none;
+    or a path to a run or to a checkpoint."""
+    preemption_timeout: NonNegativeFloat = 120.0
+    """Seconds that SIGTERM leaves the step in progress to end and its checkpoint to be written; 0 ends the run at once,
+    as Ctrl-C does."""
     track_with: list[str] = ["tensorboard"]
     """Trackers, besides `metrics.jsonl` which is always written."""
     tracker_kwargs: dict[str, dict[str, Any]] = {}

@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import signal
 import socket
 import sys
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import ray
 from ray import cloudpickle
 
 from roll_core.runtime.executors.calls import CallFailed, Failure
+from roll_core.runtime.executors.deafness import be_deaf_to
 from roll_core.runtime.executors.host import WorkerHost
 from roll_core.runtime.host import hostname, usable_cores
 
@@ -53,6 +55,7 @@ class RayHost:
             os.setpgid(0, 0)  # Ctrl-C in the terminal is for the driver, which then ends its workers in order
         self._name = f"{role}[{rank}]"
         logging.basicConfig(level=level, format=f"%(levelname)s {self._name} %(name)s: %(message)s", force=True)
+        be_deaf_to(signal.SIGTERM)
         if Path(crash_file).parent.is_dir():
             # Open for the life of the process: a crash is written by the signal handler.
             faulthandler.enable(Path(crash_file).open("w"))  # noqa: SIM115

@@ -7,6 +7,7 @@ driver however that dies.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -19,8 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from roll_core.errors import PlacementError
 from roll_core.runtime.executors import reaper
+from roll_core.runtime.executors.deafness import children_deaf_to
 from roll_core.runtime.executors.environment import EnvironmentChange
 from roll_core.runtime.host import usable_cores
 
@@ -35,6 +39,8 @@ OBJECT_STORE_BYTES = 512 * 1024**2
 """Of our own instance. Weights do not go through it, only batches and their results."""
 REACH_S = 10.0
 """How long the user's Ray may take to take a connection."""
+STATE_KEEPERS = ("gcs_server", "raylet")
+"""Ray's processes without which a driver cannot take its leave."""
 LONGEST_SCRATCH = 40
 """Ray puts sockets below its directory, and the path of a socket is at most 107 bytes long."""
 
@@ -49,6 +55,8 @@ class RayInstance:
         self.single_host = False
         """Whether it is an instance of our own, which has no other host."""
         self._connected_by_us = False
+        self._helpers: list[psutil.Process] = []
+        """Of an instance of our own: its logs, its monitors."""
         self._reaper: subprocess.Popen[bytes] | None = None
         self._environment = EnvironmentChange()
 
@@ -62,7 +70,8 @@ class RayInstance:
         processes together with the thread that started them."""
         address = os.environ.get("RAY_ADDRESS", "").removeprefix("local")
         _check_reachable(address)
-        self._watch()
+        with children_deaf_to(signal.SIGTERM):
+            self._watch()
         self._set_environment()
         import ray
 
@@ -76,7 +85,8 @@ class RayInstance:
                 ray.init(address=address, namespace=f"roll-{self.mark}", logging_level=logging.WARNING)
             else:
                 self.single_host = True
-                self._start()
+                with children_deaf_to(signal.SIGTERM):
+                    self._start()
         except Exception as error:  # Ray raises whatever its parts raise
             what = f"joined at RAY_ADDRESS={address}" if address else "started on this host"
             raise PlacementError(f"Ray could not be {what}: {error}") from error
@@ -92,6 +102,7 @@ class RayInstance:
             import ray
 
             self._connected_by_us = False
+            self._end_helpers()
             ray.shutdown()
         if self._reaper is not None:
             left = reaper.sweep(self.mark, self.scratch)
@@ -106,6 +117,7 @@ class RayInstance:
 
         _provide_secret()
         platform = self._platform
+        before = set(psutil.Process().children())
         slots: dict[str, Any] = {}
         if platform.ray_resource == "GPU":
             slots["num_gpus"] = platform.device_count()
@@ -121,6 +133,15 @@ class RayInstance:
             _temp_dir=str(self.scratch / "ray"),
             **slots,
         )
+        started = set(psutil.Process().children()) - before
+        self._helpers = [process for process in started if process.name() not in STATE_KEEPERS]
+
+    def _end_helpers(self) -> None:
+        """Ray would ask each in turn by SIGTERM, to which they are deaf, and wait a second for each to end."""
+        helpers, self._helpers = self._helpers, []
+        for process in helpers:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
     def _watch(self) -> None:
         self.scratch.mkdir(mode=0o700)

@@ -1,0 +1,156 @@
+"""`roll-core checkpoint list | verify`: which checkpoints there are, what can go on from them, and whether they are
+intact."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import CheckpointError, RunDirectoryError
+from roll_core.runtime.checkpoints import Checkpoint, CheckpointStore, read_manifest, verify
+from roll_core.runtime.resuming import SavedRun
+from roll_core.runtime.run_dir import checkpoint_stores
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One checkpoint, as it is shown."""
+
+    path: str
+    step: int
+    created: float | None
+    """Seconds since 1970; None where the manifest cannot be read, as with the next two."""
+    size_bytes: int | None
+    pipeline: str | None
+    roles: dict[str, dict[str, Any]]
+    """Trained roles by name, with `strategy`, `world_size` and `weight_version`: what a run must have to go on."""
+    problems: list[str]
+    """What is wrong with it; empty if it is intact, as far as was looked."""
+    digests_read: bool
+
+    @property
+    def state(self) -> str:
+        """In words."""
+        if self.problems:
+            return f"damaged: {'; '.join(self.problems)}"
+        return "intact" if self.digests_read else "complete"
+
+
+def list_checkpoints(place: Path, *, as_json: bool, digests: bool) -> int:
+    """Show the checkpoints of a run, of an experiment or of a directory, oldest first.
+
+    Returns the exit code: 1 if one is damaged. Without `digests` only sizes are compared.
+    """
+    checkpoints = [checkpoint for store in checkpoint_stores(place) for checkpoint in store.list()]
+    rows = [_row(checkpoint, digests=digests) for checkpoint in checkpoints]
+    if as_json:
+        _print_json(rows)
+    elif rows:
+        sys.stdout.write("\n".join(_table(rows)) + "\n")
+    else:
+        sys.stdout.write(f"no checkpoint in {place}\n")
+    return 1 if any(row.problems for row in rows) else 0
+
+
+def verify_checkpoints(places: Sequence[Path], *, as_json: bool) -> int:
+    """Read everything back and compare digests, of each checkpoint named or of all of each run that is named.
+
+    Returns the exit code: 1 if one is damaged.
+    """
+    checkpoints = [checkpoint for place in places for checkpoint in _named(place)]
+    rows = []
+    for checkpoint in checkpoints:
+        row = _row(checkpoint, digests=True)
+        rows.append(row)
+        if not as_json:
+            sys.stdout.write(f"{row.path}: {row.state}\n")
+            sys.stdout.flush()
+    if as_json:
+        _print_json(rows)
+    damaged = [row for row in rows if row.problems]
+    if damaged and not as_json:
+        for line in _ways_out(checkpoints, damaged):
+            sys.stdout.write(f"{line}\n")
+    return 1 if damaged else 0
+
+
+def _named(place: Path) -> list[Checkpoint]:
+    path = place.expanduser().absolute()
+    if path.is_dir() and CheckpointStore.is_checkpoint(path):
+        return [Checkpoint.at(path)]
+    found = [checkpoint for store in checkpoint_stores(place) for checkpoint in store.list()]
+    if not found:
+        raise RunDirectoryError(f"{place} has no checkpoint that could be verified")
+    return found
+
+
+def _ways_out(checkpoints: Sequence[Checkpoint], damaged: Sequence[Row]) -> Iterable[str]:
+    """For each run with a damaged checkpoint the last good one."""
+    bad = {row.path for row in damaged}
+    for directory in dict.fromkeys(each.path.parent for each in checkpoints if str(each.path) in bad):
+        good = [each.path for each in CheckpointStore(directory).list() if not verify(each.path)]
+        yield f"the last good one in {directory} is {good[-1].name}" if good else f"no good one is in {directory}"
+
+
+def _row(checkpoint: Checkpoint, *, digests: bool) -> Row:
+    problems = verify(checkpoint.path, digests=digests)
+    created = size_bytes = saved = None
+    try:
+        manifest = read_manifest(checkpoint.path)
+        created, size_bytes = manifest.created, manifest.size_bytes
+        saved = SavedRun.of(checkpoint)
+    except CheckpointError as error:
+        problems = problems or [str(error)]
+    return Row(
+        path=str(checkpoint.path),
+        step=checkpoint.step,
+        created=created,
+        size_bytes=size_bytes,
+        pipeline=saved.pipeline if saved else None,
+        roles={name: asdict(role) for name, role in saved.roles.items()} if saved else {},
+        problems=problems,
+        digests_read=digests,
+    )
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    cells = [["checkpoint", "step", "written", "size", "goes on with", "state"]]
+    cells += [
+        [
+            row.path,
+            str(row.step),
+            "?" if row.created is None else f"{datetime.fromtimestamp(row.created):%Y-%m-%d %H:%M:%S}",
+            "?" if row.size_bytes is None else _size(row.size_bytes),
+            _needs(row),
+            row.state,
+        ]
+        for row in rows
+    ]
+    widths = [max(len(line[at]) for line in cells) for at in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def _needs(row: Row) -> str:
+    roles = (f"{name} {role['strategy']} × {role['world_size']}" for name, role in row.roles.items())
+    return f"{row.pipeline}: {', '.join(roles)}" if row.pipeline else "?"
+
+
+def _size(size_bytes: float) -> str:
+    for unit in UNITS:
+        if size_bytes < 1000 or unit == UNITS[-1]:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1024
+    raise AssertionError
+
+
+def _print_json(rows: Sequence[Row]) -> None:
+    sys.stdout.write(json.dumps([asdict(row) | {"state": row.state} for row in rows], indent=2) + "\n")

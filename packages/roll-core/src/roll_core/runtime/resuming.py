@@ -1,0 +1,109 @@
+"""What a checkpoint of a run holds besides the strategies' own files, and which configs can go on from it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import CheckpointError, CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Self
+
+    from roll_core.runtime.checkpoints import Checkpoint, CheckpointStore
+    from roll_core.runtime.run import ActiveRun
+    from roll_core.spec.config import RunConfig
+    from roll_core.spec.pipeline import Pipeline
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRole:
+    """A trained role in a checkpoint."""
+
+    strategy: str
+    """Its name: the files are in that strategy's own format."""
+    world_size: int
+    weight_version: int
+
+    def __str__(self) -> str:
+        return f"{self.strategy} × {self.world_size}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """What `state.json` of a checkpoint says."""
+
+    pipeline: str
+    pipeline_state: Mapping[str, Any]
+    roles: Mapping[str, SavedRole]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """Raises `CheckpointError` where it cannot be read."""
+        state = checkpoint.state()
+        try:
+            return cls(
+                pipeline=state["pipeline"],
+                pipeline_state=state["pipeline_state"],
+                roles={name: SavedRole(**role) for name, role in state["roles"].items()},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{checkpoint.path}: its state is not that of a run: {error!r}") from error
+
+
+def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Raise `CheckpointMismatchError` where a config cannot go on from a checkpoint. Asked before anything starts.
+
+    The number of processes may differ as far as the strategy can: it says so itself when it loads.
+    """
+    saved = SavedRun.of(checkpoint)
+    if saved.pipeline != config.pipeline:
+        raise CheckpointMismatchError(
+            f"{checkpoint.path} is of the pipeline {saved.pipeline}, this config's is {config.pipeline}; to start from"
+            " that model, give its export as model_name_or_path"
+        )
+    roles = config.roles()
+    for name, role in saved.roles.items():
+        worker = roles.get(name)
+        if worker is None or worker.strategy_args is None:
+            raise CheckpointMismatchError(f"{checkpoint.path} holds {name}, which this config does not have")
+        if worker.strategy_args.strategy_name != role.strategy:
+            raise CheckpointMismatchError(
+                f"{checkpoint.path} holds {name} in the format of {role.strategy}, which"
+                f" {worker.strategy_args.strategy_name} does not read: set {name}.strategy_args.strategy_name to"
+                f" {role.strategy}, or leave resume_from_checkpoint out and start from an export of that run"
+            )
+
+
+async def save_run(run: ActiveRun, pipeline: Pipeline[Any], store: CheckpointStore) -> None:
+    """Write a checkpoint of the run as it is after `run.step` steps."""
+    trained = {name: role for name, role in run.train_roles.items() if role.trains}
+    roles = {
+        name: SavedRole(
+            strategy=role.config.strategy_args.strategy_name if role.config.strategy_args else "",
+            world_size=role.group.world_size,
+            weight_version=role.weight_version,
+        )
+        for name, role in trained.items()
+    }
+    saved = SavedRun(pipeline=run.config.pipeline, pipeline_state=dict(pipeline.state()), roles=roles)
+    async with store.writing_aside(run.step, asdict(saved)) as path:
+        for name, role in trained.items():
+            await role.save(path / name)
+
+
+async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint) -> None:
+    """Bring roles and pipeline to where the checkpoint was written."""
+    saved = SavedRun.of(checkpoint)
+    trained = {name for name, role in run.train_roles.items() if role.trains}
+    if missing := trained - saved.roles.keys():
+        raise CheckpointMismatchError(f"{checkpoint.path} does not hold {', '.join(sorted(missing))}, which is trained")
+    for name, role in saved.roles.items():
+        await run.train_role(name).load(checkpoint.path / name, role.weight_version)
+    pipeline.load_state(saved.pipeline_state)
+    run.step = checkpoint.step
+    log.info("resumed from %s at step %d", checkpoint.path, checkpoint.step)

@@ -1,0 +1,152 @@
+"""`roll-core checkpoint list | verify`: what is shown, and the exit codes."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from roll_core.cli import main as cli
+from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.runtime.resuming import SavedRole, SavedRun
+from roll_core.runtime.run_dir import RunDir
+
+SAVED = SavedRun(
+    pipeline="rlvr",
+    pipeline_state={},
+    roles={
+        "actor_train": SavedRole(strategy="hf_train", world_size=2, weight_version=7),
+        "critic": SavedRole(strategy="acme_train", world_size=1, weight_version=8),
+    },
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with checkpoints of 3000 bytes of weights after steps 2 and 4."""
+    made = RunDir.create(tmp_path, "x")
+    made.record.write_text("{}")
+    for step in (2, 4):
+        save(made, step)
+    return made
+
+
+def save(run, step):
+    with CheckpointStore(run.checkpoints).writing(step, asdict(SAVED)) as path:
+        (path / "actor_train").mkdir()
+        (path / "actor_train" / "weights").write_bytes(bytes(3000))
+
+
+def weights(run, step):
+    return run.checkpoints / f"step-{step}" / "actor_train" / "weights"
+
+
+def listed(capsys, *arguments):
+    code = cli.main(["checkpoint", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_list_shows_step_size_and_what_goes_on_from_it(run, capsys):
+    assert cli.main(["checkpoint", "list", str(run.path)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["checkpoint", "step", "written", "size"]
+    assert [line.split()[1] for line in lines] == ["2", "4"]
+    for line in lines:
+        assert "rlvr: actor_train hf_train × 2, critic acme_train × 1" in line
+        assert line.endswith("complete")
+
+
+def test_list_for_programs_says_the_same(run, capsys):
+    code, rows = listed(capsys, "list", str(run.path))
+    assert code == 0
+    assert [row["step"] for row in rows] == [2, 4]
+    row = rows[-1]
+    assert row["path"] == str(run.checkpoints / "step-4")
+    state = (run.checkpoints / "step-4" / "state.json").stat().st_size
+    assert row["size_bytes"] == 3000 + state
+    assert row["created"] == pytest.approx((run.checkpoints / "step-4" / "manifest.json").stat().st_mtime, abs=5)
+    assert (row["pipeline"], row["state"], row["problems"], row["digests_read"]) == ("rlvr", "complete", [], False)
+    assert row["roles"]["actor_train"] == {"strategy": "hf_train", "world_size": 2, "weight_version": 7}
+
+
+def test_list_of_an_experiment_shows_all_of_its_runs(run, tmp_path, capsys):
+    later = RunDir.create(tmp_path, "x")
+    save(later, 6)
+    _, rows = listed(capsys, "list", str(tmp_path / "x"))
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    _, rows = listed(capsys, "list", str(run.checkpoints))
+    assert [row["step"] for row in rows] == [2, 4]
+
+
+def test_a_run_without_checkpoints_is_no_mistake_for_list_but_one_for_verify(tmp_path, capsys):
+    run = RunDir.create(tmp_path, "x")
+    run.record.write_text("{}")
+    assert cli.main(["checkpoint", "list", str(run.path)]) == 0
+    assert "no checkpoint in" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "verify", str(run.path)]) == 2
+    assert "has no checkpoint that could be verified" in capsys.readouterr().err
+
+
+def test_a_truncated_file_is_seen_by_list(run, capsys):
+    weights(run, 4).write_bytes(bytes(2999))
+    assert cli.main(["checkpoint", "list", str(run.path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("complete")
+    assert lines[2].endswith("damaged: actor_train/weights has 2999 bytes instead of 3000")
+
+
+def test_a_flipped_bit_is_seen_by_verify_and_by_list_when_asked(run, capsys):
+    weights(run, 4).write_bytes(bytes(1500) + b"\1" + bytes(1499))
+    assert cli.main(["checkpoint", "list", str(run.path)]) == 0
+    assert cli.main(["checkpoint", "list", str(run.path), "--verify"]) == 1
+    assert "damaged: actor_train/weights does not have the digest" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "verify", str(run.path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("step-2: intact")
+    assert lines[1].endswith("step-4: damaged: actor_train/weights does not have the digest that was recorded")
+    assert lines[2] == f"the last good one in {run.checkpoints} is step-2"
+
+
+def test_verify_takes_checkpoints_by_their_own_paths(run, capsys):
+    weights(run, 4).unlink()
+    assert cli.main(["checkpoint", "verify", str(run.checkpoints / "step-2")]) == 0
+    assert cli.main(["checkpoint", "verify", str(run.checkpoints / "step-4")]) == 1
+    shown = capsys.readouterr().out
+    assert "actor_train/weights is missing" in shown
+    assert "the last good one" in shown
+    code, rows = listed(capsys, "verify", str(run.checkpoints / "step-2"), str(run.checkpoints / "step-4"))
+    assert code == 1
+    assert [row["state"] for row in rows] == ["intact", "damaged: actor_train/weights is missing"]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "state.json"])
+def test_a_checkpoint_that_lost_its_own_files_is_shown_as_damaged(run, file, capsys):
+    (run.checkpoints / "step-4" / file).unlink()
+    for action in ("list", "verify"):
+        code, rows = listed(capsys, action, str(run.path))
+        assert code == 1
+        assert rows[1]["problems"] == [f"{file} is missing"]
+    weights(run, 2).unlink()
+    assert cli.main(["checkpoint", "verify", str(run.path)]) == 1
+    assert f"no good one is in {run.checkpoints}" in capsys.readouterr().out
+
+
+def test_a_renamed_checkpoint_is_found_out(run, capsys):
+    (run.checkpoints / "step-4").rename(run.checkpoints / "step-40")
+    code, rows = listed(capsys, "list", str(run.path))
+    assert code == 1
+    assert rows[1]["problems"] == ["it is the checkpoint of step 4 by its manifest.json"]
+
+
+@pytest.mark.parametrize("action", ["list", "verify"])
+def test_a_path_that_is_no_run_is_a_mistake(tmp_path, action, capsys):
+    assert cli.main(["checkpoint", action, str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    assert cli.main(["checkpoint", action, str(tmp_path / "nowhere")]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["verify"], ["convert", "x"]])
+def test_half_a_command_is_a_mistake(words):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["checkpoint", *words])
+    assert ended.value.code == 2

@@ -1,0 +1,121 @@
+"""Signals to this process, while it runs something as a run is run."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from roll_core.errors import RunInterruptedError, RunPreemptedError
+from roll_core.runtime.stopping import StopSignals
+
+
+def signalled(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def test_before_there_is_anything_to_save_sigterm_ends_at_once():
+    stop = StopSignals(60.0)
+
+    async def main() -> None:
+        signalled(signal.SIGTERM)
+        await asyncio.sleep(30)
+
+    with pytest.raises(RunPreemptedError, match="nothing to save") as ended:
+        stop.run(main())
+    assert ended.value.exit_code == 75
+
+
+def test_sigterm_waits_for_what_is_in_progress():
+    stop = StopSignals(60.0)
+    seen = []
+
+    async def main() -> None:
+        stop.defer = True
+        signalled(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        seen.append(stop.asked)
+        raise stop.saved("step 3 is saved")
+
+    with pytest.raises(RunPreemptedError, match="stopped by SIGTERM; step 3 is saved"):
+        stop.run(main())
+    assert seen == [True]
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "numbers", "says"),
+    [
+        (60.0, [signal.SIGTERM, signal.SIGTERM], "a second SIGTERM"),
+        (60.0, [signal.SIGTERM, signal.SIGINT], "stopped by SIGINT"),
+        (60.0, [signal.SIGINT], "stopped by SIGINT"),
+        (0.2, [signal.SIGTERM], "within preemption_timeout = 0.2 s"),
+        (0.0, [signal.SIGTERM], "preemption_timeout is 0"),
+    ],
+)
+def test_what_ends_at_once_says_why_and_lets_the_run_clean_up(grace_s, numbers, says):
+    stop = StopSignals(grace_s)
+    closed = []
+
+    async def main() -> None:
+        stop.defer = True
+        try:
+            for number in numbers:
+                signalled(number)
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(30)
+        finally:
+            closed.append(True)
+
+    started = time.monotonic()
+    with pytest.raises(RunInterruptedError, match=says) as ended:
+        stop.run(main())
+    assert ended.value.exit_code == 130
+    assert closed == [True]
+    assert time.monotonic() - started < 10
+
+
+def test_what_need_not_be_done_is_given_up():
+    stop = StopSignals(60.0)
+    undone = []
+
+    async def evaluate() -> int:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            undone.append(True)
+        return 1
+
+    async def quick() -> int:
+        return 2
+
+    async def main() -> None:
+        stop.defer = True
+        assert await stop.unless_asked(quick()) == 2
+        asyncio.get_running_loop().call_later(0.1, signalled, signal.SIGTERM)
+        assert await stop.unless_asked(evaluate()) is None
+        assert await stop.unless_asked(quick()) is None
+
+    stop.run(main())
+    assert undone == [True]
+
+
+def test_an_error_in_what_need_not_be_done_is_raised():
+    stop = StopSignals(60.0)
+
+    async def broken() -> None:
+        raise ValueError("of its own")
+
+    with pytest.raises(ValueError, match="of its own"):
+        stop.run(stop.unless_asked(broken()))
+
+
+def test_handlers_are_as_before_when_the_run_is_over():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    async def main() -> None:
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+
+    StopSignals(1.0).run(main())
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
