@@ -14,6 +14,19 @@ from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, Want
 
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
+MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head", "embed_tokens"))
 OBJECTIVES = {"causal_lm": SFTObjective(), "value": ValueObjective()}
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 GEMMA = {
@@ -157,8 +170,7 @@ def test_a_value_head_in_place_of_a_language_head_is_trained_in_full(build, sequ
 
 
 def test_extra_modules_are_trained_in_full_and_the_base_keeps_its_own(build, sequences):
-    lora = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head", "embed_tokens"))
-    strategy, plain = build(lora=lora), build()
+    strategy, plain = build(lora=EXTRA), build()
     before = logprobs(plain, sequences)
     assert torch.allclose(logprobs(strategy, sequences), before, atol=1e-5)
     train(strategy, sequences)
@@ -239,7 +251,7 @@ def test_equal_seeds_give_equal_adapters_and_the_random_state_stays(build):
 # -- merged weights ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", [None, GPT2, GEMMA], ids=["qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("keys", [None, GPT2, GEMMA, MOE], ids=["qwen3", "gpt2", "gemma2", "qwen3_moe"])
 def test_merged_weights_are_those_of_peft_and_have_the_names_of_the_model(build, sequences, tiny, keys):
     keys = keys or tiny
     strategy = build(random_init=keys, lora=LORA)
@@ -301,7 +313,7 @@ def test_parameters_that_are_shards_are_made_whole_first(build, sequences):
 # -- the base model ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", [None, GPT2, GEMMA], ids=["qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("keys", [None, GPT2, GEMMA, MOE], ids=["qwen3", "gpt2", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_without_its_adapters_the_model_is_a_separate_reference_bit_for_bit(build, sequences, tiny, keys, dtype):
     keys = keys or tiny
@@ -322,6 +334,18 @@ def test_looking_at_the_base_model_changes_no_later_step(build, sequences):
             strategy.forward_backward(pack(sequences)[:1], SFTObjective())
             strategy.optimizer_step()
     assert torch.equal(logprobs(one, sequences), logprobs(other, sequences))
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_switching_adapters_off_freezes_and_thaws_nothing(build, forward_only):
+    from roll_core.modeling.lora import adapters_off
+
+    model = build(lora=EXTRA, forward_only=forward_only).model
+    before = {name: each.requires_grad for name, each in model.named_parameters()}
+    assert any(before.values()) is not forward_only
+    with adapters_off(model):
+        assert {name: each.requires_grad for name, each in model.named_parameters()} == before
+    assert {name: each.requires_grad for name, each in model.named_parameters()} == before
 
 
 def test_a_model_without_adapters_has_no_base_to_ask(build, sequences):

@@ -79,13 +79,24 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     layers = [each for each in model.modules() if isinstance(each, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
     if not layers:
         raise UnsupportedError(f"{type(model).__name__} has no adapters, so there is no base model beneath them")
-    for each in layers:
-        each.enable_adapters(False)
+    with _keeping_gradient_flags(model):
+        for each in layers:
+            each.enable_adapters(False)
     try:
         yield
     finally:
-        for each in layers:
-            each.enable_adapters(True)
+        with _keeping_gradient_flags(model):
+            for each in layers:
+                each.enable_adapters(True)
+
+
+@contextmanager
+def _keeping_gradient_flags(model: nn.Module) -> Iterator[None]:
+    """peft freezes adapters that it switches off, and FSDP2 keeps for good the flags that it sees in its first pass."""
+    flags = [(each, each.requires_grad) for each in model.parameters()]
+    yield
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
 
 
 class Adapters:
