@@ -13,7 +13,7 @@ import torch
 
 from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import balance, pack, totals
-from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec, TrainStrategy, Want
 from roll_core.types import TrainSequence
 from roll_strategy_fsdp2.config import FSDP2Config
@@ -31,8 +31,16 @@ TINY = {
     "head_dim": 8,
     "initializer_range": 0.2,
 }
+LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
 TRAINING = TrainingSpec(
-    learning_rate=1e-2, weight_decay=0.1, lr_scheduler_type="cosine", warmup_steps=2, num_steps=8, max_grad_norm=0.5
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    # So large that an entry whose gradient is nothing but rounding (a key's bias) does not move as far as any other.
+    adam_epsilon=1e-4,
+    lr_scheduler_type="cosine",
+    warmup_steps=2,
+    num_steps=8,
+    max_grad_norm=0.5,
 )
 
 
@@ -120,14 +128,15 @@ def train(rank: int, job: Job, num_steps: int = 3) -> dict[str, Any]:
             "steps": steps,
             "weights": weights(strategy),
             "scored": scored(strategy, job),
+            "base": scored(strategy, job, base=True) if "lora" in job.model else {},
             "memory": dict(strategy.memory()),
         }
 
 
-def scored(strategy: TrainStrategy, job: Job) -> dict[str, np.ndarray]:
+def scored(strategy: TrainStrategy, job: Job, base: bool = False) -> dict[str, np.ndarray]:
     """By sequence, of this rank's share."""
     is_lm = job.model.get("task", "causal_lm") == "causal_lm"
-    want = Want(logprobs=True, entropy=True, topk=3) if is_lm else Want(values=True)
+    want = Want(logprobs=True, entropy=True, topk=3, base=base) if is_lm else Want(values=True, base=base)
     found: dict[str, np.ndarray] = {}
     mine = micros(strategy, job, sequences())
     for micro, outputs in zip(mine, strategy.forward_all(mine, want), strict=True):

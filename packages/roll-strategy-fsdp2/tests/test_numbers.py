@@ -7,12 +7,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from fsdp2_programs import TINY, Job, model_spec, scored, sequences, skip_and_go_on, step, train, weights
+from fsdp2_programs import LORA, TINY, Job, model_spec, scored, sequences, skip_and_go_on, step, train, weights
 
 from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.train import HFTrainStrategy
-from roll_core.spec.model import MeshInfo
+from roll_core.spec.model import LoraSpec, MeshInfo
 
+MOE = TINY | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head"))
 JOBS = {
     "1": Job(),
     "2": Job(world_size=2),
@@ -29,6 +38,13 @@ JOBS = {
     "on the host": Job(world_size=2, config={"offload_policy": True}),
     "padded": Job(world_size=2, model={"attn_implementation": "sdpa"}),
     "tied": Job(world_size=2, model={"random_init": TINY | {"tie_word_embeddings": True}}),
+    "experts": Job(world_size=2, max_sequences=1, model={"random_init": MOE}),
+    "another architecture": Job(world_size=2, model={"random_init": GPT2, "gradient_checkpointing": True}),
+    "adapters": Job(world_size=2, model={"lora": LORA}),
+    "adapters, 2 x 2, and whole modules": Job(world_size=4, model={"lora": EXTRA}, config={"fsdp_size": 2}),
+    "adapters on a critic, checkpointed": Job(
+        world_size=2, model={"lora": LORA, "task": "value", "gradient_checkpointing": True}
+    ),
     "value": Job(world_size=2, model={"task": "value"}),
     "reward": Job(world_size=2, model={"task": "reward"}),
     "bf16": Job(world_size=2, model={"dtype": "bf16"}),
@@ -38,7 +54,7 @@ JOBS = {
         config={"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3MLP", "Qwen3Attention"]}},
     ),
 }
-SLOW = {"4, of which one has less to do", "2 x 2", "bf16, 2 x 2"}
+SLOW = {"adapters, 2 x 2, and whole modules", "4, of which one has less to do", "2 x 2", "bf16, 2 x 2"}
 
 
 def alone(job: Job) -> dict:
@@ -103,6 +119,17 @@ def test_training_equals_hf_train(ranks, name):
         assert found["learning_rate"] == stats["learning_rate"]
 
 
+def test_the_model_beneath_adapters_stays_as_it_was(ranks):
+    for each in ranks(train, JOBS["adapters"], 2):
+        assert furthest(each["base"], each["scored_before"]) == 0
+        assert furthest(each["scored"], each["scored_before"]) > 1e-2
+
+
+def test_adapters_alone_have_gradients_and_moments(ranks):
+    for each in ranks(train, JOBS["adapters"], 1):
+        assert each["memory"]["optimizer"] < each["memory"]["weights"]
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_rank_holds_its_share_of_everything(ranks, dtype):
     whole = sum(each.size for each in ranks(train, Job(), 1)[0]["weights"].values())
@@ -120,6 +147,19 @@ def test_a_role_that_only_scores_holds_weights_in_its_dtype_and_no_more(ranks):
     whole = sum(each.size for each in answers[0]["weights"].values())
     assert answers[0]["memory"] == {"weights": pytest.approx(whole, rel=0.02)}
     assert furthest(numbers(together(answers, "scored")), numbers(together(trained, "scored"))) < 1e-5
+
+
+def test_param_dtype_rounds_what_computes_and_nothing_else(ranks):
+    """A float32 model that computes in bf16 exports what computes, and continues from float32 numbers."""
+    config = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
+    answers = ranks(train, Job(world_size=2, config=config))
+    exact = alone(Job())
+    rounded = {name: torch.from_numpy(each).bfloat16().float().numpy() for name, each in exact["before"].items()}
+    assert furthest(answers[0]["before"], rounded) == 0
+    assert 0 < way_off(answers[0]["weights"], exact["weights"], exact["before"]) < 0.2
+    for at, (loss, stats) in enumerate(exact["steps"]):
+        assert sum(each["steps"][at][0] for each in answers) == pytest.approx(loss, rel=1e-2)
+        assert answers[0]["steps"][at][1]["grad_norm"] == pytest.approx(stats["grad_norm"], rel=3e-2)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank_and_changes_nothing(ranks):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from fsdp2_programs import (
+    LORA,
     TINY,
     TRAINING,
     Job,
@@ -22,7 +24,9 @@ from fsdp2_programs import (
 )
 
 from roll_core.data.tokenizers import make_tokenizer
+from roll_core.modeling.model import load_model
 from roll_core.spec.config import TokenizerConfig
+from roll_core.spec.model import ModelSpec
 from roll_core.testing.ranks import RanksFailedError
 
 BF16 = {"dtype": "bf16"}
@@ -43,12 +47,13 @@ def saved(ranks, tmp_path_factory):
     return state
 
 
-@pytest.mark.parametrize("model", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model", [{}, BF16, {"lora": LORA}], ids=["fp32", "bf16", "adapters"])
 @pytest.mark.parametrize("done", [0, 2])
 def test_a_loaded_state_continues_bit_for_bit(ranks, saved, model, done):
     job = Job(world_size=2, model=model)
     folder, straight = saved(job, done)
-    resumed = ranks(continue_after, job.with_(model=model | {"seed": 99}), folder, done)
+    # Adapters stand on a model that is not part of the state.
+    resumed = ranks(continue_after, job.with_(model=model | {"seed": 3 if "lora" in model else 99}), folder, done)
     for one, other in zip(resumed, straight, strict=True):
         assert one["steps"] == other["steps"]
         assert same_weights(one["weights"], other["weights"])
@@ -123,6 +128,36 @@ def test_a_state_of_another_model_or_format_is_refused(ranks, saved, tmp_path):
     (copy / "rank-0" / "state.json").write_text(json.dumps(state | {"format": 99}))
     with pytest.raises(RanksFailedError, match="format 99"):
         ranks(load_into, Job(world_size=2), copy)
+
+
+def test_a_state_of_adapters_is_for_the_model_beneath_and_goes_to_other_ranks(ranks, saved):
+    job = Job(world_size=2, model={"lora": LORA})
+    folder, straight = saved(job, 2)
+    assert all("lora" in name for name in straight[0]["names"])
+    resumed = ranks(continue_after, job.with_(world_size=3), folder, 2)
+    assert same_weights(resumed[0]["loaded"], straight[0]["loaded"])
+    with pytest.raises(RanksFailedError, match="another base model"):
+        ranks(load_into, job.with_(model={"lora": LORA, "seed": 8}), folder)
+    with pytest.raises(RanksFailedError, match="trains the whole model"):
+        ranks(load_into, Job(world_size=2), folder)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
+def test_adapters_are_exported_as_peft_loads_them(ranks, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789+="), (), tmp_path / "base")
+    load_model(ModelSpec(random_init=TINY, seed=3)).save_pretrained(tmp_path / "base")
+    model = {"path": str(tmp_path / "base"), "lora": replace(LORA, export="adapter")}
+    answers = ranks(export, Job(world_size=2, model=model), tmp_path / "export")
+    assert not (tmp_path / "export" / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    merged = PeftModel.from_pretrained(base, tmp_path / "export").merge_and_unload()
+    assert (
+        furthest_from(answers[0]["weights"], {name: each.detach().numpy() for name, each in merged.named_parameters()})
+        < 1e-6
+    )
 
 
 def test_a_scoring_role_reads_back_its_own_state(ranks, saved):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from roll_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -33,8 +33,8 @@ FORMAT = 1
 STATE, TENSORS, RANDOM = "state.json", "tensors", "random.safetensors"
 
 
-def save_state(path: Path, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-    """Write `tensors`, of which each rank holds its share, and `numbers`. Collective.
+def save_state(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any]) -> None:
+    """Write `tensors`, of which each rank holds its share, and what else is to be `said`, as JSON. Collective.
 
     Raises `CheckpointError` where ranks do not see the same directory.
     """
@@ -47,18 +47,21 @@ def save_state(path: Path, tensors: Mapping[str, Tensor], numbers: Mapping[str, 
     save_file({"torch_cpu": torch.get_rng_state()}, path / RANDOM)
     if dist.get_rank() == 0:
         files = _sizes(shared)
-        state = {"format": FORMAT, "world_size": dist.get_world_size(), **numbers, "files": files}
+        state = {"format": FORMAT, "world_size": dist.get_world_size(), **said, "files": files}
         (shared / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     dist.barrier()
 
 
-def load_state(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Overwrite the shares of `tensors` in place; returns the numbers. The number of ranks may be another one than when
-    it was saved. Raises `CheckpointError`. Collective."""
+def load_state(
+    path: Path, tensors: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None]
+) -> Mapping[str, Any]:
+    """Overwrite the shares of `tensors` in place; returns what was said, after `check` had a look at it. The number of
+    ranks may be another one than when it was saved. Raises `CheckpointError`. Collective."""
     from safetensors.torch import load_file
 
     shared = _of_rank_0(path)
     state = _read(shared)
+    check(state)
     reader = HuggingFaceStorageReader(str(shared / TENSORS))
     _check_same(shared, reader, tensors)
     try:

@@ -47,7 +47,7 @@ class Files:
 def open_empty(spec: ModelSpec) -> tuple[PreTrainedModel, Files] | None:
     """The model without numbers and the files that hold all of them under the same names; None, which is logged, where
     it can only be loaded as a whole."""
-    if spec.random_init is not None or not Path(spec.path).is_dir():
+    if spec.random_init is not None or spec.lora is not None or not Path(spec.path).is_dir():
         return None
     try:
         files, model = Files(Path(spec.path)), empty_model(spec)

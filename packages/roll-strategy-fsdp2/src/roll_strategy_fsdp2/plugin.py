@@ -18,6 +18,7 @@ CAPABILITIES = TrainCapabilities(
     packing=True,
     gradient_checkpointing=True,
     data_parallel=True,
+    lora=True,
     topk=True,
     weight_transports=("shared", "shm", "collective"),
 )

@@ -12,12 +12,12 @@ Shapes: T flat tokens.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from roll_core.errors import UnsupportedError
+from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.export import check_exportable, write_model
 from roll_core.modeling.model import DTYPES, load_model
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from roll_core.modeling.lora import Adapters
     from roll_core.spec.model import MeshInfo, ModelSpec
 
 OUTPUTS = tuple(each.name for each in fields(TokenOutputs))
@@ -59,11 +60,11 @@ class FSDP2Strategy(TrainStrategy):
         self.compute_dtype = DTYPES[self._config.param_dtype or model.dtype]
         opened = open_empty(model)
         self.model: PreTrainedModel = opened[0] if opened else load_model(model)
+        self.adapters = self._add_adapters(model)
         # What is stepped is float32, begun at the weights as the model's dtype rounds them. Buffers stay as they are.
         held = torch.float32 if self.training is not None else self.compute_dtype
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(held)
-        self.model.requires_grad_(self.training is not None)
         if self.training is not None and model.gradient_checkpointing:
             checkpoint_layers(self.model)
         self.root: Root = shard(self.model, self.device_mesh, self._config, self.compute_dtype)
@@ -76,6 +77,17 @@ class FSDP2Strategy(TrainStrategy):
         self.optimizer: ShardedAdamW | None = None
         if self.training is not None:
             self.optimizer = ShardedAdamW(dict(self.model.named_parameters()), self.training, self.device_mesh)
+
+    def _add_adapters(self, model: ModelSpec) -> Adapters | None:
+        """And say what has gradients."""
+        found: Adapters | None = None
+        if model.lora is not None:
+            from roll_core.modeling.lora import add_adapters
+
+            found = add_adapters(self.model, model)
+        if found is None or self.training is None:
+            self.model.requires_grad_(self.training is not None)
+        return found
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
@@ -168,50 +180,80 @@ class FSDP2Strategy(TrainStrategy):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in the dtype that computes, on every rank, gathered one at a time. Tied weights come once,
-        under their first name."""
-        for name, parameter in self.model.named_parameters():
-            yield name, self._whole(parameter)
+        under their first name; adapters are merged in float32."""
+        if self.adapters is None:
+            for name, parameter in self.model.named_parameters():
+                yield name, self._whole(parameter, self.compute_dtype)
+            return
+        for name, tensor in self.adapters.merged(self._whole_to_merge):
+            yield name, tensor.to(self.compute_dtype)
 
     def export_model(self, path: Path) -> None:
-        """Gathered tensor by tensor and written by rank 0, which holds the whole model on its host meanwhile."""
+        """Gathered tensor by tensor and written by rank 0, which holds what it writes on its host meanwhile: the whole
+        model, or the adapters alone where `lora_export` says so."""
         check_exportable(self.model, self.spec)
-        leader = self._mesh.rank == 0
-        state: dict[str, Tensor] = {}
-        copies: dict[int, Tensor] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if id(parameter) not in copies:
-                whole = self._whole(parameter)
-                copies[id(parameter)] = whole.cpu() if leader else whole.new_empty(0)
-            state[name] = copies[id(parameter)]
-        if leader:
-            persistent = self.model.state_dict().keys() - state.keys()
-            state |= {name: each.cpu() for name, each in self.model.named_buffers() if name in persistent}
-            write_model(self.model, self.spec, state, path)
+        adapters, leader = self.adapters, self._mesh.rank == 0
+        if adapters is not None and adapters.lora.export == "adapter":
+            gathered = ((name, self._whole(each, torch.float32)) for name, each in adapters.trained().items())
+            state = {name: whole.cpu() for name, whole in gathered if leader}
+            if leader:
+                adapters.export(path, state)
+        else:
+            state = {name: whole.cpu() for name, whole in self.export_weights() if leader}
+            if leader:
+                write_model(self.model, self.spec, state | self._tied(state) | self._buffers(), path)
         dist.barrier()
 
     @torch.no_grad()
-    def _whole(self, parameter: Tensor) -> Tensor:
+    def _whole(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Rounded before it travels, and gathered on the device even where the shares lie on the host."""
-        share = local(parameter).to(self._mesh.device, self.compute_dtype)
+        share = local(parameter).to(self._mesh.device, dtype)
         return like(parameter, share).full_tensor()
+
+    def _whole_to_merge(self, parameter: Tensor) -> Tensor:
+        """Adapters as they are stepped, the model beneath as it computes."""
+        return self._whole(parameter, torch.float32 if parameter.requires_grad else self.compute_dtype)
+
+    def _tied(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Further names of exported tensors."""
+        first: dict[int, str] = {}
+        every = self.model.named_parameters(remove_duplicate=False)
+        names = {name: first.setdefault(id(each), name) for name, each in every}
+        return {name: state[other] for name, other in names.items() if name != other and other in state}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Those that transformers stores."""
+        persistent = self.model.state_dict().keys()
+        return {name: each.cpu() for name, each in self.model.named_buffers() if name in persistent}
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Into rank 0's directory, see `checkpoint`. Collective."""
-        steps = self.optimizer.step_count if self.optimizer is not None else 0
-        save_state(path, self._state(), {"step_count": steps})
+        """Into rank 0's directory, see `checkpoint`. Of a model with adapters only what is trained is written, and what
+        identifies the rest. Collective."""
+        said: dict[str, Any] = {"step_count": self.optimizer.step_count if self.optimizer is not None else 0}
+        if self.adapters is not None:
+            said["adapters"] = self.adapters.identity(self._whole_to_merge)
+        save_state(path, self._state(), said)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """From rank 0's directory, whatever the number of ranks was. Collective."""
-        numbers = load_state(path, self._state())
+        here = None if self.adapters is None else self.adapters.identity(self._whole_to_merge)
+        said = load_state(path, self._state(), lambda said: self._refuse_other(said.get("adapters"), here, path))
         if self.optimizer is not None:
-            self.optimizer.restored(int(numbers["step_count"]))
+            self.optimizer.restored(int(said["step_count"]))
+
+    def _refuse_other(self, saved: dict[str, Any] | None, here: dict[str, Any] | None, path: Path) -> None:
+        if self.adapters is not None and here is not None:
+            self.adapters.refuse_other(saved, here, path)
+        elif saved is not None:
+            raise CheckpointError(f"{path}: holds adapters, but this role trains the whole model (lora_target)")
 
     def _state(self) -> dict[str, Tensor]:
-        weights = {f"weight.{name}": like(each, local(each)) for name, each in self.model.named_parameters()}
-        return weights | self.optimizer.tensors() if self.optimizer is not None else dict(weights)
+        kept = dict(self.model.named_parameters()) if self.adapters is None else self.adapters.trained()
+        weights: dict[str, Tensor] = {f"weight.{name}": like(each, local(each)) for name, each in kept.items()}
+        return weights | self.optimizer.tensors() if self.optimizer is not None else weights
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 

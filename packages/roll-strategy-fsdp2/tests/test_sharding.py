@@ -1,0 +1,59 @@
+"""Which layers are gathered as one, and what is refused before any rank waits for another."""
+
+from __future__ import annotations
+
+import pytest
+from fsdp2_programs import TINY
+
+from roll_core.errors import ModelError, PlacementError, UnsupportedError, WorkerError
+from roll_core.modeling.model import load_model
+from roll_core.spec.config import StrategyConfig
+from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_strategy_fsdp2.process_group import ProcessGroup
+from roll_strategy_fsdp2.sharding import find_layers, make_mesh
+from roll_strategy_fsdp2.strategy import FSDP2Strategy
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(ModelSpec(random_init=TINY))
+
+
+def test_layers_are_those_that_the_architecture_does_not_split(model):
+    assert find_layers(model, []) == list(model.model.layers)
+
+
+def test_named_classes_are_found_outermost_first(model):
+    found = find_layers(model, ["Qwen3DecoderLayer", "Qwen3MLP"])
+    assert found == list(model.model.layers)
+    assert find_layers(model, ["Qwen3MLP"]) == [each.mlp for each in model.model.layers]
+
+
+def test_a_class_that_the_model_does_not_have_is_answered_with_those_that_it_has(model):
+    with pytest.raises(ModelError, match=r"no module of class LlamaDecoderLayer.*Qwen3DecoderLayer"):
+        find_layers(model, ["LlamaDecoderLayer"])
+
+
+def test_fsdp_size_must_divide_the_ranks():
+    with pytest.raises(PlacementError, match="fsdp_size 3 does not divide its 4 ranks"):
+        make_mesh(MeshInfo(role="actor_train", world_size=4), 3)
+
+
+def test_roles_of_one_rank_share_a_process_and_others_do_not():
+    import torch.distributed as dist
+
+    one, two = (ProcessGroup(MeshInfo(role=name)) for name in ("actor_train", "reference"))
+    with pytest.raises(WorkerError, match="already has a default process group"):
+        ProcessGroup(MeshInfo(role="critic", world_size=2))
+    one.close()
+    one.close()
+    assert dist.is_initialized()
+    two.close()
+    assert not dist.is_initialized()
+
+
+def test_another_configuration_is_refused():
+    strategy = FSDP2Strategy(StrategyConfig(), None)
+    with pytest.raises(UnsupportedError, match="take an FSDP2Config"):
+        strategy.build(ModelSpec(random_init=TINY), MeshInfo(role="reference"))
+    strategy.close()
