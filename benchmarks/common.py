@@ -9,19 +9,21 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.append(str(REPOSITORY / "tools"))
+from environments import environment  # noqa: E402
+
 RESULTS = REPOSITORY / "benchmarks" / "results"
-ENVIRONMENTS = REPOSITORY / ".engines"
-"""Peers live here, one environment each; ignored by git."""
+
+peer_python = environment
+"""The interpreter of an environment for a peer, which must not meet our versions."""
 
 
 def machine() -> dict[str, Any]:
@@ -53,28 +55,6 @@ def write_result(name: str, result: Mapping[str, Any], table: str = "") -> Path:
         where = f"{here['cpu']}, {here['cores']} cores, {here['system']}, Python {here['python']}; {versions}."
         (RESULTS / f"{name}.md").write_text(f"# {name}\n\n{where}\n\n{table.rstrip()}\n", encoding="utf-8")
     return path
-
-
-def peer_python(name: str, requirements: Sequence[str], *, remove: Sequence[str] = ()) -> Path:
-    """The interpreter of an environment that holds `requirements` (made on first use), without the packages `remove`.
-
-    Wheels that pip or uv are pointed at (a CPU build of torch) are used; see `./run`.
-    """
-    folder = ENVIRONMENTS / name
-    python = folder / "bin" / "python"
-    stamp = folder / "requirements.json"
-    wanted = json.dumps([list(requirements), list(remove)])
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    run = str(REPOSITORY / "run")
-    quiet: dict[str, Any] = {"check": True, "cwd": REPOSITORY, "stdout": sys.stderr}
-    subprocess.run([run, "venv", "--python", sys.executable, str(folder)], **quiet)
-    subprocess.run([run, "pip", "install", "--python", str(python), *requirements], **quiet)
-    if remove:
-        subprocess.run([run, "pip", "uninstall", "--python", str(python), *remove], **quiet)
-    stamp.write_text(wanted, encoding="utf-8")
-    return python
 
 
 def _cpu() -> str:

@@ -1,0 +1,1 @@
+"""ROLL's train strategies on DeepSpeed."""

@@ -1,0 +1,62 @@
+"""DeepSpeed's own configuration, from ours: what a role's config says, and what this strategy decides for DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.train import TrainingSpec
+    from roll_strategy_deepspeed.config import DeepSpeedConfig, ZeroConfig
+
+AUTO = "auto"
+
+
+def engine_config(config: DeepSpeedConfig, model: ModelSpec, training: TrainingSpec | None) -> dict[str, Any]:
+    """The dictionary that `deepspeed.initialize` takes. Raises `UnsupportedError` for a precision that contradicts the
+    model's."""
+    for name, dtype in (("bf16", "bf16"), ("fp16", "fp16")):
+        asked = getattr(config, name).enabled
+        if asked != AUTO and asked != (model.dtype == dtype):
+            raise UnsupportedError(
+                f"strategy_config.{name}.enabled is {str(asked).lower()}, but model_args.dtype is {model.dtype};"
+                " leave it out, the dtype decides"
+            )
+    stage = config.zero_optimization.stage
+    found: dict[str, Any] = {
+        # Required, and of no consequence: the strategy cuts batches itself and says when to step.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_allow_untested_optimizer": True,
+        # torch's fused AdamW needs no compiler, and is as fast on the host as DeepSpeed's own.
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": _zero(config.zero_optimization),
+        "communication_data_type": config.communication_data_type,
+        "gradient_clipping": training.max_grad_norm if training is not None and clips_itself(config, model) else 0.0,
+        "steps_per_print": None,
+        "bf16": {"enabled": model.dtype == "bf16"},
+        "fp16": {**config.fp16.model_dump(), "enabled": model.dtype == "fp16"},
+    }
+    if stage and model.dtype != "fp32":
+        # Gradients of many microbatches do not fit into 8 bits of mantissa.
+        found["data_types"] = {"grad_accum_dtype": "fp32"}
+    return found
+
+
+def clips_itself(config: DeepSpeedConfig, model: ModelSpec) -> bool:
+    """Whether DeepSpeed clips as we want: in float32 at stage 0 it neither says the norm nor looks for infinities."""
+    return config.zero_optimization.stage > 0 or model.dtype != "fp32"
+
+
+def _zero(zero: ZeroConfig) -> dict[str, Any]:
+    offloads = ("offload_optimizer", "offload_param")
+    found = {key: each for key, each in zero.model_dump(exclude=set(offloads)).items() if each not in (AUTO, None)}
+    if zero.stage < 2:
+        found["overlap_comm"] = False
+    for name in offloads:
+        if getattr(zero, name).device != "none":
+            found[name] = getattr(zero, name).model_dump()
+    return found

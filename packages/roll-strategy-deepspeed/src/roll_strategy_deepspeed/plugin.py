@@ -1,0 +1,47 @@
+"""What this package offers. Imports neither torch nor DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import TrainCapabilities, TrainProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+
+CAPABILITIES = TrainCapabilities(
+    tasks=("causal_lm", "value", "reward"),
+    dtypes=("fp32", "bf16", "fp16"),
+    packing=True,
+    gradient_checkpointing=True,
+    data_parallel=True,
+    topk=True,
+    weight_transports=("shm", "collective"),
+)
+
+
+@hookimpl
+def roll_train_strategies() -> Iterator[TrainProvider]:
+    """Train strategies and their forward-only twin."""
+    yield TrainProvider(
+        name="deepspeed_train",
+        target="roll_strategy_deepspeed.strategy:DeepSpeedStrategy",
+        config="roll_strategy_deepspeed.config:DeepSpeedConfig",
+        needs=("deepspeed>=0.19,<0.20",),
+        summary="Trains Hugging Face models with DeepSpeed: ZeRO 0 to 3, CPU offload",
+        capabilities=CAPABILITIES,
+        platforms=("cpu", "cuda", "rocm", "npu"),
+    )
+    yield TrainProvider(
+        name="deepspeed_infer",
+        target="roll_strategy_deepspeed.strategy:DeepSpeedStrategy",
+        config="roll_strategy_deepspeed.config:DeepSpeedConfig",
+        needs=("deepspeed>=0.19,<0.20",),
+        summary="deepspeed_train without optimizer, for roles that only score",
+        capabilities=CAPABILITIES,
+        platforms=("cpu", "cuda", "rocm", "npu"),
+        forward_only=True,
+    )

@@ -1,0 +1,108 @@
+"""What is needed to continue: masters and moments of every parameter as whole float32 tensors, and a few numbers.
+
+    state.json                       numbers, and the names of the parameters
+    state-00000-of-00002.safetensors master.<name>, exp_avg.<name>, exp_avg_sq.<name>: every second parameter
+    random-00000.safetensors         each rank's random state
+
+Whole tensors, because another number of ranks or another stage cuts them otherwise. They are gathered one after
+another, and each rank keeps and writes those of its turn: no rank holds them all. Ranks share the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from roll_core.errors import CheckpointError
+from roll_core.modeling.optimizer import MOMENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from roll_strategy_deepspeed.held_state import HeldState
+    from roll_strategy_deepspeed.ranks import Ranks
+
+FORMAT = 1
+STATE_KEYS = ("num_shards", "step_count", "loss_scale", "parameters")
+KINDS = ("master", *MOMENTS)
+
+
+def save_state(held: HeldState, ranks: Ranks, path: Path, *, step_count: int) -> None:
+    """Collective."""
+    mine: dict[str, Tensor] = {}
+    for at, name in enumerate(held.parameters):
+        for kind, tensor in held.read(name):
+            if at % ranks.size == ranks.rank:
+                # A copy even on the host: what was gathered may be the parameter itself.
+                mine[f"{kind}.{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
+    save_file(mine, path / _shard(ranks.rank, ranks.size))
+    save_file({"torch_cpu": torch.get_rng_state()}, path / f"random-{ranks.rank:05d}.safetensors")
+    if ranks.rank == 0:
+        state = {
+            "format": FORMAT,
+            "num_shards": ranks.size,
+            "step_count": step_count,
+            "loss_scale": held.loss_scale(),
+            "parameters": list(held.parameters),
+        }
+        (path / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    ranks.wait()
+
+
+@torch.no_grad()
+def load_state(held: HeldState, ranks: Ranks, path: Path) -> int:
+    """Returns the number of steps that were done. Collective. Raises `CheckpointError`."""
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        _check(state, held, path)
+        with ExitStack() as stack:
+            where: dict[str, Any] = {}
+            for shard in range(state["num_shards"]):
+                file = stack.enter_context(safe_open(path / _shard(shard, state["num_shards"]), framework="pt"))
+                where |= dict.fromkeys(file.keys(), file)
+            held.begin_writing(state["step_count"])
+            for name, parameter in held.parameters.items():
+                held.write(name, {kind: _read(where, f"{kind}.{name}", parameter, path) for kind in KINDS})
+            held.end_writing(state["loss_scale"])
+    except (OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    random = path / f"random-{ranks.rank:05d}.safetensors"
+    if random.is_file():
+        torch.set_rng_state(load_file(random)["torch_cpu"])
+    ranks.wait()
+    return int(state["step_count"])
+
+
+def _shard(rank: int, size: int) -> str:
+    return f"state-{rank:05d}-of-{size:05d}.safetensors"
+
+
+def _check(state: Mapping[str, Any], held: HeldState, path: Path) -> None:
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format {state.get('format')}; this version reads {FORMAT}")
+    missing = [key for key in STATE_KEYS if key not in state]
+    if missing:
+        raise CheckpointError(f"{path}/state.json: {missing[0]} is missing")
+    odd = set(state["parameters"]) ^ set(held.parameters)
+    if odd:
+        raise CheckpointError(f"{path}: tensor {min(odd)} is in only one of the checkpoint and the model")
+
+
+def _read(where: Mapping[str, Any], key: str, parameter: Tensor, path: Path) -> Tensor:
+    if key not in where:
+        raise CheckpointError(f"{path}: {key} is missing")
+    found: Tensor = where[key].get_tensor(key)
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    if tuple(found.shape) != shape or found.dtype != torch.float32:
+        raise CheckpointError(f"{path}: {key} is {found.dtype} {tuple(found.shape)}, the model has float32 {shape}")
+    return found

@@ -1,0 +1,263 @@
+"""Train strategy on DeepSpeed: Hugging Face models, data parallel, with what ZeRO's stage says spread over the ranks.
+
+    MicroBatch -> Computation (inside the engine) -> TokenOutputs -> loss -> engine.backward -> engine.step
+
+| stage | backward passes | forward passes | step |
+|---|---|---|---|
+| 0, 1 | each rank alone | each rank alone | gradients are reduced |
+| 2 | gradients are reduced: all ranks together | each rank alone | |
+| 3 | all ranks together | parameters are gathered: all ranks together | |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from roll_core.data.pack import pack
+from roll_core.errors import UnsupportedError
+from roll_core.modeling.backbone import checkpoint_layers
+from roll_core.modeling.export import write_model
+from roll_core.modeling.fused import fuse
+from roll_core.modeling.model import load_model
+from roll_core.modeling.optimizer import adamw, schedule
+from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
+from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
+from roll_core.types import TrainSequence
+from roll_strategy_deepspeed import whole_optimizer
+from roll_strategy_deepspeed.computation import Computation, GatheredHead, token_outputs
+from roll_strategy_deepspeed.config import DeepSpeedConfig
+from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
+from roll_strategy_deepspeed.held_state import HeldState
+from roll_strategy_deepspeed.plugin import CAPABILITIES
+from roll_strategy_deepspeed.ranks import Ranks
+from roll_strategy_deepspeed.state import load_state, save_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from roll_core.modeling.backbone import LanguageHead
+    from roll_core.spec.model import MeshInfo, ModelSpec
+
+log = logging.getLogger(__name__)
+
+
+class DeepSpeedStrategy(TrainStrategy):
+    """Trains or, without `training`, only scores.
+
+    Dropout is off: the logprobs before an update and those inside it must come from the same function.
+    """
+
+    capabilities = CAPABILITIES
+
+    def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        """Load the model on every rank, find out how it computes, and let DeepSpeed spread it."""
+        if mesh.num_threads:
+            torch.set_num_threads(mesh.num_threads)
+        self._mesh, self.spec = mesh, model
+        self.stage: int = self._config.zero_optimization.stage
+        settings = engine_config(self._config, model, self.training)
+        self.ranks = Ranks(mesh)
+        # What is cut into shards anyway need not be whole on the device before.
+        self.model: PreTrainedModel = load_model(model, device="cpu" if self.stage == 3 else mesh.device)
+        if self._config.fused and self.ranks.device.type == "cpu":
+            log.info("%s: %d modules fused", mesh.role, fuse(self.model))
+        self.model.requires_grad_(self.training is not None)
+        self.task_model = TaskModel(self.model, model, chunk_tokens=self._config.logprob_chunk_tokens)
+        if self.training is not None and model.gradient_checkpointing:
+            checkpoint_layers(self.model)
+        self.computation = Computation(self.model, self.task_model)
+        if self.stage == 3:
+            self._gather_head()
+        self.engine: Any = None
+        if self.training is not None:
+            self._start_engine(settings, adamw(self.model.parameters(), self.training))
+            trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+            self.held = HeldState(self.engine, trained, stage=self.stage)
+            self.step_count = 0
+            self.num_backwards = 0
+            """Since the last step."""
+            self.schedule = schedule(self.training)
+        elif self.stage == 3:
+            self._start_engine(settings, None)
+
+    # -- computing -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        """On the mesh's device. At stage 3 all ranks call it together; `forward_all` sees to that."""
+        return self._outputs(micro.to(self._mesh.device), want)
+
+    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+        """At stage 3 a rank with fewer microbatches than others computes for nobody until they are done."""
+        num_idle = self.ranks.most(len(micros)) - len(micros) if self.stage == 3 else 0
+        for micro in micros:
+            yield self.forward(micro, want)
+        for _ in range(num_idle):
+            self.forward(_idle_micro(), want)
+
+    def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
+        """Raises `NonFiniteError`, which names the sequences, before a NaN gets into the gradients."""
+        self._check_trains()
+        num_idle = self.ranks.most(len(micros)) - len(micros) if self.stage >= 2 else 0
+        metrics = [self._one_backward(micro.to(self._mesh.device), loss) for micro in micros]
+        for _ in range(num_idle):
+            self._idle_backward(loss.want)
+        return metrics
+
+    def optimizer_step(self) -> StepStats:
+        """Collective over the ranks."""
+        training = self._check_trains()
+        learning_rate = training.learning_rate * self.schedule(self.step_count)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self.stage and not self.num_backwards:
+            self._idle_backward(Want(logprobs=self.spec.task == "causal_lm", values=self.spec.task != "causal_lm"))
+        self.num_backwards = 0
+        self.engine.step()
+        norm = float(self.engine.get_global_grad_norm())
+        if not self.engine.was_step_applied():
+            return StepStats(grad_norm=norm, learning_rate=learning_rate, skipped=True)
+        self.step_count += 1
+        return StepStats(grad_norm=norm, learning_rate=learning_rate)
+
+    def _one_backward(self, micro: MicroBatch, loss: LossFn) -> LossMetrics:
+        outputs = self._outputs(micro, loss.want)
+        found = finite_loss(loss, outputs, micro)
+        if found.loss.requires_grad:
+            self._backward(found.loss)
+        elif self.stage >= 2:
+            self._backward(_nothing(outputs))
+        return plain_metrics(found)
+
+    def _backward(self, loss: Tensor) -> None:
+        # DeepSpeed averages over ranks; the objective is a sum.
+        self.engine.backward(loss * self.ranks.size)
+        self.num_backwards += 1
+
+    def _idle_backward(self, want: Want) -> None:
+        """Adds 0 to the gradients: because others need this rank, or DeepSpeed a backward pass before a step."""
+        self._backward(_nothing(self._outputs(_idle_micro().to(self._mesh.device), want)))
+
+    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        compute = self.engine if self.engine is not None else self.computation
+        return token_outputs(compute(micro=micro, want=want))
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def _gather_head(self) -> None:
+        head = self.task_model.head
+        if head is None:
+            return
+        if not head.is_linear:
+            raise UnsupportedError(
+                f"{type(self.model).__name__}: the head of this architecture is not one matrix, so it cannot be applied"
+                " chunk by chunk where parameters are spread; use zero_optimization.stage 2 or less"
+            )
+        self.computation.head = GatheredHead(head)
+        # It takes the place of what it stands for.
+        self.task_model.head = cast("LanguageHead", self.computation.head)
+
+    def _start_engine(self, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+        import deepspeed
+
+        self.engine = deepspeed.initialize(model=self.computation, optimizer=optimizer, config=settings)[0]
+        self.engine.eval()
+        if optimizer is not None and self.training is not None and not clips_itself(self._config, self.spec):
+            whole_optimizer.guard(self.engine, optimizer, self.training.max_grad_norm)
+        if self.stage == 3 and self.task_model.head is not None:
+            layer = cast("nn.Linear", self.model.get_output_embeddings())
+            for parameter in (layer.weight, layer.bias):
+                if parameter is not None:
+                    deepspeed.zero.register_external_parameter(self.computation.head, parameter)
+
+    def _check_trains(self) -> Any:
+        if self.training is None:
+            raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
+        return self.training
+
+    @property
+    def _config(self) -> DeepSpeedConfig:
+        if not isinstance(self.config, DeepSpeedConfig):
+            raise UnsupportedError(f"deepspeed_train takes a DeepSpeedConfig, not a {type(self.config).__name__}")
+        return self.config
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Live parameters; at stage 3 each is gathered for the time that it takes to read it. Tied weights come once,
+        under their first name."""
+        for name, parameter in self.model.named_parameters():
+            with self._whole(parameter):
+                yield name, parameter.detach()
+
+    def export_model(self, path: Path) -> None:
+        """Written by rank 0, which gathers the model on its host."""
+        state: dict[str, Tensor] = {}
+        copies: dict[int, Tensor] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in copies:
+                with self._whole(tensor):
+                    if self.ranks.rank == 0:
+                        copies[id(tensor)] = tensor.detach().cpu().clone()
+            if self.ranks.rank == 0:
+                state[name] = copies[id(tensor)]
+        if self.ranks.rank == 0:
+            write_model(self.model, self.spec, state, path)
+        self.ranks.wait()
+
+    def _whole(self, tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Makes a parameter whole on all ranks, which enter together."""
+        if not hasattr(tensor, "ds_id"):
+            return contextlib.nullcontext()
+        import deepspeed
+
+        return cast("contextlib.AbstractContextManager[Any]", deepspeed.zero.GatheredParameters([tensor]))
+
+    # -- continuing ----------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Collective. Ranks share the folder."""
+        self._check_trains()
+        save_state(self.held, self.ranks, path, step_count=self.step_count)
+
+    def load(self, path: Path) -> None:
+        """Collective. The number of ranks and the stage may differ from when it was saved."""
+        self._check_trains()
+        self.step_count = load_state(self.held, self.ranks, path)
+
+    # -- the rest ------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> Mapping[str, int]:
+        """Measured on the tensors, wherever they live."""
+        parts = (getattr(each, part, None) for each in self.model.parameters() for part in ("data", "ds_tensor"))
+        held = {"weights": sum(part.nbytes for part in parts if part is not None)}
+        return held | self.held.memory() if self.training is not None else held
+
+    def close(self) -> None:
+        """Drop the engine and leave the process group."""
+        engine, self.engine = getattr(self, "engine", None), None
+        if engine is not None:
+            engine.destroy()
+        if hasattr(self, "ranks"):
+            self.ranks.close()
+
+
+def _nothing(outputs: TokenOutputs) -> Tensor:
+    """A loss of 0 that depends on everything that a real one may depend on."""
+    parts = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
+    return sum((each.sum() * 0.0 for each in parts if each is not None and each.requires_grad), torch.zeros(()))
+
+
+def _idle_micro() -> MicroBatch:
+    """What a rank computes that has nothing to compute while the others need it: two tokens."""
+    mask = np.array([False, True])
+    return pack([TrainSequence(id="idle", tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]

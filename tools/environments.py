@@ -1,0 +1,45 @@
+"""Python environments under the ignored folder `.engines`, for what cannot live in the workspace's own.
+
+An engine pins what the workspace does not, and a peer of the benchmarks must not meet our versions. Both are made with
+`./run`, so that wheels in find-links, the exact torch and `exclude-newer` hold for them as for the workspace.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ENVIRONMENTS = REPOSITORY / ".engines"
+
+
+def environment(
+    name: str, requirements: Sequence[str], *, remove: Sequence[str] = (), also: Sequence[Any] = ()
+) -> Path:
+    """The interpreter of an environment that holds `requirements`, without the packages `remove`.
+
+    Made on first use, and made anew when one of these or `also` (plain values) has changed. Requirements are what pip
+    takes, `-e FOLDER` included, in a folder relative to the repository.
+    """
+    folder = ENVIRONMENTS / name
+    python = folder / "bin" / "python"
+    stamp = folder / "requirements.json"
+    wanted = json.dumps([list(requirements), list(remove), *also])
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    run = str(REPOSITORY / "run")
+    quiet: dict[str, Any] = {"check": True, "cwd": REPOSITORY, "stdout": sys.stderr}
+    subprocess.run([run, "venv", "--python", sys.executable, str(folder)], **quiet)
+    subprocess.run([run, "pip", "install", "--python", str(python), *requirements], **quiet)
+    if remove:
+        subprocess.run([run, "pip", "uninstall", "--python", str(python), *remove], **quiet)
+    stamp.write_text(wanted, encoding="utf-8")
+    return python

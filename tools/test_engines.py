@@ -1,0 +1,81 @@
+"""`./run test-engines [NAME...] [PYTEST ARGUMENTS...]`: tests of the plugins that wrap an engine, beside the engine.
+
+An engine is the extra `engine` of a package under `packages/`. Its name is the end of the package's: `deepspeed` of
+`roll-strategy-deepspeed`. Each gets an environment of its own under `.engines/`, made of the repository's own files.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+from environments import REPOSITORY, environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOOLS = ("pytest", "hypothesis")
+"""Beginnings of the names, among the workspace's development dependencies, of what runs tests."""
+CORE = REPOSITORY / "packages" / "roll-core"
+
+
+def main(arguments: list[str]) -> int:
+    """0 if the tests of all chosen engines pass, 2 if one of the names is not an engine's."""
+    first_option = next((at for at, each in enumerate(arguments) if each.startswith("-")), len(arguments))
+    names, options = arguments[:first_option], arguments[first_option:]
+    engines = find_engines()
+    for name in names:
+        if name not in engines:
+            print(f"there is no engine {name!r}; there are {', '.join(engines) or 'none'}", file=sys.stderr)
+            return 2
+    failed = [name for name in names or engines if not test(name, engines[name], options)]
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def find_engines() -> dict[str, Path]:
+    """Folders of the packages with an extra `engine`, by the engine's name."""
+    found = {}
+    for file in sorted((REPOSITORY / "packages").glob("*/pyproject.toml")):
+        if "engine" in read(file)["project"].get("optional-dependencies", {}):
+            found[file.parent.name.rpartition("-")[2]] = file.parent
+    return found
+
+
+def engine_python(name: str, package: Path) -> Path:
+    """The interpreter of an engine's environment: the core and the plugin as they stand here, the engine, pytest."""
+    root = read(REPOSITORY / "pyproject.toml")
+    pins = {key: root["tool"]["uv"].get(key) for key in ("constraint-dependencies", "exclude-newer")}
+    tools = [each for each in root["dependency-groups"]["dev"] if each.startswith(TOOLS)]
+    core, plugin = CORE.relative_to(REPOSITORY), package.relative_to(REPOSITORY)
+    return environment(
+        name,
+        ["-e", f"./{core}", "-e", f"./{plugin}[engine]", *tools],
+        also=[pins, *(read(folder / "pyproject.toml")["project"] for folder in (CORE, package))],
+    )
+
+
+def test(name: str, package: Path, options: list[str]) -> bool:
+    """Whether the package's tests pass in its engine's environment."""
+    print(f"== {name}", file=sys.stderr, flush=True)
+    python = engine_python(name, package)
+    # The environment's own programs (ninja, ray) come first: engines and workers look for them by name.
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
+    variables = {
+        key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH")
+    }
+    command = [str(python), "-m", "pytest", str(package / "tests"), *options]
+    return subprocess.run(command, cwd=REPOSITORY, env={**variables, "PATH": path}).returncode == 0
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A TOML file."""
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
