@@ -111,6 +111,26 @@ def test_sigterm_saves_the_step_in_progress_and_the_resumed_run_equals_the_unint
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(local_runs):
+    runs = local_runs
+    config = runs.sft(save_steps=1, max_ckpt_to_keep=2)
+    config["sft_train"]["training_args"] |= {"lr_scheduler_type": "constant"}
+    process = start(runs, config | {"max_steps": 10_000})
+    checkpoints = runs.folder / "output" / "sft" / "001" / "checkpoints"
+    while not any(checkpoints.glob(".step-4.tmp-*")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
+    resumed = runs.ok(config | {"max_steps": 6, "resume_from_checkpoint": True})
+    # 4 where this process was so slow that the save was done before the kill.
+    assert json.loads(resumed.run_dir.record.read_text(encoding="utf-8"))["resumed_step"] in (3, 4)
+    whole = runs.ok(config | {"max_steps": 6, "exp_name": "whole"})
+    assert runs.timeless(resumed) == runs.timeless(whole)
+    weights, expected = (load_file(each.run_dir.export / "model.safetensors") for each in (resumed, whole))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize(
     ("settings", "times", "says"),
     [
