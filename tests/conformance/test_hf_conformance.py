@@ -7,5 +7,10 @@ from roll_core.testing import TrainStrategyConformance
 
 class TestHF(TrainStrategyConformance):
     name = "hf_train"
-    variants = {"flat": {}, "chunked": {"logprob_chunk_tokens": 7, "fused": False}}  # noqa: RUF012
-    world_sizes = (1, 2, 3)
+    preload = (*TrainStrategyConformance.preload, "roll_core.builtin.hf.train")
+
+
+class TestHFInfer(TrainStrategyConformance):
+    name = "hf_infer"
+    preload = TestHF.preload
+    isolate = False

@@ -48,7 +48,7 @@ def config(tmp_path: Path) -> Path:
                 "policy": role
                 | {
                     "strategy_args": {"strategy_name": "acme_train", "strategy_config": {"vocabulary": 6}},
-                    "training_args": {"learning_rate": 60.0, "per_device_train_batch_size": 32},
+                    "training_args": {"learning_rate": 0.3, "per_device_train_batch_size": 32},
                     "data_args": {"file_name": str(tmp_path / "rows.jsonl")},
                 },
                 "sampler": role

@@ -1,9 +1,15 @@
 """For the tests of plugins and of the core: the conformance kit, its reference, tiny models, and processes as ranks."""
 
-from roll_core.testing.bench import Case, Split, Step
-from roll_core.testing.conformance import TrainStrategyConformance
-from roll_core.testing.ranks import RankHost, RanksFailedError
-from roll_core.testing.reference import ReferenceModel, TransformersModel
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roll_core.testing.bench import Case, Split, Step
+    from roll_core.testing.conformance import TrainStrategyConformance
+    from roll_core.testing.ranks import RankHost, RanksFailedError
+    from roll_core.testing.reference import ReferenceModel, TransformersModel
 
 __all__ = [
     "Case",
@@ -15,3 +21,21 @@ __all__ = [
     "TrainStrategyConformance",
     "TransformersModel",
 ]
+
+_HOMES = {
+    "Case": "bench",
+    "RankHost": "ranks",
+    "RanksFailedError": "ranks",
+    "ReferenceModel": "reference",
+    "Split": "bench",
+    "Step": "bench",
+    "TrainStrategyConformance": "conformance",
+    "TransformersModel": "reference",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when asked for: the process that forks ranks comes through here too, and needs no torch of its own."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -110,14 +110,18 @@ def built(case: Case, rank: int) -> Iterator[TrainStrategy]:
     """The strategy between `build` and `close`."""
     import torch
 
+    settings: Any = torch.utils.deterministic
+    usual = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    settings.fill_uninitialized_memory = False
     strategy = make(case)
     try:
         strategy.build(case.model, mesh_of(case, rank))
         yield strategy
     finally:
         strategy.close()
+        torch.use_deterministic_algorithms(usual[0])
+        settings.fill_uninitialized_memory = usual[1]
 
 
 def share(strategy: TrainStrategy, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:

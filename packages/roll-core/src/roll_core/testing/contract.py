@@ -129,6 +129,11 @@ class ContractTests(Subject):
         looked = self.run(look_between, case, self._step(), SCORES)[0]
         check_same_run("a step with forward passes in between", looked, self.run(train, case, [self._step()])[0])
 
+    def test_declared_parallelism_is_tested(self) -> None:
+        """`world_sizes` has more than one rank where data parallelism is declared."""
+        if self.can.data_parallel and max(self.sizes()) < 2:
+            raise AssertionError(f"{self.name} declares data_parallel: let world_sizes have 2, not only {self.sizes()}")
+
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     def test_every_replica_has_one_leader(self, case: Case, world_size: int) -> None:

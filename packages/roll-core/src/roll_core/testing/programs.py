@@ -237,6 +237,7 @@ def resume(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], 
             take_step(strategy, step)
         for step in spoil[:1]:
             accumulate(strategy, step)
+        weights(strategy)  # as a publish does; nothing that is kept of it may come back
         strategy.load(Path(folder) / f"rank-{rank}")
         return _train(strategy, steps)
 
@@ -300,7 +301,6 @@ def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[Part]
     import gc
 
     def used() -> int:
-        gc.collect()
         return int(case.platform().memory(rank)["used"])
 
     with built(case, rank) as strategy:
@@ -309,6 +309,7 @@ def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[Part]
         held = sum(strategy.memory().get(part, 0) for part in parts)
         before = used()
         strategy.offload(parts)
+        gc.collect()
         away = used()
         strategy.onload(parts)
         return MemoryUsed(held=held, before=before, away=away, back=used())

@@ -70,6 +70,7 @@ class StateTests(Subject):
         straight = self.run(save_between, case, steps, done, str(tmp_path))
         resumed = self.run(resume, case, self._steps(1, seed=50), steps[done:], str(tmp_path))
         for rank, (found, expected) in enumerate(zip(resumed, straight, strict=True)):
+            check_same(f"weights of rank {rank}, loaded after {done} steps", found.before, expected.before)
             check_same_run(f"rank {rank}, resumed after {done} steps,", found, expected)
 
     def test_saving_changes_nothing(self, case: Case, world_size: int, tmp_path: Path) -> None:

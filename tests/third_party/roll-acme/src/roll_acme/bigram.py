@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from roll_acme.plugin import INFER, TRAIN
-from roll_core.errors import MissingTensorError
+from roll_core.errors import CheckpointError, MissingTensorError, UnsupportedError
+from roll_core.modeling.optimizer import adamw, clip_factor, moments, schedule
+from roll_core.modeling.task_model import finite_loss, plain_metrics
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
@@ -21,6 +25,8 @@ from roll_core.types import Completion, CompletionOutput, GenerateRequest, Weigh
 
 def logprobs_of(table_VV: torch.Tensor, micro: MicroBatch, want: Want) -> TokenOutputs:
     """Logprobs and entropy of each token given the one before it."""
+    if want.topk or want.values:
+        raise UnsupportedError("a bigram table has neither top-k logprobs nor values")
     before_T = micro.tokens_T.roll(1)
     all_TV = torch.log_softmax(table_VV[before_T] / want.temperature, dim=-1)
     chosen_T = all_TV.gather(1, micro.tokens_T[:, None])[:, 0]
@@ -33,48 +39,78 @@ def logprobs_of(table_VV: torch.Tensor, micro: MicroBatch, want: Want) -> TokenO
 
 
 class BigramTrainStrategy(TrainStrategy):
-    """Plain gradient ascent on the table."""
+    """The table, stepped by AdamW."""
 
     capabilities = TRAIN
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        if model.task != "causal_lm":
+            raise UnsupportedError(f"a bigram table is a language model, it has no task {model.task}")
         self._mesh = mesh
         size = self.config.vocabulary
         self.table_VV = torch.zeros(size, size, requires_grad=self.training is not None)
         self.steps = 0
+        if self.training is not None:
+            self.optimizer = adamw([self.table_VV], self.training)
+            self.schedule = schedule(self.training)
 
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
         with torch.no_grad():
             return logprobs_of(self.table_VV, micro, want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
+        self._trains()
         found = []
         for micro in micros:
-            output = loss(logprobs_of(self.table_VV, micro, loss.want), micro)
+            outputs = logprobs_of(self.table_VV, micro, loss.want)
+            output = finite_loss(loss, outputs, micro)
             output.loss.backward()
-            found.append({name: float(value) for name, value in output.metrics.items()})
+            found.append(plain_metrics(output))
         return found
 
     def optimizer_step(self) -> StepStats:
-        gradient = self.table_VV.grad
-        with torch.no_grad():
-            self.table_VV -= self.training.learning_rate * gradient
-        norm = float(gradient.norm())
+        self._trains()
+        gradient, rate = self.table_VV.grad, self.training.learning_rate * self.schedule(self.steps)
+        norm = float(gradient.norm()) if gradient is not None else 0.0
+        skipped = not math.isfinite(norm)
+        if gradient is not None and not skipped:
+            gradient *= clip_factor(norm, self.training.max_grad_norm)
+            self.optimizer.param_groups[0]["lr"] = rate
+            self.optimizer.step()
+            self.steps += 1
         self.table_VV.grad = None
-        self.steps += 1
-        return StepStats(grad_norm=norm, learning_rate=self.training.learning_rate)
+        return StepStats(grad_norm=norm, learning_rate=rate, skipped=skipped)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "table", self.table_VV.detach()
 
     def save(self, path: Path) -> None:
-        save_file({"table": self.table_VV.detach().contiguous()}, path / "table.safetensors")
+        save_file({name: each.contiguous() for name, each in self._state().items()}, path / "table.safetensors")
         (path / "steps.json").write_text(json.dumps(self.steps), encoding="utf-8")
 
     def load(self, path: Path) -> None:
+        try:
+            stored = load_file(path / "table.safetensors")
+            self.steps = json.loads((path / "steps.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: the table cannot be read: {error}") from error
         with torch.no_grad():
-            self.table_VV.copy_(load_file(path / "table.safetensors")["table"])
-        self.steps = json.loads((path / "steps.json").read_text(encoding="utf-8"))
+            for name, tensor in self._state().items():
+                tensor.copy_(stored[name])
+        if self.training is not None:
+            self.optimizer.state[self.table_VV]["step"].fill_(float(self.steps))
+        self.table_VV.grad = None
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """What is saved: the table and, where it is trained, its moments."""
+        found = {"table": self.table_VV.detach()}
+        if self.training is not None:
+            found["first"], found["second"] = moments(self.optimizer, self.table_VV)
+        return found
+
+    def _trains(self) -> None:
+        if self.training is None:
+            raise UnsupportedError(f"role {self._mesh.role} only scores: it has no optimizer")
 
 
 class BigramInferStrategy(InferStrategy):

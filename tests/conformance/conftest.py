@@ -1,0 +1,68 @@
+"""Suites of other authors, run as they would run them: pytest in a process of its own, with their plugin installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PLUGINS = (HERE.parent / "third_party" / "roll-acme", HERE / "suites" / "roll-wrong")
+
+
+def install(project: Path, site: Path) -> None:
+    """What an editable installation leaves: the sources on the path and a .dist-info with the entry points."""
+    described = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = site / f"{described['name'].replace('-', '_')}-{described['version']}.dist-info"
+    info.mkdir(parents=True)
+    metadata = f"Metadata-Version: 2.1\nName: {described['name']}\nVersion: {described['version']}\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    points = "".join(f"{name} = {target}\n" for name, target in described["entry-points"]["roll.plugins"].items())
+    (info / "entry_points.txt").write_text(f"[roll.plugins]\n{points}", encoding="utf-8")
+
+
+class Outcome:
+    """Of a whole suite: what became of each test, by class."""
+
+    def __init__(self, report: Path) -> None:
+        self.tests: dict[str, dict[str, str]] = {}
+        self.messages: dict[tuple[str, str], str] = {}
+        for case in ElementTree.parse(report).getroot().iter("testcase"):
+            title, test = case.get("classname", "").rpartition(".")[2], case.get("name", "")
+            kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+            self.tests.setdefault(title, {})[test] = kinds[0] if kinds else "passed"
+            for child in case:
+                self.messages[title, test] = child.get("message", "")
+
+    def failed(self, title: str) -> set[str]:
+        """Names of the tests of one class that failed, without parameters."""
+        found = self.tests[title].items()
+        return {test.partition("[")[0] for test, result in found if result in ("failure", "error")}
+
+
+@pytest.fixture(scope="session")
+def environ(tmp_path_factory):
+    """Of a process in which the plugins are installed."""
+    site = tmp_path_factory.mktemp("site")
+    for project in PLUGINS:
+        install(project, site)
+    path = os.pathsep.join([str(site), *(str(project / "src") for project in PLUGINS)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def suites(environ, tmp_path_factory):
+    """The `Outcome` of all suites, run as their authors would run them."""
+    report = tmp_path_factory.mktemp("report") / "report.xml"
+    # Listing takes a process each: here it is enough to see one that is right and the one that is not.
+    chosen = "not test_listing or Test_right or Test_heavy or TestAcme"
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", chosen]
+    command += [f"--junitxml={report}", *map(str, sorted((HERE / "suites").glob("*_suite.py")))]
+    done = subprocess.run(command, env=environ, cwd=HERE.parents[1], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 1, done.stdout + done.stderr  # some failed, as they should
+    return Outcome(report)

@@ -1,0 +1,92 @@
+"""Offers all of them, by the names of their classes in snake case."""
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import PlatformProvider, TrainCapabilities, TrainProvider
+
+ROLL_HOOK_API = 1
+ALONE = TrainCapabilities(
+    tasks=("causal_lm", "value"),
+    dtypes=("fp32",),
+    packing=True,
+    offload=True,
+    topk=True,
+    weight_transports=("shared", "shm"),
+)
+TOGETHER = TrainCapabilities(
+    tasks=("causal_lm", "value"),
+    dtypes=("fp32",),
+    packing=True,
+    data_parallel=True,
+    offload=True,
+    topk=True,
+    weight_transports=("shared", "shm"),
+)
+WITHOUT_TOPK = TrainCapabilities(
+    tasks=("causal_lm", "value"),
+    dtypes=("fp32",),
+    packing=True,
+    offload=True,
+    weight_transports=("shared", "shm"),
+)
+SPECIAL = {
+    "right_together": TOGETHER,
+    "mean_of_ranks": TOGETHER,
+    "skips_alone": TOGETHER,
+    "silent_without_topk": WITHOUT_TOPK,
+    "other_capabilities": WITHOUT_TOPK,
+}
+WRONG = {
+    name: "".join(part.capitalize() for part in name.split("_")).replace("Nan", "NaN")
+    for name in (
+        "mean_of_microbatches",
+        "mean_of_ranks",
+        "skips_alone",
+        "forgotten_mask",
+        "off_by_one",
+        "leaking_neighbours",
+        "temperature_ignored",
+        "entropy_in_bits",
+        "values_shifted",
+        "topk_backwards",
+        "clips_microbatches",
+        "schedule_ahead",
+        "gradients_kept",
+        "decays_biases",
+        "stale_export",
+        "optimizer_lost",
+        "state_lost_away",
+        "memory_kept",
+        "skip_not_reported",
+        "steps_on_nan",
+        "closes_once",
+        "forward_clears",
+        "scorer_trains",
+        "silent_without_topk",
+        "other_capabilities",
+        "heavy",
+        "saves_rounded",
+        "takes_every_task",
+        "damage_ignored",
+        "nameless_nan",
+    )
+}
+
+
+@hookimpl
+def roll_platforms():
+    yield PlatformProvider(name="wrong_board", target="roll_wrong.board:Board", summary="Pretends", priority=-1)
+
+
+@hookimpl
+def roll_train_strategies():
+    targets = {"right": "right:Right", "right_together": "right:RightTogether"}
+    targets |= {name: f"wrong:{attribute}" for name, attribute in WRONG.items()}
+    for name, target in targets.items():
+        yield TrainProvider(
+            name=name,
+            target=f"roll_wrong.{target}",
+            config=f"roll_wrong.{'heavy' if name == 'heavy' else 'config'}:NoConfig",
+            summary="For the tests of the conformance kit",
+            capabilities=SPECIAL.get(name, ALONE),
+            platforms=("wrong_board",),
+        )

@@ -1,0 +1,52 @@
+"""The kit against every strategy of roll-wrong, the right ones among them."""
+
+from __future__ import annotations
+
+import torch
+from roll_wrong.plugin import WRONG
+from safetensors.torch import load_file, save_file
+
+from roll_core.spec.model import ModelSpec
+from roll_core.testing import ReferenceModel, TrainStrategyConformance
+
+
+class BigramReference(ReferenceModel):
+    """Looked up token by token."""
+
+    def __init__(self, path, task):
+        self.module = torch.nn.Module()
+        names = ("table", "bias") if task == "causal_lm" else ("worth", "bias")
+        stored = load_file(f"{path}/weights.safetensors")
+        for name in names:
+            self.module.register_parameter(name, torch.nn.Parameter(stored[name]))
+
+    def logits(self, tokens_L):
+        return torch.stack([self.module.table[token] + self.module.bias for token in tokens_L.tolist()])
+
+    def scores(self, tokens_L):
+        return torch.stack([self.module.worth[token].sum() + self.module.bias.sum() for token in tokens_L.tolist()])
+
+
+class Suite(TrainStrategyConformance):
+    """What all of them need said."""
+
+    isolate = False
+    preload = (*TrainStrategyConformance.preload, "roll_wrong.wrong")
+
+    def model(self, task, folder, size=61):
+        drawn = torch.Generator().manual_seed(5)
+        names = {"table": (size, size), "worth": (size, 3), "bias": (size,)}
+        weights = {name: torch.randn(shape, generator=drawn) for name, shape in names.items()}
+        save_file(weights, folder / "weights.safetensors")
+        return ModelSpec(task=task, path=str(folder))
+
+    def large_model(self, folder):
+        return self.model("causal_lm", folder, size=1000)
+
+    def reference_model(self, spec):
+        return BigramReference(spec.path, spec.task)
+
+
+for name in ("right", "right_together", *WRONG):
+    title = f"Test_{name}"
+    globals()[title] = type(title, (Suite,), {"name": name, "__module__": __name__})

@@ -1,0 +1,64 @@
+"""What an author may leave out has to be explained."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll_core.testing import TrainStrategyConformance
+
+
+def test_an_override_without_a_reason_is_refused():
+    with pytest.raises(TypeError, match=r"Mine overrides test_topk_equals_the_reference.*xfail\(reason"):
+
+        class Mine(TrainStrategyConformance):
+            def test_topk_equals_the_reference(self):
+                pass
+
+
+@pytest.mark.parametrize("value", [None, 3])
+def test_a_test_that_is_taken_away_is_refused(value):
+    with pytest.raises(TypeError, match="overrides test_closing_twice_is_fine"):
+        type("Mine", (TrainStrategyConformance,), {"test_closing_twice_is_fine": value})
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        pytest.mark.skip(reason="it is slow"),
+        pytest.mark.xfail,
+        pytest.mark.xfail(reason="", strict=True),
+        # One that may also pass would let an empty test through.
+        pytest.mark.xfail(reason="upstream issue 7"),
+    ],
+    ids=["skip", "bare", "empty", "lenient"],
+)
+def test_other_marks_are_no_explanation(mark):
+    def test_closing_twice_is_fine(self):
+        pass
+
+    with pytest.raises(TypeError, match="overrides"):
+        type("Mine", (TrainStrategyConformance,), {"test_closing_twice_is_fine": mark(test_closing_twice_is_fine)})
+
+
+def test_a_mixin_is_seen_through():
+    class Mixin:
+        def test_closing_twice_is_fine(self):
+            pass
+
+    with pytest.raises(TypeError, match="overrides"):
+        type("Mine", (Mixin, TrainStrategyConformance), {})
+
+
+def test_an_explained_xfail_is_fine_and_other_tests_may_be_added():
+    class Mine(TrainStrategyConformance):
+        @pytest.mark.xfail(reason="the engine asserts on it, upstream issue 7", strict=True)
+        def test_closing_twice_is_fine(self, case):
+            super().test_closing_twice_is_fine(case, 1)
+
+        def test_something_of_its_own(self):
+            pass
+
+    class Again(Mine):
+        pass
+
+    assert Again.name == ""

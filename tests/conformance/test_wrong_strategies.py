@@ -1,0 +1,115 @@
+"""The kit finds what it is there to find: right strategies pass it, and each mistake fails the tests named here.
+
+What is wrong in many ways at once, like a forgotten mask, is seen by every test that looks at gradients; what is
+wrong in one way fails one test.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.timeout(960)  # the first of them waits for all suites, half a minute where nothing else runs
+
+STEPS = {
+    "test_steps_of_adamw_equal_the_reference",
+    "test_gradients_are_clipped_to_their_global_norm",
+    "test_the_schedule_is_that_of_transformers",
+}
+LOGPROBS = {
+    "test_logprobs_equal_the_reference",
+    "test_logprobs_have_the_temperature_of_the_rollouts",
+    "test_outputs_do_not_depend_on_their_neighbours",
+    "test_only_what_was_wanted_is_returned",
+    "test_a_role_that_only_scores_has_no_optimizer",
+    "test_two_roles_live_in_one_process",
+    "test_exported_weights_are_those_that_compute",
+}
+WRONG = {
+    # what is summed, and over what
+    "mean_of_microbatches": {
+        "test_the_gradient_does_not_depend_on_microbatches",
+        "test_the_gradient_does_not_depend_on_calls",
+        "test_gradients_are_clipped_to_their_global_norm",
+    },
+    "mean_of_ranks": {
+        "test_the_gradient_does_not_depend_on_ranks",
+        "test_ranks_without_work_take_part",
+        "test_steps_of_adamw_equal_the_reference",
+        "test_gradients_are_clipped_to_their_global_norm",
+    },
+    "forgotten_mask": {
+        "test_the_gradient_equals_the_reference",
+        "test_the_gradient_of_every_task_equals_the_reference",
+        "test_metrics_add_up_to_those_of_the_batch",
+        *STEPS,
+    },
+    # outputs
+    "off_by_one": LOGPROBS,
+    "leaking_neighbours": {
+        "test_entropy_equals_the_reference",
+        "test_topk_equals_the_reference",
+        "test_values_equal_the_reference",
+        *LOGPROBS,
+    },
+    "temperature_ignored": {
+        "test_logprobs_have_the_temperature_of_the_rollouts",
+        "test_entropy_equals_the_reference",
+        "test_the_gradient_equals_the_reference",
+        "test_the_gradient_of_every_task_equals_the_reference",
+    },
+    "entropy_in_bits": {"test_entropy_equals_the_reference"},
+    "values_shifted": {"test_values_equal_the_reference"},
+    "topk_backwards": {"test_topk_equals_the_reference"},
+    # steps
+    "clips_microbatches": {"test_gradients_are_clipped_to_their_global_norm"},
+    "schedule_ahead": {"test_the_schedule_is_that_of_transformers"},
+    "decays_biases": {"test_steps_of_adamw_equal_the_reference"},
+    "gradients_kept": {
+        "test_a_resumed_run_equals_an_uninterrupted_one",
+        "test_a_gradient_that_is_not_finite_changes_nothing",
+        *STEPS,
+    },
+    # state
+    "stale_export": {"test_a_resumed_run_equals_an_uninterrupted_one"},
+    "optimizer_lost": {"test_a_resumed_run_equals_an_uninterrupted_one"},
+    "saves_rounded": {"test_saving_changes_nothing"},
+    "state_lost_away": {"test_moving_parts_away_and_back_changes_no_number"},
+    "memory_kept": {"test_what_is_moved_away_gives_its_memory_back"},
+    # failure
+    "skip_not_reported": {"test_a_gradient_that_is_not_finite_changes_nothing"},
+    "steps_on_nan": {"test_a_gradient_that_is_not_finite_changes_nothing"},
+    "skips_alone": {"test_a_gradient_that_is_not_finite_changes_nothing"},
+    "nameless_nan": {"test_a_loss_that_is_not_finite_is_named"},
+    "damage_ignored": {"test_a_damaged_state_is_refused", "test_calls_before_build_raise"},
+    # contract and packaging
+    "closes_once": {"test_closing_twice_is_fine"},
+    "forward_clears": {"test_looking_changes_nothing"},
+    "scorer_trains": {"test_a_role_that_only_scores_has_no_optimizer"},
+    "silent_without_topk": {"test_what_is_not_declared_is_refused"},
+    "takes_every_task": {"test_what_is_not_declared_is_refused"},
+    "other_capabilities": {"test_the_class_keeps_the_contract", "test_what_is_not_declared_is_refused"},
+    "heavy": {"test_listing_it_imports_nothing_heavy"},
+}
+
+
+@pytest.mark.parametrize("name", ["Test_right", "Test_right_together", "TestAcme"])
+def test_right_strategies_pass(suites, name):
+    assert suites.failed(name) == set()
+    assert list(suites.tests[name].values()).count("passed") > 40
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_fails_the_tests_that_are_there_for_it(suites, name):
+    assert suites.failed(f"Test_{name}") == WRONG[name]
+
+
+def test_every_wrong_strategy_has_its_line(suites):
+    titles = {title for title in suites.tests if title.startswith("Test_")}
+    assert titles == {f"Test_{name}" for name in WRONG} | {"Test_right", "Test_right_together"}
+
+
+def test_skips_follow_what_is_declared(suites):
+    skipped = {test.partition("[")[0] for test, result in suites.tests["TestAcme"].items() if result == "skipped"}
+    assert "test_topk_equals_the_reference" in skipped
+    assert "does not declare topk" in suites.messages["TestAcme", "test_topk_equals_the_reference"]
+    assert suites.tests["Test_right"]["test_topk_equals_the_reference[default]"] == "passed"
