@@ -52,7 +52,9 @@ def environ(tmp_path_factory):
     for project in PLUGINS:
         install(project, site)
     path = os.pathsep.join([str(site), *(str(project / "src") for project in PLUGINS)])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("compiled"))}
+    return {**kept, **compiled, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -309,8 +309,10 @@ def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[Part]
         held = sum(strategy.memory().get(part, 0) for part in parts)
         before = used()
         strategy.offload(parts)
-        gc.collect()
         away = used()
+        if before - away < held:  # cycles may still hold it; looking for them takes its time
+            gc.collect()
+            away = used()
         strategy.onload(parts)
         return MemoryUsed(held=held, before=before, away=away, back=used())
 
