@@ -9,9 +9,10 @@ import pytest
 
 from roll_core.errors import UnsupportedError
 from roll_core.plugins.targets import load_target
+from roll_core.spec.model import LoraSpec
 from roll_core.spec.train import TrainStrategy, Want
 from roll_core.testing.bench import Step
-from roll_core.testing.bounds import BOUNDS, check_names, check_rows, check_same, check_same_run
+from roll_core.testing.bounds import BOUNDS, check_names, check_rows, check_same, check_same_run, distance
 from roll_core.testing.losses import LOSSES, OF_TASK, SPLITS, TRAINING
 from roll_core.testing.programs import (
     export_after_steps,
@@ -49,6 +50,8 @@ ASKED = {
     "reward": ("values", Want(values=True)),
 }
 """What a model of the task answers."""
+MOVED = 1e-4
+"""Distance that two steps of adapters go at the least."""
 RETURNED = 0.9
 """Share of what a strategy says that it holds which must be free again once it is moved away."""
 
@@ -113,6 +116,24 @@ class StateTests(Subject):
         check_rows(f"{output} of the exported model", found, expected, BOUNDS["fp32"].outputs)
         _same_tokenizer(tmp_path, case.model.tokenizer or case.model.path)
 
+    def test_adapters_are_merged_on_export(self, case: Case, world_size: int, tmp_path: Path) -> None:
+        """After two steps with LoRA on every linear layer: exported weights have moved, and answer in the reference as
+        the strategy does with its adapters; with `Want.base` it answers as the untrained model does."""
+        self.need_training()
+        self.need(self.can.lora, "lora")
+        adapters = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
+        case = case.with_(model=replace(case.model, lora=adapters))
+        held, found, _ = self._exported(case, "causal_lm", tmp_path)
+        _, found_base, _ = self._exported(case, "causal_lm", tmp_path, base=True)
+        reference, want = self.reference(case), Want(logprobs=True)
+        untrained = reference.by_sequence(self.batch(), want)["logprobs"]
+        check_rows("logprobs without adapters", found_base, untrained, BOUNDS["fp32"].outputs)
+        if distance(held, reference.weights()) < MOVED:
+            raise AssertionError("two steps with adapters left the exported weights where they were")
+        reference.take(held)
+        trained = reference.by_sequence(self.batch(), want)["logprobs"]
+        check_rows("logprobs by merged weights", found, trained, BOUNDS["fp32"].outputs)
+
     @pytest.mark.parametrize("transport", IMPLEMENTED)
     def test_a_receiver_holds_what_is_published(self, case: Case, world_size: int, transport: str) -> None:
         """Digests, after each of two steps; the second differs from the first."""
@@ -170,10 +191,13 @@ class StateTests(Subject):
             for i in range(number)
         ]
 
-    def _exported(self, case: Case, task: Task, folder: Path) -> tuple[Arrays, dict[str, Floats], Raised | None]:
-        """After two steps: exported weights, what the model answers to the batch, and what `export_model` raised."""
+    def _exported(
+        self, case: Case, task: Task, folder: Path, *, base: bool = False
+    ) -> tuple[Arrays, dict[str, Floats], Raised | None]:
+        """After two steps: exported weights, what the model (or its base) answers, and what `export_model` raised."""
         steps = [replace(step, loss=OF_TASK[task]) for step in self._steps(2)]
         output, want = ASKED[task]
+        want = replace(want, base=base)
         answers = self.run(export_after_steps, case.with_(training=TRAINING), steps, self.batch(), want, str(folder))
         found: dict[str, Floats] = {}
         for _, rows, _ in answers:
