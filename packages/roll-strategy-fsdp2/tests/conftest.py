@@ -11,12 +11,14 @@ from roll_core.testing.ranks import RankHost, free_port
 
 sys.path.append(str(Path(__file__).parent))  # the ranks import fsdp2_programs by name
 
+from fsdp2_programs import PRELOAD
+
 
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(function, job, *arguments)`: what each rank returned."""
     host = RankHost(
-        preload=("transformers.models.qwen3.modeling_qwen3", "fsdp2_programs"),
+        preload=("fsdp2_programs", *PRELOAD),
         # One thread each; and freed memory goes back to the system at once, so that it can be measured.
         environment={"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
     )

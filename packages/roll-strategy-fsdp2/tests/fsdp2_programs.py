@@ -19,6 +19,14 @@ from roll_core.types import TrainSequence
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
 
+PRELOAD = (
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.optimization",
+    "roll_core.modeling.lora",
+    "peft",
+    "roll_strategy_fsdp2.strategy",
+)
+"""What ranks import, once for all."""
 LENGTHS = (5, 1, 9, 3, 12, 2, 7)
 TINY = {
     "model_type": "qwen3",

@@ -1,6 +1,8 @@
-"""The conformance kit of `roll_core.testing` on both strategies' record."""
+"""The conformance kit of `roll_core.testing`."""
 
 from __future__ import annotations
+
+from fsdp2_programs import PRELOAD
 
 from roll_core.testing import TrainStrategyConformance
 
@@ -9,4 +11,4 @@ class TestFSDP2(TrainStrategyConformance):
     """One rank and two."""
 
     name = "fsdp2_train"
-    preload = ("transformers.models.qwen3.modeling_qwen3", "roll_strategy_fsdp2.strategy")
+    preload = PRELOAD

@@ -54,7 +54,6 @@ JOBS = {
         config={"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3MLP", "Qwen3Attention"]}},
     ),
 }
-SLOW = {"adapters, 2 x 2, and whole modules", "4, of which one has less to do", "2 x 2", "bf16, 2 x 2"}
 
 
 def alone(job: Job) -> dict:
@@ -94,7 +93,7 @@ def furthest(found, expected):
     return max(float(np.abs(found[name] - expected[name]).max()) for name in expected)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in JOBS])
+@pytest.mark.parametrize("name", JOBS)
 def test_training_equals_hf_train(ranks, name):
     job = JOBS[name]
     answers = ranks(train, job)
