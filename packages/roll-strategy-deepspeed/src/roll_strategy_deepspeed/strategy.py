@@ -202,14 +202,15 @@ class DeepSpeedStrategy(TrainStrategy):
     def export_model(self, path: Path) -> None:
         """Written by rank 0, which gathers the model on its host."""
         state: dict[str, Tensor] = {}
-        copies: dict[int, Tensor] = {}
+        copies: dict[int, Tensor | None] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
+            # Tied ones are gathered once: on every rank, for ranks gather together.
             if id(tensor) not in copies:
                 with self._whole(tensor):
-                    if self.ranks.rank == 0:
-                        copies[id(tensor)] = tensor.detach().cpu().clone()
-            if self.ranks.rank == 0:
-                state[name] = copies[id(tensor)]
+                    copies[id(tensor)] = tensor.detach().to("cpu", copy=True) if self.ranks.rank == 0 else None
+            copy = copies[id(tensor)]
+            if copy is not None:
+                state[name] = copy
         if self.ranks.rank == 0:
             write_model(self.model, self.spec, state, path)
         self.ranks.wait()
