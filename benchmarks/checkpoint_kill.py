@@ -45,7 +45,7 @@ FORKS_NEED = (
     "roll_core.pipelines.sft",
     "roll_core.runtime.loop",
 )
-STEPS, KILLED_IN = 3, 2
+STEPS, KILLED_IN = 5, 2
 BEYOND = 1.3
 """Kills are spread over so many times the duration of a save."""
 MODEL = {
@@ -245,8 +245,10 @@ def main() -> None:
             place = folder / f"try-{number}"
             checkpoints = killed(config, place, window_s * (number + rng.random()) / options.tries)
             phases[phase(checkpoints)] += 1
-            steps[check(checkpoints, config, reference)] += 1
-            if number % max(1, options.tries // options.resumed) == 0 and resumed < options.resumed:
+            step = check(checkpoints, config, reference)
+            steps[step] += 1
+            # On a busy machine a kill can come so late that nothing is left to do.
+            if step < STEPS and resumed * options.tries <= number * options.resumed and resumed < options.resumed:
                 finished(forked(run, config, place, "resume_from_checkpoint=true"))
                 if digests(place / "roll" / "002" / "checkpoints" / f"step-{STEPS}") != reference[STEPS]:
                     raise SystemExit(f"try {number}: the resumed run ended elsewhere than the one that was not killed")
