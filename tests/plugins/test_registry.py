@@ -145,7 +145,8 @@ def test_the_description_is_plain_and_complete():
 
 
 def test_the_built_in_parts_come_through_the_same_door():
-    (core,) = load_plugins(environ={"ROLL_PLUGINS": ""})
+    core, *others = load_plugins(environ={"ROLL_PLUGINS": ""})
+    assert {each.state for each in others} <= {"not allowed"}
     assert (core.package, core.target, core.state) == ("roll-core", "roll_core.builtin.plugin", "loaded")
     assert core.version == importlib.metadata.version("roll-core")
 
