@@ -44,6 +44,13 @@ class Outcome:
         found = self.tests[title].items()
         return {test.partition("[")[0] for test, result in found if result in ("failure", "error")}
 
+    def reasons(self, title: str) -> str:
+        """Why they failed."""
+        found = self.tests[title].items()
+        return "\n".join(
+            f"{test}: {self.messages[title, test]}" for test, result in found if result in ("failure", "error")
+        )
+
 
 @pytest.fixture(scope="session")
 def environ(tmp_path_factory):

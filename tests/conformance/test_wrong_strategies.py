@@ -94,13 +94,13 @@ WRONG = {
 
 @pytest.mark.parametrize("name", ["Test_right", "Test_right_together", "TestAcme"])
 def test_right_strategies_pass(suites, name):
-    assert suites.failed(name) == set()
+    assert suites.failed(name) == set(), suites.reasons(name)
     assert list(suites.tests[name].values()).count("passed") > 40
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_fails_the_tests_that_are_there_for_it(suites, name):
-    assert suites.failed(f"Test_{name}") == WRONG[name]
+    assert suites.failed(f"Test_{name}") == WRONG[name], suites.reasons(f"Test_{name}")
 
 
 def test_every_wrong_strategy_has_its_line(suites):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 START_S = 240.0
 """Until the host has imported what it preloads."""
+PORTS = 20_000, 32_000
+"""Below those from which Linux and macOS take one for a connection."""
 GRACE_S = 15.0
 """The host says itself who did not answer; after so much longer it is given up."""
 
@@ -126,8 +129,9 @@ class RankHost:
 
 
 def free_port() -> int:
-    """A port on which nothing listens just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port on which nothing listens just now, and that the system does not give to connections that others open."""
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
