@@ -84,9 +84,6 @@ class PolicyObjective:
             gap_T = torch.where(micro.loss_mask_T, logprobs_T.detach() - micro.behaviour_logprobs_T, 0.0).abs()
             metrics["logprob_gap"] = aggregate(gap_T, micro, "token-mean")
         metrics["loss"] = loss.detach()
-        if micro.old_logprobs_T is None and micro.behaviour_logprobs_T is not None:
-            gap_T = (logprobs_T.detach() - micro.behaviour_logprobs_T).abs()
-            metrics["logprob_gap"] = aggregate(gap_T, micro, "token-mean")
         metrics.update(_reduce(token_metrics, micro))
         return LossOutput(loss=loss, metrics=metrics)
 

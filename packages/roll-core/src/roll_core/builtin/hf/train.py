@@ -161,6 +161,7 @@ class HFTrainStrategy(TrainStrategy):
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """Rank 0 reads and tells the others, so the number of ranks may differ from when it was saved."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         step_count = torch.zeros(1, dtype=torch.int64)
@@ -185,8 +186,12 @@ class HFTrainStrategy(TrainStrategy):
         if self.optimizer is not None:
             self.replicas.broadcast(self.optimizer.tensors().values())
             self.optimizer.restored(int(step_count))
-        if (path / "random.safetensors").is_file():
-            torch.set_rng_state(load_file(path / "random.safetensors")["torch_cpu"])
+        random = path / "random.safetensors"
+        if random.is_file():
+            try:
+                torch.set_rng_state(load_file(random)["torch_cpu"])
+            except (SafetensorError, KeyError, RuntimeError) as error:
+                raise CheckpointError(f"{random}: cannot be read: {error}") from error
 
     def _kept(self) -> dict[str, Tensor]:
         """The live weights that a state holds."""
