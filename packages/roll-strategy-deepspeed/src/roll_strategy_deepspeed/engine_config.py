@@ -25,6 +25,11 @@ def engine_config(config: DeepSpeedConfig, model: ModelSpec, training: TrainingS
                 " leave it out, the dtype decides"
             )
     stage = config.zero_optimization.stage
+    if training is not None and model.dtype == "fp16" and not stage:
+        # engine.backward scales the loss for ZeRO's optimizers only; this one's divides by the scale nevertheless.
+        raise UnsupportedError(
+            "zero_optimization.stage 0 cannot train in fp16: DeepSpeed does not scale its loss; use 1"
+        )
     found: dict[str, Any] = {
         # Required, and of no consequence: the strategy cuts batches itself and says when to step.
         "train_micro_batch_size_per_gpu": 1,

@@ -45,6 +45,14 @@ class Ranks:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
+    def of_first(self, text: str) -> str:
+        """What rank 0 gives. Collective."""
+        if self.size == 1:
+            return text
+        said = [text]
+        dist.broadcast_object_list(said, 0, device=self.device)
+        return said[0]
+
     def wait(self) -> None:
         """Until every rank has come here."""
         if self.size > 1:

@@ -1,17 +1,19 @@
 """What is needed to continue: masters and moments of every parameter as whole float32 tensors, and a few numbers.
 
-    state.json                       numbers, and the names of the parameters
-    state-00000-of-00002.safetensors master.<name>, exp_avg.<name>, exp_avg_sq.<name>: every second parameter
-    random-00000.safetensors         each rank's random state
+    rank-0/state.json                        numbers, and the names of the parameters
+    rank-0/state-00000-of-00002.safetensors  master.<name>, exp_avg.<name>, exp_avg_sq.<name>: every second parameter
+    rank-N/random.safetensors                each rank's random state
 
 Whole tensors, because another number of ranks or another stage cuts them otherwise. They are gathered one after
-another, and each rank keeps and writes those of its turn: no rank holds them all. Ranks share the folder.
+another, and each rank keeps and writes those of its turn: no rank holds them all. All write into rank 0's folder, which
+all see.
 """
 
 from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,6 @@ from roll_core.modeling.optimizer import MOMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from roll_strategy_deepspeed.ranks import Ranks
 
 FORMAT = 1
+RANDOM = "random.safetensors"
 STATE_KEYS = ("num_shards", "step_count", "loss_scale", "parameters")
 KINDS = ("master", *MOMENTS)
 
@@ -43,8 +45,10 @@ def save_state(held: HeldState, ranks: Ranks, path: Path, *, step_count: int) ->
             if at % ranks.size == ranks.rank:
                 # A copy even on the host: what was gathered may be the parameter itself.
                 mine[f"{kind}.{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
+    save_file({"torch_cpu": torch.get_rng_state()}, path / RANDOM)
+    path = Path(ranks.of_first(str(path)))
+    path.mkdir(parents=True, exist_ok=True)
     save_file(mine, path / _shard(ranks.rank, ranks.size))
-    save_file({"torch_cpu": torch.get_rng_state()}, path / f"random-{ranks.rank:05d}.safetensors")
     if ranks.rank == 0:
         state = {
             "format": FORMAT,
@@ -60,6 +64,7 @@ def save_state(held: HeldState, ranks: Ranks, path: Path, *, step_count: int) ->
 @torch.no_grad()
 def load_state(held: HeldState, ranks: Ranks, path: Path) -> int:
     """Returns the number of steps that were done. Collective. Raises `CheckpointError`."""
+    own, path = path, Path(ranks.of_first(str(path)))
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         _check(state, held, path)
@@ -76,9 +81,8 @@ def load_state(held: HeldState, ranks: Ranks, path: Path) -> int:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    random = path / f"random-{ranks.rank:05d}.safetensors"
-    if random.is_file():
-        torch.set_rng_state(load_file(random)["torch_cpu"])
+    if (own / RANDOM).is_file():
+        torch.set_rng_state(load_file(own / RANDOM)["torch_cpu"])
     ranks.wait()
     return int(state["step_count"])
 
