@@ -14,7 +14,7 @@ ROLL_HOOK_API = 1
 
 CAPABILITIES = TrainCapabilities(
     tasks=("causal_lm", "value", "reward"),
-    dtypes=("fp32", "bf16", "fp16"),
+    dtypes=("fp32", "bf16"),
     packing=True,
     gradient_checkpointing=True,
     data_parallel=True,
