@@ -38,7 +38,7 @@ def environment(
     run = str(REPOSITORY / "run")
     quiet: dict[str, Any] = {"check": True, "cwd": REPOSITORY, "stdout": sys.stderr}
     subprocess.run([run, "venv", "--python", sys.executable, str(folder)], **quiet)
-    subprocess.run([run, "pip", "install", "--python", str(python), *requirements], **quiet)
+    subprocess.run([run, "pip", "install", "--compile-bytecode", "--python", str(python), *requirements], **quiet)
     if remove:
         subprocess.run([run, "pip", "uninstall", "--python", str(python), *remove], **quiet)
     stamp.write_text(wanted, encoding="utf-8")
