@@ -26,7 +26,7 @@ def test_a_run_leaves_a_complete_record(runs):
     record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
     assert record["outcome"] == "finished"
     assert record["steps_done"] == record["steps_asked"] == 4
-    assert [plugin["package"] for plugin in record["plugins"]] == ["roll-core"]
+    assert "roll-core" in [plugin["package"] for plugin in record["plugins"]]
     lines = runs.metrics(result)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert [("val/loss" in line) for line in lines] == [True, False, True, False, True]

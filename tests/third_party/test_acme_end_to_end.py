@@ -80,7 +80,7 @@ def test_the_plugins_own_parts_train_together(installed, config, executor):
     record = json.loads((run / "run.json").read_text("utf-8"))
     assert record["platform"] == "acme_board"
     assert record["executor"] == executor
-    assert {plugin["package"] for plugin in record["plugins"]} == {"roll-core", "roll-acme"}
+    assert {"roll-core", "roll-acme"} <= {plugin["package"] for plugin in record["plugins"]}
     assert (run / "acme.txt").read_text("utf-8") == "fine"
 
 

@@ -87,10 +87,19 @@ class HeldState:
         """After the last `write`: what is derived from masters, and how the loss is scaled (see `loss_scale`)."""
         if self.stage in (1, 2):
             self.engine.optimizer.update_lp_params()
-        self.engine.optimizer.zero_grad()
+        self._forget_gradients()
         if self.engine.fp16_enabled():
             for field, value in scale.items():
                 setattr(self._scaler, field, value)
+
+    def _forget_gradients(self) -> None:
+        """Those of backward passes that no step followed, too: stages 1 and 2 add them up in lists of their own."""
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad()
+        for kept in ("averaged_gradients", "all_grad_tensors") if self.stage in (1, 2) else ():
+            getattr(optimizer, kept).clear()
+        if getattr(optimizer, "cpu_offload", False):
+            optimizer.reset_cpu_buffers()
 
     def loss_scale(self) -> dict[str, float]:
         """How the loss is scaled, in float16; elsewhere it is not."""
