@@ -40,6 +40,7 @@ class FakeRole:
 
     async def score(self, sequences, *, logprobs=False, entropy=False, values=False, temperature=1.0, base=False):
         assert not base, "there is a reference"
+
         def rows(number):
             return [np.where(s.loss_mask, number, 0).astype(np.float32) for s in sequences]
 
