@@ -190,15 +190,17 @@ def table(cells: dict[str, Any]) -> str:
         "of the ratios of one round: of wall time, and (in brackets) of CPU time. The GEMM bound is the time of the",
         "matrix products alone, in the model's order on its own weights: `linear` is torch's default kernel, `onednn`",
         "another that it has, `packed` the same on weights that it has laid out for itself beforehand, as ours are.",
+        "`spread` is the slowest round over the fastest, of the contestant where that is largest: near 1 if quiet.",
         "",
         "| model | vocabulary | dtype | work | threads | roll | transformers | vLLM"
-        " | × transformers | × vLLM | of the GEMM bound |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        " | × transformers | × vLLM | spread | of the GEMM bound |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in sorted(cells):
         size, vocabulary, dtype, kind, threads = name.split("/")
         cell = cells[name]
         speed, ratio, cpu = cell["tokens_per_second"], cell["speedup"], cell["cpu_speedup"]
+        spread = max(max(each) / min(each) for each in cell["seconds"].values())
         bound = ", ".join(
             f"{k} {wall:.0%} ({cpu:.0%})" for k, (wall, cpu) in cell.get("share_of_gemm_bound", {}).items()
         )
@@ -206,7 +208,7 @@ def table(cells: dict[str, Any]) -> str:
             f"| {size} | {vocabulary} | {dtype} | {kind} | {threads}"
             f" | {speed['roll']} | {speed['transformers']} | {speed['vllm']}"
             f" | {ratio['transformers']:.2f} ({cpu['transformers']:.2f}) | {ratio['vllm']:.2f} ({cpu['vllm']:.2f})"
-            f" | {bound} |"
+            f" | {spread:.1f} | {bound} |"
         )
     return "\n".join([*lines, "", *misses(cells)])
 
