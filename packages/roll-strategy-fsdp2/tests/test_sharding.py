@@ -7,9 +7,9 @@ from fsdp2_programs import TINY
 
 from roll_core.errors import ModelError, PlacementError, UnsupportedError, WorkerError
 from roll_core.modeling.model import load_model
+from roll_core.modeling.process_group import ProcessGroup
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import MeshInfo, ModelSpec
-from roll_strategy_fsdp2.process_group import ProcessGroup
 from roll_strategy_fsdp2.sharding import find_layers, make_mesh
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
 

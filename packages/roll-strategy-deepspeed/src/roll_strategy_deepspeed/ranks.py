@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import os
 import warnings
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
-from roll_core.errors import UnsupportedError, WorkerError
+from roll_core.errors import UnsupportedError
+from roll_core.modeling.process_group import ProcessGroup
 from roll_strategy_deepspeed.workarounds import build_nothing_at_start, quiet_collectives
 
 if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo
 
-_shared_users = 0
-"""Strategies of this process that use its process group of one rank. Roles that live in one process share it."""
-
 
 class Ranks:
-    """A process group of the ranks in `mesh`, known to DeepSpeed. One rank alone has a group as well: DeepSpeed needs
-    it."""
+    """The ranks in `mesh`, one process group that DeepSpeed knows."""
 
     def __init__(self, mesh: MeshInfo) -> None:
         """Collective. Raises `WorkerError` if this process belongs to another group already."""
         self.rank, self.size = mesh.rank, mesh.world_size
         self.device = torch.device(mesh.device)
-        self.formed = False
         self._tell_deepspeed()
-        if self.size > 1:
-            self._join(mesh)
-        else:
-            self._share(mesh)
-        self.formed = True
+        self._group = ProcessGroup(mesh)
 
     def most(self, number: int) -> int:
         """The largest of the numbers that the ranks give. Collective."""
@@ -55,25 +45,16 @@ class Ranks:
 
     def wait(self) -> None:
         """Until every rank has come here."""
-        if self.size > 1:
-            dist.barrier()
+        self._group.wait()
 
     def close(self) -> None:
         """Leave the group; may be called several times."""
-        global _shared_users
-        if not self.formed:
-            return
-        self.formed = False
-        if self.size == 1:
-            _shared_users -= 1
-            if _shared_users:
-                return
         from deepspeed import comm
 
-        if comm.is_initialized():
+        if self._group.is_last and comm.is_initialized():
+            # Which ends torch's group too, and forgets DeepSpeed's own of it.
             comm.destroy_process_group()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._group.close()
 
     def _tell_deepspeed(self) -> None:
         """DeepSpeed learns these only from the environment, the first of them when it is imported."""
@@ -90,39 +71,3 @@ class Ranks:
             )
         build_nothing_at_start()
         quiet_collectives()
-
-    def _join(self, mesh: MeshInfo) -> None:
-        if dist.is_initialized():
-            raise WorkerError(
-                mesh.role,
-                mesh.rank,
-                mesh.master_addr,
-                "build",
-                "this process already has a default process group; a data-parallel role needs a process of its own",
-            )
-        dist.init_process_group(
-            mesh.backend,
-            init_method=f"tcp://{mesh.master_addr}:{mesh.master_port}",
-            rank=mesh.rank,
-            world_size=mesh.world_size,
-            timeout=timedelta(seconds=mesh.timeout_s),
-            **self._bound_device(),
-        )
-
-    def _share(self, mesh: MeshInfo) -> None:
-        global _shared_users
-        if not dist.is_initialized():
-            dist.init_process_group(mesh.backend, store=HashStore(), rank=0, world_size=1, **self._bound_device())
-        elif dist.get_world_size() > 1:
-            raise WorkerError(
-                mesh.role,
-                mesh.rank,
-                mesh.master_addr,
-                "build",
-                "this process belongs to the ranks of another role; the role needs a process of its own",
-            )
-        _shared_users += 1
-
-    def _bound_device(self) -> dict[str, Any]:
-        """Accelerators' collectives want to know the device before the first of them."""
-        return {} if self.device.type == "cpu" else {"device_id": self.device}

@@ -21,6 +21,7 @@ from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.export import check_exportable, write_model
 from roll_core.modeling.model import DTYPES, load_model
+from roll_core.modeling.process_group import ProcessGroup
 from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
 from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
 from roll_core.types import Totals
@@ -29,7 +30,6 @@ from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.loading import fill, open_empty
 from roll_strategy_fsdp2.optimizer import ShardedAdamW, like, local
 from roll_strategy_fsdp2.plugin import CAPABILITIES
-from roll_strategy_fsdp2.process_group import ProcessGroup
 from roll_strategy_fsdp2.sharding import Root, as_fsdp, make_mesh, shard, sharded_modules
 
 if TYPE_CHECKING:

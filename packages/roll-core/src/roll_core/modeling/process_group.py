@@ -1,0 +1,76 @@
+"""The default process group of a role's ranks, and membership in it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from roll_core.errors import WorkerError
+
+if TYPE_CHECKING:
+    from roll_core.spec.model import MeshInfo
+
+_num_alone = 0
+"""Memberships of roles of one rank in this process: they share a group of one, for a process has one default group."""
+
+
+class ProcessGroup:
+    """Membership of this rank, from construction to `close`. One rank alone is a group too: some engines need one."""
+
+    def __init__(self, mesh: MeshInfo) -> None:
+        """Collective. Raises `WorkerError` if this process belongs to the ranks of another role."""
+        global _num_alone
+        self.rank, self.size = mesh.rank, mesh.world_size
+        self.device = torch.device(mesh.device)
+        self._member = False
+        options: dict[str, Any] = {}
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index or 0)
+            options["device_id"] = torch.device(self.device.type, self.device.index or 0)
+        if dist.is_initialized():
+            if self.size > 1 or not _num_alone:
+                raise WorkerError(
+                    mesh.role,
+                    mesh.rank,
+                    mesh.master_addr,
+                    "build",
+                    "this process already has a default process group; a role of several ranks, or one whose engine"
+                    " needs a group, needs a process of its own",
+                )
+        elif self.size == 1:
+            dist.init_process_group(mesh.backend, store=HashStore(), rank=0, world_size=1, **options)
+        else:
+            dist.init_process_group(
+                mesh.backend,
+                init_method=f"tcp://{mesh.master_addr}:{mesh.master_port}",
+                rank=mesh.rank,
+                world_size=mesh.world_size,
+                timeout=timedelta(seconds=mesh.timeout_s),
+                **options,
+            )
+        _num_alone += self.size == 1
+        self._member = True
+
+    def wait(self) -> None:
+        """Until every rank has come here."""
+        if self.size > 1:
+            dist.barrier()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether leaving ends the group in this process."""
+        return self._member and (self.size > 1 or _num_alone == 1)
+
+    def close(self) -> None:
+        """Leave; the last to leave a shared group ends it. May be called several times."""
+        global _num_alone
+        if not self._member:
+            return
+        ends, self._member = self.is_last, False
+        _num_alone -= self.size == 1
+        if ends and dist.is_initialized():
+            dist.destroy_process_group()
