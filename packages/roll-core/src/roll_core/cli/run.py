@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 GC_THRESHOLDS = (50_000, 10, 10)
-"""Python's default of 700 looks through the libraries' half a million objects again and again: that costs a short
-run a tenth."""
+"""Python's default of 700 looks through the libraries' half a million objects again and again."""
 
 
 def run_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str]) -> int:

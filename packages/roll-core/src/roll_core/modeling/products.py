@@ -1,8 +1,7 @@
 """Matrix products with a weight in float32 on a CPU, by the faster of the two libraries that torch brings.
 
-torch itself calls MKL, which on processors that are not Intel's is behind oneDNN: 98 against 109 GFLOP/s for
-2048 × 256 × 512 on one Zen 4 core, 77 against 95 for 131 × 256 × 32,000. oneDNN takes a transposed weight as it is, so
-gradients of inputs gain as much; those of weights gain nothing.
+torch itself calls MKL, which on processors that are not Intel's is behind oneDNN; `benchmarks/products.py` measures by
+how much. oneDNN takes a transposed weight as it is, so gradients of inputs gain as much; those of weights gain nothing.
 
 Shapes: N rows, I inputs, O outputs. None of these functions is differentiable by itself.
 """
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ONEDNN_MIN_WEIGHTS = 60_000
-"""Below, a call of oneDNN costs more than its better kernel gains (measured at 16 to 512 rows)."""
+"""Below, a call of oneDNN costs more than its better kernel gains."""
 HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch._C._has_mkldnn
 
 

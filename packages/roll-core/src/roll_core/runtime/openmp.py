@@ -20,7 +20,7 @@ SOFT = 1
 
 
 def rest() -> None:
-    """Give back the calling thread's team; its next parallel region makes a new one, in some 100 microseconds.
+    """Give back the calling thread's team; its next parallel region makes a new one.
 
     Does nothing where torch is not loaded or computes with another OpenMP: LLVM's and Intel's share
     teams by themselves.
