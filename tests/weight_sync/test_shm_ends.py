@@ -27,7 +27,7 @@ def receive_in_thread(address, manifest, found, publishes=1):
     return thread
 
 
-def transfer(sender, manifest):
+def assert_transfers(sender, manifest):
     found = []
     thread = receive_in_thread(sender.address, manifest, found, publishes=2)
     for _ in range(2):
@@ -41,7 +41,7 @@ def transfer(sender, manifest):
 
 
 def test_two_ends_in_one_process_understand_each_other():
-    transfer(shm.ShmSender(1, BUCKET), make_manifest(1, TENSORS.items()))
+    assert_transfers(shm.ShmSender(1, BUCKET), make_manifest(1, TENSORS.items()))
 
 
 def test_without_memfd_and_abstract_sockets_no_file_stays(monkeypatch, tmp_path):
@@ -50,7 +50,7 @@ def test_without_memfd_and_abstract_sockets_no_file_stays(monkeypatch, tmp_path)
     monkeypatch.setattr(shm.tempfile, "tempdir", str(tmp_path))
     sender = shm.ShmSender(1, BUCKET)
     assert Path(sender.address.partition(":")[2]).is_socket()
-    transfer(sender, make_manifest(1, TENSORS.items()))
+    assert_transfers(sender, make_manifest(1, TENSORS.items()))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,7 +59,7 @@ def test_a_stranger_gets_no_memory_and_disturbs_nobody():
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(f"\0{sender.address.partition(':')[2]}")
     stranger.sendall(bytes(20))
-    transfer(sender, make_manifest(1, TENSORS.items()))
+    assert_transfers(sender, make_manifest(1, TENSORS.items()))
     assert stranger.recv(1) == b""
     stranger.close()
 
@@ -68,7 +68,7 @@ def test_a_connection_that_says_nothing_does_not_keep_a_receiver_out():
     sender = shm.ShmSender(1, BUCKET)
     silent = socket.socket(socket.AF_UNIX)
     silent.connect(f"\0{sender.address.partition(':')[2]}")
-    transfer(sender, make_manifest(1, TENSORS.items()))
+    assert_transfers(sender, make_manifest(1, TENSORS.items()))
     silent.close()
 
 
