@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roll_core.testing.bench import Case, Split, Step
     from roll_core.testing.conformance import TrainStrategyConformance
+    from roll_core.testing.infer.conformance import InferStrategyConformance
     from roll_core.testing.ranks import RankHost, RanksFailedError
     from roll_core.testing.reference import ReferenceModel, TransformersModel
 
 __all__ = [
     "Case",
+    "InferStrategyConformance",
     "RankHost",
     "RanksFailedError",
     "ReferenceModel",
@@ -24,6 +26,7 @@ __all__ = [
 
 _HOMES = {
     "Case": "bench",
+    "InferStrategyConformance": "infer.conformance",
     "RankHost": "ranks",
     "RanksFailedError": "ranks",
     "ReferenceModel": "reference",

@@ -12,8 +12,9 @@ from roll_core.testing.bench import Step
 from roll_core.testing.bounds import check_same, check_same_run
 from roll_core.testing.contract import expect
 from roll_core.testing.losses import LOSSES, SPLITS, TRAINING, SpoiltGradient, SpoiltLoss
+from roll_core.testing.part import registry
 from roll_core.testing.programs import load_damaged, refuse_a_loss, save_between, spoil_a_step, train
-from roll_core.testing.subject import Subject, registry
+from roll_core.testing.subject import Subject
 
 if TYPE_CHECKING:
     from pathlib import Path

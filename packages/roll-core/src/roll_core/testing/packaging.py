@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from roll_core.errors import MissingRequirementError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import check_part, load_target
-from roll_core.testing.subject import Subject
+from roll_core.testing.part import Part
 
 HEAVY = ("torch", "transformers", "ray", "datasets")
 """What no plugin may import to be listed, besides what its record needs."""
@@ -24,15 +24,15 @@ LIST = """
 import json, sys
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import load_target
-from roll_core.spec.providers import TrainProvider
-record = load_registry().find(TrainProvider, {name!r})
+from roll_core.spec.providers import {kind}
+record = load_registry().find({kind}, {name!r})
 if record.config:
     load_target(record.config, owner="the strategy")
 print(json.dumps(sorted({{each.partition(".")[0] for each in sys.modules}})))
 """
 
 
-class PackagingTests(Subject):
+class PackagingTests(Part):
     """Without an engine, except for `test_the_class_keeps_the_contract`."""
 
     def test_it_is_found_by_its_name(self) -> None:
@@ -45,7 +45,7 @@ class PackagingTests(Subject):
         schema of its configuration."""
         path = os.pathsep.join(each for each in sys.path if each)
         done = subprocess.run(
-            [sys.executable, "-c", LIST.format(name=self.name)],
+            [sys.executable, "-c", LIST.format(name=self.name, kind=self._kind.__name__)],
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
@@ -69,7 +69,7 @@ class PackagingTests(Subject):
                 raise AssertionError("the record is another when it arrives in a worker")
 
     def test_the_class_keeps_the_contract(self) -> None:
-        """A `TrainStrategy` with nothing abstract left, whose capabilities are those of the record."""
+        """A subclass of the contract with nothing abstract left, whose capabilities are those of the record."""
         self._engine_or_skip()
         check_part(self.provider, owner=self.name)
 

@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytest
 
-from roll_core.errors import MissingRequirementError, PluginError
-from roll_core.plugins.registry import load_registry
-from roll_core.plugins.requirements import check_requirements
-from roll_core.plugins.targets import load_target
+from roll_core.errors import PluginError
 from roll_core.spec.providers import PlatformProvider, TrainCapabilities, TrainProvider
 from roll_core.testing.models import LARGE, QWEN3, make_batch, write_checkpoint
+from roll_core.testing.part import Part, registry
 from roll_core.testing.ranks import RankHost, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from roll_core.plugins.registry import Registry
     from roll_core.spec.model import ModelSpec
-    from roll_core.spec.platform import Platform
     from roll_core.spec.providers import Task
     from roll_core.spec.train import TrainingSpec, Want
     from roll_core.testing.bench import Case, Split, Step
     from roll_core.testing.programs import Trained
-    from roll_core.testing.reference import Reference, ReferenceModel
+    from roll_core.testing.reference import Reference
     from roll_core.types import Floats, TrainSequence
 
-REQUIRE_VARIABLE = "ROLL_CONFORMANCE"
-"""With the value `full`, an engine that is not installed is a failure and no skip."""
 
-DEFAULT_VARIANTS: Mapping[str, Mapping[str, Any]] = {"default": {}}
-
-
-class Subject:
+class Subject(Part):
     """One train strategy under test. Class attributes and methods without an underscore are for authors to override."""
 
-    name: ClassVar[str] = ""
-    """Of the strategy, as configs write it: `my_train` or `my-package/my_train`."""
-    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = DEFAULT_VARIANTS
-    """`strategy_config`s by a name for test ids; every test that computes runs for each of them."""
+    provider: TrainProvider
     world_sizes: ClassVar[tuple[int, ...] | None] = None
     """Numbers of ranks; 1 and 2 where data parallelism is declared, else 1."""
-    platform: ClassVar[str] = ""
-    """Name of the platform; else the first that the record names and that is here, or the one that a run would take."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables of the ranks' processes, set before anything is imported there."""
     preload: ClassVar[tuple[str, ...]] = (
@@ -63,38 +48,18 @@ class Subject:
     isolate: ClassVar[bool] = True
     """Each test on processes of its own; False computes on one rank in this process: quick, and a debugger works, but a
     strategy that leaves something behind disturbs the tests after it."""
-    timeout_s: ClassVar[float] = 120.0
-    """For everything that a test does on the ranks."""
     vocab_size: ClassVar[int] = 61
     """Tokens are drawn from so many."""
-
-    _shared: ClassVar[dict[str, dict[Any, Any]]] = {}
-
-    @pytest.fixture
-    def strategy_config(self, variant: str) -> Mapping[str, Any]:
-        """The strategy's own configuration, as `strategy_args.strategy_config` has it."""
-        return self.variants[variant]
 
     def model(self, task: Task, folder: Path) -> ModelSpec:
         """A small model of this task in float32; files go into `folder`. A checkpoint of transformers by default."""
         return write_checkpoint(folder, QWEN3, task=task, vocab_size=self.vocab_size)
-
-    def reference_model(self, spec: ModelSpec) -> ReferenceModel:
-        """What computes the same by other means. transformers by default."""
-        from roll_core.testing.reference import TransformersModel
-
-        return TransformersModel(spec)
 
     def large_model(self, folder: Path) -> ModelSpec:
         """A language model whose weights stand out from what a device allocates at once: tens of MB."""
         return write_checkpoint(folder, LARGE, task="causal_lm", vocab_size=self.vocab_size)
 
     # -- what is declared ----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def provider(self) -> TrainProvider:
-        """The record. Raises `UnknownProviderError`."""
-        return registry().find(TrainProvider, self.name)
 
     @property
     def can(self) -> TrainCapabilities:
@@ -106,25 +71,6 @@ class Subject:
         if self.world_sizes is not None:
             return self.world_sizes
         return (1, 2) if self.can.data_parallel else (1,)
-
-    def dtypes(self) -> tuple[str, ...]:
-        """What strategy and platform both compute in."""
-        platform = self.platform_here()
-        return tuple(each for each in self.can.dtypes if not platform.supports(each))
-
-    def platform_here(self) -> Platform:
-        """The platform that the tests run on."""
-        from roll_core.runtime.platform import select_platform
-
-        if self.platform:
-            return select_platform(registry(), self.platform)
-        for name in self.provider.platforms:
-            if not any(each.name == name for each in registry().providers(PlatformProvider)):
-                continue
-            found: Platform = load_target(registry().find(PlatformProvider, name).target, owner=f"platform {name}")()
-            if found.probe().found:
-                return found
-        return select_platform(registry(), None)
 
     # -- pytest --------------------------------------------------------------------------------------------------------
 
@@ -147,24 +93,10 @@ class Subject:
             if name in values:
                 metafunc.parametrize(name, values[name])
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        _refuse_silent_overrides(cls)
-        cls._shared = {}
-
     @pytest.fixture(autouse=True)
     def _engine_is_here(self, request: pytest.FixtureRequest) -> None:
         if "case" in request.fixturenames:
             self._engine_or_skip()
-
-    def _engine_or_skip(self) -> None:
-        """What computes needs what the record says it needs: skip without it, or fail where an engine is promised."""
-        try:
-            check_requirements(self.provider, owner=f"train strategy {self.name}")
-        except MissingRequirementError as error:
-            if os.environ.get(REQUIRE_VARIABLE) == "full":
-                pytest.fail(str(error))
-            pytest.skip(str(error))
 
     @pytest.fixture
     def models(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Task | Literal["large"]], ModelSpec]:
@@ -223,11 +155,6 @@ class Subject:
         found: tuple[Any, ...] = answers[key]
         return found
 
-    @classmethod
-    def _once(cls, what: str) -> dict[Any, Any]:
-        """What the tests of this class share; pytest makes a new instance for each of them."""
-        return cls._shared.setdefault(what, {})
-
     def scored(
         self, case: Case, sequences: Sequence[TrainSequence], want: Want, split: Split
     ) -> dict[str, dict[str, Floats]]:
@@ -264,11 +191,6 @@ class Subject:
         """Ragged sequences."""
         return make_batch(self.vocab_size, seed=seed)
 
-    def need(self, has: bool, what: str) -> None:
-        """Skip what is not declared."""
-        if not has:
-            pytest.skip(f"{self.name} does not declare {what}")
-
     def need_training(self) -> None:
         """Skip for a twin that only scores."""
         self.need(not self.provider.forward_only, "training: it is forward-only")
@@ -285,29 +207,5 @@ def _names(answers: Sequence[Trained], step: int) -> list[str]:
 
 
 @cache
-def registry() -> Registry:
-    """The installed plugins."""
-    return load_registry()
-
-
-@cache
 def _host(environment: tuple[tuple[str, str], ...], preload: tuple[str, ...]) -> RankHost:
     return RankHost(environment=dict(environment), preload=preload)
-
-
-def _refuse_silent_overrides(cls: type[Subject]) -> None:
-    """A standard test that an author replaces must say, by an xfail with a reason, what the strategy does not keep."""
-    for standard in cls.__mro__[1:]:
-        if not standard.__module__.startswith("roll_core.testing."):
-            continue
-        for name, test in vars(standard).items():
-            if not name.startswith("test_") or getattr(cls, name) is test:
-                continue
-            marks = getattr(getattr(cls, name), "pytestmark", ())
-            if not any(
-                mark.name == "xfail" and mark.kwargs.get("reason") and mark.kwargs.get("strict") for mark in marks
-            ):
-                raise TypeError(
-                    f"{cls.__name__} overrides {name}, a standard test of the conformance kit, without saying why:"
-                    " mark it with @pytest.mark.xfail(reason=..., strict=True)"
-                )

@@ -1,0 +1,20 @@
+"""The conformance kit for infer strategies: all layers as one class that authors subclass."""
+
+from __future__ import annotations
+
+from roll_core.testing.infer.ends import EndTests
+from roll_core.testing.infer.numbers import NumberTests
+from roll_core.testing.infer.sampling import SamplingTests
+from roll_core.testing.packaging import PackagingTests
+
+
+class InferStrategyConformance(PackagingTests, EndTests, SamplingTests, NumberTests):
+    """What holds for every infer strategy.
+
+        class TestMine(InferStrategyConformance):
+            name = "my_infer"
+
+    The strategy is found by its name among the installed plugins, as a run finds it. `InferSubject` lists what an
+    author may say beyond the name; docs/conformance.md says what each test asserts and with which bound. pytest runs
+    the last layer first.
+    """

@@ -1,0 +1,244 @@
+"""What is tested: what an author may say about an infer strategy, and what the layers of tests build on.
+
+An engine may take long to start, so the tests of a class share one. A test finds it with the weights that the model was
+stored with; one that failed leaves none behind: the next test starts another.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pytest
+
+from roll_core.errors import PluginError, UnsupportedError
+from roll_core.spec.providers import InferCapabilities, InferProvider
+from roll_core.testing.bounds import BOUNDS, check_rows
+from roll_core.testing.infer.engine import Engine, Setup, ask
+from roll_core.testing.infer.models import CLEAR, END, SMALL, Answers
+from roll_core.testing.models import write_checkpoint
+from roll_core.testing.part import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from roll_core.spec.infer import InferStrategy
+    from roll_core.spec.model import ModelSpec
+    from roll_core.types import Completion, GenerateRequest, TokenIds
+
+VOCABULARY = 40
+"""As many as the tokenizer has: each token is a character."""
+FIRST_ORDINARY = 2
+"""Ids below are padding and end."""
+
+
+class InferSubject(Part):
+    """One infer strategy under test. What has no underscore is for authors to override."""
+
+    provider: InferProvider
+    vocab_size: ClassVar[int] = VOCABULARY
+    """Prompts are made of the tokens from 2 to so many."""
+    context: ClassVar[int] = SMALL["max_position_embeddings"]
+    """Tokens of the longest sequence that the engine takes, with this configuration and model."""
+    end_ids: ClassVar[tuple[int, ...]] = (END,)
+    """End tokens of the model; empty where it has none."""
+
+    _kind = InferProvider
+
+    def model(self, folder: Path) -> ModelSpec:
+        """A small language model in float32; files go into `folder`. A Qwen3 as transformers stores it, by default."""
+        return write_checkpoint(folder, SMALL, task="causal_lm", vocab_size=self.vocab_size)
+
+    def processes(self, strategy: InferStrategy) -> Sequence[int]:
+        """Ids of the processes that a started engine has beside this one, to be killed. None by default."""
+        return ()
+
+    # -- what is declared ----------------------------------------------------------------------------------------------
+
+    @property
+    def can(self) -> InferCapabilities:
+        """What the record declares."""
+        return self.provider.capabilities
+
+    def need_exact(self, setup: Setup) -> None:
+        """Skip where numbers are too coarse to tell a mistake from rounding."""
+        if setup.model.dtype != "fp32":
+            pytest.skip(f"{self.name} does not compute in fp32 here, and coarser numbers decide nothing")
+
+    # -- pytest --------------------------------------------------------------------------------------------------------
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Tests that name one of these run for each that there is: `low_dtype` is what is not fp32."""
+        try:
+            values: dict[str, Sequence[Any]] = {
+                "low_dtype": [dtype for dtype in self.dtypes() if dtype != "fp32"],
+                "transport": self.can.weight_transports,
+            }
+        except PluginError:  # the test that looks the name up says what is wrong with it
+            values = {"low_dtype": (), "transport": ()}
+        for name in metafunc.fixturenames:
+            if name == "variant":  # one engine is started after the other, not one for each test
+                metafunc.parametrize(name, list(self.variants), scope="class")
+            elif name in values:
+                metafunc.parametrize(name, values[name])
+
+    @pytest.fixture
+    def setup(self, strategy_config: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Setup:
+        """The strategy and its model, in fp32 where it has that."""
+        self._engine_or_skip()
+        platform = self.platform_here()
+        models = self._once("models")
+        if "model" not in models:
+            models["model"] = self.model(tmp_path_factory.mktemp("model"))
+        dtypes = self.dtypes()
+        model: ModelSpec = models["model"]
+        if "fp32" not in dtypes:
+            model = replace(model, dtype=dtypes[0])
+        return Setup(
+            provider=self.provider,
+            strategy_config=strategy_config,
+            model=model,
+            device=platform.device(0),
+            backend=platform.collective_backend,
+            timeout_s=self.timeout_s,
+        )
+
+    @pytest.fixture
+    def answers(self, setup: Setup) -> Iterator[Answers]:
+        """The reference, with the weights that the model was stored with."""
+        found = self.answers_of(setup.model)
+        stored = found.weights()
+        yield found
+        found.take(stored)
+
+    @pytest.fixture
+    def engine(self, setup: Setup, answers: Answers, request: pytest.FixtureRequest) -> Iterator[Engine]:
+        """The engine that all tests share, with the weights that the model was stored with."""
+        live, key = self._once("engine"), pickle.dumps(setup)
+        if live.get("key") != key:
+            self._stop_shared()
+            started = Engine(setup)
+            live.update(engine=started)
+            started.start()
+            live.update(key=key)
+        engine: Engine = live["engine"]
+        if not engine.pristine:
+            engine.publish(self.published(answers.weights(), setup.model))
+            engine.pristine = True
+        failed = request.session.testsfailed
+        yield engine
+        if request.session.testsfailed > failed or request.node.get_closest_marker("xfail"):
+            self._stop_shared()
+
+    @pytest.fixture
+    def fresh(self) -> Iterator[Callable[[Setup], Engine]]:
+        """`fresh(setup)`, an engine that is not started yet. It is alone: the shared one is stopped."""
+        self._stop_shared()
+        made: list[Engine] = []
+
+        def make(setup: Setup) -> Engine:
+            made.append(Engine(setup))
+            return made[-1]
+
+        yield make
+        for each in made:
+            each.close()
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _on_one_thread(cls) -> Iterator[None]:
+        """Small products are slower on several threads, which would wait for each other and for the engine's."""
+        import torch
+
+        usual = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        cls._stop_shared()
+        torch.set_num_threads(usual)
+
+    @classmethod
+    def _stop_shared(cls) -> None:
+        live = cls._once("engine")
+        engine = live.pop("engine", None)
+        live.clear()
+        if engine is not None:
+            engine.close()
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def answers_of(self, model: ModelSpec) -> Answers:
+        """The reference for a model, loaded once."""
+        known, key = self._once("answers"), pickle.dumps(model)
+        if key not in known:
+            known[key] = Answers(self.reference_model(model))
+        found: Answers = known[key]
+        return found
+
+    def prompt(self, num: int, seed: int = 0) -> TokenIds:
+        """Random ordinary tokens."""
+        return np.random.default_rng((seed, num)).integers(FIRST_ORDINARY, self.vocab_size, num)
+
+    def bound(self, setup: Setup) -> float:
+        """Largest difference of a logprob to the reference's."""
+        return BOUNDS[setup.model.dtype].outputs
+
+    def published(self, weights: Mapping[str, Tensor], model: ModelSpec) -> dict[str, Tensor]:
+        """In the dtype in which the engine holds them, as a run sends them."""
+        from roll_core.modeling.model import DTYPES
+
+        return {name: each.to(DTYPES[model.dtype]) for name, each in weights.items()}
+
+    def answered(self, engine: Engine, parameter: str, *requests: GenerateRequest) -> list[Completion]:
+        """The completions; a skip where the strategy refuses the parameter, as it may if it says so by name."""
+        try:
+            return engine.generate(*requests)
+        except UnsupportedError as error:
+            if parameter not in str(error):
+                raise AssertionError(f"{parameter} was refused without being named: {error}") from error
+            pytest.skip(f"{self.name} refuses {parameter}: {error}")
+
+    def seed(self, engine: Engine, number: int) -> int | None:
+        """A seed where the strategy takes seeds, so that a test has the same outcome every time."""
+        known = self._once("seeds")
+        if "taken" not in known:
+            try:
+                engine.generate(ask(self.prompt(2), seed=0, max_new_tokens=1))
+                known["taken"] = True
+            except UnsupportedError:
+                known["taken"] = False
+        return number if known["taken"] else None
+
+    # -- judging -------------------------------------------------------------------------------------------------------
+
+    def check_logprobs(
+        self,
+        setup: Setup,
+        answers: Answers,
+        requests: Sequence[GenerateRequest],
+        completions: Sequence[Completion],
+        *,
+        until: int | None = None,
+    ) -> None:
+        """Fail unless each drawn token has the logprob that the reference gives it; of the first `until` tokens."""
+        found, expected = {}, {}
+        for request, completion in zip(requests, completions, strict=True):
+            for index, output in enumerate(completion.outputs):
+                key = f"{request.id}, output {index}"
+                right = answers.logprobs(request.prompt_ids, output.token_ids, request.params.temperature)
+                found[key], expected[key] = output.logprobs[:until], right[:until]
+        check_rows("logprob", found, expected, self.bound(setup))
+
+    def check_greedy(self, answers: Answers, prompt: TokenIds, response: TokenIds, **rules: Any) -> None:
+        """Fail unless each token is the most likely one, but for rounding; `rules` as `Answers.shortfall` has them."""
+        below, _ = answers.shortfall(prompt, response, **rules)
+        wrong = np.flatnonzero(below > CLEAR)
+        if len(wrong):
+            raise AssertionError(
+                f"token {wrong[0]} of the response {response.tolist()} to {prompt.tolist()} is not the most likely one:"
+                f" its logit is {below[wrong[0]]:.3g} below the largest"
+            )
