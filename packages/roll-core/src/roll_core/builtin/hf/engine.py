@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NOT_RUNNING = "the engine does not run: start it first, and not after stop"
 Command = tuple["Callable[[], Any]", "asyncio.Future[Any] | None"]
 """What the thread shall do between two steps, and who waits for its result."""
 
@@ -142,7 +143,7 @@ class HFInferStrategy(InferStrategy):
     @property
     def _ready_core(self) -> EngineCore:
         if self._core is None:
-            raise RuntimeError("the engine does not run: start it first, and not after stop")
+            raise RuntimeError(NOT_RUNNING)
         return self._core
 
     def _tell(self, act: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
@@ -150,6 +151,8 @@ class HFInferStrategy(InferStrategy):
         self._wake.set()
 
     async def _ask(self, act: Callable[[], Any]) -> Any:
+        if self._task is None:  # nobody would answer
+            raise RuntimeError(NOT_RUNNING)
         future = asyncio.get_running_loop().create_future()
         self._tell(act, future)
         return await future

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from roll_core.testing.infer.contract import ContractTests
 from roll_core.testing.infer.ends import EndTests
+from roll_core.testing.infer.lifecycle import LifecycleTests
 from roll_core.testing.infer.numbers import NumberTests
 from roll_core.testing.infer.sampling import SamplingTests
+from roll_core.testing.infer.starting import StartingTests
+from roll_core.testing.infer.weights import WeightTests
 from roll_core.testing.packaging import PackagingTests
 
 
-class InferStrategyConformance(PackagingTests, EndTests, SamplingTests, NumberTests):
+class InferStrategyConformance(
+    PackagingTests, StartingTests, LifecycleTests, WeightTests, ContractTests, EndTests, SamplingTests, NumberTests
+):
     """What holds for every infer strategy.
 
         class TestMine(InferStrategyConformance):

@@ -12,11 +12,11 @@ import numpy as np
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.spec.model import MeshInfo
-from roll_core.spec.weights import make_manifest
-from roll_core.types import GenerateRequest, SamplingParams
+from roll_core.spec.weights import tensor_entry
+from roll_core.types import GenerateRequest, SamplingParams, WeightManifest
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -109,13 +109,20 @@ class Engine:
         return list(self.run(lambda: together(self.strategy, requests)))
 
     def publish(
-        self, weights: Mapping[str, Tensor], *, sent: Sequence[tuple[str, Tensor]] | None = None, shared: bool = False
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        sent: Iterable[tuple[str, Tensor]] | None = None,
+        shared: bool = False,
+        digests: bool = True,
     ) -> WeightReceipt:
-        """The next version. `sent`, if given, is what is sent under the manifest of `weights`."""
+        """The next version. `sent`, if given, is what is sent under the manifest of `weights`, which may lack its
+        digests."""
         self.version += 1
         self.pristine = False
-        manifest = make_manifest(self.version, weights.items())
-        tensors = list(weights.items()) if sent is None else sent
+        entries = tuple(tensor_entry(name, each, None if digests else "") for name, each in weights.items())
+        manifest = WeightManifest(version=self.version, tensors=entries)
+        tensors = weights.items() if sent is None else sent
         return self.run(lambda: self.strategy.update_weights(self.version, manifest, iter(tensors), shared=shared))
 
     def close(self) -> None:

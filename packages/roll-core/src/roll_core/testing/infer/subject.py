@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 VOCABULARY = 40
 """As many as the tokenizer has: each token is a character."""
+SEEN = 2
+"""A change of weights is seen if it moves a logprob by so many times the bound."""
 FIRST_ORDINARY = 2
 """Ids below are padding and end."""
 
@@ -109,12 +111,11 @@ class InferSubject(Part):
         )
 
     @pytest.fixture
-    def answers(self, setup: Setup) -> Iterator[Answers]:
+    def answers(self, setup: Setup) -> Answers:
         """The reference, with the weights that the model was stored with."""
         found = self.answers_of(setup.model)
-        stored = found.weights()
-        yield found
-        found.take(stored)
+        found.take(self.stored(setup))
+        return found
 
     @pytest.fixture
     def engine(self, setup: Setup, answers: Answers, request: pytest.FixtureRequest) -> Iterator[Engine]:
@@ -128,7 +129,7 @@ class InferSubject(Part):
             live.update(key=key)
         engine: Engine = live["engine"]
         if not engine.pristine:
-            engine.publish(self.published(answers.weights(), setup.model))
+            engine.publish(self.published(self.stored(setup), setup.model))
             engine.pristine = True
         failed = request.session.testsfailed
         yield engine
@@ -177,6 +178,14 @@ class InferSubject(Part):
         if key not in known:
             known[key] = Answers(self.reference_model(model))
         found: Answers = known[key]
+        return found
+
+    def stored(self, setup: Setup) -> dict[str, Tensor]:
+        """The weights that the model was stored with."""
+        known, key = self._once("stored"), pickle.dumps(setup.model)
+        if key not in known:
+            known[key] = self.answers_of(setup.model).weights()
+        found: dict[str, Tensor] = known[key]
         return found
 
     def prompt(self, num: int, seed: int = 0) -> TokenIds:
@@ -242,3 +251,29 @@ class InferSubject(Part):
                 f"token {wrong[0]} of the response {response.tolist()} to {prompt.tolist()} is not the most likely one:"
                 f" its logit is {below[wrong[0]]:.3g} below the largest"
             )
+
+    def check_answers(
+        self,
+        engine: Engine,
+        setup: Setup,
+        answers: Answers,
+        weights: Mapping[str, Tensor] | None = None,
+        *,
+        prompts: Sequence[TokenIds] = (),
+    ) -> None:
+        """Fail unless the engine answers as the reference does with `weights`, if given, and not as it did before; and
+        with the version that was published last."""
+        asked = prompts or (self.prompt(30), self.prompt(6))
+        requests = [ask(each, max_new_tokens=8, seed=self.seed(engine, 3)) for each in asked]
+        found = engine.generate(*requests)
+        tokens = requests[0].prompt_ids, found[0].outputs[0].token_ids
+        before = answers.logprobs(*tokens)
+        if weights is not None:
+            answers.take(weights)
+            if float(np.abs(answers.logprobs(*tokens) - before).max()) < SEEN * self.bound(setup):
+                raise AssertionError("the reference answers as before: the change is too small to be seen")
+        self.check_logprobs(setup, answers, requests, found)
+        for completion in found:
+            versions = {int(each) for output in completion.outputs for each in output.versions}
+            if versions != {engine.version}:
+                raise AssertionError(f"tokens are of weight version {sorted(versions)}, published was {engine.version}")

@@ -1,0 +1,153 @@
+"""The layer *lifecycle*: what becomes of requests that are aborted, updated under way, or served after a sleep."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from roll_core.spec.weights import make_manifest
+from roll_core.testing.infer.engine import ask
+from roll_core.testing.infer.models import moved
+from roll_core.testing.infer.subject import InferSubject
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from roll_core.testing.infer.engine import Engine, Setup
+    from roll_core.testing.infer.models import Answers
+    from roll_core.types import Completion, GenerateRequest
+
+LONG = 400
+"""Tokens of a response that is interrupted."""
+SHORT = 6
+"""Tokens of the one that is waited for, as a sign that the long one is under way."""
+
+
+class LifecycleTests(InferSubject):
+    """A short request beside a long one tells when the long one is under way."""
+
+    def test_an_aborted_request_keeps_its_tokens(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """Both `abort` and `generate` return what was drawn, with logprobs, and `finish_reason == "abort"`."""
+        request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
+        returned, completion = self._interrupted(engine, request, lambda: engine.strategy.abort([request.id]))
+        if [each.id for each in returned] != [request.id]:
+            raise AssertionError(f"abort returned {[each.id for each in returned]}; expected {[request.id]}")
+        self.check_logprobs(setup, answers, [request, request], [completion, returned[0]])
+        for output, again in zip(completion.outputs, returned[0].outputs, strict=True):
+            if output.token_ids.tolist() != again.token_ids.tolist():
+                raise AssertionError(
+                    f"abort returned {len(again.token_ids)} tokens, generate {len(output.token_ids)}: they have to be"
+                    " the same"
+                )
+            if output.finish_reason != "abort":
+                raise AssertionError(f"an aborted output ended by {output.finish_reason!r}")
+            if not len(output.token_ids):
+                raise AssertionError(f"tokens were drawn while another request drew {SHORT}, but none was kept")
+
+    def test_aborting_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """A request that runs beside it is answered in full."""
+        other = ask(self.prompt(7), max_new_tokens=60)
+        request = ask(self.prompt(5), max_new_tokens=LONG)
+        beside: list[asyncio.Task[Completion]] = []
+
+        async def abort() -> list[Completion]:
+            return await engine.strategy.abort([request.id])
+
+        def begin() -> None:
+            beside.append(asyncio.create_task(engine.strategy.generate(other)))
+
+        self._interrupted(engine, request, abort, begin)
+        completion = engine.run(lambda: _result(beside[0]))
+        if len(completion.outputs[0].token_ids) != 60:
+            raise AssertionError(f"the request beside it has {len(completion.outputs[0].token_ids)} of 60 tokens")
+        self.check_logprobs(setup, answers, [other], [completion])
+
+    def test_unknown_and_finished_ids_are_ignored(self, engine: Engine) -> None:
+        """`abort` returns nothing for them."""
+        done = ask(self.prompt(3))
+        engine.generate(done)
+        found = engine.run(lambda: engine.strategy.abort([done.id, "nobody"]))
+        if found:
+            raise AssertionError(f"aborting a request that is done and one that never was returned {found}")
+
+    def test_requests_go_on_under_new_weights(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """`in_flight_update`: each token has the version under which it was drawn, tokens before the update the old
+        weights' logprobs; the request ends as it would have, and the next ones have the new weights."""
+        self.need(self.can.in_flight_update, "in_flight_update")
+        request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
+        weights = self.published(moved(self.stored(setup), 21), setup.model)
+        old, new = engine.version, engine.version + 1
+
+        async def update() -> list[Completion]:
+            manifest = make_manifest(new, weights.items())
+            await engine.strategy.update_weights(new, manifest, iter(weights.items()))
+            return []
+
+        engine.version, engine.pristine = new, False
+        _, completion = self._interrupted(engine, request, update)
+        for output in completion.outputs:
+            found = output.versions.tolist()
+            if len(found) != LONG or output.finish_reason != "length":
+                raise AssertionError(f"{len(found)} of {LONG} tokens were drawn, ended by {output.finish_reason!r}")
+            num_old = found.count(old)
+            if found != [old] * num_old + [new] * (LONG - num_old) or not SHORT - 2 <= num_old < LONG:
+                changes = [i for i in range(1, LONG) if found[i] != found[i - 1]]
+                raise AssertionError(
+                    f"tokens have the versions {sorted(set(found))}, which change at {changes}; expected some of"
+                    f" version {old} and then all of {new}"
+                )
+            self.check_logprobs(setup, answers, [request], [completion], until=num_old)
+        self.check_answers(engine, setup, answers, weights)
+
+    def test_numbers_are_the_same_after_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """`sleep`, `wake` and a publish of the same weights; twice, as every step does."""
+        self.need(self.can.sleeps, "sleeps")
+        weights = self.published(self.stored(setup), setup.model)
+        request = [ask(self.prompt(40), temperature=0.0, max_new_tokens=24) for _ in range(3)]
+        before = engine.generate(request[0])[0].outputs[0]
+        for again in request[1:]:
+            engine.run(engine.strategy.sleep)
+            engine.run(engine.strategy.wake)
+            engine.publish(weights)
+            after = engine.generate(again)[0].outputs[0]
+            if after.token_ids.tolist() != before.token_ids.tolist():
+                raise AssertionError(
+                    f"greedy tokens were {before.token_ids.tolist()} before a sleep, {after.token_ids.tolist()} after"
+                )
+            if not np.allclose(after.logprobs, before.logprobs, atol=self.bound(setup)):
+                off = float(np.abs(after.logprobs - before.logprobs).max())
+                raise AssertionError(f"logprobs differ by up to {off:.3g} after a sleep")
+        self.check_answers(engine, setup, answers)
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _interrupted(
+        self,
+        engine: Engine,
+        request: GenerateRequest,
+        act: Callable[[], Awaitable[Sequence[Completion]]],
+        begin: Callable[[], object] = lambda: None,
+    ) -> tuple[list[Completion], Completion]:
+        """What `act` returns, called while the request is under way, and the request's own answer."""
+
+        async def both() -> tuple[list[Completion], Completion] | None:
+            running = asyncio.create_task(engine.strategy.generate(request))
+            begin()
+            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=SHORT))
+            if running.done():
+                await running  # raises, if it failed
+                return None
+            returned = await act()
+            return list(returned), await running
+
+        found = engine.run(both)
+        if found is None:
+            pytest.skip(f"{self.name} had drawn {LONG} tokens before {SHORT} others: nothing is under way here")
+        return found
+
+
+async def _result(task: asyncio.Task[Completion]) -> Completion:
+    return await task

@@ -1,0 +1,146 @@
+"""The layer *starting*: how an engine begins and ends, each with one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from roll_core.config.loading import load
+from roll_core.errors import ConfigError, RollError
+from roll_core.testing.infer.engine import ask
+from roll_core.testing.infer.subject import InferSubject
+from roll_core.testing.part import registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from roll_core.testing.infer.engine import Engine, Setup
+    from roll_core.testing.infer.models import Answers
+    from roll_core.types import Completion
+
+    Fresh = Callable[[Setup], Engine]
+
+DTYPES = ("fp32", "bf16", "fp16")
+CONFIG = """\
+pipeline: rlvr
+platform: {platform}
+actor_train:
+  data_args: {{file_name: rows.jsonl}}
+  model_args: {{random_init: {{model_type: qwen3}}}}
+  strategy_args: {{strategy_name: hf_train}}
+actor_infer:
+  model_args: {{dtype: {dtype}, random_init: {{model_type: qwen3}}}}
+  strategy_args: {{strategy_name: {name}}}
+"""
+PROMPT_S = 60.0
+"""Within so many seconds whoever waits for an engine that has died has to be told."""
+
+
+class StartingTests(InferSubject):
+    """An engine is started for each of them that needs one."""
+
+    def test_a_started_engine_has_the_models_weights(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
+        """As version 0, without an update."""
+        engine = fresh(setup)
+        engine.start()
+        self.check_answers(engine, setup, answers)
+
+    def test_logprobs_in_lower_precision_stay_in_bounds(self, fresh: Fresh, setup: Setup, low_dtype: str) -> None:
+        """Against the reference with weights rounded alike; before and after an update in that dtype."""
+        setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
+        engine, answers = fresh(setup), self.answers_of(setup.model)
+        answers.take(self.stored(setup))
+        engine.start()
+        self.check_answers(engine, setup, answers)
+        if self.can.weight_transports:
+            engine.publish(self.published(self.stored(setup), setup.model))
+            self.check_answers(engine, setup, answers)
+
+    def test_a_stopped_engine_says_so(self, fresh: Fresh, setup: Setup) -> None:
+        """What runs when it is stopped ends, with an error or with what there is; later requests raise; `stop` may be
+        called again."""
+        engine = fresh(setup)
+        engine.start()
+
+        async def act() -> tuple[object, object]:
+            running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), n=2, max_new_tokens=400)))
+            await asyncio.sleep(0.05)
+            await engine.strategy.stop()
+            await engine.strategy.stop()
+            (ended,) = await asyncio.gather(running, return_exceptions=True)
+            (late,) = await asyncio.gather(engine.strategy.generate(ask(self.prompt(3))), return_exceptions=True)
+            return ended, late
+
+        _, late = engine.run(act)
+        if not isinstance(late, Exception):
+            raise AssertionError(f"a request after stop was answered: {late}")
+
+    def test_a_model_that_is_not_there_is_named(self, fresh: Fresh, setup: Setup, tmp_path: Path) -> None:
+        """`start` raises a `RollError` that names the path; `stop` works after it."""
+        self.need(bool(setup.model.path), "a model that is loaded from a path")
+        nowhere = str(tmp_path / "no-such-model")
+        engine = fresh(setup.with_(model=replace(setup.model, path=nowhere)))
+        with pytest.raises(RollError) as caught:
+            engine.start()
+        if nowhere not in str(caught.value):
+            raise AssertionError(f"the error does not say which model: {caught.value}")
+        engine.run(engine.strategy.stop)
+
+    def test_an_engine_whose_process_dies_says_so(self, fresh: Fresh, setup: Setup) -> None:
+        """`generate` raises soon; `stop` works. Of engines whose author names their `processes`."""
+        engine = fresh(setup)
+        engine.start()
+        processes = self.processes(engine.strategy)
+        if not processes:
+            pytest.skip(f"{self.name} names no processes of its own")
+
+        async def act() -> Completion:
+            running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
+            await engine.strategy.generate(ask(self.prompt(3), max_new_tokens=2))
+            for each in processes:
+                os.kill(each, signal.SIGKILL)
+            return await running
+
+        try:
+            found = engine.run(act, PROMPT_S)
+        except AssertionError:
+            raise
+        except Exception as error:
+            if len(str(error).split()) < 3:
+                raise AssertionError(f"the error does not say what happened: {error!r}") from error
+        else:
+            raise AssertionError(f"the engine was killed, and yet it answered {found}")
+        engine.run(engine.strategy.stop)
+
+    # -- before anything is started ------------------------------------------------------------------------------------
+
+    def test_an_undeclared_dtype_is_refused(self, tmp_path: Path) -> None:
+        """By `roll-core check`, which names the dtypes that it has."""
+        undeclared = [each for each in DTYPES if each not in self.can.dtypes]
+        if not undeclared:
+            pytest.skip(f"{self.name} declares every dtype")
+        platform = next(iter(self.provider.platforms), "cpu")
+        self._refused(tmp_path, undeclared[0], platform, *self.can.dtypes)
+
+    def test_an_undeclared_platform_is_refused(self, tmp_path: Path) -> None:
+        """By `roll-core check`, which names the platforms that it runs on."""
+        if not self.provider.platforms:
+            pytest.skip(f"{self.name} declares every platform")
+        self._refused(tmp_path, self.can.dtypes[0], "no_such_platform", *self.provider.platforms)
+
+    def _refused(self, folder: Path, dtype: str, platform: str, *named: str) -> None:
+        file = folder / "run.yaml"
+        file.write_text(CONFIG.format(name=self.name, dtype=dtype, platform=platform), encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            load(file, [], registry())
+        said = str(caught.value)
+        if self.provider.name not in said or any(name not in said for name in named):
+            raise AssertionError(
+                f"{self.name} with dtype {dtype} on platform {platform}: the error names no way out:\n{said}"
+            )
