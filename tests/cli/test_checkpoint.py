@@ -65,7 +65,12 @@ def test_list_for_programs_says_the_same(run, capsys):
     assert row["size_bytes"] == 3000 + state
     assert row["created"] == pytest.approx((run.checkpoints / "step-4" / "manifest.json").stat().st_mtime, abs=5)
     assert (row["pipeline"], row["state"], row["problems"], row["digests_read"]) == ("rlvr", "complete", [], False)
-    assert row["roles"]["actor_train"] == {"strategy": "hf_train", "world_size": 2, "weight_version": 7}
+    assert row["roles"]["actor_train"] == {
+        "strategy": "hf_train",
+        "world_size": 2,
+        "weight_version": 7,
+        "portable": False,
+    }
 
 
 def test_list_of_an_experiment_shows_all_of_its_runs(run, tmp_path, capsys):

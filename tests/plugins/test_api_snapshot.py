@@ -34,7 +34,8 @@ RECORDS = {
 CAPABILITIES = {
     "TrainCapabilities": [
         "tasks", "dtypes", "packing", "gradient_checkpointing", "data_parallel", "tensor_parallel",
-        "pipeline_parallel", "context_parallel", "expert_parallel", "lora", "offload", "topk", "weight_transports",
+        "pipeline_parallel", "context_parallel", "expert_parallel", "lora", "offload", "topk", "portable_state",
+        "any_world_size", "weight_transports",
     ],
     "InferCapabilities": [
         "dtypes", "sleeps", "lora", "prompt_logprobs", "in_flight_update", "endpoint", "tensor_parallel",
@@ -60,6 +61,8 @@ METHODS = {
         "export_weights!": "(self)",
         "save!": "(self, path)",
         "load!": "(self, path)",
+        "export_state": "(self)",
+        "import_state": "(self, state)",
         "export_model": "(self, path)",
         "offload": "(self, parts)",
         "onload": "(self, parts)",

@@ -89,4 +89,4 @@ def test_a_checkpoint_of_another_strategy_is_refused_with_the_way_out(local_runs
     result = local_runs.run(local_runs.sft(resume_from_checkpoint=str(store.directory / "step-1")))
     assert isinstance(result.error, CheckpointMismatchError)
     assert "sft_train in the format of other_train, which hf_train does not read" in str(result.error)
-    assert "set sft_train.strategy_args.strategy_name to other_train" in str(result.error)
+    assert "sft_train.strategy_args.strategy_name=other_train and portable_checkpoints=true" in str(result.error)

@@ -19,6 +19,8 @@ CAPABILITIES = TrainCapabilities(
     gradient_checkpointing=True,
     data_parallel=True,
     topk=True,
+    portable_state=True,
+    any_world_size=True,
     weight_transports=("shm", "collective"),
 )
 

@@ -25,8 +25,18 @@ from roll_core.modeling.export import write_model
 from roll_core.modeling.fused import fuse
 from roll_core.modeling.model import load_model
 from roll_core.modeling.optimizer import adamw, schedule
+from roll_core.modeling.portable_state import check_same
 from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
-from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
+from roll_core.spec.train import (
+    LossFn,
+    LossMetrics,
+    MicroBatch,
+    PortableState,
+    StepStats,
+    TokenOutputs,
+    TrainStrategy,
+    Want,
+)
 from roll_core.types import TrainSequence
 from roll_strategy_deepspeed import whole_optimizer
 from roll_strategy_deepspeed.computation import Computation, GatheredHead, token_outputs
@@ -34,6 +44,7 @@ from roll_strategy_deepspeed.config import DeepSpeedConfig
 from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
 from roll_strategy_deepspeed.held_state import HeldState
 from roll_strategy_deepspeed.plugin import CAPABILITIES
+from roll_strategy_deepspeed.portable_state import gather, shapes, take_over
 from roll_strategy_deepspeed.ranks import Ranks
 from roll_strategy_deepspeed.state import load_state, save_state
 
@@ -234,6 +245,20 @@ class DeepSpeedStrategy(TrainStrategy):
         """Collective. The number of ranks and the stage may differ from when it was saved."""
         self._check_trains()
         self.step_count = load_state(self.held, self.ranks, path)
+
+    def export_state(self) -> PortableState:
+        """Gathered parameter by parameter, on every rank. Collective."""
+        self._check_trains()
+        return PortableState(
+            step_count=self.step_count, shapes=shapes(self.held), read=lambda name: gather(self.held, name)
+        )
+
+    def import_state(self, state: PortableState) -> None:
+        """Each rank reads all of it, a parameter at a time, and keeps its share. Collective."""
+        self._check_trains()
+        check_same(state, shapes(self.held))
+        take_over(self.held, state)
+        self.step_count, self.num_backwards = state.step_count, 0
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 

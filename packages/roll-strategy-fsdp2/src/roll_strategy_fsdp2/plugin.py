@@ -20,6 +20,8 @@ CAPABILITIES = TrainCapabilities(
     data_parallel=True,
     lora=True,
     topk=True,
+    portable_state=True,
+    any_world_size=True,
     weight_transports=("shared", "shm", "collective"),
 )
 TARGET = "roll_strategy_fsdp2.strategy:FSDP2Strategy"

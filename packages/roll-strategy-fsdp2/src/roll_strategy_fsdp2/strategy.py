@@ -21,15 +21,26 @@ from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.export import check_exportable, write_model
 from roll_core.modeling.model import DTYPES, load_model
+from roll_core.modeling.portable_state import check_same
 from roll_core.modeling.process_group import ProcessGroup
 from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
-from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
+from roll_core.spec.train import (
+    LossFn,
+    LossMetrics,
+    MicroBatch,
+    PortableState,
+    StepStats,
+    TokenOutputs,
+    TrainStrategy,
+    Want,
+)
 from roll_core.types import Totals
 from roll_strategy_fsdp2.checkpoint import load_state, save_state
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.loading import fill, open_empty
 from roll_strategy_fsdp2.optimizer import ShardedAdamW, like, local
 from roll_strategy_fsdp2.plugin import CAPABILITIES
+from roll_strategy_fsdp2.portable_state import gather, shapes, take_over
 from roll_strategy_fsdp2.sharding import Root, as_fsdp, make_mesh, shard, sharded_modules
 
 if TYPE_CHECKING:
@@ -233,16 +244,35 @@ class FSDP2Strategy(TrainStrategy):
         identifies the rest. Collective."""
         said: dict[str, Any] = {"step_count": self.optimizer.step_count if self.optimizer is not None else 0}
         if self.adapters is not None:
-            said["adapters"] = self.adapters.identity(self._whole_to_merge)
+            said["adapters"] = self._identity()
         save_state(path, self._state(), said)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """From rank 0's directory, whatever the number of ranks was. Collective."""
-        here = None if self.adapters is None else self.adapters.identity(self._whole_to_merge)
+        here = self._identity()
         said = load_state(path, self._state(), lambda said: self._refuse_other(said.get("adapters"), here, path))
         if self.optimizer is not None:
             self.optimizer.restored(int(said["step_count"]))
+
+    def export_state(self) -> PortableState:
+        """Gathered parameter by parameter, on every rank. Collective."""
+        optimizer = self._require_training()
+        return PortableState(
+            step_count=optimizer.step_count,
+            shapes=shapes(optimizer),
+            read=lambda name: gather(optimizer, name, self._mesh.device),
+            adapters=self._identity(),
+        )
+
+    def import_state(self, state: PortableState) -> None:
+        """Each rank reads all of it, a parameter at a time, and keeps its share. Collective."""
+        optimizer = self._require_training()
+        check_same(state, shapes(optimizer), adapters=self.adapters, identity=self._identity())
+        take_over(optimizer, state)
+
+    def _identity(self) -> dict[str, Any] | None:
+        return None if self.adapters is None else self.adapters.identity(self._whole_to_merge)
 
     def _refuse_other(self, saved: dict[str, Any] | None, here: dict[str, Any] | None, path: Path) -> None:
         if self.adapters is not None and here is not None:

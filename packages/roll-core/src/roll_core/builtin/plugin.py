@@ -30,6 +30,8 @@ HF_TRAIN = TrainCapabilities(
     data_parallel=True,
     lora=True,
     topk=True,
+    portable_state=True,
+    any_world_size=True,
     weight_transports=("shared", "shm", "collective"),
 )
 HF_INFER = InferCapabilities(

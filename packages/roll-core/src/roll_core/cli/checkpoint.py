@@ -32,7 +32,8 @@ class Row:
     size_bytes: int | None
     pipeline: str | None
     roles: dict[str, dict[str, Any]]
-    """Trained roles by name, with `strategy`, `world_size` and `weight_version`: what a run must have to go on."""
+    """Trained roles by name, with `strategy`, `world_size`, `weight_version` and `portable`: what a run must have to go
+    on."""
     problems: list[str]
     """What is wrong with it; empty if it is intact, as far as was looked."""
     digests_read: bool
@@ -140,7 +141,10 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def _needs(row: Row) -> str:
-    roles = (f"{name} {role['strategy']} × {role['world_size']}" for name, role in row.roles.items())
+    roles = (
+        f"{name} {role['strategy']} × {role['world_size']}{' (portable)' if role['portable'] else ''}"
+        for name, role in row.roles.items()
+    )
     return f"{row.pipeline}: {', '.join(roles)}" if row.pipeline else "?"
 
 

@@ -241,6 +241,9 @@ class _Validation:
             hint = f"strategies that do: {', '.join(able)}"
             message = f"{provider.name} trains no adapters"
             self.found.append(Finding((*path, "model_args", "lora_target"), message, hint))
+        if self.data.get("portable_checkpoints") is True and not _exports_state(worker, provider):
+            message = f"{provider.name} does not export its training state, so portable_checkpoints cannot be honoured"
+            self.found.append(Finding(at_name, message, "leave portable_checkpoints out"))
         dtype = model.get("dtype")
         if isinstance(dtype, str) and dtype in ("fp32", "bf16", "fp16") and dtype not in provider.capabilities.dtypes:
             message = f"{provider.name} does not compute in {dtype}"
@@ -349,6 +352,11 @@ def _is_written(data: Any, path: KeyPath) -> bool:
             return False
         data = data[step]
     return True
+
+
+def _exports_state(worker: type[WorkerConfig], provider: TrainProvider | InferProvider) -> bool:
+    """Or has no state that would be saved."""
+    return worker.kind != "train" or (isinstance(provider, TrainProvider) and provider.capabilities.portable_state)
 
 
 def _trains_adapters(model_args: dict[Any, Any]) -> bool:

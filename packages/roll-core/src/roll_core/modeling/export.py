@@ -1,11 +1,13 @@
-"""Writes a model as a directory that transformers loads."""
+"""Writes a model as a directory that transformers loads, or what it is without its weights."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from roll_core.errors import UnsupportedError
-from roll_core.modeling.model import load_tokenizer, quiet
+from roll_core.modeling.model import empty_model, load_tokenizer, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,5 +41,21 @@ def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Ten
                 config.save_pretrained(path)
     finally:
         config._attn_implementation = usual
+    if spec.tokenizer or spec.path:
+        load_tokenizer(spec).save_pretrained(path)
+
+
+def write_description(spec: ModelSpec, path: Path) -> None:
+    """All of such a directory but the weights: configs and tokenizer. Raises `ModelError` or `UnsupportedError` for a
+    model that transformers could not be told to make from it."""
+    with torch.random.fork_rng(devices=[]):
+        model = empty_model(spec)
+    check_exportable(model, spec)
+    config = model.config
+    config._attn_implementation, config.architectures = None, [type(model).__name__]
+    with quiet():
+        config.save_pretrained(path)
+        if model.can_generate():
+            model.generation_config.save_pretrained(path)
     if spec.tokenizer or spec.path:
         load_tokenizer(spec).save_pretrained(path)

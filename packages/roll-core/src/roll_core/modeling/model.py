@@ -53,8 +53,8 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
 
 
 def empty_model(spec: ModelSpec) -> PreTrainedModel:
-    """The stored model of `spec` as `load_model` has it, but with its parameters on the device `meta`: for strategies
-    whose ranks each read a share of the files. Buffers, also those that no file holds, are there.
+    """The model of `spec` as `load_model` has it, but with its parameters on the device `meta`: for what fills or
+    describes them in its own way. Buffers, also those that no file holds, are there.
 
     Raises `ModelError`, and `UnsupportedError` for an architecture whose output layer is replaced by a scalar head.
     """
@@ -62,11 +62,12 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
 
     tokenizer = load_tokenizer(spec) if spec.tokenizer else None
     with quiet():
-        config = _stored_config(spec)
+        config = _random_config(spec, tokenizer) if spec.random_init is not None else _stored_config(spec)
         _check_sizes(config, tokenizer, spec)
         auto, replace_head = _model_class(config, spec)
         if replace_head:
-            raise UnsupportedError(f"{spec.path}: its head has to be replaced before it can be read piece by piece")
+            place = spec.path or f"random_init of {config.model_type}"
+            raise UnsupportedError(f"{place}: its head has to be replaced before it can be read piece by piece")
         if spec.task != "causal_lm":
             config.num_labels = 1
         _set_attention(config, spec)
@@ -77,7 +78,7 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
         if model.can_generate() and (Path(spec.path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
     if tokenizer is not None:
-        _set_token_ids(model, tokenizer, overwrite=False)
+        _set_token_ids(model, tokenizer, overwrite=spec.random_init is not None)
     return model.eval()
 
 

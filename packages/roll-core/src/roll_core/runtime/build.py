@@ -169,6 +169,10 @@ def _model_args(
     provider = provider_of(role, worker, registry)
     model = model_spec(role, config, tokenizer)
     _check_support(role, provider, model, platform)
+    if role.kind == "train" and config.portable_checkpoints and not _exports_state(provider):
+        raise UnsupportedError(
+            f"{role.name}: strategy {provider.name} does not export its training state; set portable_checkpoints: false"
+        )
     common = {
         "provider": provider,
         "strategy_config": worker.strategy_args.strategy_config if worker.strategy_args else {},
@@ -189,6 +193,10 @@ def _model_args(
         ),
         "deterministic": config.deterministic,
     }
+
+
+def _exports_state(provider: TrainProvider | InferProvider) -> bool:
+    return isinstance(provider, TrainProvider) and provider.capabilities.portable_state
 
 
 def _reward_args(worker: RewardConfig, registry: Registry) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class _Driver:
             current=self.run_dir,
         )
         if checkpoint is not None:
-            check_fits(checkpoint, config)
+            check_fits(checkpoint, config, self.registry)
         history = checkpoint.path.parent.parent if checkpoint is not None else None
         resumed_step = checkpoint.step if checkpoint is not None else 0
         with ledger.stage("data"):
@@ -219,7 +219,7 @@ class _Driver:
                 await self.pipeline.setup(run)
             if checkpoint is not None:
                 with ledger.stage("resume"):
-                    await load_run(run, self.pipeline, checkpoint)
+                    await load_run(run, self.pipeline, checkpoint, self.registry)
             metrics_file = MetricsFile(
                 self.run_dir.metrics,
                 history=history / self.run_dir.metrics.name if history else None,

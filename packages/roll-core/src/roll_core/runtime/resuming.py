@@ -7,12 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, CheckpointMismatchError
+from roll_core.spec.providers import TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
 
+    from roll_core.plugins.registry import Registry
     from roll_core.runtime.checkpoints import Checkpoint, CheckpointStore
+    from roll_core.runtime.roles import GroupTrainRole
     from roll_core.runtime.run import ActiveRun
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import Pipeline
@@ -28,6 +31,8 @@ class SavedRole:
     """Its name: the files are in that strategy's own format."""
     world_size: int
     weight_version: int
+    portable: bool = False
+    """Whether there is, beside them, the state that all strategies read."""
 
     def __str__(self) -> str:
         return f"{self.strategy} × {self.world_size}"
@@ -55,10 +60,11 @@ class SavedRun:
             raise CheckpointError(f"{checkpoint.path}: its state is not that of a run: {error!r}") from error
 
 
-def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
+def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) -> None:
     """Raise `CheckpointMismatchError` where a config cannot go on from a checkpoint. Asked before anything starts.
 
-    The number of processes may differ as far as the strategy can: it says so itself when it loads.
+    Where there is no portable state, the number of processes may differ as far as the strategy can: it says so itself
+    when it loads.
     """
     saved = SavedRun.of(checkpoint)
     if saved.pipeline != config.pipeline:
@@ -71,11 +77,20 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
         worker = roles.get(name)
         if worker is None or worker.strategy_args is None:
             raise CheckpointMismatchError(f"{checkpoint.path} holds {name}, which this config does not have")
-        if worker.strategy_args.strategy_name != role.strategy:
+        asked = worker.strategy_args.strategy_name
+        if asked == role.strategy:
+            continue
+        holds = f"{checkpoint.path} holds {name} in the format of {role.strategy}, which {asked} does not read"
+        if not registry.find(TrainProvider, asked).capabilities.portable_state:
             raise CheckpointMismatchError(
-                f"{checkpoint.path} holds {name} in the format of {role.strategy}, which"
-                f" {worker.strategy_args.strategy_name} does not read: set {name}.strategy_args.strategy_name to"
+                f"{holds}, nor does it read the state of other strategies: set {name}.strategy_args.strategy_name to"
                 f" {role.strategy}, or leave resume_from_checkpoint out and start from an export of that run"
+            )
+        if not role.portable:
+            raise CheckpointMismatchError(
+                f"{holds}, and no portable state: go on with {name}.strategy_args.strategy_name={role.strategy} and"
+                " portable_checkpoints=true, and change the strategy at the next checkpoint, which will have one; or"
+                " leave resume_from_checkpoint out and start from an export of that run"
             )
 
 
@@ -87,6 +102,7 @@ async def save_run(run: ActiveRun, pipeline: Pipeline[Any], store: CheckpointSto
             strategy=role.config.strategy_args.strategy_name if role.config.strategy_args else "",
             world_size=role.group.world_size,
             weight_version=role.weight_version,
+            portable=run.config.portable_checkpoints,
         )
         for name, role in trained.items()
     }
@@ -94,16 +110,33 @@ async def save_run(run: ActiveRun, pipeline: Pipeline[Any], store: CheckpointSto
     async with store.writing_aside(run.step, asdict(saved)) as path:
         for name, role in trained.items():
             await role.save(path / name)
+            if run.config.portable_checkpoints:
+                await role.save_portable(path / name)
 
 
-async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint) -> None:
+async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint, registry: Registry) -> None:
     """Bring roles and pipeline to where the checkpoint was written."""
     saved = SavedRun.of(checkpoint)
     trained = {name for name, role in run.train_roles.items() if role.trains}
     if missing := trained - saved.roles.keys():
         raise CheckpointMismatchError(f"{checkpoint.path} does not hold {', '.join(sorted(missing))}, which is trained")
     for name, role in saved.roles.items():
-        await run.train_role(name).load(checkpoint.path / name, role.weight_version)
+        here = run.train_role(name)
+        load = here.load_portable if _needs_portable(role, here, registry) else here.load
+        await load(checkpoint.path / name, role.weight_version)
     pipeline.load_state(saved.pipeline_state)
     run.step = checkpoint.step
     log.info("resumed from %s at step %d", checkpoint.path, checkpoint.step)
+
+
+def _needs_portable(saved: SavedRole, here: GroupTrainRole, registry: Registry) -> bool:
+    """Whether a role reads the portable state rather than its strategy's own files: where these are not its own, or
+    not for as many ranks as it has now."""
+    name = here.config.strategy_args.strategy_name if here.config.strategy_args else ""
+    can = registry.find(TrainProvider, name).capabilities
+    if name == saved.strategy and (saved.world_size == here.group.world_size or can.any_world_size):
+        return False
+    if not (saved.portable and can.portable_state):
+        return False
+    log.info("%s: %s × %d goes on from the state of %s", here.name, name, here.group.world_size, saved)
+    return True

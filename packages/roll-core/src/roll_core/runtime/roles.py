@@ -12,6 +12,7 @@ from typing_extensions import override
 from roll_core.data.pack import balance, totals
 from roll_core.errors import UnsupportedError
 from roll_core.runtime.concurrency import gather
+from roll_core.runtime.portable_state import FOLDER
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
 from roll_core.spec.train import Want
@@ -126,6 +127,15 @@ class GroupTrainRole(TrainRole):
     async def load(self, path: Path, version: int) -> None:
         """Continue from what `save` wrote, at weight version `version`."""
         await self.group.call_each("load", [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)])
+        self._version = version
+
+    async def save_portable(self, path: Path) -> None:
+        """Write below `path` what every strategy continues from."""
+        await self.group.call("save_portable", str(path / FOLDER))
+
+    async def load_portable(self, path: Path, version: int) -> None:
+        """Continue from what `save_portable` of any strategy wrote, at weight version `version`."""
+        await self.group.call("load_portable", str(path / FOLDER))
         self._version = version
 
     async def export(self, path: Path) -> None:

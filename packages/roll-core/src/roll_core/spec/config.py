@@ -468,6 +468,9 @@ class RunConfig(Config):
     """A checkpoint every so many steps, and at the end; 0 writes none."""
     max_ckpt_to_keep: NonNegativeInt = 0
     """Older checkpoints are removed; 0 keeps all."""
+    portable_checkpoints: bool = False
+    """Checkpoints hold, beside each strategy's own files, the state that all strategies read: to go on under another
+    one, or to convert to a model. 12 bytes per trained parameter."""
     eval_steps: NonNegativeInt = 10
     """Validation every so many steps, before the first and after the last; 0 never."""
     logging_steps: PositiveInt = 1

@@ -37,6 +37,11 @@ class TrainCapabilities:
     offload: bool = False
     topk: bool = False
     """Returns the top-k logprobs (distillation)."""
+    portable_state: bool = False
+    """Exports its training state for other strategies, and continues from theirs: `TrainStrategy.export_state`,
+    `import_state`."""
+    any_world_size: bool = False
+    """`load` continues from what another number of ranks saved."""
     weight_transports: tuple[Transport, ...] = ()
     """In order of preference."""
 

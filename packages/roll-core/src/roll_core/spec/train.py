@@ -5,7 +5,8 @@ Shapes: T flat tokens of a microbatch, S its sequences, K top-k, V the vocabular
 Life of a strategy, all calls from one thread:
 
     __init__(config, training) -> build(model, mesh) -> { forward | forward_backward+ optimizer_step | export_weights
-                                                         | save | load | offload | onload }* -> close()
+                                                         | save | load | export_state | import_state
+                                                         | offload | onload }* -> close()
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from roll_core.types import DataRank, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -178,6 +179,37 @@ class StepStats:
     """The gradient was not finite and nothing changed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterState:
+    """What AdamW keeps of one trained parameter: whole tensors of its shape, in float32 whatever the model's dtype."""
+
+    master: Tensor
+    """The parameter itself, before it is rounded to the model's dtype."""
+    exp_avg: Tensor
+    """First moment, without bias correction, of gradients as they were after clipping."""
+    exp_avg_sq: Tensor
+    """Second moment, likewise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableState:
+    """A training state in the form that all strategies share: the step, and of every trained parameter its master and
+    moments. What is frozen is not in it, nor is the random state, which nothing that is trained here draws from."""
+
+    step_count: int
+    """Optimizer steps that were taken (skipped ones are not): the schedule's and the bias correction's position."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the trained parameters, by the names that they have in the Hugging Face module, in a fixed order. Tied ones
+    come once, under the first name; adapters as peft calls them there, `….q_proj.lora_A.default.weight`."""
+    read: Callable[[str], ParameterState]
+    """One parameter. Of an exported state all ranks read all names in the order of `shapes`, and rank 0 gets whole
+    tensors, good until the next is read. One that is to be imported is read by each rank in any order, as often as
+    it likes."""
+    adapters: Mapping[str, Any] | None = None
+    """Where adapters are trained, what identifies the model beneath them (`Adapters.identity` of
+    `roll_core.modeling.lora`)."""
+
+
 class TrainStrategy(ABC):
     """One worker's share of a model that is trained or scored. Constructed in the worker's process."""
 
@@ -234,6 +266,25 @@ class TrainStrategy(ABC):
     @abstractmethod
     def load(self, path: Path) -> None:
         """Continue from what `save` wrote."""
+
+    def export_state(self) -> PortableState:
+        """What `import_state` of any other strategy continues from. Changes nothing. Called on all ranks together, and
+        only with `capabilities.portable_state`."""
+        from roll_core.errors import UnsupportedError
+
+        raise UnsupportedError(f"{type(self).__name__} does not export its training state")
+
+    def import_state(self, state: PortableState) -> None:
+        """Continue, within float32 rounding, from what another strategy or another number of ranks exported; gradients
+        and everything else that was there before is forgotten. Called on all ranks together, each of which can read all
+        of `state`, and only with `capabilities.portable_state`.
+
+        Raises `CheckpointError` where the parameters or the model beneath adapters are not those of this role:
+        `roll_core.modeling.portable_state` has the comparison.
+        """
+        from roll_core.errors import UnsupportedError
+
+        raise UnsupportedError(f"{type(self).__name__} does not import another strategy's training state")
 
     def export_model(self, path: Path) -> None:
         """Write a directory that `transformers` loads with `from_pretrained`, tokenizer included.

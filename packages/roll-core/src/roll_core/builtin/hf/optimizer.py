@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roll_core.modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
-from roll_core.spec.train import StepStats
+from roll_core.spec.train import ParameterState, StepStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -87,6 +87,12 @@ class AdamW:
             self.torch_optimizer.state[master]["step"].fill_(float(step_count))
         self._publish()
         self.flat_grad.zero_()
+
+    def held(self, name: str) -> ParameterState:
+        """What is kept of a parameter: the live tensors."""
+        master = self.masters[name]
+        exp_avg, exp_avg_sq = moments(self.torch_optimizer, master)
+        return ParameterState(master=master.detach(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
     def memory(self) -> dict[str, int]:
         """Bytes of gradients and of optimizer state."""

@@ -20,9 +20,19 @@ from roll_core.modeling.export import write_model
 from roll_core.modeling.fused import fuse
 from roll_core.modeling.layout import make_adjacent
 from roll_core.modeling.model import load_model
+from roll_core.modeling.portable_state import check_same
 from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
 from roll_core.spec.providers import TrainCapabilities
-from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
+from roll_core.spec.train import (
+    LossFn,
+    LossMetrics,
+    MicroBatch,
+    PortableState,
+    StepStats,
+    TokenOutputs,
+    TrainStrategy,
+    Want,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +63,8 @@ class HFTrainStrategy(TrainStrategy):
         data_parallel=True,
         lora=True,
         topk=True,
+        portable_state=True,
+        any_world_size=True,
         weight_transports=("shared", "shm", "collective"),
     )
 
@@ -90,15 +102,17 @@ class HFTrainStrategy(TrainStrategy):
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Raises `NonFiniteError`, which names the sequences, before a NaN gets into the gradients."""
-        if self.optimizer is None:
-            raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
+        self._require_training()
         return [self._one_backward(micro.to(self._mesh.device), loss) for micro in micros]
 
     def optimizer_step(self) -> StepStats:
         """Collective over the ranks."""
+        return self._require_training().step()
+
+    def _require_training(self) -> AdamW:
         if self.optimizer is None:
             raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
-        return self.optimizer.step()
+        return self.optimizer
 
     def _one_backward(self, micro: MicroBatch, loss: LossFn) -> LossMetrics:
         outputs = self.task_model.outputs(micro, loss.want)
@@ -193,6 +207,29 @@ class HFTrainStrategy(TrainStrategy):
             except (SafetensorError, KeyError, RuntimeError) as error:
                 raise CheckpointError(f"{random}: cannot be read: {error}") from error
 
+    def export_state(self) -> PortableState:
+        """The live tensors, on every rank."""
+        optimizer = self._require_training()
+        return PortableState(
+            step_count=optimizer.step_count,
+            shapes=_shapes(optimizer.parameters),
+            read=optimizer.held,
+            adapters=self.adapters.identity() if self.adapters is not None else None,
+        )
+
+    @torch.no_grad()
+    def import_state(self, state: PortableState) -> None:
+        """Each rank reads all of it."""
+        optimizer = self._require_training()
+        identity = self.adapters.identity() if self.adapters is not None else None
+        check_same(state, _shapes(optimizer.parameters), adapters=self.adapters, identity=identity)
+        for name in optimizer.parameters:
+            found, held = state.read(name), optimizer.held(name)
+            held.master.copy_(found.master)
+            held.exp_avg.copy_(found.exp_avg)
+            held.exp_avg_sq.copy_(found.exp_avg_sq)
+        optimizer.restored(state.step_count)
+
     def _kept(self) -> dict[str, Tensor]:
         """The live weights that a state holds."""
         if self.adapters is not None:
@@ -211,6 +248,10 @@ class HFTrainStrategy(TrainStrategy):
         if hasattr(self, "replicas"):
             self.replicas.close()
         self.optimizer = None
+
+
+def _shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(each.shape) for name, each in parameters.items()}
 
 
 def _restore(tensors: Mapping[str, Tensor], file: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from roll_core.data.pack import pack
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
+from roll_core.runtime.portable_state import opened_portable_state, write_portable_state
 from roll_core.runtime.weight_sync import WeightSender
 from roll_core.runtime.workers.mesh import mesh_info
 
@@ -136,6 +137,18 @@ class TrainWorker:
     def load(self, path: str) -> None:
         """Continue from what `save` wrote."""
         self.strategy.load(Path(path))
+
+    def save_portable(self, path: str) -> None:
+        """Write what every strategy continues from into `path`."""
+        leads = self.place.rank == 0
+        if leads:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        write_portable_state(self.strategy.export_state(), self.model, Path(path), leads=leads)
+
+    def load_portable(self, path: str) -> None:
+        """Continue from what `save_portable` of any strategy wrote."""
+        with opened_portable_state(Path(path)) as state:
+            self.strategy.import_state(state)
 
     def export(self, path: str) -> None:
         """Write a directory that transformers loads."""
