@@ -147,13 +147,14 @@ def largest_difference(model, requests, completions):
     return worst
 
 
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
 @pytest.mark.parametrize("name", FAST)
-def test_fast_path_gives_the_logprobs_of_a_plain_forward_pass(name):
+def test_fast_path_gives_the_logprobs_of_a_plain_forward_pass(name, kernels):
     spec = ModelSpec(random_init=FAST[name], dtype="fp32", seed=3)
     model = load_model(spec)
     assert decoder.unsupported(model) is None
     requests = some_requests(temperature=0.7)
-    assert largest_difference(model, requests, run(spec, requests)) < 1e-5
+    assert largest_difference(model, requests, run(spec, requests, kernels=kernels)) < 1e-5
 
 
 @pytest.mark.parametrize("name", GENERAL)
@@ -173,11 +174,12 @@ def test_kernels_for_large_weights_give_the_logprobs_of_a_plain_forward_pass(pac
     assert largest_difference(load_model(spec), requests, completions) < 1e-5
 
 
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
 @pytest.mark.parametrize("pack", [False, True])
-def test_bfloat16_logprobs_are_as_near_to_float32_as_those_of_transformers(pack):
+def test_bfloat16_logprobs_are_as_near_to_float32_as_those_of_transformers(pack, kernels):
     spec = ModelSpec(random_init=LARGE, dtype="bf16", seed=3)
     requests = some_requests(vocabulary=640)
-    completions = run(spec, requests, pack_weights=pack)
+    completions = run(spec, requests, pack_weights=pack, kernels=kernels)
     rounded = load_model(spec)
     exact = load_model(spec).float()
     mine, theirs = [], []

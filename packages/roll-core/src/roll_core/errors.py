@@ -140,6 +140,10 @@ class UnsupportedError(RollError, ValueError):
     exit_code = 2
 
 
+class ExtensionError(RollError, RuntimeError):
+    """Sources that come with a package cannot be compiled here; the message ends with what the compiler said."""
+
+
 class NonFiniteError(RollError, ArithmeticError):
     """A loss, gradient or logprob that is NaN or infinite; names where it first appeared."""
 

@@ -30,6 +30,9 @@ class HFInferConfig(StrategyConfig):
     pack_weights: bool = True
     """On a CPU, lay large weights out for the processor: up to twice as fast, for as much memory again and one
     copy when new weights arrive. Architectures that run through transformers' own code do without."""
+    kernels: Literal["auto", "torch", "compiled"] = "auto"
+    """On a CPU, what a decoding step does between its matrix products: kernels that are compiled once for this machine
+    (`auto`: where there is a C++ compiler; `compiled`: an error without one), or torch's operators."""
     kv_after_update: Literal["keep", "recompute"] = "keep"
     """Keys and values of running sequences after a weight update: keep the old ones (what other engines do),
     or compute them again under the new ones."""

@@ -198,7 +198,7 @@ class HFInferStrategy(InferStrategy):
     def _build(self) -> None:
         import torch
 
-        from roll_core.builtin.hf import decoder
+        from roll_core.builtin.hf import compiled_decoder, decoder
         from roll_core.builtin.hf.core import EngineCore
         from roll_core.builtin.hf.held_weights import HeldWeights
         from roll_core.builtin.hf.module_runner import ModuleRunner
@@ -217,7 +217,8 @@ class HFInferStrategy(InferStrategy):
         reason = decoder.unsupported(model)
         runner: Runner
         if reason is None:
-            runner = decoder.Decoder(model, pack=self._settings.pack_weights, **room)
+            chosen = compiled_decoder.decoder_class(model, self._settings.kernels)
+            runner = chosen(model, pack=self._settings.pack_weights, **room)
         else:
             log.info("the embedded engine runs this model through transformers' own code, more slowly: %s", reason)
             runner = ModuleRunner(model, **room)

@@ -1,0 +1,92 @@
+"""The decoder with compiled kernels between the matrix products of a decoding step.
+
+    norm -> QKV -> (norm, rope, append, attend) -> out -> (add, norm) -> gate, up -> gate -> down -> (add, norm) -> ...
+
+Prompts are computed as `Decoder` computes them. Attention reads each row to its own end, so a long row among short ones
+costs what it is long, and what lies beyond the ends of rows does not matter.
+
+N rows    C hidden size    V vocabulary
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from roll_core.builtin.hf.decoder import Decoder
+from roll_core.builtin.hf.kernels.decode import DTYPES, DecodeKernels, library
+from roll_core.errors import ExtensionError, UnsupportedError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+
+def decoder_class(model: PreTrainedModel, kernels: Literal["auto", "torch", "compiled"]) -> type[Decoder]:
+    """By what is asked for, and what can be had.
+
+    Raises `UnsupportedError` or `ExtensionError` where `compiled` kernels are asked for and cannot be had.
+    """
+    if kernels == "torch":
+        return Decoder
+    if model.device.type != "cpu" or model.dtype not in DTYPES:
+        if kernels == "compiled":
+            raise UnsupportedError(
+                f"compiled kernels compute float32 and bfloat16 on a CPU, not {model.dtype} on {model.device}; set"
+                " strategy_config.kernels to auto"
+            )
+        return Decoder
+    try:
+        library()
+    except ExtensionError as error:
+        if kernels == "compiled":
+            raise
+        log.info("the embedded engine decodes with torch's operators, more slowly: %s", error)
+        return Decoder
+    return CompiledDecoder
+
+
+class CompiledDecoder(Decoder):
+    """Rows decode with `DecodeKernels`."""
+
+    def __init__(self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int, pack: bool = True) -> None:
+        super().__init__(model, cache_bytes=cache_bytes, max_rows=max_rows, pack=pack)
+        attention: Any = self._model.model.layers[0].self_attn
+        norm = getattr(attention, "q_norm", None)
+        self._rms_epsilon = float(self._model.model.norm.variance_epsilon)
+        self._kernels = DecodeKernels(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.scale,
+            qk_epsilon=0.0 if norm is None else float(norm.variance_epsilon),
+            dtype=self.dtype,
+        )
+
+    def cache_dtype(self) -> torch.dtype:
+        """The model's: half the memory to be read in bfloat16."""
+        return self.dtype
+
+    @torch.inference_mode()
+    def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
+        """One dense batch."""
+        kernels, epsilon, lengths_N = self._kernels, self._rms_epsilon, self._lengths_N
+        self._rows.expose(len(lengths_N), int(lengths_N.max()) + 1)
+        kernels.begin(self._rows.keys[0])
+        hidden = F.embedding(torch.from_numpy(tokens_N), self._embedding)
+        added: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(kernels.add_norm(hidden, added, layer.input_norm, epsilon))
+            keys, values = self._rows.keys[index], self._rows.values[index]
+            attended = kernels.attend(qkv, layer.qk_norm_HD, self._cos, self._sin, keys, values, lengths_N)
+            normed = kernels.add_norm(hidden, layer.out(attended), layer.mlp_norm, epsilon)
+            added = layer.down(kernels.gate(layer.gate_up(normed)))
+        self._lengths_N = lengths_N + 1
+        return self._head(kernels.add_norm(hidden, added, self._final_norm, epsilon)).float()

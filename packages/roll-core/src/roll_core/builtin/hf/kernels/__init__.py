@@ -1,0 +1,1 @@
+"""Compiled kernels of the embedded engine on a CPU."""
