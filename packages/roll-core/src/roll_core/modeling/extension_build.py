@@ -13,7 +13,7 @@ def main(task: str) -> None:
     warnings.simplefilter("ignore")
     from torch.utils import cpp_extension
 
-    compiler = cpp_extension.get_cxx_compiler()
+    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
     if shutil.which(compiler) is None:
         sys.exit(f"there is no C++ compiler {compiler}; install one (g++ or clang++), or set CXX")
     try:

@@ -72,7 +72,8 @@ class CompiledDecoder(Decoder):
 
     def cache_dtype(self) -> torch.dtype:
         """The model's: half the memory to be read in bfloat16."""
-        return self.dtype
+        found: torch.dtype = self.dtype
+        return found
 
     @torch.inference_mode()
     def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
