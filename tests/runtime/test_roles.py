@@ -29,6 +29,7 @@ class FakeTrainGroup:
         self.updates: list[list[list[str]]] = []
         self.totals: list[int] = []
         self.learning_rates = learning_rates or []
+        self.outcomes: list[dict[str, bool]] = []
 
     async def call(self, method, *args, deadline_s=None):
         assert method == "start"
@@ -43,10 +44,11 @@ class FakeTrainGroup:
         self.updates.append([[s.id for s in share] for share, _, _ in args_by_rank])
         self.totals.append(args_by_rank[0][2].sequences)
         rate = self.learning_rates[len(self.updates) - 1] if self.learning_rates else 0.1
+        outcome = self.outcomes[len(self.updates) - 1] if self.outcomes else {}
         return [
             UpdateShare(
                 metrics={"loss": 1.0 * len(share), "ratio/max": float(rank)},
-                stats=StepStats(grad_norm=2.0, learning_rate=rate),
+                stats=StepStats(grad_norm=2.0, learning_rate=rate, **outcome),
             )
             for rank, (share, _, _) in enumerate(args_by_rank)
         ]
@@ -171,3 +173,14 @@ def test_the_failure_of_one_request_is_raised_as_it_is():
     role = GroupInferRole("actor_infer", InferWorkerConfig(), FakeInferGroup(1, fails="1"))
     with pytest.raises(ValueError, match="1 broke"):
         asyncio.run(role.generate(requests([1, 1, 1])))
+
+
+def test_a_step_that_lowered_the_scale_of_the_loss_is_counted_and_trips_no_guard():
+    group = FakeTrainGroup([DataRank(index=0, size=1)])
+    group.outcomes = [{"skipped": True, "overflow": True}, {}, {"skipped": True}]
+    role = train_role(group, per_device=1)
+    before = role.weight_version
+    result = asyncio.run(role.update([sequence(i, 3) for i in range(3)], SFTObjective()))
+    assert result.named("train")["train/skipped_steps"] == 2.0
+    assert result.num_not_finite == 1
+    assert role.weight_version == before + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from deepspeed_ranks import ENVIRONMENT, PRELOAD
 
 from roll_core.testing import TrainStrategyConformance
 
@@ -18,30 +18,15 @@ def stage(number: int, **keys: Any) -> dict[str, Any]:
 HOST = {"device": "cpu", "pin_memory": False}
 
 
-class TestZero3(TrainStrategyConformance):
-    """Where most can go wrong: everything is spread, and ranks need each other in every pass."""
+class TestZero(TrainStrategyConformance):
+    """What is spread over the ranks, and when ranks need each other, is different at each stage."""
 
     name = "deepspeed_train"
-    variants = {"zero3": stage(3)}  # noqa: RUF012
-    environment = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}  # noqa: RUF012
-    preload = (
-        "transformers.models.qwen3.modeling_qwen3",
-        "safetensors.torch",
-        "deepspeed",
-    )
+    variants = {f"zero{number}": stage(number) for number in range(4)}  # noqa: RUF012
+    environment = ENVIRONMENT
+    preload = PRELOAD
 
 
-@pytest.mark.slow
-class TestZero0To2(TrainStrategyConformance):
-    """The other stages; `-m "not slow"` leaves them out."""
-
-    name = "deepspeed_train"
-    variants = {f"zero{number}": stage(number) for number in range(3)}  # noqa: RUF012
-    environment = TestZero3.environment
-    preload = TestZero3.preload
-
-
-@pytest.mark.slow
 class TestOffload(TrainStrategyConformance):
     """What is offloaded lives in the host's memory: which is where the tests' device is, so only numbers can differ."""
 
@@ -50,5 +35,5 @@ class TestOffload(TrainStrategyConformance):
         "zero2-offload": stage(2, offload_optimizer=HOST),
         "zero3-offload": stage(3, offload_optimizer=HOST, offload_param=HOST),
     }
-    environment = TestZero3.environment
-    preload = TestZero3.preload
+    environment = TestZero.environment
+    preload = TestZero.preload

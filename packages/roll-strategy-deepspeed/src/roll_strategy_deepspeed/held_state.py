@@ -12,14 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roll_core.modeling.optimizer import MOMENTS, moments
+from roll_strategy_deepspeed.workarounds import make_moments_known
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     import torch
     from torch import Tensor, nn
-
-SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class HeldState:
@@ -32,8 +31,7 @@ class HeldState:
         for each in self._stepped():
             moments(self.torch_optimizer, each)
         if stage in (1, 2):
-            # DeepSpeed would do this during the first step, when only one of the groups has moments.
-            engine.optimizer._lazy_init_hp_params_optimizer_state()
+            make_moments_known(engine)
 
     @property
     def masters_apart(self) -> dict[int, Tensor]:
@@ -83,14 +81,11 @@ class HeldState:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(on_device["master"])
 
-    def end_writing(self, scale: Mapping[str, float]) -> None:
-        """After the last `write`: what is derived from masters, and how the loss is scaled (see `loss_scale`)."""
+    def end_writing(self) -> None:
+        """After the last `write`: what is derived from masters."""
         if self.stage in (1, 2):
             self.engine.optimizer.update_lp_params()
         self._forget_gradients()
-        if self.engine.fp16_enabled():
-            for field, value in scale.items():
-                setattr(self._scaler, field, value)
 
     def _forget_gradients(self) -> None:
         """Those of backward passes that no step followed, too: stages 1 and 2 add them up in lists of their own."""
@@ -100,31 +95,34 @@ class HeldState:
             getattr(optimizer, kept).clear()
         if getattr(optimizer, "cpu_offload", False):
             optimizer.reset_cpu_buffers()
+            # As after a step: the next backward pass overwrites what lies on the host, instead of adding to it.
+            optimizer.micro_step_id = -1
 
-    def loss_scale(self) -> dict[str, float]:
-        """How the loss is scaled, in float16; elsewhere it is not."""
-        if not self.engine.fp16_enabled():
-            return {}
-        held = {field: getattr(self._scaler, field, None) for field in SCALER_FIELDS}
-        return {field: value for field, value in held.items() if value is not None}
-
-    @property
-    def _scaler(self) -> Any:
+    def gradients(self) -> list[Tensor]:
+        """All that this rank holds of them, but for `scratch`."""
         optimizer = self.engine.optimizer
-        return optimizer.loss_scaler if self.stage else optimizer.loss_scale_config
-
-    def memory(self) -> dict[str, int]:
-        """Bytes of gradients and of optimizer state on this rank."""
-        optimizer, own = self.engine.optimizer, {id(each) for each in self.parameters.values()}
-        apart = [each for each in self._stepped() if id(each) not in own]
-        state = [each for entry in self.torch_optimizer.state.values() for each in entry.values()]
-        grads = [each.grad for each in (*self.parameters.values(), *apart)]
+        found = [each.grad for each in (*self.parameters.values(), *self._apart())]
         if self.stage == 3:
-            grads.append(optimizer.grad_partitions_flat_buffer)
+            found.append(optimizer.grad_partitions_flat_buffer)
         for kept in ("averaged_gradients", "all_grad_tensors") if self.stage in (1, 2) else ():
             for group in getattr(optimizer, kept, {}).values():
-                grads += group or []
-        return {"grads": _num_bytes(grads), "optimizer": _num_bytes([*apart, *state])}
+                found += group or []
+        found += getattr(optimizer, "accumulated_grads_in_cpu", {}).values()
+        return [each for each in found if each is not None]
+
+    def scratch(self) -> list[Tensor]:
+        """Where gradients are reduced at stage 3, of `reduce_bucket_size`; between backward passes nothing is in it."""
+        buckets = self.engine.optimizer.ipg_buckets.values() if self.stage == 3 else ()
+        return [each.buffer for each in buckets if each.buffer is not None]
+
+    def optimizer_state(self) -> list[Tensor]:
+        """Masters and moments that this rank holds."""
+        return [*self._apart(), *(each for entry in self.torch_optimizer.state.values() for each in entry.values())]
+
+    def _apart(self) -> list[Tensor]:
+        """Masters that are not the parameters themselves."""
+        own = {id(each) for each in self.parameters.values()}
+        return [each for each in self._stepped() if id(each) not in own]
 
     def _stepped(self) -> Iterator[Tensor]:
         """What torch's optimizer steps: parameters, masters of them, or flat partitions of masters."""
@@ -134,12 +132,3 @@ class HeldState:
             return
         for group in self.torch_optimizer.param_groups:
             yield from group["params"]
-
-
-def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Of their storages, each counted once: they may be views of one buffer."""
-    storages = {}
-    for each in tensors:
-        if each is not None:
-            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
-    return sum(storages.values())

@@ -14,10 +14,12 @@ ROLL_HOOK_API = 1
 
 CAPABILITIES = TrainCapabilities(
     tasks=("causal_lm", "value", "reward"),
-    dtypes=("fp32", "bf16"),
+    dtypes=("fp32", "bf16", "fp16"),
     packing=True,
     gradient_checkpointing=True,
     data_parallel=True,
+    lora=True,
+    offload=True,
     topk=True,
     portable_state=True,
     any_world_size=True,

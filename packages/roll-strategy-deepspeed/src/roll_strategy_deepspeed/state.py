@@ -24,7 +24,7 @@ from roll_core.errors import CheckpointError
 from roll_core.modeling.optimizer import MOMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -37,8 +37,8 @@ STATE_KEYS = ("num_shards", "step_count", "loss_scale", "parameters")
 KINDS = ("master", *MOMENTS)
 
 
-def save_state(held: HeldState, ranks: Ranks, path: Path, *, step_count: int) -> None:
-    """Collective."""
+def save_state(held: HeldState, ranks: Ranks, path: Path, numbers: Mapping[str, Any]) -> None:
+    """`numbers`, with a `step_count` among them, are kept beside the tensors. Collective."""
     mine: dict[str, Tensor] = {}
     for at, name in enumerate(held.parameters):
         for kind, tensor in held.read(name):
@@ -53,8 +53,7 @@ def save_state(held: HeldState, ranks: Ranks, path: Path, *, step_count: int) ->
         state = {
             "format": FORMAT,
             "num_shards": ranks.size,
-            "step_count": step_count,
-            "loss_scale": held.loss_scale(),
+            **numbers,
             "parameters": list(held.parameters),
         }
         (path / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
@@ -62,12 +61,16 @@ def save_state(held: HeldState, ranks: Ranks, path: Path, *, step_count: int) ->
 
 
 @torch.no_grad()
-def load_state(held: HeldState, ranks: Ranks, path: Path) -> int:
-    """Returns the number of steps that were done. Collective. Raises `CheckpointError`."""
+def load_state(
+    held: HeldState, ranks: Ranks, path: Path, check: Callable[[Mapping[str, Any]], None]
+) -> Mapping[str, Any]:
+    """Returns the numbers, after `check` had a look at them. Collective. Raises `CheckpointError`."""
     own, path = path, Path(ranks.of_first(str(path)))
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        _check(state, held, path)
+        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        _check_complete(state, path)
+        check(state)
+        _check_same(state, held, path)
         with ExitStack() as stack:
             where: dict[str, Any] = {}
             for shard in range(state["num_shards"]):
@@ -76,7 +79,7 @@ def load_state(held: HeldState, ranks: Ranks, path: Path) -> int:
             held.begin_writing(state["step_count"])
             for name, parameter in held.parameters.items():
                 held.write(name, {kind: _read(where, f"{kind}.{name}", parameter, path) for kind in KINDS})
-            held.end_writing(state["loss_scale"])
+            held.end_writing()
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -84,19 +87,22 @@ def load_state(held: HeldState, ranks: Ranks, path: Path) -> int:
     if (own / RANDOM).is_file():
         torch.set_rng_state(load_file(own / RANDOM)["torch_cpu"])
     ranks.wait()
-    return int(state["step_count"])
+    return state
 
 
 def _shard(rank: int, size: int) -> str:
     return f"state-{rank:05d}-of-{size:05d}.safetensors"
 
 
-def _check(state: Mapping[str, Any], held: HeldState, path: Path) -> None:
+def _check_complete(state: Mapping[str, Any], path: Path) -> None:
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {state.get('format')}; this version reads {FORMAT}")
     missing = [key for key in STATE_KEYS if key not in state]
     if missing:
         raise CheckpointError(f"{path}/state.json: {missing[0]} is missing")
+
+
+def _check_same(state: Mapping[str, Any], held: HeldState, path: Path) -> None:
     odd = set(state["parameters"]) ^ set(held.parameters)
     if odd:
         raise CheckpointError(f"{path}: tensor {min(odd)} is in only one of the checkpoint and the model")

@@ -11,17 +11,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from roll_core.data.pack import pack
-from roll_core.errors import UnsupportedError
+from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
-from roll_core.modeling.export import write_model
 from roll_core.modeling.fused import fuse
 from roll_core.modeling.model import load_model
 from roll_core.modeling.optimizer import adamw, schedule
@@ -43,10 +42,13 @@ from roll_strategy_deepspeed.computation import Computation, GatheredHead, token
 from roll_strategy_deepspeed.config import DeepSpeedConfig
 from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
 from roll_strategy_deepspeed.held_state import HeldState
+from roll_strategy_deepspeed.loss_scale import LossScale
+from roll_strategy_deepspeed.moving import Mover, num_bytes
 from roll_strategy_deepspeed.plugin import CAPABILITIES
 from roll_strategy_deepspeed.portable_state import gather, shapes, take_over
 from roll_strategy_deepspeed.ranks import Ranks
 from roll_strategy_deepspeed.state import load_state, save_state
+from roll_strategy_deepspeed.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +58,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from roll_core.modeling.backbone import LanguageHead
+    from roll_core.modeling.lora import Adapters
     from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.spec.train import Part, TrainingSpec
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +83,17 @@ class DeepSpeedStrategy(TrainStrategy):
         self.ranks = Ranks(mesh)
         # What is cut into shards anyway need not be whole on the device before.
         self.model: PreTrainedModel = load_model(model, device="cpu" if self.stage == 3 else mesh.device)
+        self.adapters: Adapters | None = None
+        if model.lora is not None:
+            from roll_core.modeling.lora import add_adapters
+
+            self.adapters = add_adapters(self.model, model)
         if self._config.fused and self.ranks.device.type == "cpu":
             log.info("%s: %d modules fused", mesh.role, fuse(self.model))
-        self.model.requires_grad_(self.training is not None)
+        if self.adapters is None or self.training is None:
+            self.model.requires_grad_(self.training is not None)
+        self.weights = Weights(self.model, model, self.adapters, self.ranks)
+        self.mover = Mover(mesh.role, self.ranks.device)
         self.task_model = TaskModel(self.model, model, chunk_tokens=self._config.logprob_chunk_tokens)
         if self.training is not None and model.gradient_checkpointing:
             checkpoint_layers(self.model)
@@ -90,9 +102,10 @@ class DeepSpeedStrategy(TrainStrategy):
             self._gather_head()
         self.engine: Any = None
         if self.training is not None:
-            self._start_engine(settings, adamw(self.model.parameters(), self.training))
             trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+            self._start_engine(settings, adamw(trained.values(), self.training))
             self.held = HeldState(self.engine, trained, stage=self.stage)
+            self.loss_scale = LossScale(self.engine)
             self.step_count = 0
             self.num_backwards = 0
             """Since the last step."""
@@ -105,6 +118,7 @@ class DeepSpeedStrategy(TrainStrategy):
     @torch.no_grad()
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
         """On the mesh's device. At stage 3 all ranks call it together; `forward_all` sees to that."""
+        self.mover.need("weights")
         return self._outputs(micro.to(self._mesh.device), want)
 
     def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
@@ -117,7 +131,7 @@ class DeepSpeedStrategy(TrainStrategy):
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Raises `NonFiniteError`, which names the sequences, before a NaN gets into the gradients."""
-        self._check_trains()
+        self._check_trains("weights", "grads")
         num_idle = self.ranks.most(len(micros)) - len(micros) if self.stage >= 2 else 0
         metrics = [self._one_backward(micro.to(self._mesh.device), loss) for micro in micros]
         for _ in range(num_idle):
@@ -126,19 +140,20 @@ class DeepSpeedStrategy(TrainStrategy):
 
     def optimizer_step(self) -> StepStats:
         """Collective over the ranks."""
-        training = self._check_trains()
+        training = self._check_trains("weights", "grads", "optimizer")
         learning_rate = training.learning_rate * self.schedule(self.step_count)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
         if self.stage and not self.num_backwards:
             self._idle_backward(Want(logprobs=self.spec.task == "causal_lm", values=self.spec.task != "causal_lm"))
         self.num_backwards = 0
+        overflow = self.loss_scale.can_fall
         self.engine.step()
-        norm = float(self.engine.get_global_grad_norm())
         if not self.engine.was_step_applied():
-            return StepStats(grad_norm=norm, learning_rate=learning_rate, skipped=True)
+            # Of such a step DeepSpeed gives no norm, or that of the step before.
+            return StepStats(grad_norm=math.inf, learning_rate=learning_rate, skipped=True, overflow=overflow)
         self.step_count += 1
-        return StepStats(grad_norm=norm, learning_rate=learning_rate)
+        return StepStats(grad_norm=float(self.engine.get_global_grad_norm()), learning_rate=learning_rate)
 
     def _one_backward(self, micro: MicroBatch, loss: LossFn) -> LossMetrics:
         outputs = self._outputs(micro, loss.want)
@@ -180,6 +195,10 @@ class DeepSpeedStrategy(TrainStrategy):
     def _start_engine(self, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
         import deepspeed
 
+        if self.spec.dtype == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
+            raise UnsupportedError(
+                f"DeepSpeed cannot compute in fp16 on this {self.ranks.device.type}; use model_args.dtype bf16 or fp32"
+            )
         self.engine = deepspeed.initialize(model=self.computation, optimizer=optimizer, config=settings)[0]
         self.engine.eval()
         if optimizer is not None and self.training is not None and not clips_itself(self._config, self.spec):
@@ -190,9 +209,11 @@ class DeepSpeedStrategy(TrainStrategy):
                 if parameter is not None:
                     deepspeed.zero.register_external_parameter(self.computation.head, parameter)
 
-    def _check_trains(self) -> Any:
+    def _check_trains(self, *parts: Part) -> TrainingSpec:
+        """And has `parts` on its device."""
         if self.training is None:
             raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
+        self.mover.need(*parts)
         return self.training
 
     @property
@@ -204,47 +225,64 @@ class DeepSpeedStrategy(TrainStrategy):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Live parameters; at stage 3 each is gathered for the time that it takes to read it. Tied weights come once,
-        under their first name."""
-        for name, parameter in self.model.named_parameters():
-            with self._whole(parameter):
-                yield name, parameter.detach()
+        """See `Weights.export`."""
+        self.mover.need("weights")
+        return self.weights.export()
 
     def export_model(self, path: Path) -> None:
-        """Written by rank 0, which gathers the model on its host."""
-        state: dict[str, Tensor] = {}
-        copies: dict[int, Tensor | None] = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            # Tied ones are gathered once: on every rank, for ranks gather together.
-            if id(tensor) not in copies:
-                with self._whole(tensor):
-                    copies[id(tensor)] = tensor.detach().to("cpu", copy=True) if self.ranks.rank == 0 else None
-            copy = copies[id(tensor)]
-            if copy is not None:
-                state[name] = copy
-        if self.ranks.rank == 0:
-            write_model(self.model, self.spec, state, path)
-        self.ranks.wait()
-
-    def _whole(self, tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Makes a parameter whole on all ranks, which enter together."""
-        if not hasattr(tensor, "ds_id"):
-            return contextlib.nullcontext()
-        import deepspeed
-
-        return cast("contextlib.AbstractContextManager[Any]", deepspeed.zero.GatheredParameters([tensor]))
+        """See `Weights.write`."""
+        self.mover.need("weights")
+        self.weights.write(path)
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Collective. Ranks share the folder."""
-        self._check_trains()
-        save_state(self.held, self.ranks, path, step_count=self.step_count)
+        """Collective. Ranks share the folder. Of a model with adapters only what is trained is written, and what
+        identifies the rest."""
+        self._check_trains("weights", "optimizer")
+        save_state(self.held, self.ranks, path, self._numbers())
 
     def load(self, path: Path) -> None:
         """Collective. The number of ranks and the stage may differ from when it was saved."""
-        self._check_trains()
-        self.step_count = load_state(self.held, self.ranks, path)
+        self._check_trains("weights", "grads", "optimizer")
+        here = self._numbers().get("adapters")
+
+        def check(state: Mapping[str, Any]) -> None:
+            if self.adapters is not None and here is not None:
+                self.adapters.refuse_other(state.get("adapters"), here, path)
+            elif "adapters" in state:
+                raise CheckpointError(f"{path}: holds adapters, but this role trains the whole model (lora_target)")
+
+        state = load_state(self.held, self.ranks, path, check)
+        self.step_count = int(state["step_count"])
+        self.loss_scale.restore(state["loss_scale"])
+
+    def _numbers(self) -> dict[str, Any]:
+        """What a state says beside its tensors."""
+        found: dict[str, Any] = {"step_count": self.step_count, "loss_scale": self.loss_scale.state()}
+        if self.adapters is not None:
+            found["adapters"] = self.adapters.identity(self.weights.whole)
+        return found
+
+    # -- between phases ------------------------------------------------------------------------------------------------
+
+    def offload(self, parts: Sequence[Part]) -> None:
+        """Unless `offload_states` is off. What lives on the host anyway stays there."""
+        if self._config.offload_states:
+            for part in parts:
+                scratch = self.held.scratch() if part == "grads" and self.training is not None else ()
+                self.mover.away(part, self._held().get(part, ()), scratch)
+
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Into the same tensors."""
+        for part in parts:
+            self.mover.back(part)
+
+    def _held(self) -> dict[Part, list[Tensor]]:
+        found: dict[Part, list[Tensor]] = {"weights": self.weights.held()}
+        if self.training is not None:
+            found |= {"grads": self.held.gradients(), "optimizer": self.held.optimizer_state()}
+        return found
 
     def export_state(self) -> PortableState:
         """Gathered parameter by parameter, on every rank. Collective."""
@@ -263,10 +301,8 @@ class DeepSpeedStrategy(TrainStrategy):
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def memory(self) -> Mapping[str, int]:
-        """Measured on the tensors, wherever they live."""
-        parts = (getattr(each, part, None) for each in self.model.parameters() for part in ("data", "ds_tensor"))
-        held = {"weights": sum(part.nbytes for part in parts if part is not None)}
-        return held | self.held.memory() if self.training is not None else held
+        """Measured on the tensors, wherever they live; 0 for what is offloaded."""
+        return {part: num_bytes(tensors) for part, tensors in self._held().items()}
 
     def close(self) -> None:
         """Drop the engine and leave the process group."""

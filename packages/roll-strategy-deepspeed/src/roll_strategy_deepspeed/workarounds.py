@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 
 def quiet_collectives() -> None:
@@ -12,10 +13,16 @@ def quiet_collectives() -> None:
 
 def build_nothing_at_start() -> None:
     """On the host DeepSpeed compiles an operator for inference when it first meets a process group: half a minute, a
-    compiler, and a lock that outlives a process that was killed meanwhile. Nothing here calls it, so it is declared as
-    one that this machine cannot have. Call before DeepSpeed meets the process group."""
+    compiler, and a lock that outlives a process that was killed meanwhile. And to know what it could compile, it runs
+    the compiler several times. Nothing here calls an operator of its own, so none is declared as one that this machine
+    can have. Call before DeepSpeed meets the process group."""
     import deepspeed
 
-    builder = deepspeed.get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None:
-        deepspeed.ops.__compatible_ops__[builder.NAME] = False
+    # DeepSpeed looks for them when this name is first read.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})
+
+
+def make_moments_known(engine: Any) -> None:
+    """Stages 1 and 2: moments are found by a parameter's name only once DeepSpeed has listed them, which it does after
+    the first step of all. A state that is read or written before would have none."""
+    engine.optimizer._lazy_init_hp_params_optimizer_state()

@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 def skipped(run: Run, update: UpdateResult) -> str:
     """Optimizer steps were skipped because the gradient was not finite."""
     return (
-        f"step {run.step + 1}: {update.num_skipped} of {update.num_steps} optimizer steps had a gradient that is NaN or"
-        " infinite and changed nothing; lower the learning rate, clip the gradient, or look at the rewards"
+        f"step {run.step + 1}: {update.num_not_finite} of {update.num_steps} optimizer steps had a gradient that is NaN"
+        " or infinite and changed nothing; lower the learning rate, clip the gradient, or look at the rewards"
     )

@@ -252,7 +252,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 sequences, self.policy_objective, epochs=config.ppo_epochs, max_length=config.response_length
             )
             run.log(update.named("actor"))
-            run.guard("non_finite", update.num_skipped == 0, skipped(run, update))
+            run.guard("non_finite", update.num_not_finite == 0, skipped(run, update))
             self._check_gap(run, update.metrics.get("logprob_gap"))
             num_tokens += update.num_tokens
         run.log({"tokens/trained": num_tokens})

@@ -55,7 +55,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
         with run.stage("train"):
             update = await model.update(batch, SFTObjective())
         run.log(update.named("train") | {"tokens/trained": update.num_tokens})
-        run.guard("non_finite", update.num_skipped == 0, skipped(run, update))
+        run.guard("non_finite", update.num_not_finite == 0, skipped(run, update))
 
     @override
     async def evaluate(self, run: Run) -> Mapping[str, float]:

@@ -98,7 +98,7 @@ class GroupTrainRole(TrainRole):
         self, sequences: Sequence[TrainSequence], loss: LossFn, *, epochs: int = 1, max_length: int = 1
     ) -> UpdateResult:
         per_step: list[LossMetrics] = []
-        num_skipped = 0
+        num_skipped = num_overflows = 0
         for _ in range(epochs):
             for batch in even_chunks(sequences, self.sequences_per_step):
                 shares = balance(batch, self.data_parallel)
@@ -108,6 +108,7 @@ class GroupTrainRole(TrainRole):
                 )
                 stats = answers[0].stats
                 num_skipped += stats.skipped
+                num_overflows += stats.overflow
                 # The first step of a warm-up has a learning rate of 0: it is no new version.
                 warming_up = stats.learning_rate == 0 < self.config.training_args.learning_rate
                 self._version += not (stats.skipped or warming_up)
@@ -117,6 +118,7 @@ class GroupTrainRole(TrainRole):
             metrics=average(per_step),
             num_steps=len(per_step),
             num_skipped=num_skipped,
+            num_overflows=num_overflows,
             num_tokens=epochs * sum(len(sequence) for sequence in sequences),
         )
 

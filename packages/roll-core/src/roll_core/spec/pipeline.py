@@ -88,6 +88,13 @@ class UpdateResult:
     num_skipped: int
     num_tokens: int
     """Tokens that went through the model, prompts included, without padding."""
+    num_overflows: int = 0
+    """Of the skipped steps, those that only lowered the scale of the loss (float16)."""
+
+    @property
+    def num_not_finite(self) -> int:
+        """Steps that were skipped because something is wrong."""
+        return self.num_skipped - self.num_overflows
 
     def named(self, prefix: str) -> dict[str, float]:
         """The metrics as `<prefix>/<name>`, with the number of steps that were skipped if there were any."""

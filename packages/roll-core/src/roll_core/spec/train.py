@@ -177,6 +177,8 @@ class StepStats:
     """Used for this step."""
     skipped: bool = False
     """The gradient was not finite and nothing changed."""
+    overflow: bool = False
+    """Skipped, though nothing is wrong: the loss was scaled too far for float16, and the scale has been lowered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 ROLE = "actor_train"
 """Of the strategy under test, in its own error messages."""
 
+MOST_OVERFLOWS = 64
+"""Halvings of a scale, each of which may need two steps: float16 has 2**40 between its largest and smallest numbers."""
+
 Arrays = dict[str, "Floats"]
 
 
@@ -137,9 +140,14 @@ def micros(mine: Sequence[TrainSequence], batch: Sequence[TrainSequence], split:
 
 
 def take_step(strategy: TrainStrategy, step: Step) -> tuple[StepStats, dict[str, float]]:
-    """What `optimizer_step` says, and this rank's metrics, added up."""
-    metrics = accumulate(strategy, step)
-    return strategy.optimizer_step(), metrics
+    """What `optimizer_step` says, and this rank's metrics, added up. Taken again while a search for the scale of the
+    loss skips it."""
+    for _ in range(MOST_OVERFLOWS + 1):
+        metrics = accumulate(strategy, step)
+        stats = strategy.optimizer_step()
+        if not stats.overflow:
+            return stats, metrics
+    raise AssertionError(f"after {MOST_OVERFLOWS} skipped steps the scale of the loss is still too large")
 
 
 def accumulate(strategy: TrainStrategy, step: Step) -> dict[str, float]:

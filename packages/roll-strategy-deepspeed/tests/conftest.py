@@ -1,0 +1,67 @@
+"""Ranks for tests of our own: processes that have imported everything once, and what is built on them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll_core.errors import MissingRequirementError
+from roll_core.plugins.requirements import check_requirements
+from roll_core.testing.bench import Case
+from roll_core.testing.losses import TRAINING
+from roll_core.testing.models import QWEN3, write_checkpoint
+from roll_core.testing.ranks import RankHost, free_port
+from roll_strategy_deepspeed.plugin import roll_train_strategies
+
+sys.path.append(str(Path(__file__).parent))  # ranks import modules of this folder by name
+
+from deepspeed_ranks import ENVIRONMENT, PRELOAD
+
+
+@pytest.fixture(scope="session")
+def provider():
+    found = next(iter(roll_train_strategies()))
+    try:
+        check_requirements(found, owner="the tests")
+    except MissingRequirementError as error:
+        pytest.skip(str(error))
+    return found
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), QWEN3, task="causal_lm", vocab_size=61)
+
+
+@pytest.fixture
+def case(provider, model):
+    """One rank that trains the small model at stage 0, to be changed by `with_`."""
+    return Case(provider=provider, strategy_config={}, model=model, training=TRAINING)
+
+
+def running(**settings):
+    host = RankHost(**settings)
+
+    def run(function, case, *arguments):
+        ready = case.with_(master_port=free_port() if case.world_size > 1 else 0, devices=("cpu",) * case.world_size)
+        return host.run(function, ready, *arguments, num_ranks=case.world_size, timeout_s=100)
+
+    return host, run
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(function, case, *arguments)`: what each rank returned."""
+    host, run = running(environment=ENVIRONMENT, preload=PRELOAD)
+    yield run
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def ranks_in_float16():
+    """The same where DeepSpeed takes the host for one that computes in float16: slow ones do, too."""
+    host, run = running(environment=ENVIRONMENT, preload=(*PRELOAD, "deepspeed_float16"))
+    yield run
+    host.close()

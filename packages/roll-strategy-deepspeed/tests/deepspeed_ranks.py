@@ -1,0 +1,18 @@
+"""Of the processes in which ranks are tested: what they import once for all, and their environment."""
+
+from __future__ import annotations
+
+PRELOAD = (
+    # Compiles functions when it is imported, and for that imports the whole of torch's compiler: two seconds.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "peft",
+    "safetensors.torch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.optimization",
+    "roll_core.modeling.lora",
+    "roll_core.testing.programs",
+    "roll_strategy_deepspeed.strategy",
+    "deepspeed_programs",
+)
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
