@@ -66,12 +66,22 @@ def environ(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def suites(environ, tmp_path_factory):
-    """The `Outcome` of all suites, run as their authors would run them."""
-    report = tmp_path_factory.mktemp("report") / "report.xml"
+    """The `Outcome` of all suites for strategies, run as their authors would run them."""
     # Listing takes a process each: here it is enough to see one that is right and the one that is not.
     chosen = "not test_listing or Test_right or Test_heavy or TestAcme"
+    return outcome(["acme_suite.py", "wrong_suite.py"], chosen, environ, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def platform_suites(environ, tmp_path_factory):
+    """The `Outcome` of the suites for platforms."""
+    return outcome(["platforms_suite.py"], "not test_listing or Test_right", environ, tmp_path_factory)
+
+
+def outcome(names, chosen, environ, tmp_path_factory):
+    report = tmp_path_factory.mktemp("report") / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", chosen]
-    command += [f"--junitxml={report}", *map(str, sorted((HERE / "suites").glob("*_suite.py")))]
+    command += [f"--junitxml={report}", *(str(HERE / "suites" / name) for name in names)]
     done = subprocess.run(command, env=environ, cwd=HERE.parents[1], capture_output=True, text=True, timeout=900)
     assert done.returncode == 1, done.stdout + done.stderr  # some failed, as they should
     return Outcome(report)

@@ -7,19 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.testing import TrainStrategyConformance
+from roll_core.testing import PlatformConformance, TrainStrategyConformance
 from roll_core.testing.bounds import BOUNDS, SPLIT
 from roll_core.testing.subject import Subject
 
 TEXT = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
-TESTS = sorted(name for name in dir(TrainStrategyConformance) if name.startswith("test_"))
+STRATEGIES, _, PLATFORMS = TEXT.partition("\n## Is my platform right?\n")
 INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training"}
 INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here"}
 PUBLIC = sorted(name for name in vars(Subject) if not name.startswith("_") and name not in INTERNAL)
 
 
-def test_every_test_has_its_line_and_no_other():
-    assert sorted(re.findall(r"^\| `(test_\w+)` \| \S", TEXT, flags=re.MULTILINE)) == TESTS
+@pytest.mark.parametrize(("text", "kit"), [(STRATEGIES, TrainStrategyConformance), (PLATFORMS, PlatformConformance)])
+def test_every_test_has_its_line_and_no_other(text, kit):
+    tests = sorted(name for name in dir(kit) if name.startswith("test_"))
+    assert sorted(re.findall(r"^\| `(test_\w+)` \| \S", text, flags=re.MULTILINE)) == tests
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -37,8 +39,9 @@ def test_the_bounds_are_those_of_the_code():
     assert f"different ways, distance {row(SPLIT)}" in TEXT
 
 
-def test_the_example_is_a_class_of_tests():
-    code = re.search(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)[1]
+@pytest.mark.parametrize(("text", "kit"), [(STRATEGIES, TrainStrategyConformance), (PLATFORMS, PlatformConformance)])
+def test_the_example_is_a_class_of_tests(text, kit):
+    code = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL)[1]
     names: dict[str, object] = {}
     exec(code, names)  # our own page
-    assert issubclass(names["TestMine"], TrainStrategyConformance)
+    assert issubclass(names["TestMine"], kit)

@@ -168,7 +168,9 @@ class _Driver:
 
             transformers.utils.logging.disable_progress_bar()
             self.adopt_logs()
-        platform = select_platform(self.registry, config.platform)
+        # A Ray that the user names may have its devices on other hosts than the driver's.
+        elsewhere = os.environ.get("RAY_ADDRESS", "local") not in ("", "local") and config.executor != "local"
+        platform = select_platform(self.registry, config.platform, elsewhere=elsewhere)
         checkpoint = find_checkpoint(
             config.resume_from_checkpoint,
             output_dir=config.output_dir,

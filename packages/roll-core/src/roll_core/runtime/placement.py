@@ -85,8 +85,14 @@ def place_roles(
 
 
 def slots_per_node(platform: Platform, num_gpus_per_node: int | None) -> int:
-    """Slots of a node: `num_gpus_per_node`, or what the platform counts on this host."""
-    return num_gpus_per_node or platform.device_count()
+    """Slots of a node: `num_gpus_per_node`, or what the platform counts on this host. Raises `PlacementError`."""
+    slots = num_gpus_per_node or platform.device_count()
+    if not slots:
+        raise PlacementError(
+            f"this host has no slot of platform {platform.name} by which those of a node could be counted: give"
+            " num_gpus_per_node"
+        )
+    return slots
 
 
 def overlap(first: Iterable[Place], second: Iterable[Place]) -> Overlap:

@@ -1,7 +1,9 @@
-"""Which hardware a run is on: what the config names, else what is found, the platform of highest priority first."""
+"""Which hardware a run is on: what the config names, else what is found, the platform of highest priority first; and
+what it wants of the environment of workers."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from roll_core.errors import PlacementError
@@ -9,17 +11,25 @@ from roll_core.plugins.targets import load_target
 from roll_core.spec.providers import PlatformProvider
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.platform import Platform
+    from roll_core.spec.platform import Platform, RoleKind
 
 
-def select_platform(registry: Registry, wanted: str | None) -> Platform:
-    """The platform of this run. Raises `PlacementError` where it is not there, or where two found ones tie."""
+def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool = False) -> Platform:
+    """The platform of this run. Raises `PlacementError` where it is not there, or where two found ones tie.
+
+    With `elsewhere` the workers sit on other hosts: what is asked for need not be here, where only the driver is.
+    """
     if wanted is not None:
-        platform = _make(registry.find(PlatformProvider, wanted))
+        platform = make_platform(registry.find(PlatformProvider, wanted))
         probe = platform.probe()
-        if not probe.found:
-            raise PlacementError(f"platform {wanted} is asked for but not here: {probe.why}")
+        if not probe.found and not elsewhere:
+            raise PlacementError(
+                f"platform {wanted} is asked for but not here: {probe.why}. Mend that (roll-core doctor says more), run"
+                " where it is, or choose another platform"
+            )
         return platform
     providers = sorted(registry.providers(PlatformProvider), key=lambda each: -each.priority)
     looked: list[str] = []
@@ -27,7 +37,7 @@ def select_platform(registry: Registry, wanted: str | None) -> Platform:
     for provider in providers:
         if found and provider.priority < found[0][0].priority:
             break
-        platform = _make(provider)
+        platform = make_platform(provider)
         probe = platform.probe()
         looked.append(f"{provider.name}: {probe.why}")
         if probe.found:
@@ -40,6 +50,18 @@ def select_platform(registry: Registry, wanted: str | None) -> Platform:
     return found[0][1]
 
 
-def _make(provider: PlatformProvider) -> Platform:
+def make_platform(provider: PlatformProvider) -> Platform:
+    """An instance of what the record points at. Raises `PluginLoadError`."""
     made: Platform = load_target(provider.target, owner=f"platform {provider.name}")()
     return made
+
+
+def environment_of(
+    platform: Platform, kind: RoleKind, local_indices: Sequence[int], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """What the platform wants for a worker. What the user has set in the driver's environment is handed on instead,
+    unless workers would not work with it."""
+    return {
+        each.name: each.value if each.required else environ.get(each.name, each.value)
+        for each in platform.environment(kind, local_indices)
+    }

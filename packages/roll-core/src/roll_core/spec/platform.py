@@ -28,10 +28,17 @@ class EnvVar:
     name: str
     value: str
     reason: str
+    required: bool = False
+    """Workers do not work otherwise: it also replaces what the environment of the driver says. A variable that is not
+    required gives way to it. `system_envs` of the config win over both."""
 
 
 class Platform(ABC):
-    """One kind of hardware. Constructing it and asking for `probe` is cheap and without side effects."""
+    """One kind of hardware.
+
+    Constructing it and asking it anything is cheap and has no side effects: no device is opened for longer than the
+    question takes, and the environment stays as it is. `PlatformConformance` of `roll_core.testing` holds that.
+    """
 
     name: str
     device_type: str
@@ -40,6 +47,8 @@ class Platform(ABC):
     """Ray's name for a slot, `CPU`, `GPU`, `NPU`."""
     visible_devices: str
     """Environment variable that restricts a process to some devices; empty if there is none."""
+    also_visible_devices: tuple[str, ...] = ()
+    """Other names of the same, for libraries that read those: they are set to the same value."""
     collective_backend: str
     """`gloo`, `nccl`, `hccl`."""
     slots_share_cores: bool = False
@@ -60,7 +69,8 @@ class Platform(ABC):
 
     @abstractmethod
     def supports(self, dtype: str) -> str:
-        """Empty if `dtype` works here, else why not and what to use."""
+        """Empty if `dtype` works here, else why not and what to use. Where no device is here, as on the head of a
+        cluster, it is answered for the devices that the software is made for."""
 
     def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
         """Variables for a worker of this kind on these slots."""
@@ -68,4 +78,4 @@ class Platform(ABC):
 
     @abstractmethod
     def memory(self, local_index: int) -> Mapping[str, int]:
-        """Bytes `total` and `used` of a slot."""
+        """Bytes `total` and `used` of a slot, by whatever process. Raises `UnsupportedError` where nobody counts."""

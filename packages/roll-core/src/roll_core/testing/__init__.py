@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from roll_core.testing.bench import Case, Split, Step
     from roll_core.testing.conformance import TrainStrategyConformance
     from roll_core.testing.infer.conformance import InferStrategyConformance
+    from roll_core.testing.platforms import PlatformConformance
     from roll_core.testing.ranks import RankHost, RanksFailedError
     from roll_core.testing.reference import ReferenceModel, TransformersModel
 
 __all__ = [
     "Case",
     "InferStrategyConformance",
+    "PlatformConformance",
     "RankHost",
     "RanksFailedError",
     "ReferenceModel",
@@ -27,6 +29,7 @@ __all__ = [
 _HOMES = {
     "Case": "bench",
     "InferStrategyConformance": "infer.conformance",
+    "PlatformConformance": "platforms",
     "RankHost": "ranks",
     "RanksFailedError": "ranks",
     "ReferenceModel": "reference",

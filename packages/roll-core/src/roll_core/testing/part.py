@@ -1,4 +1,4 @@
-"""What the kits for train and infer strategies share: the part under test, found as a run finds it."""
+"""What the kits for strategies and platforms share: the part under test, found as a run finds it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ DEFAULT_VARIANTS: Mapping[str, Mapping[str, Any]] = {"default": {}}
 
 
 class Part:
-    """One strategy under test. Class attributes and methods without an underscore are for authors to override."""
+    """One part under test. Class attributes and methods without an underscore are for authors to override."""
 
     name: ClassVar[str] = ""
-    """Of the strategy, as configs write it: `my_train` or `my-package/my_train`."""
+    """Of the part, as configs write it: `my_train` or `my-package/my_train`."""
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = DEFAULT_VARIANTS
     """`strategy_config`s by a name for test ids; every test that computes runs for each of them."""
     platform: ClassVar[str] = ""
@@ -40,7 +40,7 @@ class Part:
     timeout_s: ClassVar[float] = 120.0
     """For everything that a test does with the strategy."""
 
-    _kind: ClassVar[type[TrainProvider] | type[InferProvider]] = TrainProvider
+    _kind: ClassVar[type[TrainProvider] | type[InferProvider] | type[PlatformProvider]] = TrainProvider
     _shared: ClassVar[dict[str, dict[Any, Any]]] = {}
 
     @pytest.fixture
@@ -91,7 +91,7 @@ class Part:
     def _engine_or_skip(self) -> None:
         """What computes needs what the record says it needs: skip without it, or fail where an engine is promised."""
         try:
-            check_requirements(self.provider, owner=f"strategy {self.name}")
+            check_requirements(self.provider, owner=self.name)
         except MissingRequirementError as error:
             if os.environ.get(REQUIRE_VARIABLE) == "full":
                 pytest.fail(str(error))

@@ -19,6 +19,7 @@ from roll_core.runtime.executors.environment import EnvironmentChange
 from roll_core.runtime.executors.host import WorkerHost
 from roll_core.runtime.host import hostname
 from roll_core.runtime.placement import no_such_slot
+from roll_core.runtime.platform import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,6 +131,6 @@ def environment_of_all(specs: Sequence[GroupSpec], platform: Platform) -> dict[s
             wanted_by.setdefault(name, spec.role)
     for spec in specs:
         for place in spec.places:
-            for variable in platform.environment(spec.kind, place.local_indices):
-                union.setdefault(variable.name, variable.value)
+            for name, value in environment_of(platform, spec.kind, place.local_indices).items():
+                union.setdefault(name, value)
     return union

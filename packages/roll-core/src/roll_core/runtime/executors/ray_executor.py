@@ -27,6 +27,7 @@ from roll_core.runtime.executors.ray_instance import RayInstance
 from roll_core.runtime.executors.ray_placement import Reservation
 from roll_core.runtime.executors.reaper import MARK
 from roll_core.runtime.host import hostname, num_oom_kills
+from roll_core.runtime.platform import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -132,8 +133,7 @@ class RayExecutor(Executor):
         from roll_core.runtime.executors.ray_host import RayHost
 
         node = self._reservation.nodes[place.node]
-        configured = {each.name: each.value for each in self._platform.environment(spec.kind, place.local_indices)}
-        configured |= spec.env
+        configured = {**environment_of(self._platform, spec.kind, place.local_indices), **spec.env}
         devices = [node.device_ids[at] for at in place.local_indices if node.device_ids]
         env = {"OMP_NUM_THREADS": str(place.num_threads), **configured, **self._identity(spec, place, devices)}
         crash_file = self._instance.scratch / f"{spec.role}-{place.rank}.crash"
@@ -164,7 +164,8 @@ class RayExecutor(Executor):
             MARK: self._instance.mark,
         }
         if self._platform.visible_devices:
-            env[self._platform.visible_devices] = ",".join(devices)
+            names = (self._platform.visible_devices, *self._platform.also_visible_devices)
+            env |= dict.fromkeys(names, ",".join(devices))
         return env
 
     async def _greet(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> list[Greeting]:

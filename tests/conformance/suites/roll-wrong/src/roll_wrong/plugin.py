@@ -70,11 +70,33 @@ WRONG = {
         "nameless_nan",
     )
 }
+PLATFORMS = (
+    "right_platform",
+    "other_name",
+    "fickle",
+    "silent",
+    "found_nothing",
+    "sets_variables",
+    "starts_threads",
+    "keeps_devices_open",
+    "other_type",
+    "one_for_all",
+    "numbers_as_values",
+    "without_reason",
+    "deals_out_ranks",
+    "of_the_moment",
+    "takes_every_dtype",
+    "uses_more_than_there_is",
+    "unnamed",
+)
 
 
 @hookimpl
 def roll_platforms():
     yield PlatformProvider(name="wrong_board", target="roll_wrong.board:Board", summary="Pretends", priority=-1)
+    for name in PLATFORMS:
+        target = f"roll_wrong.platforms:{''.join(part.capitalize() for part in name.split('_'))}"
+        yield PlatformProvider(name=name, target=target, summary="For the tests of the kit for platforms", priority=-1)
 
 
 @hookimpl

@@ -1,0 +1,136 @@
+"""The `cuda` platform."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from roll_core.errors import UnsupportedError
+from roll_core.spec.platform import EnvVar, Platform, Probe
+from roll_core.spec.torch_build import torch_build
+from roll_platform_cuda.nvml import VISIBLE, Device, NoDriverError, dotted, survey
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.spec.platform import RoleKind
+
+FLOORS = {"fp32": (6, 0), "fp16": (6, 0), "bf16": (8, 0)}
+"""Compute capability from which on a device computes in a dtype: 6.0 is Pascal, 8.0 is Ampere."""
+
+DEVICE_ORDER = EnvVar(
+    name="CUDA_DEVICE_ORDER",
+    value="PCI_BUS_ID",
+    reason="CUDA counts the fastest device first, Ray and NVML go by the PCI address: on a host with different devices"
+    " a worker would get another one than was reserved for it",
+    required=True,
+)
+CUMEM = EnvVar(
+    name="NCCL_CUMEM_ENABLE",
+    value="0",
+    reason="trainers and engines form one group to send weights, and hang where they disagree on it; engines differ in"
+    " what they set",
+)
+NVLS = EnvVar(
+    name="NCCL_NVLS_ENABLE",
+    value="0",
+    reason="NVLink SHARP reserves buffers in each communicator, which stay when a role leaves the device to others",
+)
+COMPILE_THREADS = EnvVar(
+    name="TORCHINDUCTOR_COMPILE_THREADS",
+    value="2",
+    reason="each worker would start a compiler process per core, and a node has a worker for each device and role",
+)
+EXPANDABLE = EnvVar(
+    name="PYTORCH_CUDA_ALLOC_CONF",
+    value="expandable_segments:True",
+    reason="microbatches differ in length, which fragments fixed segments until memory runs out that is free",
+)
+NOT_EXPANDABLE = EnvVar(
+    name="PYTORCH_CUDA_ALLOC_CONF",
+    value="expandable_segments:False",
+    reason="an engine that sleeps gives memory back through an allocator of its own, which refuses or breaks with"
+    " expandable segments, also where your shell has switched them on for everything",
+    required=True,
+)
+
+
+class CudaPlatform(Platform):
+    """GPUs of NVIDIA, found through their driver."""
+
+    name = "cuda"
+    device_type = "cuda"
+    ray_resource = "GPU"
+    visible_devices = VISIBLE
+    collective_backend = "nccl"
+
+    def probe(self) -> Probe:
+        """Found where the driver shows a device, and the installed torch is built for CUDA."""
+        devices, why = _usable()
+        return Probe(found=bool(devices), why=why)
+
+    def device_count(self) -> int:
+        """Devices that `CUDA_VISIBLE_DEVICES` leaves."""
+        return len(_usable()[0])
+
+    def device(self, local_index: int) -> str:
+        """Torch's name of it."""
+        return f"cuda:{local_index}"
+
+    def supports(self, dtype: str) -> str:
+        """By the compute capability of every device here."""
+        if dtype not in FLOORS:
+            return f"{dtype} is not a dtype of models here: use {', '.join(FLOORS)}"
+        for device in _usable()[0]:
+            if device.capability < FLOORS[dtype]:
+                able = [each for each, floor in FLOORS.items() if device.capability >= floor]
+                way_out = f"use {' or '.join(able)}" if able else "this device is too old"
+                return (
+                    f"{dtype} needs compute capability {dotted(FLOORS[dtype])}, but {device.name} has"
+                    f" {dotted(device.capability)}: {way_out}"
+                )
+        return ""
+
+    def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
+        """For everything that computes on a device; a reward's workers get nothing."""
+        if kind == "reward":
+            return ()
+        allocator = NOT_EXPANDABLE if kind == "generate" else EXPANDABLE
+        return (DEVICE_ORDER, CUMEM, NVLS, COMPILE_THREADS, allocator)
+
+    def memory(self, local_index: int) -> Mapping[str, int]:
+        """Of the whole device, by NVML: what other processes hold is used too."""
+        devices, why = _usable()
+        if local_index >= len(devices):
+            raise UnsupportedError(f"memory of {self.device(local_index)} is asked for, but there is: {why}")
+        device = devices[local_index]
+        if not device.total_bytes:
+            raise UnsupportedError(f"the driver does not count the memory of {device.name}: it shares the host's")
+        return {"total": device.total_bytes, "used": device.used_bytes}
+
+
+def _usable() -> tuple[tuple[Device, ...], str]:
+    """The devices that torch can use, and what was seen."""
+    try:
+        seen = survey()
+    except NoDriverError as error:
+        return (), f"no driver of NVIDIA answers ({error})"
+    if not seen.num_installed:
+        return (), f"driver {seen.driver} of NVIDIA is here, but no device"
+    if not seen.devices:
+        hidden = os.environ.get(VISIBLE)
+        return (), f"{seen.num_installed} devices of NVIDIA are here, but {VISIBLE}={hidden} hides them all"
+    here = f"{_counted(seen.devices)}, driver {seen.driver}"
+    build = torch_build()
+    if build is None:
+        return (), f"{here}; but torch is not installed"
+    if not build.cuda:
+        return (), f"{here}; but {build} cannot use it: install a torch for CUDA {dotted(seen.cuda)} or older"
+    return seen.devices, f"{here}, {build}"
+
+
+def _counted(devices: Sequence[Device]) -> str:
+    """`8 × NVIDIA H100 (…)`, equal ones together."""
+    # What is in use differs from device to device, and is not shown.
+    shown = [str(device) for device in devices]
+    return ", ".join(f"{shown.count(each)} × {each}" for each in dict.fromkeys(shown))

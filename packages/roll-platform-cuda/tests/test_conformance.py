@@ -1,0 +1,7 @@
+"""The conformance kit. On a host with the devices it also computes on them."""
+
+from roll_core.testing import PlatformConformance
+
+
+class TestCuda(PlatformConformance):
+    name = "cuda"

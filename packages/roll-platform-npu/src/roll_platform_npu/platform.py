@@ -1,0 +1,120 @@
+"""The `npu` platform."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from roll_core.errors import UnsupportedError
+from roll_core.spec.platform import EnvVar, Platform, Probe
+from roll_core.spec.torch_build import torch_build
+from roll_platform_npu import devices
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.spec.platform import RoleKind
+
+DTYPES = ("fp32", "fp16", "bf16")
+WITHOUT_BF16 = ("Ascend 310", "Ascend 310P", "Ascend 910")
+
+CONNECT_TIMEOUT = EnvVar(
+    name="HCCL_CONNECT_TIMEOUT",
+    value="600",
+    reason="HCCL gives ranks two minutes to meet, in which others may still load their model",
+)
+HOST_PORTS = EnvVar(
+    name="HCCL_HOST_SOCKET_PORT_RANGE",
+    value="auto",
+    reason="roles that share an NPU are several processes on it, which would all take the same ports of the host",
+)
+NPU_PORTS = EnvVar(
+    name="HCCL_NPU_SOCKET_PORT_RANGE",
+    value="auto",
+    reason="roles that share an NPU are several processes on it, which would all take the same ports of its network",
+)
+EXPANDABLE = EnvVar(
+    name="PYTORCH_NPU_ALLOC_CONF",
+    value="expandable_segments:True",
+    reason="microbatches differ in length, which fragments fixed segments until memory runs out that is free",
+)
+NOT_EXPANDABLE = EnvVar(
+    name="PYTORCH_NPU_ALLOC_CONF",
+    value="expandable_segments:False",
+    reason="an engine that sleeps gives memory back through an allocator of its own, which refuses or breaks with"
+    " expandable segments, also where your shell has switched them on for everything",
+    required=True,
+)
+
+
+class NpuPlatform(Platform):
+    """Ascend NPUs, found by their device files. torch loads torch-npu by itself when it is imported."""
+
+    name = "npu"
+    device_type = "npu"
+    ray_resource = "NPU"
+    visible_devices = devices.VISIBLE
+    collective_backend = "hccl"
+
+    def probe(self) -> Probe:
+        """Found where there are device files, and a torch-npu that belongs to the installed torch."""
+        num, why = _usable()
+        return Probe(found=num > 0, why=why)
+
+    def device_count(self) -> int:
+        """Devices that `ASCEND_RT_VISIBLE_DEVICES` leaves."""
+        return _usable()[0]
+
+    def device(self, local_index: int) -> str:
+        """Torch's name of it."""
+        return f"npu:{local_index}"
+
+    def supports(self, dtype: str) -> str:
+        """By the chips of this host."""
+        if dtype not in DTYPES:
+            return f"{dtype} is not a dtype of models here: use {', '.join(DTYPES)}"
+        old = [chip for chip in devices.chips() if chip in WITHOUT_BF16] if dtype == "bf16" else []
+        return f"bf16 needs an Ascend 910B or newer, but here is {old[0]}: use fp16 or fp32" if old else ""
+
+    def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
+        """For everything that computes on a device; a reward's workers get nothing."""
+        if kind == "reward":
+            return ()
+        return (CONNECT_TIMEOUT, HOST_PORTS, NPU_PORTS, NOT_EXPANDABLE if kind == "generate" else EXPANDABLE)
+
+    def memory(self, local_index: int) -> Mapping[str, int]:
+        """Of the whole device. Only the runtime counts it, so the asking process opens the device."""
+        num, why = _usable()
+        if local_index >= num:
+            raise UnsupportedError(f"memory of {self.device(local_index)} is asked for, but there is: {why}")
+        import torch
+
+        free, total = torch.get_device_module("npu").mem_get_info(local_index)
+        return {"total": int(total), "used": int(total - free)}
+
+
+def _usable() -> tuple[int, str]:
+    """How many devices torch can use, and what was seen."""
+    installed = devices.num_installed()
+    if not installed:
+        return 0, f"no {devices.DEV}/davinci0: no Ascend NPU, or its driver is not loaded"
+    num = devices.num_visible()
+    chips = ", ".join(devices.chips()) or "Ascend NPU"
+    if not num:
+        return 0, f"{installed} × {chips} are here, but {devices.VISIBLE}={os.environ.get(devices.VISIBLE)} hides them"
+    here = f"{num} × {chips}"
+    build, version = torch_build(), devices.torch_npu_version()
+    if build is None:
+        return 0, f"{here}; but torch is not installed"
+    release = _release(build.version)
+    wanted = f"pip install 'torch-npu=={release}.*'"
+    if not version:
+        return 0, f"{here}; but torch-npu is not installed: {wanted}"
+    if _release(version) != release:
+        return 0, f"{here}; but torch-npu {version} does not belong to torch {build.version}: {wanted}"
+    return num, f"{here}, torch {build.version}, torch-npu {version}"
+
+
+def _release(version: str) -> str:
+    """`2.13` of `2.13.0.post1+cpu`: what torch and torch-npu have in common."""
+    return ".".join(version.split("+")[0].split(".")[:2])

@@ -1,0 +1,25 @@
+"""What this package offers. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import PlatformProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+
+
+@hookimpl
+def roll_platforms() -> Iterator[PlatformProvider]:
+    """Ascend NPUs."""
+    yield PlatformProvider(
+        name="npu",
+        target="roll_platform_npu.platform:NpuPlatform",
+        summary="Ascend NPUs",
+        needs=("torch-npu>=2.6",),
+        priority=10,
+    )

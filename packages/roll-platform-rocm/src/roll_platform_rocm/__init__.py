@@ -1,0 +1,1 @@
+"""ROLL's platform for GPUs of AMD."""

@@ -1,0 +1,103 @@
+"""The `rocm` platform."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from roll_core.errors import UnsupportedError
+from roll_core.spec.platform import EnvVar, Platform, Probe
+from roll_core.spec.torch_build import torch_build
+from roll_platform_rocm import kfd
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.spec.platform import RoleKind
+
+DTYPES = ("fp32", "fp16", "bf16")
+BF16_SINCE = (9, 0, 8)
+"""gfx908 (Instinct MI100) is the first with matrix instructions for bf16."""
+WITHOUT_BF16 = 10
+"""gfx10 (RDNA 1 and 2) came later and has none."""
+
+CUMEM = EnvVar(
+    name="NCCL_CUMEM_ENABLE",
+    value="0",
+    reason="RCCL reads NCCL's variables: trainers and engines form one group to send weights, and have to agree on it",
+)
+COMPILE_THREADS = EnvVar(
+    name="TORCHINDUCTOR_COMPILE_THREADS",
+    value="2",
+    reason="each worker would start a compiler process per core, and a node has a worker for each device and role",
+)
+
+
+class RocmPlatform(Platform):
+    """GPUs of AMD, found in the kernel's topology. For torch they are devices of type `cuda`, and RCCL is `nccl`."""
+
+    name = "rocm"
+    device_type = "cuda"
+    ray_resource = "GPU"
+    visible_devices = kfd.HIP_VISIBLE
+    also_visible_devices = (kfd.CUDA_VISIBLE,)
+    collective_backend = "nccl"
+
+    def probe(self) -> Probe:
+        """Found where the kernel shows a GPU that this user may open, and the installed torch is built for HIP."""
+        devices, why = _usable()
+        return Probe(found=bool(devices), why=why)
+
+    def device_count(self) -> int:
+        """Devices that `ROCR_VISIBLE_DEVICES`, and then `HIP_VISIBLE_DEVICES` or `CUDA_VISIBLE_DEVICES`, leave."""
+        return len(_usable()[0])
+
+    def device(self, local_index: int) -> str:
+        """Torch's name of it."""
+        return f"cuda:{local_index}"
+
+    def supports(self, dtype: str) -> str:
+        """By the instruction set of every device here."""
+        if dtype not in DTYPES:
+            return f"{dtype} is not a dtype of models here: use {', '.join(DTYPES)}"
+        if dtype == "bf16":
+            for device in _usable()[0]:
+                if device.gfx < BF16_SINCE or device.gfx[0] == WITHOUT_BF16:
+                    return f"bf16 needs gfx908 (MI100) or newer, or gfx11, but here is {device.name}: use fp16 or fp32"
+        return ""
+
+    def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
+        """For everything that computes on a device; a reward's workers get nothing."""
+        return () if kind == "reward" else (CUMEM, COMPILE_THREADS)
+
+    def memory(self, local_index: int) -> Mapping[str, int]:
+        """Of the whole device, by the kernel's counters: what other processes hold is used too."""
+        devices, why = _usable()
+        if local_index >= len(devices):
+            raise UnsupportedError(f"memory of {self.device(local_index)} is asked for, but there is: {why}")
+        device = devices[local_index]
+        if not device.total_bytes:
+            raise UnsupportedError(f"the kernel does not count the memory of {device.name} (mem_info_vram_total)")
+        return {"total": device.total_bytes, "used": device.used_bytes}
+
+
+def _usable() -> tuple[tuple[kfd.Device, ...], str]:
+    """The devices that torch can use, and what was seen."""
+    if not kfd.KFD.exists():
+        return (), f"no {kfd.KFD}: the amdgpu driver is not loaded, or the container was started without --device"
+    installed = kfd.installed_devices()
+    if not installed:
+        return (), f"{kfd.KFD} is here, but the kernel shows no GPU of AMD"
+    devices = kfd.visible(installed)
+    if not devices:
+        return (), f"{len(installed)} GPUs of AMD are here, but {kfd.hiding_variables()} hides them all"
+    shown = [str(device) for device in devices]
+    here = ", ".join(f"{shown.count(each)} × {each}" for each in dict.fromkeys(shown))
+    if not os.access(kfd.KFD, os.R_OK | os.W_OK):
+        return (), f"{here}; but this user may not open {kfd.KFD}: join the group render (or video)"
+    build = torch_build()
+    if build is None:
+        return (), f"{here}; but torch is not installed"
+    if not build.hip:
+        return (), f"{here}; but {build} cannot use it: install a torch for ROCm"
+    return devices, f"{here}, {build}"

@@ -1,0 +1,21 @@
+"""What this package offers. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import PlatformProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+
+
+@hookimpl
+def roll_platforms() -> Iterator[PlatformProvider]:
+    """GPUs of AMD."""
+    yield PlatformProvider(
+        name="rocm", target="roll_platform_rocm.platform:RocmPlatform", summary="GPUs of AMD", priority=10
+    )

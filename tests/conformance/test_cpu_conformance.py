@@ -1,0 +1,7 @@
+"""The built-in platform passes the kit, computing included."""
+
+from roll_core.testing import PlatformConformance
+
+
+class TestCpu(PlatformConformance):
+    name = "cpu"

@@ -1,0 +1,124 @@
+"""Which platform a run gets, and what its workers get from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from roll_core.builtin.cpu import CpuPlatform
+from roll_core.errors import PlacementError
+from roll_core.plugins.loader import Plugin
+from roll_core.plugins.registry import Registry
+from roll_core.runtime.executors.local import environment_of_all
+from roll_core.runtime.placement import place_roles
+from roll_core.runtime.platform import environment_of, select_platform
+from roll_core.spec.config import TrainWorkerConfig
+from roll_core.spec.platform import EnvVar, Platform, Probe
+from roll_core.spec.providers import PlatformProvider
+
+
+class Board(CpuPlatform):
+    """An accelerator of which this host has two."""
+
+    name = "board"
+    slots_share_cores = False
+    found = True
+
+    def probe(self) -> Probe:
+        return Probe(found=self.found, why="two boards" if self.found else "no board in the slot")
+
+    def device_count(self) -> int:
+        return 2 if self.found else 0
+
+    def environment(self, kind: str, local_indices: Any) -> tuple[EnvVar, ...]:
+        return (
+            EnvVar(name="BOARD_CACHE", value="small", reason="a large one is slow"),
+            EnvVar(name="BOARD_ORDER", value="slot", reason="others count otherwise", required=True),
+        )
+
+
+class AbsentBoard(Board):
+    name = "absent"
+    found = False
+
+
+Offer = Callable[..., Registry]
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
+    """`offer(cls=priority, ...)`: a registry with platforms of these classes."""
+
+    def make(**priorities: int) -> Registry:
+        import roll_core.runtime.platform as module
+
+        classes: dict[str, type[Platform]] = {"board": Board, "absent": AbsentBoard, "other": Board, "cpu": CpuPlatform}
+        monkeypatch.setattr(module, "load_target", lambda target, owner: classes[target.partition(":")[2]])
+        records = tuple(
+            PlatformProvider(name=name, target=f"boards:{name}", summary="", priority=priority)
+            for name, priority in priorities.items()
+        )
+        plugin = Plugin(
+            package="boards", version="1", entry_point="boards", target="boards", state="loaded", providers=records
+        )
+        return Registry([plugin])
+
+    return make
+
+
+def test_the_highest_priority_of_those_that_are_here_wins(offer: Offer) -> None:
+    assert select_platform(offer(cpu=0, board=10, absent=20), None).name == "board"
+
+
+def test_two_of_equal_priority_are_a_question_for_the_user(offer: Offer) -> None:
+    with pytest.raises(PlacementError, match="board and other are both here with the same priority: choose one"):
+        select_platform(offer(board=10, other=10, cpu=0), None)
+
+
+def test_one_that_is_asked_for_and_not_here_says_why_and_what_to_do(offer: Offer) -> None:
+    with pytest.raises(PlacementError) as caught:
+        select_platform(offer(cpu=0, absent=10), "absent")
+    assert str(caught.value).startswith("platform absent is asked for but not here: no board in the slot. ")
+    assert "\n" not in str(caught.value)
+
+
+def test_on_a_cluster_it_need_not_be_where_the_driver_is(offer: Offer) -> None:
+    assert select_platform(offer(cpu=0, absent=10), "absent", elsewhere=True).name == "absent"
+
+
+def test_a_host_without_slots_asks_for_their_number() -> None:
+    roles = {"actor_train": TrainWorkerConfig(device_mapping=[0, 9])}
+    with pytest.raises(PlacementError, match=r"no slot of platform absent .* give num_gpus_per_node"):
+        place_roles(roles, AbsentBoard())
+    places = place_roles(roles, AbsentBoard(), num_gpus_per_node=8)["actor_train"]
+    assert [(place.node, place.local_indices) for place in places] == [(0, (0,)), (1, (1,))]
+
+
+def test_what_the_user_has_set_is_handed_on_unless_workers_need_otherwise() -> None:
+    environ = {"BOARD_CACHE": "large", "BOARD_ORDER": "age", "OTHER": "1"}
+    assert environment_of(Board(), "train", (0,), environ) == {"BOARD_CACHE": "large", "BOARD_ORDER": "slot"}
+    assert environment_of(Board(), "train", (0,), {}) == {"BOARD_CACHE": "small", "BOARD_ORDER": "slot"}
+
+
+def test_the_config_wins_over_the_platform() -> None:
+    from roll_core.runtime.executors.base import GroupSpec
+
+    places = place_roles({"a": TrainWorkerConfig(device_mapping=[0])}, Board())["a"]
+    spec = GroupSpec(role="a", kind="train", target="x:X", places=places, env={"BOARD_ORDER": "mine"})
+    assert environment_of_all([spec], Board()) == {"BOARD_ORDER": "mine", "BOARD_CACHE": "small"}
+
+
+def test_a_worker_sees_its_devices_under_every_name() -> None:
+    from roll_core.runtime.executors.base import GroupSpec
+    from roll_core.runtime.executors.ray_executor import RayExecutor
+
+    class TwoNames(Board):
+        visible_devices = "BOARD_VISIBLE"
+        also_visible_devices = ("OLD_BOARD_VISIBLE",)
+
+    (place,) = place_roles({"a": TrainWorkerConfig(device_mapping=[1])}, TwoNames())["a"]
+    spec = GroupSpec(role="a", kind="train", target="x:X", places=(place,), env={"BOARD_VISIBLE": "all"})
+    env = RayExecutor(TwoNames(), 2)._identity(spec, place, ["7"])
+    assert (env["BOARD_VISIBLE"], env["OLD_BOARD_VISIBLE"]) == ("7", "7")
