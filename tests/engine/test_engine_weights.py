@@ -5,10 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
 from roll_core.modeling.layout import adjacent, make_adjacent
 from roll_core.modeling.model import load_model
+from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import digest, make_manifest
 from roll_core.types import GenerateRequest, SamplingParams
 
@@ -192,3 +194,96 @@ def test_a_manifest_that_lacks_a_tensor_of_the_model_is_refused(with_engine, tra
 
     with pytest.raises(MissingTensorError, match=r"lm_head.weight is not in the manifest"):
         with_engine(act)
+
+
+# -- sleep -------------------------------------------------------------------------------------------------------------
+
+
+def held_by(engine, except_of):
+    """Storages of weights, of keys and values, but for the trainer's: alive as long as anything refers to them."""
+    runner = engine._core.runner
+    trained = {each.untyped_storage().data_ptr() for each in except_of.parameters()}
+    tensors = [*(each.data for each in engine._model.parameters()), runner._rows._kv, runner._prompts._kv]
+    return [
+        StorageWeakRef(each.untyped_storage()) for each in tensors if each.untyped_storage().data_ptr() not in trained
+    ]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_sleeping_engine_holds_neither_weights_nor_keys_and_values(with_engine, trainer, shared):
+    async def act(engine):
+        await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer), shared=shared)
+        await engine.generate(request("before", range(30)))
+        held = held_by(engine, trainer)
+        alive = [not each.expired() for each in held]
+        await engine.sleep()
+        await engine.sleep()
+        numbers = sum(each.untyped_storage().nbytes() for each in engine._model.parameters()) // 4
+        return alive, [each.expired() for each in held], numbers
+
+    alive, gone, numbers = with_engine(act)
+    assert len(alive) == (2 if shared else 2 + len(exported(trainer)))
+    assert all(alive)
+    assert all(gone)
+    assert numbers == len(exported(trainer))  # one each, which stands for its shape
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_engine_that_slept_computes_with_the_weights_that_come_then(with_engine, trainer, shared):
+    prompt = list(range(30))
+
+    async def act(engine):
+        await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer), shared=shared)
+        before = await engine.generate(request("before", prompt))
+        await engine.sleep()
+        with pytest.raises(RuntimeError, match="no weights since it slept"):
+            await engine.generate(request("asleep", prompt))
+        await engine.wake()
+        receipt = await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer), shared=shared)
+        weights = [getattr(engine._model.model.layers[0].self_attn, f"{each}_proj").weight for each in "qkv"]
+        return before, receipt, await engine.generate(request("after", prompt)), adjacent(weights) is not None
+
+    before, receipt, after, side_by_side = with_engine(act)
+    assert_of(trainer, prompt, after)
+    assert after.outputs[0].token_ids.tolist() == before.outputs[0].token_ids.tolist()
+    assert receipt.digests == {name: digest(each) for name, each in exported(trainer)}
+    assert side_by_side  # as they lay before: one product for all three
+
+
+def test_an_architecture_without_a_fast_path_sleeps_as_well(with_engine):
+    spec = ModelSpec(
+        random_init={
+            "model_type": "gpt2",
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "vocab_size": 97,
+        },
+        dtype="fp32",
+        seed=5,
+    )
+    other = load_model(spec)
+
+    async def act(engine):
+        before = await engine.generate(request("before", range(9)))
+        await engine.sleep()
+        held = sum(each.untyped_storage().nbytes() for each in engine._model.parameters())
+        await engine.update_weights(1, make_manifest(1, exported(other)), exported(other))
+        return before, held, await engine.generate(request("after", range(9)))
+
+    before, held, after = with_engine(act, spec=spec)
+    assert held == 4 * len(exported(other))
+    assert after.outputs[0].token_ids.tolist() == before.outputs[0].token_ids.tolist()
+    np.testing.assert_allclose(after.outputs[0].logprobs, before.outputs[0].logprobs, atol=1e-6)
+
+
+def test_an_engine_does_not_sleep_while_requests_run(with_engine):
+    async def act(engine):
+        running = asyncio.create_task(engine.generate(request("long", range(9), max_new_tokens=100)))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="while requests run"):
+            await engine.sleep()
+        return await running
+
+    assert len(with_engine(act).outputs[0].token_ids) == 100

@@ -35,6 +35,7 @@ HF_TRAIN = TrainCapabilities(
     weight_transports=("shared", "shm", "collective"),
 )
 HF_INFER = InferCapabilities(
+    sleeps=True,
     prompt_logprobs=True,
     in_flight_update=True,
     weight_transports=("shared", "shm", "collective"),

@@ -22,6 +22,7 @@ from roll_core.plugins.targets import load_class
 from roll_core.spec.config import RewardConfig, RunConfig, StrategyConfig
 from roll_core.spec.providers import (
     AdvantageProvider,
+    InferCapabilities,
     InferProvider,
     PipelineProvider,
     PlatformProvider,
@@ -233,6 +234,11 @@ class _Validation:
         if isinstance(platform, str) and provider.platforms and platform not in provider.platforms:
             message = f"{provider.name} runs on {', '.join(provider.platforms)}, but platform is {platform}"
             self.found.append(Finding(at_name, message))
+        capabilities = provider.capabilities
+        moves = capabilities.sleeps if isinstance(capabilities, InferCapabilities) else capabilities.offload
+        if role.get("is_offload_states") is True and not moves:
+            message = f"{provider.name} moves nothing off its slots"
+            self.found.append(Finding((*path, "is_offload_states"), message, "leave it out, or write false"))
         raw = role.get("model_args")
         model = raw if isinstance(raw, dict) else {}
         if worker.kind == "train" and not provider.capabilities.lora and _trains_adapters(model):

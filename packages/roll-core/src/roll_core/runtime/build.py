@@ -11,7 +11,7 @@ from roll_core.runtime.executors.base import GroupSpec
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.config import RewardConfig, StrategyConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
-from roll_core.spec.providers import InferProvider, RewardProvider, TrainProvider
+from roll_core.spec.providers import InferCapabilities, InferProvider, RewardProvider, TrainProvider
 from roll_core.spec.train import TrainingSpec
 
 if TYPE_CHECKING:
@@ -145,6 +145,14 @@ def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Reg
         if slots is not None:
             found[role.name] = slots
     return found
+
+
+def makes_room(role: RoleSpec, config: RunConfig, registry: Registry) -> bool:
+    """Whether a role moves what it can off its slots while others that share them work."""
+    worker = role_config(config, role.name)
+    wanted = config.is_offload_states if worker.is_offload_states is None else worker.is_offload_states
+    capabilities = provider_of(role, worker, registry).capabilities
+    return wanted and (capabilities.sleeps if isinstance(capabilities, InferCapabilities) else capabilities.offload)
 
 
 def provider_of(role: RoleSpec, worker: WorkerConfig, registry: Registry) -> TrainProvider | InferProvider:

@@ -19,7 +19,7 @@ from roll_core.config.secrets import Redactor
 from roll_core.errors import NonFiniteError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import group_specs, slots_per_worker
+from roll_core.runtime.build import group_specs, makes_room, slots_per_worker
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.console import Console
 from roll_core.runtime.data import RunData
@@ -302,28 +302,31 @@ class _Driver:
             num_gpus_per_node=config.num_gpus_per_node,
             slots_per_worker=slots_per_worker(roles, config, self.registry),
         )
-        name = choose_executor(config, places)
+        executor_name = choose_executor(config, places)
         per_node = slots_per_node(platform, config.num_gpus_per_node)
-        executor = await stack.enter_async_context(make_executor(name, platform, slots_per_node=per_node))
-        self.record.update(executor=name)
-        log.info("executor %s on platform %s", name, platform.name)
+        executor = await stack.enter_async_context(make_executor(executor_name, platform, slots_per_node=per_node))
+        self.record.update(executor=executor_name)
+        log.info("executor %s on platform %s", executor_name, platform.name)
         tokenizer = self.run_dir.tokenizer
         groups = await executor.start(group_specs(roles, config, self.registry, platform, places, tokenizer))
         judges: dict[str, RewardRole] = {}
-        started: list[GroupTrainRole | GroupInferRole | RewardRole] = []
         for role in roles:
-            group, worker = groups[role.name], configs[role.name]
+            name, group, worker = role.name, groups[role.name], configs[role.name]
+            if role.kind == "reward":
+                judges[name.partition(".")[2]] = judge = RewardRole(name, worker, group)
+                await judge.start()
+                continue
+            moves = makes_room(role, config, self.registry)
             if role.kind == "generate":
-                run.infer_roles[role.name] = GroupInferRole(role.name, worker, group)
-                started.append(run.infer_roles[role.name])
-            elif role.kind == "reward":
-                judges[role.name.partition(".")[2]] = RewardRole(role.name, worker, group)
-                started.append(judges[role.name.partition(".")[2]])
+                fed = bool(role.model_from)
+                engine = GroupInferRole(name, worker, group, turns=run.turns, sleeps=moves, fed=fed)
+                run.infer_roles[name] = engine
+                await run.turns.admit(engine)
             else:
-                run.train_roles[role.name] = GroupTrainRole(role.name, worker, group, trains=role.kind == "train")
-                started.append(run.train_roles[role.name])
-        for each in started:
-            await each.start()
+                trains = role.kind == "train"
+                model = GroupTrainRole(name, worker, group, trains=trains, turns=run.turns, offloads=moves)
+                run.train_roles[name] = model
+                await run.turns.admit(model)
         if judges:
             tags = {domain: configs[f"rewards.{domain}"].tag_included for domain in judges}  # type: ignore[attr-defined]
             run.judges = Judges(judges, tags)

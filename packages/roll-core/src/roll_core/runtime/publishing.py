@@ -9,6 +9,7 @@ import numpy as np
 
 from roll_core.errors import WeightsUnchangedError, WeightSyncError
 from roll_core.runtime.build import provider_of
+from roll_core.runtime.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
 from roll_core.runtime.weight_sync.probe import logprob_probe
 
@@ -52,8 +53,12 @@ class Publishing:
         """Metrics of the publish; empty where `target` already holds the current weights of `source`."""
         link = self._links.get((source, target)) or self._connect(source, target)
         version = self._run.train_role(source).weight_version
-        if link.version == version:
+        if link.version == version and self._run.infer_role(target).holds_weights:
             return {}
+        async with self._run.turns.take({source: WEIGHTS, target: ENGINE}):
+            return await self._publish(link, source, target, version)
+
+    async def _publish(self, link: _Link, source: str, target: str, version: int) -> dict[str, float]:
         guards = self._run.guards
         metrics: dict[str, float] = {}
         try:
@@ -68,7 +73,10 @@ class Publishing:
                 "weight_sync/seconds": report.seconds,
                 "weight_sync/copied_bytes": report.copied_bytes,
             }
-        link.version = self._run.infer_role(target).version = version
+        link.version = version
+        self._run.infer_role(target).received(version)
+        if link.publisher.transport == "shared":
+            self._run.turns.lend(source, WEIGHTS, target)
         # By the step and not by counting, so that a resumed run is probed when the uninterrupted one would be.
         due = self._run.step % guards.config.logprob_probe.every == 0
         if due and link.probes and guards.active("logprob_probe"):

@@ -1,4 +1,4 @@
-"""Roles as pipelines see them: worker groups that are called as one."""
+"""Roles as pipelines see them: worker groups that are called as one, each call in a turn on the role's slots."""
 
 from __future__ import annotations
 
@@ -10,32 +10,68 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.data.pack import balance, totals
-from roll_core.errors import UnsupportedError
+from roll_core.errors import RollError, UnsupportedError
 from roll_core.runtime.concurrency import gather
+from roll_core.runtime.placement import slots_of
 from roll_core.runtime.portable_state import FOLDER
+from roll_core.runtime.turns import SlotTurns
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
 from roll_core.spec.train import Want
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from roll_core.runtime.executors.base import WorkerGroup
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.reward import RewardRequest
-    from roll_core.spec.train import LossFn, LossMetrics
+    from roll_core.spec.train import LossFn, LossMetrics, StepStats
     from roll_core.types import Completion, DataRank, Floats, GenerateRequest, Reward, TrainSequence
+
+WEIGHTS = frozenset({"weights"})
+TRAINED = frozenset({"weights", "grads", "optimizer"})
+"""What a role that trains has on its slots."""
+ENGINE = frozenset({"engine"})
 
 
 class GroupTrainRole(TrainRole):
     """A role with a train strategy on any number of ranks."""
 
-    def __init__(self, name: str, config: WorkerConfig, group: WorkerGroup, *, trains: bool) -> None:
-        """`trains` is false for a role that only scores."""
+    def __init__(
+        self,
+        name: str,
+        config: WorkerConfig,
+        group: WorkerGroup,
+        *,
+        trains: bool,
+        turns: SlotTurns | None = None,
+        offloads: bool = False,
+    ) -> None:
+        """`trains` is false for a role that only scores; one that `offloads` makes room for others between its
+        `turns`."""
         self.name, self.config, self.group, self.trains = name, config, group, trains
+        self.movable = (TRAINED if trains else WEIGHTS) if offloads else frozenset[str]()
+        self._turns = turns or SlotTurns()
         self._ranks: list[DataRank] = []
         self._version = 0
+
+    @property
+    def slots(self) -> frozenset[int]:
+        """Which it sits on."""
+        return slots_of(self.group.spec.places)
+
+    async def leave(self, parts: frozenset[str]) -> None:
+        """Move parts of every rank to the host."""
+        await self.group.call("offload", sorted(parts))
+
+    async def enter(self, parts: frozenset[str]) -> None:
+        """Move them back."""
+        await self.group.call("onload", sorted(parts))
+
+    def _turn(self, parts: frozenset[str]) -> AbstractAsyncContextManager[None]:
+        return self._turns.take({self.name: parts})
 
     async def start(self) -> None:
         """Build the model on every rank."""
@@ -74,9 +110,10 @@ class GroupTrainRole(TrainRole):
             )
         want = Want(logprobs=logprobs, entropy=entropy, values=values, temperature=temperature, base=base)
         shares = balance(sequences, self.data_parallel)
-        answers: list[ScoredShare] = await self.group.call_each(
-            "score", [([sequences[i] for i in shares[rank.index]], want) for rank in self._ranks]
-        )
+        async with self._turn(WEIGHTS):
+            answers: list[ScoredShare] = await self.group.call_each(
+                "score", [([sequences[i] for i in shares[rank.index]], want) for rank in self._ranks]
+            )
 
         def in_order(field: str, wanted: bool) -> list[Floats] | None:
             if not wanted:
@@ -99,21 +136,13 @@ class GroupTrainRole(TrainRole):
     ) -> UpdateResult:
         per_step: list[LossMetrics] = []
         num_skipped = num_overflows = 0
-        for _ in range(epochs):
-            for batch in even_chunks(sequences, self.sequences_per_step):
-                shares = balance(batch, self.data_parallel)
-                denominators = totals(batch, max_length=max_length)
-                answers: list[UpdateShare] = await self.group.call_each(
-                    "update", [([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
-                )
-                stats = answers[0].stats
-                num_skipped += stats.skipped
-                num_overflows += stats.overflow
-                # The first step of a warm-up has a learning rate of 0: it is no new version.
-                warming_up = stats.learning_rate == 0 < self.config.training_args.learning_rate
-                self._version += not (stats.skipped or warming_up)
-                leaders = [a.metrics for a, rank in zip(answers, self._ranks, strict=True) if rank.leader]
-                per_step.append(combine(leaders) | {"grad_norm": stats.grad_norm, "lr": stats.learning_rate})
+        async with self._turn(TRAINED):
+            for _ in range(epochs):
+                for batch in even_chunks(sequences, self.sequences_per_step):
+                    metrics, stats = await self._step(batch, loss, max_length)
+                    num_skipped += stats.skipped
+                    num_overflows += stats.overflow
+                    per_step.append(metrics | {"grad_norm": stats.grad_norm, "lr": stats.learning_rate})
         return UpdateResult(
             metrics=average(per_step),
             num_steps=len(per_step),
@@ -122,27 +151,46 @@ class GroupTrainRole(TrainRole):
             num_tokens=epochs * sum(len(sequence) for sequence in sequences),
         )
 
+    async def _step(
+        self, batch: Sequence[TrainSequence], loss: LossFn, max_length: int
+    ) -> tuple[LossMetrics, StepStats]:
+        shares = balance(batch, self.data_parallel)
+        denominators = totals(batch, max_length=max_length)
+        answers: list[UpdateShare] = await self.group.call_each(
+            "update", [([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
+        )
+        stats = answers[0].stats
+        # The first step of a warm-up has a learning rate of 0: it is no new version.
+        warming_up = stats.learning_rate == 0 < self.config.training_args.learning_rate
+        self._version += not (stats.skipped or warming_up)
+        return combine([a.metrics for a, rank in zip(answers, self._ranks, strict=True) if rank.leader]), stats
+
     async def save(self, path: Path) -> None:
         """Write every rank's state below `path`."""
-        await self.group.call_each("save", [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)])
+        async with self._turn(TRAINED):
+            await self.group.call_each("save", [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)])
 
     async def load(self, path: Path, version: int) -> None:
         """Continue from what `save` wrote, at weight version `version`."""
-        await self.group.call_each("load", [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)])
+        async with self._turn(TRAINED):
+            await self.group.call_each("load", [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)])
         self._version = version
 
     async def save_portable(self, path: Path) -> None:
         """Write below `path` what every strategy continues from."""
-        await self.group.call("save_portable", str(path / FOLDER))
+        async with self._turn(TRAINED):
+            await self.group.call("save_portable", str(path / FOLDER))
 
     async def load_portable(self, path: Path, version: int) -> None:
         """Continue from what `save_portable` of any strategy wrote, at weight version `version`."""
-        await self.group.call("load_portable", str(path / FOLDER))
+        async with self._turn(TRAINED):
+            await self.group.call("load_portable", str(path / FOLDER))
         self._version = version
 
     async def export(self, path: Path) -> None:
         """Write a directory that transformers loads."""
-        await self.group.call("export", str(path))
+        async with self._turn(TRAINED):
+            await self.group.call("export", str(path))
 
 
 @dataclass
@@ -156,24 +204,72 @@ class _Replica:
 class GroupInferRole(InferRole):
     """A role with an infer strategy on any number of replicas."""
 
-    def __init__(self, name: str, config: WorkerConfig, group: WorkerGroup) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: WorkerConfig,
+        group: WorkerGroup,
+        *,
+        turns: SlotTurns | None = None,
+        sleeps: bool = False,
+        fed: bool = False,
+    ) -> None:
+        """One that `sleeps` makes room for others between its `turns` and loses its weights by that; so it does once
+        it is `fed`, which is to say that weights are published to it."""
         self.name, self.config, self.group = name, config, group
-        self.version = 0
+        self._turns, self._sleeps, self._fed = turns or SlotTurns(), sleeps, fed
+        self._version = 0
+        self.holds_weights = True
+        """False from when it sleeps until weights are published to it."""
+
+    @property
+    def slots(self) -> frozenset[int]:
+        """Which it sits on."""
+        return slots_of(self.group.spec.places)
+
+    @property
+    def movable(self) -> frozenset[str]:
+        """An engine that nobody publishes to keeps the weights that it has."""
+        return ENGINE if self._sleeps and self._fed else frozenset()
+
+    async def leave(self, parts: frozenset[str]) -> None:
+        """Put every replica to sleep."""
+        self.holds_weights = False
+        await self.group.call("sleep")
+
+    async def enter(self, parts: frozenset[str]) -> None:
+        """Wake them."""
+        await self.group.call("wake")
 
     async def start(self) -> None:
         """Make every engine ready."""
         await self.group.call("start")
 
+    def received(self, version: int) -> None:
+        """Weights of this version were published to it."""
+        self._version, self._fed, self.holds_weights = version, True, True
+
     @property
     @override
     def weight_version(self) -> int:
-        return self.version
+        return self._version
 
     @override
     async def generate(
         self,
         requests: Sequence[GenerateRequest],
         on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        async with self._turns.take({self.name: ENGINE}):
+            if not self.holds_weights:
+                raise RollError(
+                    f"{self.name} has slept since weights were last published to it, while others used its slots:"
+                    " publish_weights before it generates"
+                )
+            return await self._generate(requests, on_completion)
+
+    async def _generate(
+        self, requests: Sequence[GenerateRequest], on_completion: Callable[[Completion], None] | None
     ) -> list[Completion]:
         shares = self._spread(requests)
         await self.group.call_each("submit", [(share,) for share in shares])

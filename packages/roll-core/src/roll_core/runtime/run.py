@@ -13,6 +13,7 @@ from typing_extensions import override
 from roll_core.errors import RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.rollout import roll_out
+from roll_core.runtime.turns import SlotTurns
 from roll_core.spec.pipeline import Run
 from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
 
@@ -57,6 +58,7 @@ class ActiveRun(Run):
     ) -> None:
         self.config, self.dir, self.tokenizer = config, run_dir.path, tokenizer
         self.step = 0
+        self.turns = SlotTurns(ledger.stage)
         self.train_roles: dict[str, GroupTrainRole] = {}
         self.infer_roles: dict[str, GroupInferRole] = {}
         self.judges: Judges | None = None

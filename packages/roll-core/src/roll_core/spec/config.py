@@ -277,6 +277,9 @@ class WorkerConfig(Config):
     """Fill microbatches by `max_tokens_per_microbatch_in_infer` instead of by `infer_batch_size`."""
     max_tokens_per_microbatch_in_infer: PositiveInt | None = None
     """Token budget of a microbatch that is only scored."""
+    is_offload_states: bool | None = None
+    """Whether this role moves what it can to the host while others that share its slots work; the run's
+    `is_offload_states` where not given."""
     system_envs: EnvVars = {}
     """Environment variables of this role's workers; they win over the pipeline's and the platform's."""
 
@@ -497,6 +500,9 @@ class RunConfig(Config):
     """Longest response in tokens."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Global 2-norm to which gradients are clipped; 0 does not clip."""
+    is_offload_states: bool = True
+    """Roles that share slots take turns: those that do not work move weights, gradients and optimizer state to the
+    host, and engines sleep. False keeps everything where it is: faster where it all fits."""
     rpc_timeout: PositiveFloat = 3600.0
     """Seconds until a worker that does not answer is an error."""
     model_update_timeout: PositiveFloat = 120.0

@@ -67,10 +67,12 @@ class InferStrategy(ABC):
         """
 
     async def sleep(self) -> None:
-        """Give device memory back; called only if `capabilities.sleeps` and no request runs."""
+        """Give device memory back, that of tensors which were shared with it too: nothing of them may be referred to.
+        Called only if `capabilities.sleeps`, no request runs, and weights will be published before it is asked again;
+        a sleeping engine sleeps on."""
 
     async def wake(self) -> None:
-        """Take the memory again; weights need not survive: an update follows."""
+        """Take the memory again; weights need not survive: an update follows. Nothing to do for one that is awake."""
 
     def endpoint(self) -> str | None:
         """URL of the OpenAI-compatible server, if `capabilities.endpoint`."""

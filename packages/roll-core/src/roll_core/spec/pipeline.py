@@ -53,7 +53,8 @@ class RoleSpec:
     num_steps: int = 0
     """Optimizer steps of the whole run, for roles that train: the length of the schedule."""
     model_from: str = ""
-    """Name of the role whose model this one has where its own `model_args` name none."""
+    """Name of the role whose model this one has where its own `model_args` name none. An engine with this is taken to
+    get its weights by `publish_weights`, so that it may lose them while others use its slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +200,8 @@ class Run(ABC):
 
     @abstractmethod
     async def publish_weights(self, source: str, target: str) -> None:
-        """Bring the infer role `target` to the weights of the train role `source`, and prove that it holds them."""
+        """Bring the infer role `target` to the weights of the train role `source`, and prove that it holds them. Costs
+        nothing where it does already: call it before every rollout."""
 
     @abstractmethod
     async def rollout(

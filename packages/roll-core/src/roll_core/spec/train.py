@@ -298,10 +298,15 @@ class TrainStrategy(ABC):
         raise UnsupportedError(f"{type(self).__name__} does not export models")
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """Move `parts` to the host and give their device memory back. Called only if `capabilities.offload`."""
+        """Move `parts` to the host and give their device memory back; those that are there stay. Where the host is the
+        device there is nothing to move, and nothing is copied. Called only if `capabilities.offload`, on all ranks.
+
+        With `grads` and `optimizer` away, `forward` and `export_weights` are called; everything else only when all
+        parts are back.
+        """
 
     def onload(self, parts: Sequence[Part]) -> None:
-        """Move `parts` back. Changes no number."""
+        """Move `parts` back, those that are away. Changes no number."""
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held by `weights`, `grads` and `optimizer` on this rank, as far as known."""

@@ -104,6 +104,11 @@ class EngineCore:
             self._scheduler.add(recalled)
         self.runner.refresh()
 
+    def release(self) -> None:
+        """Give memory back until the weights change. Nothing runs."""
+        self._scheduler.release()
+        self.runner.release()
+
     def gauges(self) -> dict[str, float]:
         """Rows and queues right now."""
         return {"running": float(len(self._batch)), "waiting": float(len(self._scheduler.waiting))}

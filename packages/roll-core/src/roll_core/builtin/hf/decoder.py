@@ -370,6 +370,13 @@ class Decoder(Runner):
         norm = getattr(attention, "q_norm", None)
         self._qk_epsilon = self._epsilon if norm is None else torch.full_like(self._epsilon, norm.variance_epsilon)
 
+    def release(self) -> None:
+        """Caches shrink to nothing, and no view of a parameter is left."""
+        self._rows.release()
+        self._prompts.release()
+        self._free_slots = []
+        del self._layers, self._embedding, self._final_norm, self._head
+
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         qk_norm = None

@@ -59,6 +59,7 @@ class HFInferStrategy(InferStrategy):
             raise TypeError(f"the embedded engine takes an HFInferConfig, not a {type(config).__name__}")
         self._settings: HFInferConfig = config
         self._core: EngineCore | None = None
+        self._weights: HeldWeights | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -68,7 +69,7 @@ class HFInferStrategy(InferStrategy):
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
 
     capabilities = InferCapabilities(
-        prompt_logprobs=True, in_flight_update=True, weight_transports=("shared", "shm", "collective")
+        sleeps=True, prompt_logprobs=True, in_flight_update=True, weight_transports=("shared", "shm", "collective")
     )
 
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
@@ -111,6 +112,11 @@ class HFInferStrategy(InferStrategy):
         )
         return receipt
 
+    async def sleep(self) -> None:
+        """Between two steps. Keys and values, weights and what was made of them go; waking takes no memory, but the
+        weights that are then published, and requests, do."""
+        await self._ask(self._release)
+
     def metrics(self) -> Mapping[str, float]:
         """Counters since the last call, rows and queues now."""
         core = self._ready_core
@@ -133,8 +139,7 @@ class HFInferStrategy(InferStrategy):
         thread, self._thread = self._thread, None
         if thread is not None:
             await asyncio.get_running_loop().run_in_executor(None, thread.shutdown)
-        self._core = None
-        self._weights: HeldWeights | None = None
+        self._core = self._weights = None
 
     # -- event loop ----------------------------------------------------------------------------------------------------
 
@@ -266,6 +271,14 @@ class HFInferStrategy(InferStrategy):
         core.weights_changed(version)
         return receipt
 
+    def _release(self) -> None:
+        core = self._ready_core
+        if core.busy:
+            raise RuntimeError("the engine is to sleep while requests run: abort them first")
+        if self._weights is not None and not self._weights.released:
+            core.release()
+            self._weights.release()
+
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def _admit(self, request: GenerateRequest) -> RunningRequest:
@@ -273,6 +286,8 @@ class HFInferStrategy(InferStrategy):
         from roll_core.builtin.hf.sequence import RunningRequest
 
         runner = self._ready_core.runner
+        if self._weights is None or self._weights.released:
+            raise RuntimeError("the engine has no weights since it slept: update them before it generates")
         params, prompt = request.params, np.asarray(request.prompt_ids)
         name = f"request {request.id!r}"
         if request.id in self._waiting:

@@ -35,7 +35,9 @@ class HeldWeights:
         self._held.update(model.state_dict(keep_vars=True))
         self._needed = {name for name, _ in model.named_parameters()}
         self._live: set[int] = set()
-        """Parameters whose memory is the trainer's."""
+        """Parameters whose memory is not the engine's own: a trainer's, or none while it sleeps."""
+        self.released = False
+        """There are no weights: an update has to bring them."""
 
     def update(
         self,
@@ -76,7 +78,7 @@ class HeldWeights:
                 borrowed[name] = tensor.detach()
                 digests[name] = ""
             else:
-                digests[name] = self._copy(held, tensor)
+                digests[name] = self._copy(name, tensor)
         self._refuse_missing(entries.keys() - digests.keys(), "was not sent", manifest.version)
         absent = {name for name in self._needed if id(self._held[name]) not in seen}
         self._refuse_missing(absent, "is not in the manifest", manifest.version)
@@ -87,10 +89,18 @@ class HeldWeights:
         for name, tensor in borrowed.items():
             held = self._held[name]
             if held.data_ptr() != tensor.data_ptr():
-                digests[name] = self._copy(held, tensor)
+                digests[name] = self._copy(name, tensor)
             else:
                 digests[name] = held_digest(held.detach(), entries[name].digest)
+        self.released = False
         return WeightReceipt(version=version, digests=digests, role=self._role, rank=self._rank)
+
+    def release(self) -> None:
+        """Give the memory of all parameters back, and let go of those that are a trainer's; shapes stay known."""
+        for held in {id(self._held[name]): self._held[name] for name in self._needed}.values():
+            held.data = torch.empty((), dtype=held.dtype, device=held.device).expand(held.shape)
+            self._live.add(id(held))
+        self.released = True
 
     @property
     def _who(self) -> str:
@@ -103,15 +113,28 @@ class HeldWeights:
                 f"{self._who}: {missing[0]} {problem} of version {version} ({len(missing)} such tensors)"
             )
 
-    def _copy(self, held: Tensor, tensor: Tensor) -> str:
+    def _copy(self, name: str, tensor: Tensor) -> str:
         """Into the engine's own memory; its digest afterwards."""
+        held = self._held[name]
         if id(held) in self._live:
-            held.data = torch.empty_like(held)
-            self._live.discard(id(held))
+            self._allocate(name)
         if tensor.dtype == held.dtype:
             return copy_digested(held.detach(), tensor)
         held.detach().copy_(tensor)
         return digest(held.detach())
+
+    def _allocate(self, name: str) -> None:
+        """Memory of its own; siblings side by side, since none of them is borrowed if one is not (`_adjacent`)."""
+        held = self._held[name]
+        siblings = [self._held[each] for each in _siblings(name, self._held)]
+        together = all(id(each) in self._live and each.dtype == held.dtype for each in siblings)
+        group = siblings if siblings and together else [held]
+        buffer = torch.empty(sum(each.numel() for each in group), dtype=held.dtype, device=held.device)
+        start = 0
+        for each in group:
+            each.data = buffer[start : start + each.numel()].view(each.shape)
+            start += each.numel()
+            self._live.discard(id(each))
 
     def _adjacent(self, borrowed: dict[str, Tensor]) -> dict[str, Tensor]:
         """Without those whose siblings do not lie beside them."""

@@ -132,6 +132,9 @@ class ModuleRunner(Runner):
     def refresh(self) -> None:
         """The module reads its parameters at every call."""
 
+    def release(self) -> None:
+        """Caches went with their rows and prompts."""
+
     def _new_cache(self) -> Any:
         from transformers import DynamicCache
 

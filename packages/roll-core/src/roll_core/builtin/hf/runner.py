@@ -100,3 +100,8 @@ class Runner(ABC):
     @abstractmethod
     def refresh(self) -> None:
         """The model's weights are others now: take them, and forget what the old ones filled except running rows."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back the memory of keys, values and copies of weights; there are neither rows nor prompts. `refresh`
+        comes before anything else."""

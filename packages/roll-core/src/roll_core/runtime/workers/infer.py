@@ -46,6 +46,8 @@ class InferWorker:
         self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank)
         self.running: dict[str, asyncio.Task[Completion]] = {}
+        self.turning = asyncio.Lock()
+        """A call that the driver gave up on may still be on its way to sleep when the next one is to wake it."""
 
     async def start(self) -> None:
         """Make the engine ready."""
@@ -63,11 +65,25 @@ class InferWorker:
         try:
             return await self.running[request_id]
         finally:
-            del self.running[request_id]
+            self.running.pop(request_id, None)
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """End requests now; their `result` has what there is."""
         return await self.strategy.abort(ids)
+
+    async def sleep(self) -> None:
+        """Give the device's memory back. Requests that nobody waits for any more, as those of an evaluation that was
+        called off, are ended first."""
+        async with self.turning:
+            await self.strategy.abort(list(self.running))
+            await asyncio.gather(*self.running.values(), return_exceptions=True)
+            self.running.clear()
+            await self.strategy.sleep()
+
+    async def wake(self) -> None:
+        """Take it again."""
+        async with self.turning:
+            await self.strategy.wake()
 
     async def receive_weights(self, plan: SyncPlan, offer: Offer) -> ReceiveOutcome:
         """Take published weights and answer with what the engine holds."""

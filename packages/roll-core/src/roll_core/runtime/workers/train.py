@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from roll_core.runtime.weight_sync import Offer, SendOutcome, SyncPlan
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import TrainProvider
-    from roll_core.spec.train import LossFn, LossMetrics, StepStats, TokenOutputs, TrainingSpec, TrainStrategy, Want
+    from roll_core.spec.train import (
+        LossFn,
+        LossMetrics,
+        Part,
+        StepStats,
+        TokenOutputs,
+        TrainingSpec,
+        TrainStrategy,
+        Want,
+    )
     from roll_core.types import DataRank, Floats, Totals, TrainSequence
 
 
@@ -128,6 +137,14 @@ class TrainWorker:
     def send_weights(self, plan: SyncPlan) -> SendOutcome | None:
         """Second half of a publish, while the receivers take them."""
         return self.sender.send(plan)
+
+    def offload(self, parts: Sequence[Part]) -> None:
+        """Move parts of the state to the host."""
+        self.strategy.offload(parts)
+
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Move them back."""
+        self.strategy.onload(parts)
 
     def save(self, path: str) -> None:
         """Write this rank's share of the state into `path`."""

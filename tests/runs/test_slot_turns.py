@@ -1,0 +1,187 @@
+"""Whole runs of roles that share slots: who moves what away before whose turn, and that nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from roll_core.errors import ConfigError
+from roll_core.plugins.registry import load_registry
+
+PLUGIN = Path(__file__).parent / "recording.py"
+ALL = "grads+optimizer+weights"
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """The recording strategies, installed."""
+    folder = tmp_path / "site"
+    info = folder / "roll_recording-1.dist-info"
+    info.mkdir(parents=True)
+    shutil.copy(PLUGIN, folder / "roll_recording.py")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: roll-recording\nVersion: 1\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[roll.plugins]\nroll-recording = roll_recording\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def recorded(runs, **given):
+    """A config of the rlvr pipeline with a reference, all on slot 0."""
+    runs.registry = load_registry()
+    strategy_config = {"journal": str(runs.folder / "journal.txt")}
+    reference = {
+        "strategy_args": {"strategy_name": "recording_infer", "strategy_config": strategy_config},
+        "model_args": {"dtype": "fp32"},
+        "device_mapping": [0],
+    }
+    config = runs.rlvr(**{"max_steps": 2, "use_kl_loss": True, "reference": reference} | given)
+    config["actor_train"]["strategy_args"] = reference["strategy_args"] | {"strategy_name": "recording_train"}
+    config["actor_infer"]["strategy_args"] = reference["strategy_args"] | {"strategy_name": "recording_engine"}
+    # The probe would score and generate between publish and rollout.
+    return config | {"guards": {"logprob_probe": "off"}}
+
+
+def journal(runs):
+    """What was asked, in order, each line once where it was said several times in a row."""
+    lines = (runs.folder / "journal.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line, _ in itertools.groupby(lines)]
+
+
+def moves(runs):
+    return [line for line in journal(runs) if any(word in line for word in ("loads ", "sleeps", "wakes"))]
+
+
+@pytest.mark.on_ray
+def test_colocated_roles_take_turns(site, runs):
+    result = runs.ok(recorded(runs))
+    # In one process the engine works with the trainer's own weights, elsewhere with a copy.
+    lent = runs.executor == "local"
+    step = [
+        "actor_infer wakes",
+        "actor_infer is updated",
+        *([] if lent else ["actor_train offloads weights"]),
+        "actor_infer generates",
+        "actor_infer sleeps",
+        *([] if lent else ["actor_train onloads weights"]),
+        "actor_train scores",
+        "actor_train offloads weights",
+        "reference onloads weights",
+        "reference scores",
+        "reference offloads weights",
+        f"actor_train onloads {ALL}",
+        "actor_train trains",
+    ]
+    # An export and the update that takes it begin side by side.
+    assert [line for line in journal(runs) if line != "actor_train exports"] == [
+        f"actor_train offloads {ALL}",  # while the engine starts
+        "actor_infer sleeps",  # while the reference starts
+        "reference offloads weights",
+        "actor_train onloads weights",
+        *step,
+        "actor_train offloads grads+optimizer",
+        *step,
+        "actor_train exports a model",
+    ]
+    times = runs.metrics(result)[-1]
+    assert times["time/offload"] > 0
+    assert times["time/onload"] > 0
+
+
+def test_nothing_moves_where_the_slots_are_others(site, local_runs):
+    config = recorded(local_runs, num_gpus_per_node=3)
+    config["actor_infer"]["device_mapping"] = [1]
+    config["reference"]["device_mapping"] = [2]
+    result = local_runs.ok(config)
+    assert moves(local_runs) == []
+    assert "time/offload" not in local_runs.metrics(result)[-1]
+
+
+def test_nothing_moves_where_it_is_switched_off(site, local_runs):
+    local_runs.ok(recorded(local_runs, is_offload_states=False))
+    assert moves(local_runs) == []
+
+
+def test_it_is_switched_off_and_on_by_role(site, local_runs):
+    config = recorded(local_runs, is_offload_states=False)
+    config["reference"]["is_offload_states"] = True
+    local_runs.ok(config)
+    assert set(moves(local_runs)) == {"reference offloads weights", "reference onloads weights"}
+
+
+def test_a_role_that_can_move_nothing_is_not_asked_to(local_runs):
+    config = local_runs.rlvr()
+    config["actor_train"]["is_offload_states"] = True
+    with pytest.raises(ConfigError, match="hf_train moves nothing off its slots"):
+        local_runs.run(config)
+
+
+@pytest.mark.parametrize("settings", [{}, {"eval_steps": 1}])
+def test_taking_turns_changes_no_number(site, local_runs, settings):
+    held_out = {"data_args": {"file_name": str(local_runs.folder / "val.jsonl"), "max_samples": 8}}
+    config = recorded(local_runs, validation=held_out, **settings)
+    taking = local_runs.timeless(local_runs.ok(config))
+    staying = local_runs.timeless(local_runs.ok(config, "is_offload_states=false"))
+    drop = ("weight_sync/",)  # an engine that slept is updated again for the version that it had
+
+    def comparable(lines):
+        return [{name: value for name, value in line.items() if not name.startswith(drop)} for line in lines]
+
+    assert comparable(taking) == comparable(staying)
+
+
+def test_a_resumed_run_that_takes_turns_continues_exactly(site, local_runs):
+    whole = local_runs.ok(recorded(local_runs, save_steps=1))
+    after_one = whole.run_dir.checkpoints / "step-1"
+    resumed = local_runs.ok(recorded(local_runs, resume_from_checkpoint=str(after_one)))
+    assert [line["step"] for line in local_runs.timeless(resumed)] == [1, 2]
+    assert local_runs.timeless(resumed) == local_runs.timeless(whole)
+    assert "actor_train loads" in journal(local_runs)
+
+
+def test_an_error_in_the_middle_of_a_turn_ends_the_run_with_its_cause(site, local_runs):
+    config = recorded(local_runs, rewards={"digits": {"reward": "function", "function": "rollrewards:broken"}})
+    result = local_runs.run(config)
+    assert result.outcome == "failed"
+    assert "the judge is out" in str(result.error)
+
+
+def test_sigterm_is_saved_while_others_hold_the_slots(site, local_runs, monkeypatch):
+    from roll_core.pipelines.rlvr import RLVRPipeline
+
+    score = RLVRPipeline._score
+
+    async def told_to_end(self, run, experience):
+        found = await score(self, run, experience)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(RLVRPipeline, "_score", told_to_end)
+    result = local_runs.run(recorded(local_runs, max_steps=5, save_steps=100))
+    assert result.steps_done == 1
+    assert "step 1 is saved" in str(result.error)
+    assert journal(local_runs)[-1] == "actor_train saves"
+
+
+def test_requests_that_nobody_waits_for_any_more_end_before_the_engine_sleeps(site, local_runs, monkeypatch):
+    """As after an evaluation that was called off: its answers are still being drawn."""
+    from roll_core.runtime.roles import GroupInferRole
+
+    generate, left = GroupInferRole._generate, []
+
+    async def leave_some_behind(self, requests, on_completion):
+        extra = [replace(each, id=f"left/{each.id}") for each in requests]
+        await self.group.call("submit", extra)
+        left.extend(each.id for each in extra)
+        return await generate(self, requests, on_completion)
+
+    monkeypatch.setattr(GroupInferRole, "_generate", leave_some_behind)
+    result = local_runs.ok(recorded(local_runs))
+    assert result.steps_done == 2
+    assert len(left) == 8
+    assert journal(local_runs).count("actor_infer sleeps") == 3
