@@ -221,3 +221,11 @@ def test_composition_is_what_hydra_composes(write, tmp_path, files, chosen):
         warnings.simplefilter("ignore")  # Hydra warns of lists without _self_, of which some are
         theirs = OmegaConf.to_container(hydra_compose("run", chosen), resolve=True)
     assert ours == theirs
+
+
+def test_an_override_inside_of_a_reference_changes_one_key_and_keeps_the_others(write):
+    rows = SFT.replace("rows.jsonl}", "rows.jsonl, max_samples: 3}")
+    file = write(run=rows + "validation: {data_args: '${sft_train.data_args}'}\n")
+    config = load(file, ["validation.data_args.file_name=held.jsonl"], REGISTRY).config
+    assert (config.validation.data_args.file_name, config.validation.data_args.max_samples) == ("held.jsonl", 3)
+    assert config.sft_train.data_args.file_name == "rows.jsonl"

@@ -16,6 +16,7 @@ HOOKS = {
     "roll_trackers": [],
     "roll_advantage_estimators": [],
     "roll_policy_losses": [],
+    "roll_config_fragments": [],
     "roll_run_started": ["run"],
     "roll_step_finished": ["run", "step", "metrics"],
     "roll_run_finished": ["run", "error"],
@@ -30,6 +31,7 @@ RECORDS = {
     "TrackerProvider": BASE,
     "AdvantageProvider": [*BASE, "needs_critic"],
     "PolicyLossProvider": BASE,
+    "FragmentProvider": BASE,
 }
 CAPABILITIES = {
     "TrainCapabilities": [

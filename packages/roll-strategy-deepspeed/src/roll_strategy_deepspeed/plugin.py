@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import TrainCapabilities, TrainProvider
+from roll_core.spec.providers import FragmentProvider, TrainCapabilities, TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,14 @@ CAPABILITIES = TrainCapabilities(
     any_world_size=True,
     weight_transports=("shm", "collective"),
 )
+
+
+FRAGMENTS = {
+    "deepspeed_zero": "ZeRO 1: optimizer state is spread over the ranks",
+    "deepspeed_zero2": "ZeRO 2: gradients as well",
+    "deepspeed_zero3": "ZeRO 3: parameters as well",
+    "deepspeed_zero3_cpuoffload": "ZeRO 3, parameters and optimizer state on the host",
+}
 
 
 @hookimpl
@@ -49,3 +57,11 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         platforms=("cpu", "cuda", "rocm", "npu"),
         forward_only=True,
     )
+
+
+@hookimpl
+def roll_config_fragments() -> Iterator[FragmentProvider]:
+    """`strategy_config`s for the `defaults:` of configs."""
+    for name, summary in FRAGMENTS.items():
+        target = f"roll_strategy_deepspeed.fragments.config:{name}.yaml"
+        yield FragmentProvider(name=name, target=target, summary=summary)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_core.config.fragments import PluginFragments
 from roll_core.config.source import read_source
 from roll_core.config.written import FileLayer, Interpolation, OverrideLayer, Written
-from roll_core.errors import ConfigError, ConfigProblem
+from roll_core.errors import ConfigError, ConfigProblem, ProviderConflictError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from roll_core.config.overrides import Override
     from roll_core.config.source import KeyPath, Source
+    from roll_core.plugins.registry import Registry
 
 _HEADER = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
 _REFERENCE = re.compile(r"\$\{\s*(\.*)([\w/@-]+(?:[.\[\]][\w/@-]*)*)\s*\}")
@@ -47,10 +49,16 @@ class Composed:
     """Overrides and interpolations that cannot be honoured: the rest can still be judged."""
     broken: frozenset[KeyPath]
     """Keys that have no value because of them."""
+    blocks: frozenset[str] = frozenset()
+    """Keys at the top that a fragment brings under its own name. Where no schema has them they are there to be referred
+    to."""
+    referred: frozenset[str] = frozenset()
+    """Keys at the top that some `${…}` in a file or an override names."""
 
 
-def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
-    """Compose the config at `path`. Leaves Hydra's state as it was, and makes no folders.
+def compose(path: Path, overrides: Sequence[str] = (), registry: Registry | None = None) -> Composed:
+    """Compose the config at `path`, of its own files and those that plugins in `registry` bring. Leaves Hydra's state
+    as it was, and makes no folders.
 
     Raises `ConfigError` for what leaves nothing to judge: a file that cannot be read, a fragment that is not there.
     """
@@ -59,10 +67,12 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
     written = Written(name, [FileLayer((), source)])
     problems: list[ConfigProblem] = []
     files = [path]
+    blocks: frozenset[str] = frozenset()
     if "defaults" in source.data or _HEADER.search(_head(path)):
-        composition = _Composition(path, source, written)
+        composition = _Composition(path, source, written, PluginFragments.of(registry) if registry else None)
         cfg, parsed = composition.run(overrides, problems)
         files += composition.fragments
+        blocks = composition.blocks
     elif overrides or _has_interpolation(source.data):
         from omegaconf import OmegaConf
 
@@ -74,18 +84,27 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
     else:
         data = deepcopy(source.data)
         data.pop("hydra", None)
-        return _finish(data, written, problems, files)
+        return _finish(data, written, problems, files, blocks)
     if "hydra" in cfg:
         cfg.pop("hydra")
     for override in parsed:
         _apply(cfg, override, written, problems)
-    return _finish(_resolve(cfg, written, problems), written, problems, files)
+    return _finish(_resolve(cfg, written, problems), written, problems, files, blocks)
 
 
-def _finish(data: Any, written: Written, problems: list[ConfigProblem], files: list[Path]) -> Composed:
+def _finish(
+    data: Any, written: Written, problems: list[ConfigProblem], files: list[Path], blocks: frozenset[str]
+) -> Composed:
     broken: set[KeyPath] = set()
     _report_missing(data, (), written, problems, broken)
-    return Composed(data, written, tuple(files), tuple(problems), frozenset(broken))
+    referred = _referred(written) if blocks else frozenset[str]()
+    return Composed(data, written, tuple(files), tuple(problems), frozenset(broken), blocks, referred)
+
+
+def _referred(written: Written) -> frozenset[str]:
+    """An override may have taken the place of a reference that was written, so what is left does not tell."""
+    texts = (str(layer.source.data if isinstance(layer, FileLayer) else layer.value) for layer in written.layers)
+    return frozenset(re.split(r"[.\[]", found[2])[0] for text in texts for found in _REFERENCE.finditer(text))
 
 
 def _head(path: Path) -> str:
@@ -170,11 +189,13 @@ class _Composition:
     there is no use here: it costs as much as all the rest.
     """
 
-    def __init__(self, path: Path, source: Source, written: Written) -> None:
+    def __init__(self, path: Path, source: Source, written: Written, brought: PluginFragments | None) -> None:
         self.path = path
         self.source = source
         self.written = written
+        self.brought = brought
         self.fragments: list[Path] = []
+        self.blocks: frozenset[str] = frozenset()
         self.sources: dict[Path, Source] = {path.resolve(): source}
 
     def run(self, overrides: Sequence[str], problems: list[ConfigProblem]) -> tuple[DictConfig, list[Override]]:
@@ -188,16 +209,17 @@ class _Composition:
             folder = str(self.path.parent.resolve())
             with _untouched_hydra(), initialize_config_dir(folder, job_name="roll", version_base="1.3"):
                 loader = GlobalHydra.instance().config_loader()
-                defaults = loader.compute_defaults_list(self.path.name, [], RunMode.RUN).defaults
+                search = self._search_path()
+                defaults = loader.compute_defaults_list(self.path.name, search, RunMode.RUN).defaults
                 choices = [each.override_key for each in defaults if each.override_key]
                 values, chosen = _parse_overrides(overrides, choices, problems)
                 if chosen:
-                    defaults = loader.compute_defaults_list(self.path.name, chosen, RunMode.RUN).defaults
+                    defaults = loader.compute_defaults_list(self.path.name, [*search, *chosen], RunMode.RUN).defaults
                 folders = [
                     Path(each.path.removeprefix("file://"))
                     for each in loader.get_search_path().get_path()
                     if each.path.startswith("file://") or "://" not in each.path
-                ]
+                ] + (self.brought.folders if self.brought else [])
             layers = self._layers(defaults, folders)
             cfg = _merge(layers)
         except ConfigError:
@@ -206,6 +228,16 @@ class _Composition:
             raise self._explain(error) from error
         self.written.layers[:] = layers
         return cfg, values
+
+    def _search_path(self) -> list[str]:
+        """Hydra's override for the folders that are searched after the config's own: those that the config names, and
+        plugins'."""
+        if self.brought is None or not self.brought.folders:
+            return []
+        stanza = self.source.data.get("hydra")
+        named = stanza.get("searchpath") if isinstance(stanza, dict) else None
+        folders = [*(named if isinstance(named, list) else []), *(f"file://{each}" for each in self.brought.folders)]
+        return [f"hydra.searchpath={[str(each) for each in folders]}"]
 
     def _layers(self, defaults: Sequence[Any], folders: list[Path]) -> list[FileLayer]:
         """One layer per file in the order of merging."""
@@ -227,10 +259,23 @@ class _Composition:
                 except ConfigError as error:
                     problems += error.problems
                     continue
-            layers.append(FileLayer(tuple(step for step in package.split(".") if step), self.sources[file]))
+            package_path = tuple(step for step in package.split(".") if step)
+            block = (file.stem,) if list(self.sources[file].data) == [file.stem] else ()
+            if block and not package_path:
+                self.blocks |= {file.stem}
+            # A plugin's fragment that is put into a role is what its block holds.
+            inside = block if self._is_brought(file) and package_path else ()
+            layers.append(FileLayer(package_path, self.sources[file], inside))
         if problems:
             raise ConfigError(problems)
         return layers
+
+    def _is_brought(self, file: Path) -> bool:
+        """Whether a plugin brings it. Raises `ConfigError` where several do."""
+        try:
+            return self.brought is not None and bool(self.brought.name_of(file))
+        except ProviderConflictError as error:
+            raise ConfigError([self._problem(str(error))]) from error
 
     def _explain(self, error: Exception) -> ConfigError:
         import yaml
@@ -260,8 +305,10 @@ class _Composition:
 
         folder = (self.path.parent / name).parent
         files = sorted(each.stem for each in folder.glob("*.yaml")) if folder.is_dir() else []
+        files += self.brought.files if self.brought else ()
         close = difflib.get_close_matches(Path(name).stem, files, 1)
-        hint = f"did you mean {Path(name).with_name(close[0])}?" if close else f"there is no {name}.yaml"
+        why = self.brought.why_not(name) if self.brought else ""
+        hint = why or (f"did you mean {Path(name).with_name(close[0])}?" if close else f"there is no {name}.yaml")
         items = self.source.data.get("defaults")
         at: KeyPath = ()
         for position, item in enumerate(items if isinstance(items, list) else []):
@@ -283,7 +330,7 @@ def _merge(layers: Sequence[FileLayer]) -> DictConfig:
 
     merged: DictConfig = OmegaConf.create({})
     for layer in layers:
-        data = {key: each for key, each in layer.source.data.items() if key not in ("defaults", "hydra")}
+        data = {key: each for key, each in layer.data.items() if key not in ("defaults", "hydra")}
         part: DictConfig = OmegaConf.create(data)
         if layer.package:
             outer: DictConfig = OmegaConf.create({})
@@ -339,11 +386,29 @@ def _apply(cfg: DictConfig, override: Override, written: Written, problems: list
                 )
             )
             return
+        _unfold(cfg, override.path[:-1], written)
         OmegaConf.update(cfg, override.key, override.value, merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
         problems.append(ConfigProblem("command line", override.text, f"cannot be applied: {_first_line(error)}"))
     else:
         written.layers.append(OverrideLayer(override.path, override.value))
+
+
+def _unfold(cfg: DictConfig, path: KeyPath, written: Written) -> None:
+    """Put what they refer to in the place of references on the way to a key that is to be changed: OmegaConf would
+    leave nothing but that key."""
+    from omegaconf import OmegaConf
+
+    node: Any = cfg
+    for length, step in enumerate(path, 1):
+        if not OmegaConf.is_dict(node) or step not in node:
+            return
+        if OmegaConf.is_interpolation(node, step) and OmegaConf.is_dict(node[step]):
+            raw = OmegaConf.to_container(node, resolve=False)
+            if isinstance(raw, dict):
+                written.interpolations[path[:length]] = _interpolation(str(raw[step]), path[:length])
+            node[step] = OmegaConf.to_container(node[step], resolve=True)
+        node = node[step]
 
 
 def _delete(cfg: DictConfig, override: Override, problems: list[ConfigProblem]) -> None:

@@ -36,7 +36,7 @@ def load(path: str | PathLike[str], overrides: Sequence[str], registry: Registry
     Raises `ConfigError` with every mistake, each located where it was written, and `PluginError` if a plugin that is
     needed to judge the config cannot be loaded.
     """
-    composed = compose(Path(path), overrides)
+    composed = compose(Path(path), overrides, registry)
     config, pipeline = validate(composed, registry)
     return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files)
 

@@ -84,6 +84,7 @@ class _Validation:
         if provider is None:
             raise self._error(RunConfig)
         schema = schema_of(provider, RunConfig, owner=self.registry.owner(provider))
+        self._blocks(schema)
         asked_for = self.data["pipeline"]
         self.data["pipeline"] = provider.name
         for path, worker, role in list(roles(schema, self.data)):
@@ -98,6 +99,16 @@ class _Validation:
         if self.found or config is None or self.composed.problems:
             raise self._error(schema)
         return _restore_name(config, "pipeline", asked_for), provider
+
+    def _blocks(self, schema: type[RunConfig]) -> None:
+        """What a fragment brings under its own name, to be referred to, is no key of the config; but somebody has to
+        refer to it."""
+        for name in sorted(self.composed.blocks - schema.model_fields.keys()):
+            self.data.pop(name, None)
+            if name not in self.composed.referred:
+                message = f"is not used: no key of the config, and nothing refers to it as ${{{name}}}"
+                hint = f"write strategy_config: ${{{name}}}, or what else it is for"
+                self.found.append(Finding((name,), message, hint, at_key=True))
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 

@@ -30,15 +30,26 @@ class FileLayer:
 
     package: KeyPath
     source: Source
+    inside: KeyPath = ()
+    """What of the file was merged, where that is not all of it."""
+
+    @property
+    def data(self) -> dict[Any, Any]:
+        """What was merged."""
+        found: Any = self.source.data
+        for step in self.inside:
+            found = found[step]
+        return found if isinstance(found, dict) else {}
 
     def place(self, index: int, path: KeyPath, *, key: bool) -> Place | None:
         """Where this layer writes the key or the value of `path`, if it does."""
         depth = len(self.package)
         if path[:depth] != self.package:
             return None
-        inside = path[depth:]
-        mark: Mark | None = self.source.key_mark(inside) if key else self.source.value_mark(inside)
-        if mark is None or not inside:
+        below = path[depth:]
+        at = self.inside + below
+        mark: Mark | None = self.source.key_mark(at) if key else self.source.value_mark(at)
+        if mark is None or not below:
             return None
         return Place(index, mark.line, mark.column, self.source.name)
 
@@ -95,7 +106,9 @@ class Written:
 
     def through(self, path: KeyPath) -> tuple[Interpolation, Place | None] | None:
         """The interpolation that gave `path` its value, and where what it refers to was written."""
-        for length in range(len(path), 0, -1):
+        layers = (each.path for each in self.layers if isinstance(each, OverrideLayer))
+        overridden = max((len(each) for each in layers if path[: len(each)] == each), default=0)
+        for length in range(len(path), overridden - 1, -1):
             found = self.interpolations.get(path[:length])
             if found is not None:
                 target = None if found.target is None else self._exact(found.target + path[length:], key=False)

@@ -9,6 +9,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll_core.spec.providers import FragmentProvider
+
 if TYPE_CHECKING:
     from roll_core.spec.providers import Provider
 
@@ -25,6 +27,8 @@ def check_record(record: Provider) -> str:
         return f"name is {record.name!r}, expected letters, digits, '_', '-' and '.'"
     if not _TARGET.fullmatch(record.target):
         return f"target is {record.target!r}, expected 'module:attribute'"
+    if isinstance(record, FragmentProvider) and record.target.rpartition(":")[2] != f"{record.name}.yaml":
+        return f"target is {record.target!r}, expected 'package:{record.name}.yaml'"
     if record.config and not _TARGET.fullmatch(record.config):
         return f"config is {record.config!r}, expected 'module:attribute' or ''"
     if record.needs:

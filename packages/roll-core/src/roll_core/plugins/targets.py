@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import PluginLoadError
+from roll_core.spec.providers import FragmentProvider
 
 if TYPE_CHECKING:
     from roll_core.spec.providers import Provider
@@ -47,12 +50,31 @@ def load_class(target: str, base: type[T], *, owner: str) -> type[T]:
     return found
 
 
+def data_file(target: str, *, owner: str) -> Path:
+    """The file that `"package:name.yaml"` names, in the folder of a package that is found and not imported.
+
+    Raises `PluginLoadError` where there is none.
+    """
+    package, _, name = target.partition(":")
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError) as error:
+        raise PluginLoadError(f"{owner}: there is no package {package}: {error}") from error
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if (file := Path(folder) / name).is_file():
+            return file.resolve()
+    raise PluginLoadError(f"{owner}: there is no file {name} in the package {package}")
+
+
 def check_part(record: Provider, *, owner: str) -> None:
     """Import everything that a record points at, and hold it against the contract of its kind.
 
     Raises `PluginLoadError` for what cannot be imported, is no subclass of the contract's class, lacks an abstract
     method, or declares other capabilities than the record does.
     """
+    if isinstance(record, FragmentProvider):
+        data_file(record.target, owner=owner)
+        return
     contract = _contract(record)
     part = load_target(record.target, owner=owner)
     if contract is None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from roll_core.spec.pipeline import Run
     from roll_core.spec.providers import (
         AdvantageProvider,
+        FragmentProvider,
         InferProvider,
         PipelineProvider,
         PlatformProvider,
@@ -94,6 +95,12 @@ def roll_advantage_estimators() -> Iterable[AdvantageProvider]:
 @hookspec
 def roll_policy_losses() -> Iterable[PolicyLossProvider]:
     """Offer policy losses, chosen by `pg_variant`."""
+    yield from ()
+
+
+@hookspec
+def roll_config_fragments() -> Iterable[FragmentProvider]:
+    """Offer YAML files for the `defaults:` of configs."""
     yield from ()
 
 

@@ -134,3 +134,13 @@ class AdvantageProvider(Provider):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossProvider(Provider):
     """Offers a policy loss; `target` is a function, see `roll_core.spec.algorithms.PolicyLoss`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentProvider(Provider):
+    """Offers a YAML file that configs name in `defaults:`. `target` is `"package:NAME.yaml"`, the file in the folder of
+    that package, which needs no `__init__.py` and is never imported; `name` is NAME.
+
+    The file holds one block, under its own name: `${NAME}` then refers to it wherever a config wants it. Files that say
+    `../config/NAME`, as ROLL's do, find it where the folder is called `config`.
+    """

@@ -1,0 +1,123 @@
+"""YAML fragments that a plugin brings: found by name, without importing anything, and never in the way of others."""
+
+import pytest
+
+from roll_core.config import load
+from roll_core.errors import ConfigError, PluginLoadError
+from roll_core.plugins.loader import load_plugins
+from roll_core.plugins.registry import Registry, load_registry
+from roll_core.plugins.targets import check_part
+from roll_core.spec.providers import FragmentProvider
+
+PLUGIN = """
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import FragmentProvider
+
+ROLL_HOOK_API = 1
+
+
+@hookimpl
+def roll_config_fragments():
+    yield FragmentProvider(name="{name}", target="{module}.config:{name}.yaml", summary="Settings of Acme's")
+"""
+RUN = """\
+defaults: [acme_adam, _self_]
+pipeline: sft
+sft_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+  training_args: ${acme_adam}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of a config, which uses the fragment."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "run.yaml").write_text(RUN, encoding="utf-8")
+    monkeypatch.chdir(home)
+    return home
+
+
+def install(site, package="acme-settings", text="acme_adam:\n  learning_rate: 0.25\n"):
+    module = package.replace("-", "_")
+    site.install(package, source=PLUGIN, name="acme_adam", files={})
+    if text:
+        (site.folder / module / "config").mkdir()
+        (site.folder / module / "config" / "acme_adam.yaml").write_text(text, encoding="utf-8")
+
+
+def test_a_fragment_of_a_plugin_is_referred_to_by_its_name(importable, folder):
+    install(importable)
+    loaded = load("run.yaml", [], load_registry())
+    assert loaded.config.sft_train.training_args.learning_rate == 0.25
+    assert loaded.sources[1].name == "acme_adam.yaml"
+
+
+def test_a_mistake_in_it_is_located_in_its_file(importable, folder):
+    install(importable, text="acme_adam:\n  learning_rate: fast\n")
+    with pytest.raises(ConfigError, match=r"acme_adam\.yaml:2:18") as caught:
+        load("run.yaml", [], load_registry())
+    (problem,) = caught.value.problems
+    assert problem.where == "run.yaml:6:3"
+
+
+def test_a_fragment_that_nothing_refers_to_is_said_to_be_unused(importable, folder):
+    install(importable)
+    (folder / "run.yaml").write_text(RUN.replace("  training_args: ${acme_adam}\n", ""), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"acme_adam: is not used: .* nothing refers to it as \$\{acme_adam\}"):
+        load("run.yaml", [], load_registry())
+
+
+def test_a_fragment_that_two_packages_offer_is_an_error_for_who_names_it_and_for_nobody_else(importable, folder):
+    install(importable)
+    install(importable, package="other-settings")
+    both = load_registry()
+    with pytest.raises(ConfigError, match=r"acme-settings 1\.0 and other-settings 1\.0") as caught:
+        load("run.yaml", [], both)
+    assert "--disable-plugin" in str(caught.value)
+    plain = RUN.replace("defaults: [acme_adam, _self_]\n", "defaults: [_self_]\n")
+    (folder / "run.yaml").write_text(plain.replace("  training_args: ${acme_adam}\n", ""), encoding="utf-8")
+    assert load("run.yaml", [], both).pipeline.name == "sft"
+
+
+def test_a_fragment_that_is_not_where_its_record_says_harms_only_who_names_it(importable, folder):
+    install(importable, text="")
+    broken = load_registry()
+    with pytest.raises(ConfigError, match=r"there is no file acme_adam\.yaml in the package acme_settings.config"):
+        load("run.yaml", [], broken)
+    record = broken.find(FragmentProvider, "acme_adam")
+    with pytest.raises(PluginLoadError, match=r"there is no file acme_adam\.yaml"):
+        check_part(record, owner=broken.owner(record))
+
+
+def test_a_name_that_no_file_has_is_answered_with_the_nearest_fragment_or_the_package_that_brings_it(
+    importable, folder
+):
+    install(importable)
+    (folder / "run.yaml").write_text(RUN.replace("acme_adam", "acme_adan"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"did you mean acme_adam\?"):
+        load("run.yaml", [], load_registry())
+    (folder / "run.yaml").write_text(RUN.replace("acme_adam", "deepspeed_zero3"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="pip install roll-strategy-deepspeed"):
+        load("run.yaml", [], Registry(load_plugins(path=[str(importable.folder)], environ={})))
+
+
+def test_a_path_that_leads_nowhere_is_answered_with_the_fragments_bare_name(importable, folder):
+    install(importable)
+    (folder / "run.yaml").write_text(RUN.replace("[acme_adam,", "[../../settings/acme_adam@_here_,"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="a plugin brings acme_adam: name it without a folder"):
+        load("run.yaml", [], load_registry())
+
+
+def test_a_record_says_the_file_by_its_own_name(importable):
+    importable.install("acme-settings", source=PLUGIN.replace("{name}.yaml", "other.yaml"), name="acme_adam")
+    (plugin,) = load_plugins(path=[str(importable.folder)], environ={})
+    assert "expected 'package:acme_adam.yaml'" in str(plugin.error)
+
+
+def test_the_listing_shows_fragments_with_their_summaries(importable):
+    install(importable)
+    done = importable.roll_core("plugins", "-v")
+    assert "config fragment acme_adam: Settings of Acme's" in done.stdout
