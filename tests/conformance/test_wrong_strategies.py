@@ -24,6 +24,10 @@ LOGPROBS = {
     "test_two_roles_live_in_one_process",
     "test_exported_weights_are_those_that_compute",
 }
+PORTABLE_IMPORT = {
+    "test_a_run_goes_on_from_the_references_state",
+    "test_a_run_goes_on_from_its_own_portable_state",
+}
 WRONG = {
     # what is summed, and over what
     "mean_of_microbatches": {
@@ -75,6 +79,22 @@ WRONG = {
     "saves_rounded": {"test_saving_changes_nothing"},
     "state_lost_away": {"test_moving_parts_away_and_back_changes_no_number"},
     "memory_kept": {"test_what_is_moved_away_gives_its_memory_back"},
+    # portable state
+    "portable_moments_lost": PORTABLE_IMPORT,
+    "portable_step_forgotten": PORTABLE_IMPORT,
+    "portable_in_own_units": {
+        "test_a_portable_state_equals_the_references",
+        "test_a_run_goes_on_from_the_references_state",
+    },
+    "portable_rounded": {
+        "test_a_portable_state_equals_the_references",
+        "test_a_run_goes_on_from_its_own_portable_state",
+    },
+    "portable_taken_away": {
+        "test_a_run_goes_on_from_its_own_portable_state",
+        "test_exporting_the_state_changes_nothing",
+    },
+    "portable_of_any_model": {"test_a_portable_state_of_another_model_is_refused"},
     # failure
     "skip_not_reported": {"test_a_gradient_that_is_not_finite_changes_nothing"},
     "steps_on_nan": {"test_a_gradient_that_is_not_finite_changes_nothing"},

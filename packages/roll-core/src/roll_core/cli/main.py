@@ -24,6 +24,7 @@ commands:
   plugins [--json | -v] [--check]   what is installed, what it offers, what is broken
   report RUN                        write the report of a run directory again
   checkpoint list | verify RUN...   which checkpoints there are, and whether they are intact
+  checkpoint convert RUN OUT        from a checkpoint to a model that transformers loads
 
 roll-core COMMAND --help says more."""
 
@@ -107,8 +108,8 @@ def _report(words: list[str]) -> int:
 
 
 def _checkpoint(words: list[str]) -> int:
-    parser = _parser("checkpoint", "Show the checkpoints of a run, or read them back and compare their digests.")
-    actions = parser.add_subparsers(dest="action", metavar="list | verify", required=True)
+    parser = _parser("checkpoint", "Show the checkpoints of a run, read them back, or convert one to a model.")
+    actions = parser.add_subparsers(dest="action", metavar="list | verify | convert", required=True)
     listing = actions.add_parser("list", help="the checkpoints of a run or of an experiment", allow_abbrev=False)
     listing.add_argument("place", metavar="RUN_OR_DIR", type=Path, help="a run directory, or an experiment's")
     listing.add_argument("--verify", action="store_true", help="also read everything back; else only sizes count")
@@ -116,7 +117,18 @@ def _checkpoint(words: list[str]) -> int:
     verifying.add_argument("places", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="+", help="checkpoints, or runs")
     for each in (listing, verifying):
         each.add_argument("--json", action="store_true", help="everything, for programs")
+    converting = actions.add_parser(
+        "convert", help="write a role's model for transformers (portable_checkpoints)", allow_abbrev=False
+    )
+    converting.add_argument("place", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint, or a run's newest")
+    converting.add_argument("out", metavar="OUT", type=Path, help="directory to be made")
+    converting.add_argument("--role", help="whose model, where several are trained")
+    converting.add_argument("--base-model", metavar="DIR", help="where the model beneath adapters is now, if it moved")
     options = parser.parse_args(words)
+    if options.action == "convert":
+        from roll_core.cli.convert import convert_checkpoint
+
+        return convert_checkpoint(options.place, options.out, role=options.role, base_model=options.base_model)
     from roll_core.cli.checkpoint import list_checkpoints, verify_checkpoints
 
     if options.action == "list":

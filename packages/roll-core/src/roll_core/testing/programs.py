@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from roll_core.spec.train import ParameterState, PortableState
 from roll_core.testing.bench import (
     WHOLE,
     accumulate,
@@ -87,10 +88,11 @@ def score(rank: int, case: Case, sequences: Sequence[TrainSequence], want: Want,
 def train(rank: int, case: Case, steps: Sequence[Step]) -> Trained:
     """Some optimizer steps of a freshly built model."""
     with built(case, rank) as strategy:
-        return _train(strategy, steps)
+        return observe(strategy, steps)
 
 
-def _train(strategy: TrainStrategy, steps: Sequence[Step]) -> Trained:
+def observe(strategy: TrainStrategy, steps: Sequence[Step]) -> Trained:
+    """Some optimizer steps of a model that is there."""
     before = weights(strategy)
     done = [take_step(strategy, step) for step in steps]
     return Trained(
@@ -116,9 +118,15 @@ def call_before_build(rank: int, case: Case, step: Step, folder: str) -> dict[st
         "export_weights": lambda: list(strategy.export_weights()),
         "save": lambda: strategy.save(Path(folder)),
         "load": lambda: strategy.load(Path(folder)),
+        "export_state": strategy.export_state,
+        "import_state": lambda: strategy.import_state(PortableState(step_count=0, shapes={}, read=_nothing)),
     }
     found = {name: raised(call) for name, call in calls.items()}
     return found | {"close": raised(strategy.close), "close again": raised(strategy.close)}
+
+
+def _nothing(name: str) -> ParameterState:
+    raise KeyError(name)
 
 
 def close_twice(rank: int, case: Case, step: Step) -> Raised | None:
@@ -151,9 +159,9 @@ def live_together(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, 
     with built(case, rank) as actor:
         with built(case.with_(training=None), rank) as reference:
             before = outputs(reference, step.sequences, want)
-            first = _train(actor, [step])
+            first = observe(actor, [step])
             after = outputs(reference, step.sequences, want)
-        second = _train(actor, [step])
+        second = observe(actor, [step])
     together = replace(
         first, stats=first.stats + second.stats, metrics=first.metrics + second.metrics, after=second.after
     )
@@ -227,7 +235,7 @@ def save_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder: 
         mine = Path(folder) / f"rank-{rank}"
         mine.mkdir()
         strategy.save(mine)
-        return _train(strategy, steps[at:])
+        return observe(strategy, steps[at:])
 
 
 def resume(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], folder: str) -> Trained:
@@ -239,7 +247,7 @@ def resume(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], 
             accumulate(strategy, step)
         weights(strategy)  # as a publish does; nothing that is kept of it may come back
         strategy.load(Path(folder) / f"rank-{rank}")
-        return _train(strategy, steps)
+        return observe(strategy, steps)
 
 
 def load_damaged(rank: int, case: Case, folder: str) -> Raised | None:
@@ -335,10 +343,10 @@ def spoil_a_step(rank: int, case: Case, spoiled: Step, steps: Sequence[Step]) ->
     with built(case, rank) as strategy:
         error = raised(lambda: accumulate(strategy, spoiled))
         if error is not None:
-            return _train(strategy, []), False, error
+            return observe(strategy, []), False, error
         before = weights(strategy)
         stats = strategy.optimizer_step()
-        return replace(_train(strategy, steps), before=before), stats.skipped, None
+        return replace(observe(strategy, steps), before=before), stats.skipped, None
 
 
 def refuse_a_loss(rank: int, case: Case, sequences: Sequence[TrainSequence], loss: LossFn) -> Raised | None:

@@ -13,7 +13,8 @@ import torch
 
 from roll_core.data.pack import pack
 from roll_core.modeling.model import DTYPES, quiet
-from roll_core.spec.train import TokenOutputs, Want
+from roll_core.modeling.optimizer import MOMENTS
+from roll_core.spec.train import ParameterState, PortableState, TokenOutputs, Want
 from roll_core.testing.bench import as_array
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Reference:
 
         matrices = [each for each in self.parameters.values() if each.ndim >= 2]
         vectors = [each for each in self.parameters.values() if each.ndim < 2]  # biases and norms are not decayed
-        optimizer = torch.optim.AdamW(
+        self.optimizer = optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": training.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
@@ -159,6 +160,24 @@ class Reference:
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
             yield ReferenceStep(loss=loss, grad_norm=norm, learning_rate=learning_rate)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Arrays]:
+        """After steps of `train`: masters and moments, by kind and by name."""
+        held = {name: self.optimizer.state[each] for name, each in self.parameters.items()}
+        moments = {kind: {name: as_array(each[kind]) for name, each in held.items()} for kind in MOMENTS}
+        return {"master": self.weights(), **moments}
+
+    def portable_state(self, step_count: int) -> PortableState:
+        """The same as strategies exchange it, after so many steps."""
+        held = self.state()
+
+        def read(name: str) -> ParameterState:
+            return ParameterState(**{kind: torch.from_numpy(each[name]) for kind, each in held.items()})
+
+        shapes = {name: tuple(each.shape) for name, each in self.parameters.items()}
+        return PortableState(step_count=step_count, shapes=shapes, read=read)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

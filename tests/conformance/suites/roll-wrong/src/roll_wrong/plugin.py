@@ -9,6 +9,7 @@ ALONE = TrainCapabilities(
     dtypes=("fp32",),
     packing=True,
     offload=True,
+    portable_state=True,
     topk=True,
     weight_transports=("shared", "shm"),
 )
@@ -18,6 +19,7 @@ TOGETHER = TrainCapabilities(
     packing=True,
     data_parallel=True,
     offload=True,
+    portable_state=True,
     topk=True,
     weight_transports=("shared", "shm"),
 )
@@ -26,6 +28,7 @@ WITHOUT_TOPK = TrainCapabilities(
     dtypes=("fp32",),
     packing=True,
     offload=True,
+    portable_state=True,
     weight_transports=("shared", "shm"),
 )
 SPECIAL = {
@@ -68,6 +71,12 @@ WRONG = {
         "takes_every_task",
         "damage_ignored",
         "nameless_nan",
+        "portable_moments_lost",
+        "portable_step_forgotten",
+        "portable_in_own_units",
+        "portable_rounded",
+        "portable_taken_away",
+        "portable_of_any_model",
     )
 }
 PLATFORMS = (

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError
 from roll_core.modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
+from roll_core.modeling.portable_state import check_same
 from roll_core.modeling.task_model import finite_loss, plain_metrics
-from roll_core.spec.train import StepStats, TokenOutputs, TrainStrategy
+from roll_core.spec.train import ParameterState, PortableState, StepStats, TokenOutputs, TrainStrategy
 from roll_wrong.board import put
 from roll_wrong.plugin import ALONE, TOGETHER
 
@@ -184,6 +185,37 @@ class Right(TrainStrategy):
 
     def restored(self):
         return self.state()
+
+    def export_state(self):
+        self.trains()
+        shapes = {name: tuple(each.shape) for name, each in self.weights.items()}
+        return PortableState(step_count=self.steps, shapes=shapes, read=self.held)
+
+    def held(self, name):
+        each = self.weights[name]
+        first, second = moments(self.optimizer, each)
+        return ParameterState(master=each.detach(), exp_avg=first, exp_avg_sq=second)
+
+    def import_state(self, state):
+        self.trains()
+        self.refuse_other(state)
+        self.steps = self.step_of(state)
+        for name, each in self.weights.items():
+            self.take(name, state.read(name))
+            self.optimizer.state[each]["step"].fill_(float(self.steps))
+        self.clear()
+
+    def refuse_other(self, state):
+        check_same(state, {name: tuple(each.shape) for name, each in self.weights.items()})
+
+    def step_of(self, state):
+        return state.step_count
+
+    def take(self, name, found):
+        held = self.held(name)
+        held.master.copy_(found.master)
+        held.exp_avg.copy_(found.exp_avg)
+        held.exp_avg_sq.copy_(found.exp_avg_sq)
 
     # -- memory: weights and moments are on the board, and can be moved to the host
 

@@ -281,3 +281,73 @@ class Silent:
     def __call__(self, outputs, micro):
         found = self.loss(outputs, micro)
         return replace(found, loss=found.loss.nan_to_num())
+
+
+class PortableMomentsLost(Right):
+    """Takes over the masters alone."""
+
+    def take(self, name, found):
+        self.held(name).master.copy_(found.master)
+
+
+class PortableStepForgotten(Right):
+    """Begins the schedule anew."""
+
+    def step_of(self, state):
+        return 0
+
+
+class PortableInOwnUnits(Right):
+    """Exchanges the root of the second moment for the moment, both ways."""
+
+    def export_state(self):
+        state = super().export_state()
+
+        def read(name):
+            found = state.read(name)
+            return replace(found, exp_avg_sq=found.exp_avg_sq.sqrt())
+
+        return replace(state, read=read)
+
+    def take(self, name, found):
+        super().take(name, replace(found, exp_avg_sq=found.exp_avg_sq.square()))
+
+
+class PortableRounded(Right):
+    """Exports masters in the precision of a model in bfloat16."""
+
+    def export_state(self):
+        state = super().export_state()
+
+        def read(name):
+            found = state.read(name)
+            return replace(found, master=found.master.bfloat16().float())
+
+        return replace(state, read=read)
+
+
+class PortableTakenAway(Right):
+    """Has no moments any more once they were exported."""
+
+    def export_state(self):
+        state = super().export_state()
+
+        def read(name):
+            held = state.read(name)
+            found = replace(held, exp_avg=held.exp_avg.clone())
+            held.exp_avg.zero_()
+            return found
+
+        return replace(state, read=read)
+
+
+class PortableOfAnyModel(Right):
+    """Takes what it finds of a state."""
+
+    def import_state(self, state):
+        here = {name for name in self.weights if name in state.shapes}
+        self.weights = {name: each for name, each in self.weights.items() if name in here}
+        super().import_state(state)
+
+    def refuse_other(self, state):
+        pass
