@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 TOOLS = ("pytest", "hypothesis")
 """Beginnings of the names, among the workspace's development dependencies, of what runs tests."""
-CORE = REPOSITORY / "packages" / "roll-core"
 
 
 def main(arguments: list[str]) -> int:
@@ -47,15 +46,20 @@ def find_engines() -> dict[str, Path]:
 
 
 def engine_python(name: str, package: Path) -> Path:
-    """The interpreter of an engine's environment: the core and the plugin as they stand here, the engine, pytest."""
+    """The interpreter of an engine's environment: the core, the plugin and those that need no engine as they stand
+    here, the engine, pytest."""
     root = read(REPOSITORY / "pyproject.toml")
     pins = {key: root["tool"]["uv"].get(key) for key in ("constraint-dependencies", "exclude-newer")}
     tools = [each for each in root["dependency-groups"]["dev"] if each.startswith(TOOLS)]
-    core, plugin = CORE.relative_to(REPOSITORY), package.relative_to(REPOSITORY)
+    engines = find_engines().values()
+    plain = [file.parent for file in sorted((REPOSITORY / "packages").glob("*/pyproject.toml"))]
+    plain = [folder for folder in plain if folder not in engines]
+    here = [f"./{folder.relative_to(REPOSITORY)}" for folder in plain]
+    here.append(f"./{package.relative_to(REPOSITORY)}[engine]")
     return environment(
         name,
-        ["-e", f"./{core}", "-e", f"./{plugin}[engine]", *tools],
-        also=[pins, *(read(folder / "pyproject.toml")["project"] for folder in (CORE, package))],
+        [*(word for folder in here for word in ("-e", folder)), *tools],
+        also=[pins, *(read(folder / "pyproject.toml")["project"] for folder in (*plain, package))],
     )
 
 

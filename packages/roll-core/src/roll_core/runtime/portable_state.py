@@ -54,32 +54,53 @@ def write_portable_state(
     state: PortableState, model: ModelSpec, folder: Path, *, leads: bool, file_bytes: int = FILE_BYTES
 ) -> None:
     """Read all of `state`, which all ranks do together, and write it on the rank that `leads`."""
-    from safetensors.torch import save_file
-
-    files: dict[str, str] = {}
-    pending: dict[str, Tensor] = {}
-    for at, (name, shape) in enumerate(state.shapes.items()):
+    files = _Files(folder, file_bytes)
+    for name, shape in state.shapes.items():
         held = state.read(name)
-        if not leads:
-            continue
-        for kind in KINDS:
-            pending[f"{kind}.{name}"] = _checked(getattr(held, kind), f"{kind} of {name}", shape)
-        file = f"state-{len(set(files.values()) - {''}) + 1:05d}.safetensors"
-        files[name] = ""
-        if at == len(state.shapes) - 1 or sum(each.nbytes for each in pending.values()) >= file_bytes:
-            save_file(pending, folder / file)
-            files |= {each: file for each, written in files.items() if not written}
-            pending = {}
+        if leads:
+            files.add(name, {kind: _checked(getattr(held, kind), f"{kind} of {name}", shape) for kind in KINDS})
     if leads:
+        files.flush()
         _describe(model, folder / MODEL)
         index = {
             "format": FORMAT,
             "step_count": state.step_count,
             "adapters": dict(state.adapters) if state.adapters is not None else None,
             "model": asdict(model),
-            "parameters": {name: {"shape": list(state.shapes[name]), "file": files[name]} for name in files},
+            "parameters": {name: {"shape": list(state.shapes[name]), "file": file} for name, file in files.of.items()},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+class _Files:
+    """Files that are written one after another."""
+
+    def __init__(self, folder: Path, file_bytes: int) -> None:
+        self.folder, self.file_bytes = folder, file_bytes
+        self.of: dict[str, str] = {}
+        """Names of files, by parameter."""
+        self._pending: dict[str, Tensor] = {}
+        self._number = 1
+
+    def add(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Copies on the host, also of what is there already: it is good only until the next parameter is read."""
+        for kind, tensor in tensors.items():
+            self._pending[f"{kind}.{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
+        self.of[name] = self._name
+        if sum(each.nbytes for each in self._pending.values()) >= self.file_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was not yet written."""
+        from safetensors.torch import save_file
+
+        if self._pending:
+            save_file(self._pending, self.folder / self._name)
+            self._pending, self._number = {}, self._number + 1
+
+    @property
+    def _name(self) -> str:
+        return f"state-{self._number:05d}.safetensors"
 
 
 def read_portable_index(folder: Path) -> PortableIndex:
@@ -131,14 +152,14 @@ def opened_portable_state(folder: Path) -> Iterator[PortableState]:
 
 
 def _checked(tensor: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
-    """On the host and in order, once it is what the contract says."""
+    """Itself, where it is what the contract says."""
     import torch
 
     if tensor.dtype != torch.float32 or tuple(tensor.shape) != tuple(shape):
         raise CheckpointError(
             f"portable state: {what} is {tensor.dtype} {tuple(tensor.shape)}, expected float32 {tuple(shape)}"
         )
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return tensor
 
 
 def _describe(model: ModelSpec, folder: Path) -> None:
