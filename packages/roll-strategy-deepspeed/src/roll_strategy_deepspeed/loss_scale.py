@@ -20,6 +20,7 @@ class LossScale:
         if self._falls:
             # At its lowest it is not the scale that spoils the gradient: the step is skipped as in any other dtype.
             self._scaler.raise_error_at_min_scale = False
+        self._first = self.state()
 
     @property
     def can_fall(self) -> bool:
@@ -35,6 +36,10 @@ class LossScale:
         if self._scaler is None:
             return {}
         return {field: getattr(self._scaler, field) for field in FIELDS if hasattr(self._scaler, field)}
+
+    def begin_anew(self) -> None:
+        """Where the config begins."""
+        self.restore(self._first)
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Go on with the search where it was; a factor that is fixed stays what the config says."""

@@ -26,9 +26,9 @@ def gather(held: HeldState, name: str) -> ParameterState:
 
 @torch.no_grad()
 def take_over(held: HeldState, state: PortableState) -> None:
-    """Overwrite masters and moments. How a loss is scaled is no part of the state: it begins anew. Collective."""
+    """Overwrite masters and moments. Collective."""
     held.begin_writing(state.step_count)
     for name in held.parameters:
         found = state.read(name)
         held.write(name, {"master": found.master, "exp_avg": found.exp_avg, "exp_avg_sq": found.exp_avg_sq})
-    held.end_writing({})
+    held.end_writing()

@@ -257,6 +257,25 @@ class DeepSpeedStrategy(TrainStrategy):
         self.step_count = int(state["step_count"])
         self.loss_scale.restore(state["loss_scale"])
 
+    def export_state(self) -> PortableState:
+        """Gathered parameter by parameter, on every rank. Collective."""
+        self._check_trains("weights", "optimizer")
+        return PortableState(
+            step_count=self.step_count,
+            shapes=shapes(self.held),
+            read=lambda name: gather(self.held, name),
+            adapters=self._numbers().get("adapters"),
+        )
+
+    def import_state(self, state: PortableState) -> None:
+        """Each rank reads all of it, a parameter at a time, and keeps its share. The search for the loss's scale begins
+        anew. Collective."""
+        self._check_trains("weights", "grads", "optimizer")
+        check_same(state, shapes(self.held), adapters=self.adapters, identity=self._numbers().get("adapters"))
+        take_over(self.held, state)
+        self.loss_scale.begin_anew()
+        self.step_count, self.num_backwards = state.step_count, 0
+
     def _numbers(self) -> dict[str, Any]:
         """What a state says beside its tensors."""
         found: dict[str, Any] = {"step_count": self.step_count, "loss_scale": self.loss_scale.state()}
@@ -283,20 +302,6 @@ class DeepSpeedStrategy(TrainStrategy):
         if self.training is not None:
             found |= {"grads": self.held.gradients(), "optimizer": self.held.optimizer_state()}
         return found
-
-    def export_state(self) -> PortableState:
-        """Gathered parameter by parameter, on every rank. Collective."""
-        self._check_trains()
-        return PortableState(
-            step_count=self.step_count, shapes=shapes(self.held), read=lambda name: gather(self.held, name)
-        )
-
-    def import_state(self, state: PortableState) -> None:
-        """Each rank reads all of it, a parameter at a time, and keeps its share. Collective."""
-        self._check_trains()
-        check_same(state, shapes(self.held))
-        take_over(self.held, state)
-        self.step_count, self.num_backwards = state.step_count, 0
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
