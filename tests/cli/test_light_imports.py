@@ -46,6 +46,8 @@ CASES = {
     "version": (["--version"], ("pluggy", "pydantic", "yaml", "rich", "hydra", "omegaconf"), 110),
     "help": (["--help"], ("pluggy", "pydantic", "yaml", "rich", "hydra", "omegaconf"), 110),
     "help of check": (["check", "--help"], ("pluggy", "pydantic", "yaml", "hydra", "omegaconf"), 130),
+    "help of doctor": (["doctor", "--help"], ("pluggy", "pydantic", "yaml", "hydra", "omegaconf"), 130),
+    "doctor": (["doctor"], ("hydra", "omegaconf", "numpy"), 420),
     "plugins": (["plugins"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 190),
     "plugins -v": (["plugins", "-v"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 190),
     "plugins --json": (["plugins", "--json"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 190),

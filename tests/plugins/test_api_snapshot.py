@@ -5,7 +5,7 @@ import inspect
 from dataclasses import fields
 
 from roll_core.plugins.kinds import KINDS
-from roll_core.spec import HOOK_API, hooks, infer, pipeline, platform, providers, reward, tracker, train
+from roll_core.spec import HOOK_API, checks, hooks, infer, pipeline, platform, providers, reward, tracker, train
 
 HOOKS = {
     "roll_platforms": [],
@@ -17,6 +17,7 @@ HOOKS = {
     "roll_advantage_estimators": [],
     "roll_policy_losses": [],
     "roll_config_fragments": [],
+    "roll_checks": [],
     "roll_run_started": ["run"],
     "roll_step_finished": ["run", "step", "metrics"],
     "roll_run_finished": ["run", "error"],
@@ -32,6 +33,11 @@ RECORDS = {
     "AdvantageProvider": [*BASE, "needs_critic"],
     "PolicyLossProvider": BASE,
     "FragmentProvider": BASE,
+    "CheckProvider": [*BASE, "platform"],
+}
+CHECKS = {
+    "CheckResult": ["level", "found", "wanted", "remedy", "subject"],
+    "Situation": ["platform", "config"],
 }
 CAPABILITIES = {
     "TrainCapabilities": [
@@ -147,6 +153,10 @@ def test_records_and_their_fields():
 def test_capabilities_and_their_fields():
     found = {name: [each.name for each in fields(getattr(providers, name))] for name in CAPABILITIES}
     assert found == CAPABILITIES
+
+
+def test_what_checks_get_and_yield():
+    assert {name: [each.name for each in fields(getattr(checks, name))] for name in CHECKS} == CHECKS
 
 
 def test_every_kind_of_record_has_a_hook():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import PlatformProvider
+from roll_core.spec.providers import CheckProvider, PlatformProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,3 +23,17 @@ def roll_platforms() -> Iterator[PlatformProvider]:
         needs=("nvidia-ml-py>=12.560",),
         priority=10,
     )
+
+
+@hookimpl
+def roll_checks() -> Iterator[CheckProvider]:
+    """Driver, toolkit and libraries."""
+    for name, function, summary in (
+        ("cuda_driver", "driver", "Whether the driver runs the CUDA of torch"),
+        ("cuda_toolkit", "toolkit", "CUDA_HOME and nvcc against torch's CUDA"),
+        ("cuda_libraries", "libraries", "cuDNN and NCCL against what torch wants"),
+        ("compute_capability", "compute_capability", "Pascal at least, Ampere for bf16"),
+        ("cuda_arch_list", "arch_list", "TORCH_CUDA_ARCH_LIST against the devices"),
+    ):
+        target = f"roll_platform_cuda.checks:{function}"
+        yield CheckProvider(name=name, target=target, summary=summary, platform="cuda")

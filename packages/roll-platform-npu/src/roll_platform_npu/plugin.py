@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import PlatformProvider
+from roll_core.spec.providers import CheckProvider, PlatformProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,4 +22,12 @@ def roll_platforms() -> Iterator[PlatformProvider]:
         summary="Ascend NPUs",
         needs=("torch-npu>=2.6",),
         priority=10,
+    )
+
+
+@hookimpl
+def roll_checks() -> Iterator[CheckProvider]:
+    """CANN."""
+    yield CheckProvider(
+        name="cann", target="roll_platform_npu.checks:cann", summary="Whether CANN's environment is set", platform="npu"
     )

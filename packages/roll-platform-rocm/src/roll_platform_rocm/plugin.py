@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import PlatformProvider
+from roll_core.spec.providers import CheckProvider, PlatformProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,3 +19,14 @@ def roll_platforms() -> Iterator[PlatformProvider]:
     yield PlatformProvider(
         name="rocm", target="roll_platform_rocm.platform:RocmPlatform", summary="GPUs of AMD", priority=10
     )
+
+
+@hookimpl
+def roll_checks() -> Iterator[CheckProvider]:
+    """Variables and toolkit."""
+    for name, function, summary in (
+        ("rocm_visible_devices", "visible_devices", "Whether the variables that hide devices agree"),
+        ("rocm_toolkit", "toolkit", "ROCm on the host against torch's"),
+    ):
+        target = f"roll_platform_rocm.checks:{function}"
+        yield CheckProvider(name=name, target=target, summary=summary, platform="rocm")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import (
     AdvantageProvider,
+    CheckProvider,
     InferCapabilities,
     InferProvider,
     PipelineProvider,
@@ -165,3 +166,23 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
         target="roll_core.algorithms.policy_losses:vanilla",
         summary="Log-probability times advantage",
     )
+
+
+@hookimpl
+def roll_checks() -> Iterator[CheckProvider]:
+    """What `roll-core doctor` looks at everywhere."""
+    for name, module, summary in (
+        ("operating_system", "host", "Linux, and a kernel that is not too old"),
+        ("shared_memory", "host", "Space in /dev/shm, through which processes hand weights to each other"),
+        ("open_files", "host", "How many files and connections a process may have open"),
+        ("disk", "host", "Free space where runs are written"),
+        ("python", "software", "The interpreter's version"),
+        ("libraries", "software", "Whether roll-core's own requirements are met, torch and Ray among them"),
+        ("ray_cluster", "software", "Whether a Ray answers where RAY_ADDRESS says"),
+        ("dtypes", "devices", "What the devices compute in"),
+        ("device_memory", "devices", "Memory of the devices, and what others hold of it"),
+        ("output", "files", "Whether the config's output_dir can be written"),
+        ("models", "files", "Whether the config's models are there"),
+        ("data", "files", "Whether the config's files of rows are there"),
+    ):
+        yield CheckProvider(name=name, target=f"roll_core.builtin.checks.{module}:{name}", summary=summary)

@@ -21,6 +21,7 @@ Post-train language models: reinforcement learning and supervised fine-tuning.
 commands:
   run CONFIG... [key=value ...]     one run per config, in order
   check CONFIG... [key=value ...]   every mistake in the configs at once; starts nothing
+  doctor [CONFIG] [--json]          what is wrong with this machine and its software, and what to do
   plugins [--json | -v] [--check]   what is installed, what it offers, what is broken
   report RUN                        write the report of a run directory again
   checkpoint list | verify RUN...   which checkpoints there are, and whether they are intact
@@ -82,6 +83,21 @@ def _check(words: list[str]) -> int:
     return check_configs(configs, overrides, disabled)
 
 
+def _doctor(words: list[str]) -> int:
+    parser = _parser(
+        "doctor",
+        "Examine this machine, its software and its devices, and what a config needs of them. Changes nothing. The exit"
+        " code is 1 if an error was found.",
+    )
+    parser.add_argument("--json", action="store_true", help="everything, for programs")
+    configs, overrides, disabled, options = _words(parser, words, nargs="*")
+    if len(configs) > 1 or (overrides and not configs):
+        parser.error("name one config file, or none and no key=value")
+    from roll_core.cli.doctor import doctor
+
+    return doctor(configs[0] if configs else None, overrides, disabled, as_json=options.json)
+
+
 def _plugins(words: list[str]) -> int:
     parser = _parser("plugins", "Show the installed plugins: what they offer, and why they failed to load.")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
@@ -139,6 +155,7 @@ def _checkpoint(words: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "check": _check,
+    "doctor": _doctor,
     "plugins": _plugins,
     "report": _report,
     "checkpoint": _checkpoint,
@@ -163,15 +180,23 @@ def _add_disable_plugin(parser: argparse.ArgumentParser) -> None:
 
 
 def _configs(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[Path], list[str], list[str]]:
-    """Configs, overrides and disabled plugins: whatever contains `=` or begins with `~` is an override."""
-    parser.add_argument("words", metavar="CONFIG | key=value", nargs="+", help="config files, and keys to override")
+    """Configs, overrides and disabled plugins: at least one config."""
+    configs, overrides, disabled, _ = _words(parser, words, nargs="+")
+    if not configs:
+        parser.error("name at least one config file")
+    return configs, overrides, disabled
+
+
+def _words(
+    parser: argparse.ArgumentParser, words: list[str], *, nargs: str
+) -> tuple[list[Path], list[str], list[str], argparse.Namespace]:
+    """Configs, overrides, disabled plugins, and all options. What contains `=` or begins with `~` is an override."""
+    parser.add_argument("words", metavar="CONFIG | key=value", nargs=nargs, help="config files, and keys to override")
     _add_disable_plugin(parser)
     options = parser.parse_intermixed_args(words)
     overrides = [word for word in options.words if "=" in word or word.startswith("~")]
     configs = [Path(word) for word in options.words if word not in overrides]
-    if not configs:
-        parser.error("name at least one config file")
-    return configs, overrides, options.disable_plugin
+    return configs, overrides, options.disable_plugin, options
 
 
 def _complain(message: str) -> None:

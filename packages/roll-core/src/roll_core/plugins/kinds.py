@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from roll_core.spec.providers import (
     AdvantageProvider,
+    CheckProvider,
     FragmentProvider,
     InferProvider,
     PipelineProvider,
@@ -40,6 +41,7 @@ KINDS = (
     Kind("roll_advantage_estimators", AdvantageProvider, "advantage estimator", "advantage_estimators"),
     Kind("roll_policy_losses", PolicyLossProvider, "policy loss", "policy_losses"),
     Kind("roll_config_fragments", FragmentProvider, "config fragment", "config_fragments"),
+    Kind("roll_checks", CheckProvider, "check", "checks"),
 )
 
 _BY_RECORD = {kind.record: kind for kind in KINDS}

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from roll_core.spec.pipeline import Run
     from roll_core.spec.providers import (
         AdvantageProvider,
+        CheckProvider,
         FragmentProvider,
         InferProvider,
         PipelineProvider,
@@ -101,6 +102,12 @@ def roll_policy_losses() -> Iterable[PolicyLossProvider]:
 @hookspec
 def roll_config_fragments() -> Iterable[FragmentProvider]:
     """Offer YAML files for the `defaults:` of configs."""
+    yield from ()
+
+
+@hookspec
+def roll_checks() -> Iterable[CheckProvider]:
+    """Offer checks of the machine, the software and the config, for `roll-core doctor`."""
     yield from ()
 
 

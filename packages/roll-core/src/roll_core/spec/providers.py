@@ -144,3 +144,11 @@ class FragmentProvider(Provider):
     The file holds one block, under its own name: `${NAME}` then refers to it wherever a config wants it. Files that say
     `../config/NAME`, as ROLL's do, find it where the folder is called `config`.
     """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckProvider(Provider):
+    """Offers a check for `roll-core doctor`; `target` is a function, see `roll_core.spec.checks.Check`."""
+
+    platform: str = ""
+    """It is of use only where a run would take this platform; empty means everywhere."""

@@ -1,0 +1,1 @@
+"""What `roll-core doctor` looks at on every machine."""

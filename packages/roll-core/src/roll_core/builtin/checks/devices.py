@@ -1,0 +1,74 @@
+"""The devices, as their platform describes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+from roll_core.errors import UnsupportedError
+from roll_core.spec.checks import CheckResult
+from roll_core.spec.config import Dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.checks import Situation
+
+GIB = 1024**3
+LEAST_BYTES = 16 * GIB
+"""40 GiB are advised for models of 7 billion parameters."""
+HELD_SHARE = 0.1
+"""A device of which others hold more is in use."""
+
+
+def dtypes(situation: Situation) -> Iterator[CheckResult]:
+    """Those that models may have. An error if nothing works, or what the config wants does not."""
+    platform = situation.platform
+    if platform is None or not platform.device_count():
+        return
+    wanted = _dtypes_of(situation)
+    for dtype in get_args(Dtype):
+        why = platform.supports(dtype)
+        roles = wanted.get(dtype, [])
+        if not why:
+            yield CheckResult(level="ok", subject=dtype, found=f"{platform.name} computes in it")
+        elif roles or dtype == "fp32":
+            remedy = f"change model_args.dtype of {', '.join(roles)}" if roles else "use other devices"
+            yield CheckResult(level="error", subject=dtype, found=why, remedy=remedy)
+        else:
+            yield CheckResult(level="note", subject=dtype, found=why)
+
+
+def device_memory(situation: Situation) -> Iterator[CheckResult]:
+    """Of each device; of the host where slots share its memory."""
+    platform = situation.platform
+    if platform is None:
+        return
+    for index in range(1 if platform.slots_share_cores else platform.device_count()):
+        subject = platform.device(index)
+        try:
+            memory = platform.memory(index)
+        except UnsupportedError as error:
+            yield CheckResult(level="note", subject=subject, found=str(error))
+            continue
+        total, used = memory["total"], memory["used"]
+        found = f"{total / GIB:.1f} GiB, of which {used / GIB:.1f} are in use"
+        wanted = f"{LEAST_BYTES / GIB:.0f} GiB or more, 40 for 7B models"
+        if platform.slots_share_cores:
+            yield CheckResult(level="ok", subject=subject, found=found)
+        elif total < LEAST_BYTES:
+            remedy = "train small models, adapters (lora_target), or offload"
+            yield CheckResult(level="warning", subject=subject, found=found, wanted=wanted, remedy=remedy)
+        elif used > HELD_SHARE * total:
+            remedy = "end the programs that hold it, or leave the device out of device_mapping"
+            yield CheckResult(level="warning", subject=subject, found=found, wanted="nothing in use", remedy=remedy)
+        else:
+            yield CheckResult(level="ok", subject=subject, found=found, wanted=wanted)
+
+
+def _dtypes_of(situation: Situation) -> dict[str, list[str]]:
+    """Roles of the config by the dtype of their model."""
+    found: dict[str, list[str]] = {}
+    for name, role in situation.config.roles().items() if situation.config is not None else ():
+        if role.kind != "reward":
+            found.setdefault(role.model_args.dtype, []).append(name)
+    return found

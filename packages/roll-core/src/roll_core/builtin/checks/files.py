@@ -1,0 +1,124 @@
+"""What a config names: where it writes, the models that it loads, the rows that it reads."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.builtin.checks.host import existing
+from roll_core.spec.checks import CheckResult
+from roll_core.spec.config import DataArguments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pydantic import BaseModel
+
+    from roll_core.spec.checks import Situation
+    from roll_core.spec.config import RunConfig
+
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def output(situation: Situation) -> Iterator[CheckResult]:
+    """Whether `output_dir` can be made and written: a file without a name is written there, or above, and gone."""
+    if situation.config is None:
+        return
+    folder = Path(situation.config.output_dir).expanduser()
+    place = existing(folder)
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"\0")
+    except OSError as error:
+        remedy = "change its owner or mode, or write elsewhere: output_dir=…"
+        yield CheckResult(level="error", found=f"{place} cannot be written: {error}", wanted=str(folder), remedy=remedy)
+    else:
+        yield CheckResult(level="ok", found=f"{place} can be written", wanted=str(folder))
+
+
+def models(situation: Situation) -> Iterator[CheckResult]:
+    """Folders with a `config.json`, or ids of the Hub."""
+    for source, roles in _models_of(situation.config).items():
+        subject, folder = ", ".join(roles), Path(source).expanduser()
+        if folder.is_dir():
+            if (folder / "config.json").is_file():
+                yield CheckResult(level="ok", subject=subject, found=f"{source} is there")
+            else:
+                remedy = "name a folder as save_pretrained writes it"
+                found = f"{source} has no config.json"
+                yield CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
+        elif source.count("/") == 1 and not source.startswith((".", "/", "~")):
+            yield _on_the_hub(source, subject)
+        else:
+            remedy = "mend the path, or let the run that writes it come first"
+            found = f"there is no {folder.absolute()}"
+            yield CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
+
+
+def data(situation: Situation) -> Iterator[CheckResult]:
+    """Files of rows, relative to the working directory."""
+    if situation.config is None:
+        return
+    for key, arguments in _data_of(situation.config):
+        names = [arguments.file_name] if isinstance(arguments.file_name, str) else arguments.file_name or []
+        for name in names:
+            file = Path(name)
+            try:
+                with file.open("rb") as opened:
+                    empty = not opened.read(1)
+            except OSError as error:
+                remedy = f"paths are relative to {Path.cwd()}"
+                found = f"{name}: {error.strerror}"
+                yield CheckResult(level="error", subject=key, found=found, wanted="rows", remedy=remedy)
+                continue
+            if empty:
+                yield CheckResult(
+                    level="error", subject=key, found=f"{name} is empty", wanted="rows", remedy="make it anew"
+                )
+            else:
+                size = file.stat().st_size
+                yield CheckResult(level="ok", subject=key, found=f"{name}, {size / 1024**2:.1f} MiB")
+
+
+def _on_the_hub(source: str, subject: str) -> CheckResult:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
+    except HFValidationError as error:
+        remedy = "mend the name: organisation/model"
+        return CheckResult(level="error", subject=subject, found=str(error), wanted="a model", remedy=remedy)
+    if cached:
+        return CheckResult(level="ok", subject=subject, found=f"{source} of the Hub was downloaded")
+    if offline := [name for name in OFFLINE if os.environ.get(name, "0").lower() not in ("", "0", "false")]:
+        remedy = f"download it first (hf download {source}), or unset {offline[0]}"
+        found = f"{source} was not downloaded, and {offline[0]} forbids it"
+        return CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
+    return CheckResult(level="note", subject=subject, found=f"{source} will be downloaded from the Hub")
+
+
+def _models_of(config: RunConfig | None) -> Mapping[str, list[str]]:
+    """Roles by the path or id of their model; `pretrain` serves those that name none."""
+    found: dict[str, list[str]] = {}
+    for name, role in config.roles().items() if config is not None else ():
+        if role.kind == "reward":
+            continue
+        source = role.model_args.model_name_or_path
+        if source is None and role.model_args.random_init is None and config is not None:
+            source = config.pretrain
+        if source:
+            found.setdefault(source, []).append(name)
+    return found
+
+
+def _data_of(config: BaseModel, key: str = "") -> Iterator[tuple[str, DataArguments]]:
+    """Every `data_args` of a config, with its key."""
+    for name in type(config).model_fields:
+        value, path = getattr(config, name), f"{key}.{name}".lstrip(".")
+        if isinstance(value, DataArguments):
+            yield path, value
+        elif hasattr(type(value), "model_fields"):
+            yield from _data_of(value, path)

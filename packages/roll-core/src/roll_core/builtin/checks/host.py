@@ -1,0 +1,104 @@
+"""The machine: its system, and what this process may take of it."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.spec.checks import CheckResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.checks import Situation
+
+GIB = 1024**3
+KERNEL = (5, 15)
+SHM = Path("/dev/shm")
+SHM_BYTES = 1 * GIB
+"""Docker gives 64 MiB unless it is told otherwise."""
+DISK_BYTES = 50 * GIB
+"""For checkpoints and data of a small model."""
+DISK_LEAST_BYTES = 1 * GIB
+OPEN_FILES = 8192
+"""Each worker has sockets to Ray, to its peers and to the engines."""
+
+
+def operating_system(_: Situation) -> Iterator[CheckResult]:
+    """Linux; on Windows in WSL."""
+    name, release = platform.system(), platform.release()
+    if name == "Windows":
+        remedy = "run it in WSL 2 (wsl --install), with the driver of the GPU installed in Windows"
+        yield CheckResult(level="error", found=f"Windows {release}", wanted="Linux", remedy=remedy)
+        return
+    if name != "Linux":
+        remedy = "use it for small runs on the CPU; GPUs need Linux"
+        yield CheckResult(level="warning", found=f"{name} {release}", wanted="Linux", remedy=remedy)
+        return
+    found = f"Linux {release}{' in WSL' if 'microsoft' in release.lower() else ''}"
+    version = re.match(r"(\d{1,4})\.(\d{1,4})", release)
+    wanted = f"kernel {KERNEL[0]}.{KERNEL[1]} or newer"
+    if version is None or (int(version[1]), int(version[2])) < KERNEL:
+        remedy = "take a newer kernel if drivers or many processes make trouble"
+        yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
+    else:
+        yield CheckResult(level="ok", found=found, wanted=wanted)
+
+
+def shared_memory(_: Situation) -> Iterator[CheckResult]:
+    """Free bytes of /dev/shm."""
+    if not SHM.is_dir():
+        yield CheckResult(level="note", found=f"no {SHM} on this system; weights travel by other ways")
+        return
+    yield _space(
+        SHM,
+        least=0,
+        wanted=SHM_BYTES,
+        remedy="docker run --shm-size=10g (or --ipc=host); in Kubernetes an emptyDir of medium Memory; else remove what"
+        " a killed program left there",
+    )
+
+
+def open_files(_: Situation) -> Iterator[CheckResult]:
+    """The soft limit of descriptors."""
+    try:
+        import resource
+    except ImportError:
+        yield CheckResult(level="note", found="this system has no such limit")
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = soft == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{soft}"
+    if unlimited or soft >= OPEN_FILES:
+        yield CheckResult(level="ok", found=found, wanted=f"{OPEN_FILES} or more")
+        return
+    enough = hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
+    more = f"ulimit -n {OPEN_FILES}" if enough else f"raise nofile in /etc/security/limits.conf: at most {hard} now"
+    yield CheckResult(level="warning", found=found, wanted=f"{OPEN_FILES} or more", remedy=more)
+
+
+def disk(situation: Situation) -> Iterator[CheckResult]:
+    """Free space where runs are written."""
+    folder = Path(situation.config.output_dir if situation.config is not None else ".").expanduser()
+    yield _space(
+        existing(folder),
+        least=DISK_LEAST_BYTES,
+        wanted=DISK_BYTES,
+        remedy="free some, write elsewhere (output_dir), or keep fewer checkpoints (max_ckpt_to_keep)",
+    )
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there."""
+    return next((each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()), Path("/"))
+
+
+def _space(folder: Path, *, least: int, wanted: int, remedy: str) -> CheckResult:
+    free = shutil.disk_usage(folder).free
+    found, floor = f"{free / GIB:.1f} GiB free in {folder}", f"{wanted / GIB:.0f} GiB or more"
+    if free >= wanted:
+        return CheckResult(level="ok", found=found, wanted=floor)
+    return CheckResult(level="error" if free < least else "warning", found=found, wanted=floor, remedy=remedy)

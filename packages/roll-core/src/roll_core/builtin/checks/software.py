@@ -1,0 +1,77 @@
+"""The software: the interpreter, what roll-core itself needs, and the cluster that is to be joined."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+
+from roll_core.spec.checks import CheckResult
+from roll_core.spec.torch_build import torch_build
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.checks import Situation
+
+PYTHON = (3, 11)
+SHOWN = ("torch", "ray", "transformers")
+"""Whose versions people ask for; the others are shown where something is wrong with them."""
+CONNECT_S = 5.0
+
+
+def python(_: Situation) -> Iterator[CheckResult]:
+    """The interpreter."""
+    found = f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})"
+    wanted = f"{PYTHON[0]}.{PYTHON[1]} or newer"
+    if sys.version_info[:2] < PYTHON:
+        remedy = f"make an environment with it: uv venv --python {PYTHON[0]}.{PYTHON[1]}"
+        yield CheckResult(level="error", found=found, wanted=wanted, remedy=remedy)
+    else:
+        yield CheckResult(level="ok", found=found, wanted=wanted)
+
+
+def libraries(_: Situation) -> Iterator[CheckResult]:
+    """What roll-core's own metadata requires, extras left out."""
+    for text in importlib.metadata.requires("roll-core") or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        name, wanted = requirement.name, str(requirement.specifier) or "any version"
+        remedy = f"pip install '{name}{requirement.specifier}'"
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield CheckResult(level="error", subject=name, found="not installed", wanted=wanted, remedy=remedy)
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            yield CheckResult(level="error", subject=name, found=version, wanted=wanted, remedy=remedy)
+        elif name in SHOWN:
+            build = torch_build() if name == "torch" else None
+            found = str(build) if build is not None else version
+            yield CheckResult(level="ok", subject=name, found=found, wanted=wanted)
+
+
+def ray_cluster(_: Situation) -> Iterator[CheckResult]:
+    """Whether a Ray answers where `RAY_ADDRESS` says. Nothing where the run would start its own."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    match = re.fullmatch(r"(?:ray://)?\[?(?P<host>.+?)\]?:(?P<port>\d{1,5})", address)
+    if not address or address == "local":
+        return
+    if match is None:
+        yield CheckResult(level="note", found=f"RAY_ADDRESS={address}", wanted="host:port, which could be tried")
+        return
+    try:
+        socket.create_connection((match["host"], int(match["port"])), timeout=CONNECT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:  # the last two: no port, no name of a host
+        remedy = "start it, mend RAY_ADDRESS, or unset it to let runs start a Ray of their own"
+        found = f"nobody answers at RAY_ADDRESS={address}: {error}"
+        yield CheckResult(level="error", found=found, wanted="a Ray cluster", remedy=remedy)
+    else:
+        yield CheckResult(level="ok", found=f"something answers at RAY_ADDRESS={address}")

@@ -1,0 +1,67 @@
+"""`roll-core doctor [CONFIG]`: what is wrong with this machine, its software and a config, and what to do about it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from roll_core.config import load
+from roll_core.plugins.registry import load_registry
+from roll_core.runtime.doctor import examine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from roll_core.runtime.doctor import Finding
+
+WIDTH = 140
+"""Where there is no terminal that has one."""
+MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
+
+
+def doctor(config: Path | None, overrides: Sequence[str], disabled_plugins: Sequence[str], *, as_json: bool) -> int:
+    """Show every finding. The exit code is 1 if there is an error; a config that cannot be read is a mistake (2)."""
+    registry = load_registry(disabled_plugins)
+    loaded = load(config, overrides, registry).config if config is not None else None
+    findings = list(examine(registry, loaded))
+    failed = any(each.result.level == "error" for each in findings)
+    if as_json:
+        sys.stdout.write(json.dumps(_plain(findings, ok=not failed), indent=2) + "\n")
+    else:
+        _show(findings)
+    return 1 if failed else 0
+
+
+def _plain(findings: Sequence[Finding], *, ok: bool) -> dict[str, object]:
+    rows = [{"check": each.check, "package": each.package, **asdict(each.result)} for each in findings]
+    return {"ok": ok, "findings": rows}
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what drivers and tools say may not be printable here
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
+    for title in ("", "check", "found", "wanted"):
+        table.add_column(title, overflow="fold", no_wrap=False)
+    for each in findings:
+        mark, style = MARKS[each.result.level]
+        found = Text(each.result.found)
+        if each.result.remedy:
+            found.append(f"\n→ {each.result.remedy}", style="italic")
+        table.add_row(Text(mark, style=style), Text(each.title), found, Text(each.result.wanted, style="dim"))
+    console.print(table)
+    counts = {level: sum(each.result.level == level for each in findings) for level in MARKS}
+    console.print(Text(f"\n{_counted(counts['error'], 'error')}, {_counted(counts['warning'], 'warning')}"))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,184 @@
+"""What `roll-core doctor` looks at where a run would take `cuda`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+
+from roll_core.spec.checks import CheckResult
+from roll_core.spec.torch_build import torch_build
+from roll_platform_cuda.nvml import NoDriverError, dotted, survey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.checks import Level, Situation
+    from roll_platform_cuda.nvml import Device
+
+CUDA = (12, 4)
+PASCAL, AMPERE = (6, 0), (8, 0)
+TOOL_S = 10.0
+"""How long a program may take to say its version."""
+LIBRARIES = ("cudnn", "nccl")
+FLOORS = {"cudnn": (9, 1)}
+"""Flash attention needs it."""
+
+
+def driver(_: Situation) -> Iterator[CheckResult]:
+    """Whether the driver runs the CUDA that torch was built with."""
+    try:
+        seen = survey()
+    except NoDriverError as error:
+        remedy = "install NVIDIA's driver; in a container: docker run --gpus all"
+        yield CheckResult(level="error", found=f"no driver answers ({error})", wanted="a driver", remedy=remedy)
+        return
+    found = f"driver {seen.driver}, for CUDA up to {dotted(seen.cuda)}"
+    build = torch_build()
+    built = parse(build.cuda) if build is not None else None
+    if built is None:
+        wanted = f"CUDA {dotted(CUDA)} or newer"
+        good = seen.cuda >= CUDA
+        remedy = "" if good else "install a newer driver"
+        yield CheckResult(level="ok" if good else "warning", found=found, wanted=wanted, remedy=remedy)
+        return
+    level = "ok" if seen.cuda >= built else compared(seen.cuda, built)
+    remedy = f"install a newer driver, or a torch for CUDA {dotted(seen.cuda)}"
+    wanted = f"CUDA {dotted(built)}, for which torch was built"
+    yield CheckResult(level=level, found=found, wanted=wanted, remedy="" if level == "ok" else remedy)
+
+
+def toolkit(_: Situation) -> Iterator[CheckResult]:
+    """nvcc, which only kernels need that are compiled here. `CUDA_HOME` says where it is."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
+    build = torch_build()
+    built = parse(build.cuda) if build is not None else None
+    wanted = f"CUDA {dotted(built)}, as torch" if built is not None else ""
+    right = f"the toolkit of CUDA {dotted(built)}" if built is not None else "a CUDA toolkit"
+    if nvcc is None and home:
+        remedy = f"let CUDA_HOME name the folder of {right}, or unset it"
+        found = f"CUDA_HOME={home} has no bin/nvcc"
+        yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
+        return
+    if nvcc is None:
+        yield CheckResult(level="note", found="no nvcc; it is needed only to compile kernels", wanted=wanted)
+        return
+    said = output_of([nvcc, "--version"])
+    match = re.search(r"release (\d{1,3})\.(\d{1,3})\b", said)
+    if match is None:
+        found = f"{nvcc} does not say its version: {' '.join(said.split())[:80] or 'no answer'}"
+        remedy = f"install {right} anew, or let CUDA_HOME name another"
+        yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
+        return
+    version = (int(match[1]), int(match[2]))
+    level: Level = compared(version, built) if built is not None else "ok"
+    remedy = "" if level == "ok" else f"install {right}, and let CUDA_HOME name its folder"
+    yield CheckResult(level=level, found=f"CUDA {dotted(version)} ({nvcc})", wanted=wanted, remedy=remedy)
+
+
+def libraries(_: Situation) -> Iterator[CheckResult]:
+    """cuDNN and NCCL, as torch's metadata asks for them. A torch from elsewhere brings its own, and says nothing."""
+    try:
+        texts = importlib.metadata.requires("torch") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return  # the core says so
+    needs = [Requirement(text) for text in texts if text.startswith("nvidia-")]
+    for library in LIBRARIES:
+        found = [each for each in needs if each.name.startswith(f"nvidia-{library}")]
+        active = [each for each in found if each.marker is None or each.marker.evaluate({"extra": ""})]
+        if not active:
+            yield CheckResult(
+                level="note", subject=library, found="torch does not say which it wants, and brings its own"
+            )
+        for need in active:
+            yield _library(library, need)
+
+
+def compute_capability(_: Situation) -> Iterator[CheckResult]:
+    """Pascal at least; bf16 needs Ampere."""
+    for index, device in enumerate(_survey_devices()):
+        subject, found = f"cuda:{index}", f"{device.name}, {dotted(device.capability)}"
+        wanted = f"{dotted(AMPERE)} for bf16, {dotted(PASCAL)} at least"
+        if device.capability < PASCAL:
+            remedy = "use another device: CUDA_VISIBLE_DEVICES"
+            yield CheckResult(level="error", subject=subject, found=found, wanted=wanted, remedy=remedy)
+        elif device.capability < AMPERE:
+            remedy = "say model_args.dtype: fp16 (where the strategy has it) or fp32"
+            yield CheckResult(level="warning", subject=subject, found=found, wanted=wanted, remedy=remedy)
+        else:
+            yield CheckResult(level="ok", subject=subject, found=found, wanted=wanted)
+
+
+def arch_list(_: Situation) -> Iterator[CheckResult]:
+    """Whether kernels that are compiled here, as `TORCH_CUDA_ARCH_LIST` says, run on the devices that are here."""
+    value = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if not value:
+        return
+    entries = re.findall(r"(\d{1,3})\.(\d)a?(\+PTX)?", value)
+    for device in dict.fromkeys((each.name, each.capability) for each in _survey_devices()):
+        name, capability = device
+        exact = any((int(major), int(minor)) == capability for major, minor, _ in entries)
+        later = any(ptx and (int(major), int(minor)) <= capability for major, minor, ptx in entries)
+        found = f"TORCH_CUDA_ARCH_LIST={value}"
+        if exact or later:
+            yield CheckResult(level="ok", subject=name, found=found, wanted=dotted(capability))
+        else:
+            remedy = f"unset it, or add {dotted(capability)}"
+            yield CheckResult(level="warning", subject=name, found=found, wanted=dotted(capability), remedy=remedy)
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def parse(version: str) -> tuple[int, int] | None:
+    """Major and minor of `12.8`; None where it is none."""
+    match = re.match(r"(\d{1,3})\.(\d{1,3})", version)
+    return (int(match[1]), int(match[2])) if match is not None else None
+
+
+def compared(found: tuple[int, int], wanted: tuple[int, int]) -> Level:
+    """Another major version does not work; another minor one mostly does."""
+    if found[0] != wanted[0]:
+        return "error"
+    return "ok" if found == wanted else "warning"
+
+
+def output_of(command: list[str]) -> str:
+    """What a program prints; empty where it cannot be started or does not end."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=TOOL_S, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
+    return (done.stdout + done.stderr).decode(errors="replace")
+
+
+def _library(library: str, need: Requirement) -> CheckResult:
+    wanted = str(need.specifier) or "any version"
+    remedy = f"pip install '{need.name}{need.specifier}'"
+    try:
+        version = importlib.metadata.version(need.name)
+    except importlib.metadata.PackageNotFoundError:
+        found = f"{need.name} is not installed"
+        return CheckResult(level="error", subject=library, found=found, wanted=wanted, remedy=remedy)
+    found = f"{need.name} {version}"
+    floor = FLOORS.get(library)
+    if not need.specifier.contains(version, prereleases=True):
+        return CheckResult(level="warning", subject=library, found=found, wanted=wanted, remedy=remedy)
+    if floor is not None and (parse(version) or floor) < floor:
+        remedy = "take a newer torch, or no flash attention"
+        return CheckResult(level="warning", subject=library, found=found, wanted=f"{dotted(floor)}", remedy=remedy)
+    return CheckResult(level="ok", subject=library, found=found, wanted=wanted)
+
+
+def _survey_devices() -> tuple[Device, ...]:
+    try:
+        return survey().devices
+    except NoDriverError:  # `driver` says so
+        return ()

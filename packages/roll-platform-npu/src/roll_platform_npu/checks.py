@@ -1,0 +1,31 @@
+"""What `roll-core doctor` looks at where a run would take `npu`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.spec.checks import CheckResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.checks import Situation
+
+HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+
+
+def cann(_: Situation) -> Iterator[CheckResult]:
+    """Whether CANN's own script was sourced, without which torch-npu finds no libraries."""
+    homes = {name: os.environ[name] for name in HOMES if os.environ.get(name)}
+    wanted = f"{HOMES[0]}, which CANN's set_env.sh sets"
+    if not homes:
+        yield CheckResult(level="error", found="CANN's variables are not set", wanted=wanted, remedy=SET_ENV)
+    for name, home in homes.items():
+        if Path(home).is_dir():
+            yield CheckResult(level="ok", found=f"{name}={home}", wanted=wanted)
+        else:
+            found = f"{name}={home}, where there is nothing"
+            yield CheckResult(level="error", found=found, wanted=wanted, remedy=SET_ENV)

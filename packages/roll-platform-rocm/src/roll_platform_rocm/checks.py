@@ -1,0 +1,58 @@
+"""What `roll-core doctor` looks at where a run would take `rocm`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.spec.checks import CheckResult
+from roll_core.spec.torch_build import torch_build
+from roll_platform_rocm.kfd import CUDA_VISIBLE, HIP_VISIBLE, ROCR_VISIBLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.checks import Situation
+
+ROCM = Path("/opt/rocm")
+
+
+def visible_devices(_: Situation) -> Iterator[CheckResult]:
+    """Three variables hide devices, and Ray insists that they agree."""
+    hip, cuda, rocr = (os.environ.get(name) for name in (HIP_VISIBLE, CUDA_VISIBLE, ROCR_VISIBLE))
+    if rocr is not None and hip is None:
+        remedy = f"unset {ROCR_VISIBLE}, and say {HIP_VISIBLE}={rocr} instead"
+        found = f"{ROCR_VISIBLE}={rocr}, with which Ray does not start"
+        yield CheckResult(level="error", found=found, wanted=HIP_VISIBLE, remedy=remedy)
+    elif hip is not None and cuda is not None and hip != cuda:
+        found = f"{HIP_VISIBLE}={hip}, but {CUDA_VISIBLE}={cuda}"
+        remedy = f"unset {CUDA_VISIBLE}"
+        yield CheckResult(level="error", found=found, wanted="one value", remedy=remedy)
+    else:
+        shown = f"{HIP_VISIBLE}={hip}" if hip is not None else f"{CUDA_VISIBLE}={cuda}" if cuda is not None else "all"
+        yield CheckResult(level="ok", found=shown)
+
+
+def toolkit(_: Situation) -> Iterator[CheckResult]:
+    """ROCm on the host, beside the one that torch brings. Another major version of the compiler makes other code."""
+    home = Path(os.environ.get("ROCM_HOME") or os.environ.get("ROCM_PATH") or ROCM)
+    build = torch_build()
+    built = re.match(r"\d{1,3}", build.hip) if build is not None else None
+    wanted = f"ROCm {built[0]}, as torch" if built is not None else ""
+    try:
+        text = (home / ".info" / "version").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        yield CheckResult(level="note", found=f"no ROCm in {home}; it is needed only to compile kernels", wanted=wanted)
+        return
+    version = re.match(r"(\d{1,3})\.\d", text)
+    if version is None:
+        remedy = "install ROCm anew, or let ROCM_HOME name another"
+        found = f"{home}/.info/version says {text[:40]!r}"
+        yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
+    elif built is not None and version[1] != built[0]:
+        remedy = f"install ROCm {built[0]}, or a torch for ROCm {version[1]}"
+        yield CheckResult(level="error", found=f"ROCm {text[:40]} ({home})", wanted=wanted, remedy=remedy)
+    else:
+        yield CheckResult(level="ok", found=f"ROCm {text[:40]} ({home})", wanted=wanted)

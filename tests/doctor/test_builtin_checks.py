@@ -1,0 +1,310 @@
+"""The checks of the core, on machines that were made up at their boundary: what the system answers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from roll_core.builtin.checks import devices, files, host, software
+from roll_core.builtin.cpu import CpuPlatform
+from roll_core.pipelines.config import SFTConfig
+from roll_core.spec.checks import CheckResult, Situation
+
+GIB = 1024**3
+
+
+class Gpus(CpuPlatform):
+    """Two devices of 80 GiB, of which the second is in use; no bf16."""
+
+    name = "gpus"
+    slots_share_cores = False
+
+    def device_count(self) -> int:
+        return 2
+
+    def device(self, local_index: int) -> str:
+        return f"gpu:{local_index}"
+
+    def supports(self, dtype: str) -> str:
+        return "bf16 needs another device: use fp16" if dtype == "bf16" else ""
+
+    def memory(self, local_index: int) -> dict[str, int]:
+        return {"total": 80 * GIB, "used": 40 * GIB * local_index}
+
+
+def only(results: Iterator[CheckResult]) -> CheckResult:
+    (result,) = results
+    return result
+
+
+def by_subject(results: Iterator[CheckResult]) -> dict[str, CheckResult]:
+    return {each.subject: each for each in results}
+
+
+def sft(folder: Path, **keys: Any) -> Situation:
+    """A run whose paths are below the folder."""
+    rows = folder / "rows.jsonl"
+    if not rows.exists():
+        rows.write_text('{"prompt": "a", "response": "b"}\n')
+    role = {"data_args": {"file_name": str(rows)}, "strategy_args": {"strategy_name": "hf_train"}}
+    given_keys = {"pipeline": "sft", "output_dir": str(folder / "output"), "sft_train": role, **keys}
+    return Situation(platform=CpuPlatform(), config=SFTConfig.model_validate(given_keys))
+
+
+# -- host --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "level", "said"),
+    [
+        ("Linux", "6.8.0-45-generic", "ok", "Linux 6.8.0-45-generic"),
+        ("Linux", "5.15.153.1-microsoft-standard-WSL2", "ok", "in WSL"),
+        ("Linux", "5.4.0-150-generic", "warning", "5.4.0"),
+        ("Linux", "rolling", "warning", "rolling"),
+        ("Darwin", "24.1.0", "warning", "Darwin"),
+        ("Windows", "11", "error", "Windows 11"),
+    ],
+)
+def test_the_system_and_its_kernel(
+    situation: Situation, monkeypatch: pytest.MonkeyPatch, system: str, release: str, level: str, said: str
+) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    found = only(host.operating_system(situation))
+    assert found.level == level
+    assert said in found.found
+    assert ("WSL 2" in found.remedy) is (system == "Windows")
+
+
+@pytest.mark.parametrize(("free", "level"), [(64 * 1024**2, "warning"), (GIB, "ok")])
+def test_shared_memory_of_a_container(
+    situation: Situation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, level: str
+) -> None:
+    monkeypatch.setattr(host, "SHM", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    found = only(host.shared_memory(situation))
+    assert found.level == level
+    assert ("--shm-size" in found.remedy) is (level == "warning")
+
+
+def test_a_system_without_shared_memory(situation: Situation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host, "SHM", tmp_path / "none")
+    assert only(host.shared_memory(situation)).level == "note"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "level", "remedy"),
+    [
+        (1024, 1_048_576, "warning", "ulimit -n 8192"),
+        (1024, 4096, "warning", "limits.conf: at most 4096"),
+        (65536, 65536, "ok", ""),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, "ok", ""),
+    ],
+)
+def test_the_limit_of_open_files(
+    situation: Situation, monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, level: str, remedy: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    found = only(host.open_files(situation))
+    assert found.level == level
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(("free", "level"), [(GIB // 2, "error"), (10 * GIB, "warning"), (60 * GIB, "ok")])
+def test_space_where_runs_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, level: str) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (asked.append(path), SimpleNamespace(free=free))[1])
+    assert only(host.disk(sft(tmp_path))).level == level
+    assert asked == [tmp_path]  # the nearest folder that is there
+
+
+# -- software ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_python_that_is_too_old(situation: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
+    found = only(software.python(situation))
+    assert found.level == "error"
+    assert "uv venv --python 3.11" in found.remedy
+
+
+def test_libraries_of_this_environment_are_fine_and_the_main_ones_are_shown(situation: Situation) -> None:
+    found = by_subject(software.libraries(situation))
+    assert {each.level for each in found.values()} == {"ok"}
+    assert set(found) == set(software.SHOWN)
+    assert "built for" in found["torch"].found
+
+
+def test_a_library_that_is_missing_or_too_old_names_the_command(
+    situation: Situation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name == "ray":
+            return "2.9.0"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    wanted = ["ray>=2.48", "torch>=2.6", "extra-one; extra == 'tests'", "old-one; python_version < '3'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: wanted)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = by_subject(software.libraries(situation))
+    assert set(found) == {"ray", "torch"}
+    assert (found["ray"].level, found["ray"].found, found["ray"].wanted) == ("error", "2.9.0", ">=2.48")
+    assert found["torch"].remedy == "pip install 'torch>=2.6'"
+
+
+def test_a_ray_that_does_not_answer(situation: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert only(software.ray_cluster(situation)).level == "error"
+        listener.listen()
+        assert only(software.ray_cluster(situation)).level == "ok"
+
+
+@pytest.mark.parametrize("address", [None, "", "local"])
+def test_without_an_address_there_is_no_cluster_to_look_for(
+    situation: Situation, monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    assert list(software.ray_cluster(situation)) == []
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dtype_that_a_role_wants_and_devices_lack_is_an_error(tmp_path: Path) -> None:
+    run = sft(tmp_path)
+    role = run.config.sft_train  # type: ignore[union-attr]
+    bf16 = role.model_copy(update={"model_args": role.model_args.model_copy(update={"dtype": "bf16"})})
+    wants = Situation(platform=Gpus(), config=run.config.model_copy(update={"sft_train": bf16}))  # type: ignore[union-attr]
+    found = by_subject(devices.dtypes(wants))
+    assert found["bf16"].level == "error"
+    assert "sft_train" in found["bf16"].remedy
+    assert by_subject(devices.dtypes(Situation(platform=Gpus())))["bf16"].level == "note"
+
+
+def test_a_device_that_others_use_is_a_warning() -> None:
+    found = by_subject(devices.device_memory(Situation(platform=Gpus())))
+    assert (found["gpu:0"].level, found["gpu:1"].level) == ("ok", "warning")
+    assert "80.0 GiB, of which 40.0 are in use" in found["gpu:1"].found
+
+
+def test_a_small_device_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gpus, "memory", lambda *_: {"total": 8 * GIB, "used": 0})
+    assert {each.level for each in devices.device_memory(Situation(platform=Gpus()))} == {"warning"}
+
+
+def test_without_a_platform_nothing_is_said_of_devices() -> None:
+    assert not [*devices.dtypes(Situation(platform=None)), *devices.device_memory(Situation(platform=None))]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "output").write_text("a file is in the way")
+    found = only(files.output(sft(tmp_path)))
+    assert found.level == "error"
+    assert "output_dir" in found.remedy
+
+
+def test_looking_whether_output_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    run = sft(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert only(files.output(run)).level == "ok"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def model(folder: Path, source: str) -> Situation:
+    return sft(folder, pretrain=source)
+
+
+def test_models_in_folders(tmp_path: Path) -> None:
+    good, empty = tmp_path / "good", tmp_path / "empty"
+    good.mkdir()
+    empty.mkdir()
+    (good / "config.json").write_text("{}")
+    assert only(files.models(model(tmp_path, str(good)))).level == "ok"
+    assert "no config.json" in only(files.models(model(tmp_path, str(empty)))).found
+    missing = only(files.models(model(tmp_path, str(tmp_path / "none"))))
+    assert missing.level == "error"
+    assert missing.subject == "sft_train"
+
+
+def test_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in files.OFFLINE:
+        monkeypatch.delenv(name, raising=False)
+    source = "no-such-organisation/no-such-model"
+    assert only(files.models(model(tmp_path, source))).level == "note"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    offline = only(files.models(model(tmp_path, source)))
+    assert offline.level == "error"
+    assert "hf download" in offline.remedy
+    assert only(files.models(model(tmp_path, "not a/name!"))).level == "error"
+
+
+def test_rows_that_are_missing_or_empty(tmp_path: Path) -> None:
+    run = sft(tmp_path)
+    assert only(files.data(run)).level == "ok"
+    (tmp_path / "rows.jsonl").write_text("")
+    assert "is empty" in only(files.data(run)).found
+    (tmp_path / "rows.jsonl").unlink()
+    missing = only(files.data(run))
+    assert (missing.level, missing.subject) == ("error", "sft_train.data_args")
+    assert "No such file" in missing.found
+
+
+def test_without_a_config_there_is_nothing_to_look_for(situation: Situation) -> None:
+    assert not [*files.output(situation), *files.models(situation), *files.data(situation)]
+
+
+# -- garbage -----------------------------------------------------------------------------------------------------------
+
+CHECKS: tuple[Callable[[Situation], Iterator[CheckResult]], ...] = (
+    host.operating_system,
+    host.shared_memory,
+    host.open_files,
+    software.python,
+    software.ray_cluster,
+)
+ADDRESSES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    system=st.sampled_from(["Linux", "Windows", "Darwin", ""]) | st.text(),
+    release=st.text() | st.from_regex(r"\d+\.\d+.*"),
+    address=ADDRESSES | ADDRESSES.map(lambda text: f"[{text}]:99999"),
+    limits=st.tuples(st.integers(-1, 2**63), st.integers(-1, 2**63)),
+    free=st.integers(0, 2**70),
+)
+def test_whatever_the_system_answers_is_a_result(
+    situation: Situation, system: str, release: str, address: str, limits: tuple[int, int], free: int
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise OSError("unreachable")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "system", lambda: system)
+        patch.setattr(platform, "release", lambda: release)
+        patch.setattr(resource, "getrlimit", lambda _: limits)
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        patch.setattr(socket, "create_connection", unreachable)
+        patch.setenv("RAY_ADDRESS", address)
+        for check in CHECKS:
+            assert all(type(result) is CheckResult for result in check(situation))

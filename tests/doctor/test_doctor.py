@@ -1,0 +1,216 @@
+"""The doctor itself: which checks it runs, and that none of them can harm it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from roll_core.builtin.cpu import CpuPlatform
+from roll_core.errors import PluginLoadError
+from roll_core.plugins.loader import Plugin
+from roll_core.runtime.doctor import Finding
+from roll_core.spec.checks import CheckResult, Situation
+from roll_core.spec.platform import Probe
+from roll_core.spec.providers import PlatformProvider, TrainProvider
+
+Doctor = Callable[..., list[Finding]]
+
+
+class Absent(CpuPlatform):
+    name = "absent"
+
+    def probe(self) -> Probe:
+        return Probe(found=False, why="no board in the slot")
+
+
+class Broken(CpuPlatform):
+    name = "broken"
+
+    def probe(self) -> Probe:
+        raise SystemExit("its driver called exit")
+
+
+def of(findings: list[Finding], check: str) -> dict[str, CheckResult]:
+    return {each.result.subject: each.result for each in findings if each.check == check}
+
+
+def fine(_: Situation) -> Iterator[CheckResult]:
+    yield CheckResult(level="ok", found="it is well")
+
+
+def config(**keys: Any) -> Any:
+    from roll_core.pipelines.config import SFTConfig
+
+    role = {"data_args": {"file_name": "rows.jsonl"}, "strategy_args": {"strategy_name": "acme_train"}}
+    return SFTConfig.model_validate({"pipeline": "sft", "sft_train": role, **keys})
+
+
+def raises(_: Situation) -> Any:
+    raise RuntimeError("the tool is broken")
+
+
+def leaves(_: Situation) -> Any:
+    raise SystemExit(3)
+
+
+def hangs(_: Situation) -> Any:
+    threading.Event().wait()
+
+
+def yields_text(_: Situation) -> Any:
+    yield "all is well"
+
+
+def yields_numbers(_: Situation) -> Any:
+    yield CheckResult(level="ok", found=42)  # type: ignore[arg-type]
+
+
+def yields_another_level(_: Situation) -> Any:
+    yield CheckResult(level="fatal", found="x")  # type: ignore[arg-type]
+
+
+def breaks_halfway(_: Situation) -> Any:
+    yield CheckResult(level="ok", found="so far")
+    raise KeyError("left")
+
+
+def returns_nothing(_: Situation) -> None:
+    return None
+
+
+def forgets_the_remedy(_: Situation) -> Any:
+    yield CheckResult(level="error", found="broken")
+
+
+BAD = {
+    raises: "RuntimeError: the tool is broken",
+    leaves: "SystemExit: 3",
+    hangs: "no answer within 0.2 s",
+    yields_text: "it yielded str, expected CheckResult",
+    yields_numbers: "found of its result should be text",
+    yields_another_level: "it found 'fatal', expected one of ok, note, warning, error",
+    breaks_halfway: "KeyError: 'left'",
+    returns_nothing: "TypeError",
+    forgets_the_remedy: "says no remedy",
+}
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda function: function.__name__)
+def test_a_check_that_fails_is_a_finding_and_harms_no_other(doctor: Doctor, bad: Any) -> None:
+    found = doctor({"bad": bad, "good": fine}, deadline_s=0.2 if bad is hangs else 20.0)
+    assert of(found, "good")[""].level == "ok"
+    failed = of(found, "bad")[""]
+    assert failed.level == "warning"
+    assert BAD[bad] in failed.found
+    assert "tell the authors of acme" in failed.remedy
+
+
+def test_a_check_whose_module_cannot_be_imported_is_a_finding(doctor: Doctor) -> None:
+    from roll_core.spec.providers import CheckProvider
+
+    found = doctor(records=(CheckProvider(name="gone", target="no_such_module:check", summary=""),))
+    assert "no_such_module" in of(found, "gone")[""].found
+
+
+def test_what_a_check_prints_does_not_end_up_in_the_output(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+    def talks(_: Situation) -> Iterator[CheckResult]:
+        sys.stdout.write("hello")
+        yield CheckResult(level="ok", found="quiet")
+
+    doctor({"talks": talks})
+    assert capsys.readouterr().out == ""
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(answer=st.lists(st.one_of(st.none(), st.text(), st.integers(), st.binary(), st.floats(), st.just(...))))
+def test_whatever_a_check_answers_there_are_findings(doctor: Doctor, answer: list[Any]) -> None:
+    found = of(doctor({"odd": lambda _: answer}), "odd")
+    assert all(result.level == "warning" for result in found.values())
+    assert bool(found) is bool(answer)
+
+
+# -- platforms ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_platform_says_why_it_was_or_was_not_chosen(doctor: Doctor) -> None:
+    found = of(
+        doctor(platforms={"cpu": (CpuPlatform, 0), "absent": (Absent, 10), "other": (CpuPlatform, -1)}), "platform"
+    )
+    assert (found["cpu"].level, found["cpu"].wanted) == ("ok", "chosen")
+    assert (found["absent"].level, found["absent"].found) == ("note", "no board in the slot")
+    assert (found["other"].level, found["other"].wanted) == ("note", "here, but not chosen")
+
+
+def test_one_that_the_config_asks_for_and_is_not_here_is_an_error(doctor: Doctor) -> None:
+    platforms = {"cpu": (CpuPlatform, 0), "absent": (Absent, 10)}
+    found = of(doctor(platforms=platforms, config=config(platform="absent")), "platform")
+    assert found["absent"].level == "error"
+    assert found["cpu"].level == "note"
+
+
+def test_a_tie_is_an_error_that_names_the_choice(doctor: Doctor) -> None:
+    found = of(doctor(platforms={"one": (CpuPlatform, 5), "two": (CpuPlatform, 5)}), "platform")
+    assert sorted(result.level for result in found.values()) == ["error", "ok"]
+    assert "platform: two, or platform: one" in found["two"].remedy
+
+
+def test_a_probe_that_ends_the_program_is_a_finding(doctor: Doctor) -> None:
+    found = of(doctor(platforms={"cpu": (CpuPlatform, 0), "broken": (Broken, 10)}), "platform")
+    assert found["broken"].level == "warning"
+    assert "its driver called exit" in found["broken"].found
+    assert found["cpu"].wanted == "chosen"
+
+
+def test_checks_of_a_platform_run_where_it_is_chosen(doctor: Doctor) -> None:
+    platforms = {"cpu": (CpuPlatform, 0), "absent": (Absent, 10)}
+    assert of(doctor({"mine": fine}, platforms, check_platform="cpu"), "mine")
+    assert not of(doctor({"mine": fine}, platforms, check_platform="absent"), "mine")
+    assert of(doctor({"mine": fine}, platforms, check_platform="absent", config=config(platform="absent")), "mine")
+
+
+# -- plugins -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plugin_that_failed_to_load_is_shown_with_its_cause(doctor: Doctor) -> None:
+    error = PluginLoadError("plugin beta 2: importing beta failed: ImportError: no libbeta")
+    broken = Plugin(package="beta", version="2", entry_point="beta", target="beta", state="failed", error=error)
+    found = of(doctor(more=(broken,)), "plugin")
+    assert found["beta 2"].level == "warning"
+    assert "no libbeta" in found["beta 2"].found
+    assert "--disable-plugin beta" in found["beta 2"].remedy
+
+
+def strategy(needs: str) -> TrainProvider:
+    return TrainProvider(name="acme_train", target="acme:Train", summary="", needs=(needs,))
+
+
+def test_an_engine_that_is_missing_is_an_error_only_for_a_config_that_uses_it(doctor: Doctor) -> None:
+    records = (strategy("no-such-engine>=2,<3"),)
+    found = of(doctor(records=records), "requirements")["acme_train"]
+    assert found.level == "warning"
+    assert found.wanted == "no-such-engine>=2,<3"
+    assert found.remedy.startswith("pip install 'no-such-engine")
+    assert of(doctor(records=records, config=config()), "requirements")["acme_train"].level == "error"
+    other = {"data_args": {"file_name": "rows.jsonl"}, "strategy_args": {"strategy_name": "hf_train"}}
+    unused = doctor(records=records, config=config(sft_train=other))
+    assert of(unused, "requirements")["acme_train"].level == "warning"
+
+
+def test_an_engine_of_another_version_is_shown_beside_what_is_wanted(doctor: Doctor) -> None:
+    found = of(doctor(records=(strategy("pluggy>=99"),)), "requirements")["acme_train"]
+    assert "is installed, wanted >=99" in found.found
+
+
+def test_an_engine_that_is_there_is_fine(doctor: Doctor) -> None:
+    assert of(doctor(records=(strategy("pluggy>=1"),)), "requirements")["acme_train"].level == "ok"
+
+
+def test_what_an_absent_platform_lacks_is_no_warning(doctor: Doctor) -> None:
+    record = PlatformProvider(name="board", target="acme:Board", summary="", needs=("no-such-driver>=1",))
+    assert of(doctor(records=(record,)), "requirements")["board"].level == "note"
