@@ -33,9 +33,11 @@ def output(situation: Situation) -> Iterator[CheckResult]:
             file.write(b"\0")
     except OSError as error:
         remedy = "change its owner or mode, or write elsewhere: output_dir=…"
-        yield CheckResult(level="error", found=f"{place} cannot be written: {error}", wanted=str(folder), remedy=remedy)
+        yield CheckResult(
+            level="error", found=f"{place} cannot be written: {error}", wanted=str(folder.absolute()), remedy=remedy
+        )
     else:
-        yield CheckResult(level="ok", found=f"{place} can be written", wanted=str(folder))
+        yield CheckResult(level="ok", found=f"{place} can be written", wanted=str(folder.absolute()))
 
 
 def models(situation: Situation) -> Iterator[CheckResult]:
