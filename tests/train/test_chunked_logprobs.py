@@ -128,3 +128,10 @@ def test_logits_of_all_tokens_never_exist_at_once(build, sequences, want):
     weight = vocab_size * 16
     assert seen.elements <= max(weight, chunk * vocab_size)
     assert micro.num_tokens * vocab_size > 1.5 * seen.elements
+
+
+def test_of_no_token_outputs_have_their_shapes():
+    head = LinearHead(weight=torch.randn(7, 3))
+    found = head_outputs(head, torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), HeadRequest(entropy=True, topk=2))
+    assert (found.logprobs_N.shape, found.entropy_N.shape) == ((0,), (0,))
+    assert (found.topk_logprobs_NK.shape, found.topk_ids_NK.shape) == ((0, 2), (0, 2))

@@ -131,6 +131,7 @@ def train(rank: int, job: Job, num_steps: int = 3) -> dict[str, Any]:
         first = scored(strategy, job)
         steps = [step(strategy, job, sequences()) for _ in range(num_steps)]
         return {
+            "leads": strategy.data_rank.leader,
             "before": before,
             "scored_before": first,
             "steps": steps,
@@ -261,3 +262,23 @@ def peak_of_build(rank: int, job: Job) -> int:
         done.set()
         watcher.join()
     return peak - before
+
+
+def train_with_tokens_mixed(rank: int, job: Job) -> dict[str, Any]:
+    """By a model whose layers also add what stands one token before, within the sequence, as some convolutions do."""
+    from roll_strategy_fsdp2 import strategy
+
+    load = strategy.load_model
+
+    def mix(_module: Any, inputs: tuple[Any, ...], more: dict[str, Any]) -> Any:
+        hidden, inside = inputs[0], more["position_ids"][..., None] > 0
+        return (hidden + torch.where(inside, hidden.roll(1, dims=1), 0.0), *inputs[1:]), more
+
+    def load_mixing(spec: ModelSpec) -> Any:
+        model = load(spec)
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(mix, with_kwargs=True)
+        return model
+
+    strategy.load_model = load_mixing
+    return train(rank, job, 1)

@@ -30,8 +30,10 @@ def write(folder, model, shard_size, task="causal_lm"):
         (Job(world_size=2, model={"dtype": "bf16"}), {}, "20KB"),
         (Job(world_size=2, model={"task": "reward"}), {}, "20KB"),
         (Job(world_size=4, config={"fsdp_size": 2, "offload_policy": True}), {}, "1GB"),
+        (Job(world_size=2, config={"tensor_model_parallel_size": 2}), {"tie_word_embeddings": True}, "20KB"),
+        (Job(world_size=4, config={"tensor_model_parallel_size": 2}), {"intermediate_size": 50}, "1GB"),
     ],
-    ids=["several files", "3 ranks, tied", "bf16", "reward", "2 x 2, on the host"],
+    ids=["several files", "3 ranks, tied", "bf16", "reward", "2 x 2, on the host", "tensor 2", "2 x tensor 2, uneven"],
 )
 def test_a_model_read_share_by_share_is_the_one_loaded_whole(ranks, tmp_path, job, change, shard_size):
     task = job.model.get("task", "causal_lm")

@@ -22,6 +22,10 @@ MOE = TINY | {
 }
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head"))
+PHI3 = TINY | {"model_type": "phi3", "pad_token_id": 0}
+PHI3.pop("head_dim")
+GEMMA2 = TINY | {"model_type": "gemma2", "sliding_window": 4, "attn_logit_softcapping": 3.0}
+TENSOR = {"tensor_model_parallel_size": 2}
 JOBS = {
     "1": Job(),
     "2": Job(world_size=2),
@@ -49,6 +53,32 @@ JOBS = {
     "reward": Job(world_size=2, model={"task": "reward"}),
     "bf16": Job(world_size=2, model={"dtype": "bf16"}),
     "bf16, 2 x 2": Job(world_size=4, model={"dtype": "bf16"}, config={"fsdp_size": 2}),
+    "tensor 2": Job(world_size=2, config=TENSOR),
+    "tensor 2, 2 x 2, tied, checkpointed": Job(
+        world_size=4,
+        max_sequences=1,
+        config=TENSOR,
+        model={"random_init": TINY | {"tie_word_embeddings": True}, "gradient_checkpointing": True},
+    ),
+    "tensor 2, two copies, bf16": Job(world_size=4, model={"dtype": "bf16"}, config=TENSOR | {"fsdp_size": 1}),
+    "tensor 2, experts": Job(world_size=4, max_sequences=1, config=TENSOR, model={"random_init": MOE}),
+    "tensor 2, biases": Job(world_size=2, config=TENSOR, model={"random_init": TINY | {"attention_bias": True}}),
+    "tensor 2, gathered in between": Job(world_size=2, config=TENSOR, model={"random_init": PHI3}),
+    "tensor 2, adapters": Job(world_size=4, config=TENSOR, model={"lora": LORA, "gradient_checkpointing": True}),
+    "tensor 2, value, on the host": Job(
+        world_size=2, config=TENSOR | {"offload_policy": True}, model={"task": "value"}
+    ),
+    "ulysses 2": Job(world_size=2, max_sequences=1, config={"ulysses_size": 2}),
+    "ulysses 4, key heads repeated, checkpointed": Job(
+        world_size=4, config={"ulysses_size": 4}, model={"gradient_checkpointing": True}
+    ),
+    "ulysses 2, two copies": Job(world_size=4, config={"ulysses_size": 2, "fsdp_size": 1}),
+    "ulysses 2, tensor 2": Job(world_size=4, config=TENSOR | {"ulysses_size": 2}),
+    "ulysses 2, windows, softcap": Job(world_size=2, config={"ulysses_size": 2}, model={"random_init": GEMMA2}),
+    "ulysses 2, experts": Job(world_size=4, max_sequences=1, config={"ulysses_size": 2}, model={"random_init": MOE}),
+    "ulysses 2, adapters": Job(world_size=2, config={"ulysses_size": 2}, model={"lora": LORA}),
+    "ulysses 2, value": Job(world_size=2, max_sequences=1, config={"ulysses_size": 2}, model={"task": "value"}),
+    "ulysses 2, reward, bf16": Job(world_size=2, config={"ulysses_size": 2}, model={"task": "reward", "dtype": "bf16"}),
     "two in each layer": Job(
         world_size=2,
         config={"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3MLP", "Qwen3Attention"]}},
@@ -113,7 +143,7 @@ def test_training_equals_hf_train(ranks, name):
             assert furthest(together(answers, what), expected[what]) < bound["outputs"]
     for at, (loss, stats) in enumerate(expected["steps"]):
         found = answers[0]["steps"][at][1]
-        assert sum(each["steps"][at][0] for each in answers) == pytest.approx(loss, rel=bound["norm"])
+        assert sum(each["steps"][at][0] for each in answers if each["leads"]) == pytest.approx(loss, rel=bound["norm"])
         assert found["grad_norm"] == pytest.approx(stats["grad_norm"], rel=bound["norm"])
         assert found["learning_rate"] == stats["learning_rate"]
 

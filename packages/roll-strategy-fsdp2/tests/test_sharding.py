@@ -10,7 +10,8 @@ from roll_core.modeling.model import load_model
 from roll_core.modeling.process_group import ProcessGroup
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import MeshInfo, ModelSpec
-from roll_strategy_fsdp2.sharding import find_layers, make_mesh
+from roll_strategy_fsdp2.config import FSDP2Config
+from roll_strategy_fsdp2.sharding import find_layers, make_meshes
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
 
 
@@ -36,7 +37,7 @@ def test_a_class_that_the_model_does_not_have_is_answered_with_those_that_it_has
 
 def test_fsdp_size_must_divide_the_ranks():
     with pytest.raises(PlacementError, match="fsdp_size 3 does not divide its 4 ranks"):
-        make_mesh(MeshInfo(role="actor_train", world_size=4), 3)
+        make_meshes(MeshInfo(role="actor_train", world_size=4), FSDP2Config(fsdp_size=3))
 
 
 def test_roles_of_one_rank_share_a_process_and_others_do_not():

@@ -30,6 +30,7 @@ from roll_core.spec.model import ModelSpec
 from roll_core.testing.ranks import RanksFailedError
 
 BF16 = {"dtype": "bf16"}
+TENSOR = {"tensor_model_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +68,10 @@ def test_a_loaded_state_continues_bit_for_bit(ranks, saved, model, done):
         Job(world_size=3),
         Job(world_size=4, config={"fsdp_size": 2}),
         Job(world_size=2, config={"offload_policy": True}),
+        Job(world_size=2, config=TENSOR),
+        Job(world_size=4, config=TENSOR),
     ],
-    ids=["1", "3", "2 x 2", "2, on the host"],
+    ids=["1", "3", "2 x 2", "2, on the host", "tensor 2", "2 x tensor 2"],
 )
 def test_a_state_continues_on_another_number_of_ranks(ranks, saved, job):
     folder, straight = saved(Job(world_size=2), 2)
@@ -82,8 +85,16 @@ def test_a_state_continues_on_another_number_of_ranks(ranks, saved, job):
         assert one["learning_rate"] == other["learning_rate"]
 
 
-def test_rows_of_hsdp_are_written_once(saved):
-    folder, _ = saved(Job(world_size=4, config={"fsdp_size": 2}), 1)
+def test_a_state_of_tensor_parallel_ranks_continues_without(ranks, saved):
+    folder, straight = saved(Job(world_size=4, config=TENSOR), 2)
+    resumed = ranks(continue_after, Job(), folder, 2)
+    assert same_weights(resumed[0]["loaded"], straight[0]["loaded"])
+    assert furthest_from(resumed[0]["weights"], straight[0]["weights"]) < 2e-5
+
+
+@pytest.mark.parametrize("config", [{"fsdp_size": 2}, TENSOR | {"fsdp_size": 1}], ids=["2 x 2", "2 x tensor 2"])
+def test_what_several_ranks_hold_is_written_once(saved, config):
+    folder, _ = saved(Job(world_size=4, config=config), 1)
     numbers = sum(
         4 * np.prod(shape) for shape in (each.shape for each in saved(Job(world_size=2), 2)[1][0]["weights"].values())
     )

@@ -23,8 +23,15 @@ class FSDP2Config(StrategyConfig):
     """`strategy_config` of `fsdp2_train` and `fsdp2_infer`."""
 
     fsdp_size: PositiveInt | None = None
-    """Ranks that share one copy of the model; all of the role's where not given. A divisor of their number gives
-    HSDP: copies of the model, each on `fsdp_size` neighbouring ranks, whose gradients are then added up."""
+    """Ranks that share one copy of the model (with tensor parallelism: groups of `tensor_model_parallel_size` ranks);
+    all of the role's where not given. A divisor of their number gives HSDP: copies of the model on neighbouring ranks,
+    whose gradients are then added up."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Neighbouring ranks that compute every sequence together, each with some of the heads, hidden units and experts
+    of every layer, as the model's own plan says (`base_model_tp_plan` of transformers)."""
+    ulysses_size: PositiveInt = 1
+    """Groups of `tensor_model_parallel_size` neighbouring ranks that share the tokens of every microbatch, and exchange
+    them for heads around attention: context parallelism for long sequences."""
     param_dtype: DType | None = None
     """Of the parameters while they compute, `model_args.dtype` where not given. What is stepped stays in float32."""
     reduce_dtype: DType = "fp32"

@@ -97,10 +97,23 @@ def _read(stored: Any, tensor: Tensor, dtype: torch.dtype) -> None:
     share = local(tensor)
     if not share.numel():
         return
-    # FSDP cuts the first dimension into pieces of equal size, of which the last ones may be shorter or empty.
-    mesh = tensor.device_mesh["shard"]
-    start = mesh.get_local_rank() * math.ceil(tensor.shape[0] / mesh.size())
-    share.copy_(stored[start : start + share.shape[0]].to(dtype))
+    share.copy_(stored[held_of(tensor)].to(dtype))
+
+
+def held_of(tensor: DTensor) -> tuple[slice, ...]:
+    """What this rank holds of each dimension: tensor parallelism cuts first, into equal pieces, and FSDP cuts what is
+    left, into pieces of which the last ones may be shorter or empty."""
+    mesh = tensor.device_mesh
+    placements = dict(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    spans = [range(length) for length in tensor.shape]
+    for name in ("tensor", "shard"):
+        placement = placements.get(name)
+        if placement is not None and not placement.is_replicate():
+            dim, size = placement.dim, mesh[name].size()  # type: ignore[attr-defined]
+            piece = math.ceil(len(spans[dim]) / size)
+            start = piece * mesh[name].get_local_rank()
+            spans[dim] = spans[dim][start : start + piece]
+    return tuple(slice(span.start, span.stop) for span in spans)
 
 
 def _names(file: Path) -> list[str]:

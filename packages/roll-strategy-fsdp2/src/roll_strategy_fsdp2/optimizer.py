@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
 
     from roll_core.spec.train import TrainingSpec
 
@@ -24,11 +23,13 @@ if TYPE_CHECKING:
 class ShardedAdamW:
     """The optimizer of a sharded model, whose parameters are DTensors in float32."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec, mesh: DeviceMesh) -> None:
-        self.training, self.mesh = training, mesh
+    def __init__(self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec, device: str) -> None:
+        """`device` is that of the collectives."""
+        self.training, self.device = training, device
         self.parameters = {name: each for name, each in parameters.items() if each.requires_grad}
         # The same memory as plain tensors: torch steps those without a detour through DTensor for each operation.
         self.shares = {name: local(each) for name, each in self.parameters.items()}
+        self.num_holders = torch.tensor([num_holders(each) for each in self.parameters.values()], dtype=torch.float64)
         self.step_count = 0
         self.schedule = schedule(training)
         self.torch_optimizer = adamw(self.shares.values(), training)
@@ -88,11 +89,20 @@ class ShardedAdamW:
 
     def _norm(self, gradients: list[Tensor]) -> float:
         norms = torch._foreach_norm(gradients, 2)
-        squares = torch.stack(norms).double().square().sum()
-        # One number, and in float32: not every backend has float64. Rows of HSDP hold the same gradient already.
-        total = squares.to(self.mesh.device_type, torch.float32)
-        dist.all_reduce(total, group=self.mesh.get_group("shard"))
+        # Meshes differ: each share counts as often as there are ranks that hold it, and all of them add up.
+        squares = torch.stack(norms).double().square() / self.num_holders.to(norms[0].device)
+        # One number, and in float32: not every backend has float64.
+        total = squares.sum().to(self.device, torch.float32)
+        dist.all_reduce(total)
         return math.sqrt(float(total))
+
+
+def num_holders(tensor: Tensor) -> int:
+    """Ranks of the role that hold the same share of a DTensor."""
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"a sharded model's tensor is a DTensor, not a {type(tensor).__name__}")
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return dist.get_world_size() // math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 def local(tensor: Tensor) -> Tensor:

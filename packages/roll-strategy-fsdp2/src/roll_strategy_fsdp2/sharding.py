@@ -1,11 +1,18 @@
-"""Spreads a model over ranks: the mesh, which layers are gathered as one, and the root in whose forward all happens.
+"""Spreads a model over ranks: the meshes, which layers are gathered as one, and the root in whose forward all happens.
 
-1-D:   ranks 0 1 2 3            one copy of the model, a quarter of every parameter on each rank
-HSDP:  ranks 0 1 | 2 3          two copies; gradients are reduce-scattered in a row, then all-reduced across
+    1-D        ranks 0 1 2 3      one copy of the model, a quarter of every parameter on each rank
+    HSDP       ranks 0 1 | 2 3    two copies; gradients are reduce-scattered in a row, then all-reduced across
+    FSDP × TP  ranks 0 1          0 and 1 compute the same sequences, each with half the heads; so do 2 and 3;
+                     2 3          0 and 2 share the parameters of their half
+
+What belongs to no layer (embeddings, last norm, head) is not cut by tensor parallelism: every rank computes it alike.
+It is shared among all ranks of a copy nevertheless, over a mesh of its own in which the tensor-parallel ranks stand
+side by side; their gradients, which are equal, are averaged.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -40,42 +47,84 @@ class Root(nn.Module):
         return compute()
 
 
-def make_mesh(mesh: MeshInfo, fsdp_size: int | None) -> DeviceMesh:
-    """One dimension, `shard`, or two, `replicate` and `shard`. Collective."""
-    size = fsdp_size or mesh.world_size
-    if mesh.world_size % size:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meshes:
+    """Of one role. Dimensions: `replicate` where there are copies, and `shard`."""
+
+    layers: DeviceMesh
+    rest: DeviceMesh
+    """Of what belongs to no layer: the same ranks as `layers` and `tensor` together."""
+    tensor: DeviceMesh | None
+    """One dimension, `tensor`; None where there is no tensor parallelism."""
+    context: DeviceMesh | None
+    """One dimension, `context`: of ranks that share the tokens of their microbatches. It lies across `shard` and
+    `replicate`: gradients of these ranks are added up like those of any others. None where there is none."""
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that compute the same tokens."""
+        return self.tensor.size() if self.tensor is not None else 1
+
+    @property
+    def num_together(self) -> int:
+        """Ranks that compute a sequence together."""
+        return self.tensor_size * (self.context.size() if self.context is not None else 1)
+
+
+def make_meshes(mesh: MeshInfo, config: FSDP2Config) -> Meshes:
+    """Collective. Raises `PlacementError` for sizes that do not divide the ranks."""
+    tensor, context = config.tensor_model_parallel_size, config.ulysses_size
+    if mesh.world_size % (tensor * context):
+        sizes = {"tensor_model_parallel_size": tensor, "ulysses_size": context}
+        asked = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        raise PlacementError(f"role {mesh.role}: {asked} does not divide its {mesh.world_size} ranks")
+    data = mesh.world_size // tensor
+    size = config.fsdp_size or data
+    if data % size:
+        of = f"{mesh.world_size} ranks" if tensor == 1 else f"{data} groups of {tensor} tensor-parallel ranks"
         raise PlacementError(
-            f"role {mesh.role}: fsdp_size {size} does not divide its {mesh.world_size} ranks; choose a divisor of"
-            f" {mesh.world_size}, or leave it out to share one copy of the model among all"
+            f"role {mesh.role}: fsdp_size {size} does not divide its {of}; choose a divisor of {data}, or leave it out"
+            " to share one copy of the model among all"
         )
-    kind = torch.device(mesh.device).type
-    if size == mesh.world_size:
-        return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (mesh.world_size // size, size), mesh_dim_names=("replicate", "shard"))
+    rest = _mesh(mesh, ("replicate", data // size), ("shard", size * tensor))
+    shared = None
+    if context > 1:
+        shared = _mesh(mesh, ("data", data // context), ("context", context), ("tensor", tensor))["context"]
+    if tensor == 1:
+        return Meshes(layers=rest, rest=rest, tensor=None, context=shared)
+    whole = _mesh(mesh, ("replicate", data // size), ("shard", size), ("tensor", tensor))
+    names = tuple(name for name in whole.mesh_dim_names or () if name != "tensor")
+    return Meshes(layers=whole[names], rest=rest, tensor=whole["tensor"], context=shared)
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, config: FSDP2Config, compute_dtype: torch.dtype) -> Root:
+def _mesh(mesh: MeshInfo, *dimensions: tuple[str, int]) -> DeviceMesh:
+    """Without the dimension of copies if there is one copy."""
+    wanted = [(name, size) for name, size in dimensions if name != "replicate" or size > 1]
+    names, sizes = zip(*wanted, strict=True)
+    return init_device_mesh(torch.device(mesh.device).type, sizes, mesh_dim_names=names)
+
+
+def shard(model: PreTrainedModel, meshes: Meshes, config: FSDP2Config, compute_dtype: torch.dtype) -> Root:
     """Replace the parameters of `model` by this rank's shares, in place; they move to the mesh's device, or to the host
     with `offload_policy`."""
     root = Root(model)
     layers = find_layers(model, config.wrap_policy.transformer_layer_cls_to_wrap)
+    on_host = CPUOffloadPolicy(pin_memory=meshes.layers.device_type != "cpu")
     options: dict[str, Any] = {
-        "mesh": mesh,
         "mp_policy": _precision(model, compute_dtype, DTYPES[config.reduce_dtype]),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        if config.offload_policy
-        else OffloadPolicy(),
+        "offload_policy": on_host if config.offload_policy else OffloadPolicy(),
         "reshard_after_forward": config.reshard_after_forward,
     }
     for layer in layers:
-        fully_shard(layer, **options)
-    fully_shard(root, **options)
+        fully_shard(layer, mesh=meshes.layers, **options)
+    fully_shard(root, mesh=meshes.rest, **options)
     for module in sharded_modules(root):
         # Sums, not means: what a batch's gradient is divided by is in the loss.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         # Experts that no token went to, on this rank only.
         module.set_reduce_scatter_unused_params(True, recurse=False)
+    as_fsdp(root).set_gradient_divide_factor(float(meshes.tensor_size))
     return root
 
 

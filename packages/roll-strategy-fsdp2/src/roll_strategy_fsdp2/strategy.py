@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
+from roll_core.modeling.context_parallel import ContextParallel
 from roll_core.modeling.export import check_exportable, write_model
 from roll_core.modeling.model import DTYPES, load_model
 from roll_core.modeling.portable_state import check_same
@@ -34,14 +35,15 @@ from roll_core.spec.train import (
     TrainStrategy,
     Want,
 )
-from roll_core.types import Totals
+from roll_core.types import DataRank, Totals
 from roll_strategy_fsdp2.checkpoint import load_state, save_state
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.loading import fill, open_empty
 from roll_strategy_fsdp2.optimizer import ShardedAdamW, like, local
 from roll_strategy_fsdp2.plugin import CAPABILITIES
 from roll_strategy_fsdp2.portable_state import gather, shapes, take_over
-from roll_strategy_fsdp2.sharding import Root, as_fsdp, make_mesh, shard, sharded_modules
+from roll_strategy_fsdp2.sharding import Root, as_fsdp, make_meshes, shard, sharded_modules
+from roll_strategy_fsdp2.tensor_parallel import parallelize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +69,7 @@ class FSDP2Strategy(TrainStrategy):
             torch.set_num_threads(mesh.num_threads)
         self._mesh, self.spec = mesh, model
         self.process_group = ProcessGroup(mesh)
-        self.device_mesh = make_mesh(mesh, self._config.fsdp_size)
+        self.meshes = make_meshes(mesh, self._config)
         self.compute_dtype = DTYPES[self._config.param_dtype or model.dtype]
         opened = open_empty(model)
         self.model: PreTrainedModel = opened[0] if opened else load_model(model)
@@ -78,16 +80,39 @@ class FSDP2Strategy(TrainStrategy):
             parameter.data = parameter.data.to(held)
         if self.training is not None and model.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self.root: Root = shard(self.model, self.device_mesh, self._config, self.compute_dtype)
+        if self.meshes.tensor is not None:
+            parallelize(self.model, self.meshes.tensor)
+        self.root: Root = shard(self.model, self.meshes, self._config, self.compute_dtype)
         if opened:
             fill(self.root, opened[1], model, device="cpu" if self._config.offload_policy else mesh.device)
-        chunk = self._config.logprob_chunk_tokens
+        chunk, context = self._config.logprob_chunk_tokens, self._context()
         with torch.no_grad():
-            self.task_model: TaskModel = self.root(lambda: TaskModel(self.model, model, chunk_tokens=chunk))
+            self.task_model: TaskModel = self.root(
+                lambda: TaskModel(self.model, model, chunk_tokens=chunk, context=context)
+            )
         self._free()
         self.optimizer: ShardedAdamW | None = None
         if self.training is not None:
-            self.optimizer = ShardedAdamW(dict(self.model.named_parameters()), self.training, self.device_mesh)
+            self.optimizer = ShardedAdamW(dict(self.model.named_parameters()), self.training, mesh.device)
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Ranks that compute a sequence together stand side by side; the first of them leads."""
+        together = self.meshes.num_together
+        index, place = divmod(self._mesh.rank, together)
+        return DataRank(index=index, size=self._mesh.world_size // together, leader=place == 0)
+
+    def _context(self) -> ContextParallel | None:
+        if self.meshes.context is None:
+            return None
+        found = ContextParallel(self.meshes.context.get_group())
+        config: Any = self.model.config.get_text_config()
+        heads = config.num_attention_heads // self.meshes.tensor_size
+        key_heads = (
+            getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        ) // self.meshes.tensor_size
+        found.check_heads(heads, key_heads, "ulysses_size")
+        return found
 
     def _add_adapters(self, model: ModelSpec) -> Adapters | None:
         """And say what has gradients."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from roll_core.modeling.context_parallel import ContextParallel
+
 NAME = "roll_flat"
 """Under which transformers knows this attention."""
 
@@ -31,6 +33,8 @@ class FlatLayout:
     """How the flat tokens of one forward pass are cut into sequences; passed to every layer as `roll_layout`."""
 
     lengths: tuple[int, ...]
+    context: ContextParallel | None = None
+    """Among whose ranks the tokens are shared."""
     num_calls: int = field(default=0)
     """How many attention layers have run: a layer that mixes tokens by other means is not among them."""
 
@@ -84,16 +88,33 @@ def flat_attention(
     if dropout or s_aux is not None:
         raise UnsupportedError("flat attention has neither dropout nor attention sinks")
     roll_layout.num_calls += 1
+    context = roll_layout.context
+    if context is not None:
+        query, key, value = context.heads(query), context.heads(key), context.heads(value)
+    found = _attend_flat(query, key, value, attention_mask, scaling, roll_layout.lengths, softcap, sliding_window)
+    return (found if context is None else context.tokens(found)), None
+
+
+def _attend_flat(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    lengths: tuple[int, ...],
+    softcap: float | None,
+    sliding_window: int | None,
+) -> Tensor:
     window = int(attention_mask) if attention_mask is not None else 0
     window = window or sliding_window or 0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not softcap and not 0 < window < max(roll_layout.lengths) and usable(query, roll_layout.lengths):
-        return blocked_attention(query, key, value, roll_layout.lengths, scale), None
+    if not softcap and not 0 < window < max(lengths) and usable(query, lengths):
+        return blocked_attention(query, key, value, lengths, scale)
     attend = _attend_softcap(softcap) if softcap else _attend
     # Split, not sliced: the gradient of a split is one concatenation, that of a slice a tensor of zeros as long as all.
-    pieces = (torch.split(each, list(roll_layout.lengths), dim=2) for each in (query, key, value))
+    pieces = (torch.split(each, list(lengths), dim=2) for each in (query, key, value))
     outputs_LHD = [attend(q, k, v, scale, window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
-    return torch.cat(outputs_LHD, dim=1), None
+    return torch.cat(outputs_LHD, dim=1)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:

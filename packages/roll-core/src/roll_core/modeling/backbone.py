@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from roll_core.errors import ModelError
+from roll_core.errors import ModelError, UnsupportedError
 from roll_core.modeling import attention
 from roll_core.modeling.logprobs import HeadOutputs, HeadRequest, LinearHead, any_head_outputs, head_outputs
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from roll_core.modeling.context_parallel import ContextParallel
+
 log = logging.getLogger(__name__)
 
 PROBE_LENGTHS = (4, 1, 3)
@@ -33,20 +35,49 @@ PROBE_LENGTHS = (4, 1, 3)
 class Backbone:
     """A model without its head. `flat` says whether it computes without padding."""
 
-    def __init__(self, model: PreTrainedModel, *, attn_implementation: str = "auto") -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        attn_implementation: str = "auto",
+        context: ContextParallel | None = None,
+    ) -> None:
+        """With `context` this rank computes hidden states of its part of the tokens only."""
+        self.model, self.context = model, context
         self.module: nn.Module = model.base_model
+        self.why_padded = f"attn_implementation: {attn_implementation}"
         self.flat = attn_implementation in ("auto", attention.NAME) and self._try_flat()
         if not self.flat:
             if attn_implementation == attention.NAME:
                 raise ModelError(f"{type(model).__name__} cannot use {attention.NAME}; set attn_implementation: auto")
+            if context is not None:
+                raise UnsupportedError(
+                    f"{type(model).__name__} computes with padding ({self.why_padded}); sequences are shared among"
+                    " ranks only where it computes without"
+                )
             self._check_causal()
+        elif context is not None:
+            self._check_context(context)
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Hidden states after the last norm, `[T, H]`."""
+        """Hidden states after the last norm, `[T, H]`; with `context`, those of its part."""
+        if self.context is not None:
+            return self._shared(tokens_T, positions_T, lengths, self.context)
         if self.flat:
             return self._flat(tokens_T, positions_T, attention.FlatLayout(tuple(lengths)))
         return self._padded(tokens_T, positions_T, lengths)
+
+    def _shared(
+        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], context: ContextParallel
+    ) -> Tensor:
+        more = -len(tokens_T) % context.size
+        if more:
+            tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(more)])
+            positions_T = torch.cat([positions_T, torch.arange(more, device=positions_T.device)])
+            lengths = (*lengths, more)
+        part = context.part(len(tokens_T))
+        mine = slice(part.start, part.stop)
+        return self._flat(tokens_T[mine], positions_T[mine], attention.FlatLayout(tuple(lengths), context))
 
     def _flat(self, tokens_T: Tensor, positions_T: Tensor, layout: attention.FlatLayout) -> Tensor:
         outputs = self.module(
@@ -85,6 +116,7 @@ class Backbone:
         except Exception as error:  # whatever an architecture does with what it does not know
             why = f"{type(error).__name__}: {error}"
         log.info("%s computes with padding: %s", type(self.model).__name__, why)
+        self.why_padded = why
         self._set_attention(before)
         return False
 
@@ -122,6 +154,23 @@ class Backbone:
         return float((torch.cat(alone) - together_TH).abs().max()) <= tolerance
 
     @torch.no_grad()
+    def _check_context(self, context: ContextParallel) -> None:
+        """Whether nothing but attention looks from one token to another."""
+        # One sequence goes over several ranks, and one is left that shares a rank with it.
+        lengths = (2 * context.size + 1, context.size)
+        tokens_T, positions_T = self._probe(lengths)
+        alone_TH = self._flat(tokens_T, positions_T, attention.FlatLayout(lengths))
+        found_TH = self._shared(tokens_T, positions_T, lengths, context)
+        part = context.part(len(tokens_T))
+        expected_TH = alone_TH[part.start : part.stop]
+        differences = (found_TH[: len(expected_TH)] - expected_TH).abs().flatten()
+        if not context.largest(torch.cat([differences, differences.new_zeros(1)])) <= self._tolerance(alone_TH):
+            raise ModelError(
+                f"{type(self.model).__name__} gives other numbers when its tokens are shared among {context.size}"
+                " ranks: more than attention mixes them; leave context parallelism out"
+            )
+
+    @torch.no_grad()
     def _check_causal(self) -> None:
         vocab_size = self.model.config.get_text_config().vocab_size
         tokens_T, positions_T = self._probe()
@@ -133,11 +182,11 @@ class Backbone:
                 f"{type(self.model).__name__} sees tokens before they are drawn; only causal models can be trained here"
             )
 
-    def _probe(self) -> tuple[Tensor, Tensor]:
+    def _probe(self, lengths: Sequence[int] = PROBE_LENGTHS) -> tuple[Tensor, Tensor]:
         vocab_size = self.model.config.get_text_config().vocab_size
         device = next(self.model.parameters()).device
-        tokens_T = (torch.arange(sum(PROBE_LENGTHS), device=device) * 7 + 3) % vocab_size
-        return tokens_T, attention.flat_positions(PROBE_LENGTHS).to(device)
+        tokens_T = (torch.arange(sum(lengths), device=device) * 7 + 3) % vocab_size
+        return tokens_T, attention.flat_positions(lengths).to(device)
 
     def _tolerance(self, hidden_TH: Tensor) -> float:
         """A thousand (fp32) or a few (bf16) roundings of the largest number."""

@@ -169,10 +169,11 @@ class _ChunkedHead(torch.autograd.Function):
         # because ranks that share a model go through the backward pass together.
         logprobs_N = torch.cat(chosen) if chosen else hidden_NH.new_zeros(0, dtype=torch.float32)
         entropy_N = torch.cat(entropies) if entropies else hidden_NH.new_zeros(0, dtype=torch.float32)
+        k = min(request.topk, vocab_size)
         topk_logprobs_NK = (
-            torch.cat([top for top, _ in tops]) if tops else hidden_NH.new_zeros(0, 0, dtype=torch.float32)
+            torch.cat([top for top, _ in tops]) if tops else hidden_NH.new_zeros(0, k, dtype=torch.float32)
         )
-        topk_ids_NK = torch.cat([ids for _, ids in tops]) if tops else targets_N.new_zeros(0, 0)
+        topk_ids_NK = torch.cat([ids for _, ids in tops]) if tops else targets_N.new_zeros(0, k)
         ctx.mark_non_differentiable(topk_logprobs_NK, topk_ids_NK)
         if not (request.entropy and request.entropy_grad):
             ctx.mark_non_differentiable(entropy_N)

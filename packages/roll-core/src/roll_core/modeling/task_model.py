@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from roll_core.modeling.context_parallel import ContextParallel
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.train import LossFn, LossMetrics, LossOutput, MicroBatch, Want
 
@@ -28,10 +29,18 @@ if TYPE_CHECKING:
 class TaskModel:
     """Computes the outputs of a model that is held by the strategy; the parameters are read anew at each call."""
 
-    def __init__(self, model: PreTrainedModel, spec: ModelSpec, *, chunk_tokens: int | None = None) -> None:
-        """Tries the model on a few tokens. `chunk_tokens` are those whose logits exist at once; None chooses."""
-        self.model, self.task, self.chunk_tokens = model, spec.task, chunk_tokens
-        self.backbone = Backbone(model, attn_implementation=spec.attn_implementation)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: ModelSpec,
+        *,
+        chunk_tokens: int | None = None,
+        context: ContextParallel | None = None,
+    ) -> None:
+        """Tries the model on a few tokens. `chunk_tokens` are those whose logits exist at once; None chooses. The ranks
+        of `context` share the tokens of each microbatch, and all get the whole outputs."""
+        self.model, self.task, self.chunk_tokens, self.context = model, spec.task, chunk_tokens, context
+        self.backbone = Backbone(model, attn_implementation=spec.attn_implementation, context=context)
         self.head = LanguageHead(model) if spec.task == "causal_lm" else None
 
     def outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
@@ -54,7 +63,7 @@ class TaskModel:
         wanted_T = micro.positions_T > 0
         if want.masked_only:
             wanted_T = wanted_T & micro.loss_mask_T
-        places_N = wanted_T.nonzero()[:, 0]
+        places_N, rows_N = self._here(wanted_T, before=1)
         request = HeadRequest(
             temperature=want.temperature,
             entropy=want.entropy,
@@ -62,12 +71,10 @@ class TaskModel:
             topk=want.topk,
             chunk_tokens=self.chunk_tokens,
         )
-        found = self.head.outputs(hidden_TH.index_select(0, places_N - 1), micro.tokens_T[places_N], request)
+        found = self.head.outputs(hidden_TH.index_select(0, rows_N), micro.tokens_T[places_N], request)
 
-        def spread(rows_N: Tensor | None) -> Tensor | None:
-            if rows_N is None:
-                return None
-            return rows_N.new_zeros(micro.num_tokens, *rows_N.shape[1:]).index_copy(0, places_N, rows_N)
+        def spread(outputs_N: Tensor | None) -> Tensor | None:
+            return None if outputs_N is None else self._spread(outputs_N, places_N, micro.num_tokens)
 
         return TokenOutputs(
             logprobs_T=spread(found.logprobs_N) if want.logprobs else None,
@@ -77,15 +84,31 @@ class TaskModel:
             topk_ids_TK=spread(found.topk_ids_NK),
         )
 
+    def _here(self, wanted_T: Tensor, *, before: int) -> tuple[Tensor, Tensor]:
+        """Places among the flat tokens of what is wanted, and the rows of hidden states that it is computed from, which
+        stand so much before; those that are computed on this rank."""
+        places_N = wanted_T.nonzero()[:, 0]
+        rows_N = places_N - before
+        if self.context is None:
+            return places_N, rows_N
+        part = self.context.part(len(wanted_T))
+        mine_N = (rows_N >= part.start) & (rows_N < part.stop)
+        return places_N[mine_N], rows_N[mine_N] - part.start
+
+    def _spread(self, outputs_N: Tensor, places_N: Tensor, num_tokens: int) -> Tensor:
+        """To their places among all tokens."""
+        spread_T = outputs_N.new_zeros(num_tokens, *outputs_N.shape[1:]).index_copy(0, places_N, outputs_N)
+        return spread_T if self.context is None else self.context.whole(spread_T)
+
     def _values(self, hidden_TH: Tensor, micro: MicroBatch) -> Tensor:
         """Of the state before each token (`value`), or of the sequence up to and with it (`reward`)."""
         if self.task == "causal_lm":
             raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
+        is_value = self.task == "value"
+        wanted_T = micro.positions_T > 0 if is_value else torch.ones_like(micro.loss_mask_T)
+        places_N, rows_N = self._here(wanted_T, before=int(is_value))
         values_T: Tensor = scalar_head(self.model)(hidden_TH)[:, 0].float()
-        if self.task == "reward":
-            return values_T
-        before_T = torch.cat([values_T.new_zeros(1), values_T[:-1]])
-        return torch.where(micro.positions_T > 0, before_T, 0.0)
+        return self._spread(values_T.index_select(0, rows_N), places_N, micro.num_tokens)
 
 
 def finite_loss(loss: LossFn, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:

@@ -39,6 +39,8 @@ class Case:
 
     provider: TrainProvider
     strategy_config: Mapping[str, Any]
+    config_alone: Mapping[str, Any] = field(default_factory=dict)
+    """What takes the place of `strategy_config` on one rank, where that needs several."""
     model: ModelSpec
     training: TrainingSpec | None
     world_size: int = 1

@@ -34,6 +34,10 @@ class Subject(Part):
     provider: TrainProvider
     world_sizes: ClassVar[tuple[int, ...] | None] = None
     """Numbers of ranks; 1 and 2 where data parallelism is declared, else 1."""
+    ranks_of: ClassVar[Mapping[str, tuple[int, ...]]] = {}
+    """Numbers of ranks of variants that need others than `world_sizes`: `{"tp 2": (2, 4)}`. Where 1 is not among them,
+    tests that use one rank take the smallest number, and what is computed there is compared with one rank of the first
+    variant that runs on one."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables of the ranks' processes, set before anything is imported there."""
     preload: ClassVar[tuple[str, ...]] = (
@@ -66,8 +70,10 @@ class Subject(Part):
         """What the record declares."""
         return self.provider.capabilities
 
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of ranks."""
+    def sizes(self, variant: str = "") -> tuple[int, ...]:
+        """Numbers of ranks, of one variant."""
+        if variant in self.ranks_of:
+            return self.ranks_of[variant]
         if self.world_sizes is not None:
             return self.world_sizes
         return (1, 2) if self.can.data_parallel else (1,)
@@ -79,18 +85,22 @@ class Subject(Part):
         `scalar_task` the tasks with a scalar head, `low_dtype` what is not fp32."""
         try:
             values: dict[str, Sequence[Any]] = {
-                "variant": list(self.variants),
-                "world_size": self.sizes(),
-                "several": [size for size in self.sizes() if size > 1],
+                "world_size": [(each, size) for each in self.variants for size in self.sizes(each)],
+                "several": [(each, size) for each in self.variants for size in self.sizes(each) if size > 1],
                 "task": [task for task in self.can.tasks if task != "flow"],
                 "scalar_task": [task for task in self.can.tasks if task in ("value", "reward")],
                 "low_dtype": [dtype for dtype in self.dtypes() if dtype != "fp32"],
             }
         except PluginError:  # the test that looks the name up says what is wrong with it
-            nothing = dict.fromkeys(("world_size", "several", "task", "scalar_task", "low_dtype"), ())
-            values = {"variant": list(self.variants), **nothing}
-        for name in metafunc.fixturenames:
-            if name in values:
+            values = dict.fromkeys(("world_size", "several", "task", "scalar_task", "low_dtype"), ())
+        wanted = set(metafunc.fixturenames)
+        if sized := wanted & {"world_size", "several"}:
+            (name,) = sized
+            metafunc.parametrize(("variant", name), values[name])
+        elif "variant" in wanted:
+            metafunc.parametrize("variant", list(self.variants))
+        for name in ("task", "scalar_task", "low_dtype"):
+            if name in wanted:
                 metafunc.parametrize(name, values[name])
 
     @pytest.fixture(autouse=True)
@@ -114,19 +124,24 @@ class Subject(Part):
 
     @pytest.fixture
     def case(
-        self, strategy_config: Mapping[str, Any], models: Callable[[Task], ModelSpec], request: pytest.FixtureRequest
+        self,
+        variant: str,
+        strategy_config: Mapping[str, Any],
+        models: Callable[[Task], ModelSpec],
+        request: pytest.FixtureRequest,
     ) -> Case:
         """The strategy with a causal language model in fp32 and without an optimizer, to be changed by `with_`."""
         from roll_core.testing.bench import Case
 
         platform = self.platform_here()
         values = getattr(getattr(request.node, "callspec", None), "params", {})
-        size = int(values.get("several", values.get("world_size", 1)))
+        size = int(values.get("several", values.get("world_size", min(self.sizes(variant)))))
         if size > platform.device_count() and not platform.slots_share_cores:
             pytest.skip(f"{size} ranks need as many slots; platform {platform.name} has {platform.device_count()}")
         return Case(
             provider=self.provider,
             strategy_config=strategy_config,
+            config_alone=strategy_config if 1 in self.sizes(variant) else self._config_alone(),
             model=models(values.get("scalar_task", values.get("task", "causal_lm"))),
             training=None,
             world_size=size,
@@ -196,7 +211,13 @@ class Subject(Part):
         self.need(not self.provider.forward_only, "training: it is forward-only")
 
     def _on_one(self, case: Case) -> Case:
-        return case.with_(world_size=1, devices=case.devices[:1])
+        return case.with_(world_size=1, devices=case.devices[:1], strategy_config=case.config_alone)
+
+    def _config_alone(self) -> Mapping[str, Any]:
+        for variant, config in self.variants.items():
+            if 1 in self.sizes(variant):
+                return config
+        pytest.fail(f"{type(self).__name__}: none of the variants {', '.join(self.variants)} runs on one rank")
 
     def _platform_target(self, name: str) -> str:
         return next(each.target for each in registry().providers(PlatformProvider) if each.name == name)

@@ -1,0 +1,89 @@
+"""Long sequences over several ranks, by exchanging heads for tokens around attention (DeepSpeed-Ulysses, 2309.14509).
+
+    rank 0  tokens 0..3, all heads  \\  attention  /  heads 0..1, all tokens  \\            /  tokens 0..3, all heads
+    rank 1  tokens 4..7, all heads  /  exchange   \\  heads 2..3, all tokens  /  exchange  \\  tokens 4..7, all heads
+
+Everything but attention works on tokens one by one, so a rank has some of them; attention sees whole sequences, so it
+is exact for packed ones as it stands. Tokens are filled up to a multiple of the ranks by a sequence that nobody reads.
+
+Shapes: T tokens (after filling up), P ranks, H heads, D head size, N rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from roll_core.errors import PlacementError
+from roll_core.modeling.collectives import summed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ContextParallel:
+    """One rank's place among those that share the tokens of a microbatch."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def part(self, num_tokens: int) -> range:
+        """The tokens of this rank; the last ones may lie behind the end."""
+        length = -(-num_tokens // self.size)
+        return range(self.rank * length, (self.rank + 1) * length)
+
+    def largest(self, tensor: Tensor) -> float:
+        """Of all numbers of all ranks."""
+        found = tensor.max().float()
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return float(found)
+
+    def check_heads(self, heads: int, key_heads: int, key: str) -> None:
+        """Raises `PlacementError`, which names the configuration's `key`, where heads cannot be dealt out."""
+        if heads % self.size:
+            raise PlacementError(f"{key} {self.size} does not divide the {heads} attention heads that a rank has")
+        if key_heads % self.size and self.size % key_heads:
+            raise PlacementError(
+                f"{key} {self.size} is neither a divisor nor a multiple of the {key_heads} key and value heads that a"
+                " rank has"
+            )
+
+    def heads(self, tensor: Tensor) -> Tensor:
+        """`[1, H, T / P, D]` to `[1, H / P, T, D]`. Where there are fewer (key) heads than ranks each is repeated."""
+        if tensor.shape[1] < self.size:
+            tensor = tensor.repeat_interleave(self.size // tensor.shape[1], dim=1)
+        found: Tensor = _Exchange.apply(tensor, self.group, 1, 2)  # type: ignore[no-untyped-call]
+        return found
+
+    def tokens(self, tensor: Tensor) -> Tensor:
+        """`[1, T, H / P, D]` to `[1, T / P, H, D]`."""
+        found: Tensor = _Exchange.apply(tensor, self.group, 1, 2)  # type: ignore[no-untyped-call]
+        return found
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Of all tokens, on every rank, from what each rank has of its own with 0 elsewhere. Every rank goes on to the
+        same loss; gradients of parameters are this rank's part, to be added up like those of data-parallel ranks."""
+        return summed(tensor, self.group)
+
+
+class _Exchange(torch.autograd.Function):
+    """Cuts dimension `cut` into a piece for each rank, and joins what comes along dimension `join`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
+        ctx.group, ctx.cut, ctx.join = group, cut, join
+        return _exchanged(tensor, group, cut, join)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grads[0], ctx.group, ctx.join, ctx.cut), None, None, None
+
+
+def _exchanged(tensor: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
+    sent = torch.stack(tensor.chunk(dist.get_world_size(group), dim=cut))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), dim=join)

@@ -1,0 +1,29 @@
+"""What is refused when ranks share the tokens of a microbatch; its numbers are in `test_numbers`."""
+
+from __future__ import annotations
+
+import pytest
+from fsdp2_programs import TINY, Job, train, train_with_tokens_mixed
+
+from roll_core.testing.ranks import RanksFailedError
+
+ULYSSES = {"ulysses_size": 2}
+
+
+def test_heads_that_cannot_be_dealt_out_are_named(ranks):
+    with pytest.raises(RanksFailedError, match="PlacementError: ulysses_size 3 does not divide the 4 attention heads"):
+        ranks(train, Job(world_size=3, config={"ulysses_size": 3}))
+    odd = TINY | {"num_attention_heads": 12, "num_key_value_heads": 3}
+    with pytest.raises(RanksFailedError, match="ulysses_size 2 is neither a divisor nor a multiple of the 3 key"):
+        ranks(train, Job(world_size=2, config=ULYSSES, model={"random_init": odd}))
+
+
+def test_a_model_that_computes_with_padding_is_refused(ranks):
+    job = Job(world_size=2, config=ULYSSES, model={"attn_implementation": "sdpa"})
+    with pytest.raises(RanksFailedError, match=r"UnsupportedError: .*with padding \(attn_implementation: sdpa\)"):
+        ranks(train, job)
+
+
+def test_a_model_that_mixes_tokens_outside_attention_is_found_out(ranks):
+    with pytest.raises(RanksFailedError, match=r"ModelError: .*more than attention mixes them"):
+        ranks(train_with_tokens_mixed, Job(world_size=2, config=ULYSSES))

@@ -1,0 +1,91 @@
+"""What tensor parallelism refuses, and what each rank holds under it; its numbers are in `test_numbers`."""
+
+from __future__ import annotations
+
+import pytest
+from fsdp2_programs import TINY, Job, train
+from torch.distributed.device_mesh import init_device_mesh
+
+from roll_core.errors import PlacementError, UnsupportedError
+from roll_core.modeling.model import load_model
+from roll_core.modeling.process_group import ProcessGroup
+from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.testing.ranks import RanksFailedError
+from roll_strategy_fsdp2.config import FSDP2Config
+from roll_strategy_fsdp2.sharding import make_meshes
+from roll_strategy_fsdp2.tensor_parallel import parallelize
+
+TENSOR = {"tensor_model_parallel_size": 2}
+ATTENTION = "layers.*.self_attn."
+
+
+@pytest.fixture
+def mesh():
+    """Of one rank."""
+    group = ProcessGroup(MeshInfo(role="actor_train"))
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",))
+    group.close()
+
+
+@pytest.fixture
+def model():
+    return load_model(ModelSpec(random_init=TINY))
+
+
+def test_an_architecture_without_a_plan_is_refused(mesh):
+    gpt2 = load_model(ModelSpec(random_init={"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_head": 4}))
+    with pytest.raises(UnsupportedError, match="no plan for tensor parallelism with GPT2LMHeadModel"):
+        parallelize(gpt2, mesh)
+
+
+def test_a_style_that_is_not_known_is_named(mesh, model):
+    model.base_model._tp_plan = model.base_model._tp_plan | {f"{ATTENTION}o_proj": "sequence_parallel"}
+    with pytest.raises(UnsupportedError, match=r"layers.0.self_attn.o_proj 'sequence_parallel', which is not known"):
+        parallelize(model, mesh)
+
+
+def test_a_plan_that_forgets_the_norms_between_cut_layers_is_refused(mesh, model):
+    plan = dict(model.base_model._tp_plan)
+    del plan[f"{ATTENTION}k_norm"]
+    model.base_model._tp_plan = plan
+    with pytest.raises(UnsupportedError, match=r"says nothing of layers.0.self_attn.k_norm"):
+        parallelize(model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, "does not divide num_key_value_heads 3"),
+        (
+            {"intermediate_size": 49},
+            r"does not divide dimension 0 of layers.0.mlp.gate_proj.weight, which is \(49, 32\)",
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            "does not divide the 3 experts of layers.0.mlp.experts",
+        ),
+    ],
+    ids=["heads", "hidden units", "experts"],
+)
+def test_sizes_that_are_no_multiple_of_the_ranks_are_named(ranks, change, said):
+    job = Job(world_size=2, config=TENSOR, model={"random_init": TINY | change})
+    with pytest.raises(RanksFailedError, match=f"PlacementError: .*{said}"):
+        ranks(train, job)
+
+
+def test_sizes_must_divide_the_ranks():
+    mesh = MeshInfo(role="actor_train", world_size=6)
+    with pytest.raises(PlacementError, match="tensor_model_parallel_size 4 does not divide its 6 ranks"):
+        make_meshes(mesh, FSDP2Config(tensor_model_parallel_size=4))
+    with pytest.raises(PlacementError, match="fsdp_size 2 does not divide its 3 groups of 2 tensor-parallel ranks"):
+        make_meshes(mesh, FSDP2Config(tensor_model_parallel_size=2, fsdp_size=2))
+
+
+@pytest.mark.parametrize(("world_size", "config"), [(4, TENSOR), (2, TENSOR), (4, TENSOR | {"fsdp_size": 1})])
+def test_a_rank_holds_its_share_of_what_is_cut_twice(ranks, world_size, config):
+    """Of layers and of embeddings; only the norms inside layers, 1 % here, are whole in each tensor-parallel half."""
+    per_copy = 2 if "fsdp_size" in config else world_size
+    for each in ranks(train, Job(world_size=world_size, config=config), 1):
+        whole = sum(tensor.size for tensor in each["weights"].values())
+        assert each["memory"]["weights"] == pytest.approx(4 * whole / per_copy, rel=0.04)
+        assert each["memory"]["optimizer"] == pytest.approx(8 * whole / per_copy, rel=0.04)
