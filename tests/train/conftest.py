@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,19 +13,12 @@ from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec
+from roll_core.testing.models import QWEN3
 from roll_core.types import TrainSequence
 
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-}
+sys.path.append(str(Path(__file__).parent))  # ranks import replica_program by name
+
+TINY = {**QWEN3, "vocab_size": 61}
 LENGTHS = (5, 1, 9, 3, 12, 2)
 
 

@@ -1,17 +1,8 @@
-"""Data-parallel training for `test_replicas.py`: `python replica_program.py JOBS.json FOLDER`.
-
-Everything is imported once; each job then forks one process per rank, which writes `FOLDER/<job>-<rank>.json`.
-"""
+"""What the ranks of `test_replicas.py` do: functions for `roll_core.testing.ranks.RankHost`."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import socket
-import sys
-import traceback
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +13,8 @@ from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.data.pack import balance, pack, totals
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec
+from roll_core.testing.losses import SpoiltLoss
+from roll_core.testing.programs import raised
 from roll_core.types import TrainSequence
 
 
@@ -34,6 +27,7 @@ def sequence(tokens, masked_from):
 def run(rank, world_size, port, model, sequences, folder, attn_implementation):
     """Two steps on this rank's share; returns the first gradient, the weights, and what was measured."""
     torch.set_num_threads(1)
+    sequences = [sequence(*each) for each in sequences]
     strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=1e-2, num_steps=9, max_grad_norm=1.0))
     mesh = MeshInfo(role="student", rank=rank, world_size=world_size, master_port=port, num_threads=1, timeout_s=60)
     # Ranks that draw other weights get rank 0's.
@@ -65,38 +59,15 @@ def run(rank, world_size, port, model, sequences, folder, attn_implementation):
     }
 
 
-def free_port():
-    """Which nothing listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def main(jobs, folder):
-    """Run the jobs one after the other."""
-    for name, job in jobs.items():
-        place = folder / name
-        place.mkdir()
-        port = free_port()
-        children = []
-        for rank in range(job["world_size"]):
-            child = os.fork()
-            if child == 0:
-                try:
-                    sequences = [sequence(*each) for each in job["sequences"]]
-                    found = run(rank, job["world_size"], port, job["model"], sequences, place, job["attention"])
-                    (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            children.append(child)
-        failed = [os.waitpid(child, 0)[1] for child in children]
-        if any(failed):
-            sys.exit(f"job {name} failed: {failed}")
-
-
-if __name__ == "__main__":
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - so that no rank has to
-
-    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+def lose_one(rank, world_size, port, model, sequences, spoilt):
+    """What the gradients raise where the loss of one sequence is NaN."""
+    torch.set_num_threads(1)
+    strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=1e-2, num_steps=9))
+    mesh = MeshInfo(role="student", rank=rank, world_size=world_size, master_port=port, num_threads=1, timeout_s=60)
+    strategy.build(ModelSpec(random_init=model, seed=3), mesh)
+    batch = [sequence(*each) for each in sequences]
+    share = [batch[i] for i in balance(batch, world_size)[rank]]
+    micros = pack(share, totals=totals(batch), max_sequences=1)
+    error = raised(lambda: strategy.forward_backward(micros, SpoiltLoss(sequence=spoilt)))
+    strategy.close()
+    return error

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from replica_program import lose_one, run
 
-PROGRAM = Path(__file__).with_name("replica_program.py")
-MODEL = {
-    "model_type": "qwen3",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-}
+from roll_core.errors import NonFiniteError
+from roll_core.testing.models import QWEN3
+from roll_core.testing.ranks import RankHost, free_port
+
+MODEL = {**QWEN3, "vocab_size": 61}
 SEQUENCES = [
     ([5, 17, 3, 44, 9], 2),
     ([8], 1),
@@ -34,21 +23,23 @@ SPLITS = {"1": (1, "auto"), "2": (2, "auto"), "3": (3, "auto"), "4": (4, "auto")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What each rank of each job found."""
+def host():
+    """Processes that have imported everything once."""
+    host = RankHost(preload=("transformers.models.qwen3.modeling_qwen3", "replica_program"))
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def found(host, tmp_path_factory):
+    """What each rank of each job found, and the folder."""
     folder = tmp_path_factory.mktemp("replicas")
-    job = {"model": MODEL, "sequences": SEQUENCES}
-    jobs = {name: job | {"world_size": size, "attention": kind} for name, (size, kind) in SPLITS.items()}
-    few = {"model": MODEL, "sequences": SEQUENCES[:1], "attention": "auto"}
-    jobs |= {"few-1": few | {"world_size": 1}, "few-3": few | {"world_size": 3}}
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, str(PROGRAM), str(folder / "jobs.json"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return {
-        name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(each["world_size"])]
-        for name, each in jobs.items()
-    } | {"folder": folder}
+    jobs = {name: (SEQUENCES, size, kind) for name, (size, kind) in SPLITS.items()}
+    jobs |= {"few-1": (SEQUENCES[:1], 1, "auto"), "few-3": (SEQUENCES[:1], 3, "auto")}
+    return {"folder": folder} | {
+        name: host.run(run, size, free_port(), MODEL, sequences, folder / name, kind, num_ranks=size)
+        for name, (sequences, size, kind) in jobs.items()
+    }
 
 
 def relative(gradient, expected):
@@ -77,10 +68,19 @@ def test_a_state_saved_by_all_ranks_continues_bit_for_bit(found, name):
         before, repeated = each["stats"][1:]
         assert before == repeated
         assert ("weights.safetensors" in each["files"]) == (rank == 0)
-        assert each["data_rank"] == [rank, len(found[name]), True]
+        assert each["data_rank"] == (rank, len(found[name]), True)
     assert (found["folder"] / name / "export" / "model.safetensors").is_file()
 
 
 def test_ranks_with_nothing_to_do_take_part(found):
     for each in found["few-3"]:
         assert relative(each["gradient"], found["few-1"][0]["gradient"]) < 1e-6
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_the_call_on_all(host):
+    spoilt = SEQUENCES[4]
+    errors = host.run(lose_one, 3, free_port(), MODEL, SEQUENCES, str(spoilt[0]), num_ranks=3)
+    for error in errors:
+        assert error.is_a(NonFiniteError)
+        assert str(spoilt[0]) in error.message
+    assert sum(error.message.startswith("rank ") for error in errors) == 2

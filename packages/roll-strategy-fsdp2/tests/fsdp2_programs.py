@@ -15,6 +15,9 @@ from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import balance, pack, totals
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec, TrainStrategy, Want
+from roll_core.testing.losses import SpoiltLoss
+from roll_core.testing.models import QWEN3
+from roll_core.testing.programs import Raised, raised
 from roll_core.types import TrainSequence
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
@@ -28,17 +31,7 @@ PRELOAD = (
 )
 """What ranks import, once for all."""
 LENGTHS = (5, 1, 9, 3, 12, 2, 7)
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-}
+TINY = {**QWEN3, "vocab_size": 61}
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
 TRAINING = TrainingSpec(
     learning_rate=1e-2,
@@ -173,6 +166,21 @@ def skip_and_go_on(rank: int, job: Job) -> tuple[dict[str, Any], ...]:
             port = strategy._mesh.master_port
         job = job.with_(port=port + 1)
     return tuple(found)
+
+
+def lose_and_go_on(rank: int, job: Job, sequence: str) -> tuple[Raised | None, dict[str, Any], dict[str, Any]]:
+    """What a step raises whose loss is NaN for one sequence, then a good step; and the good one alone."""
+    found = []
+    for spoil in (True, False):
+        with built(rank, job) as strategy:
+            batch = micros(strategy, job, sequences())
+            if spoil:
+                strategy.forward_backward(batch, objective(job))
+                error = raised(lambda: strategy.forward_backward(batch, SpoiltLoss(sequence=sequence)))  # noqa: B023
+            found.append({"step": step(strategy, job, sequences())[1], "weights": weights(strategy)})
+            port = strategy._mesh.master_port
+        job = job.with_(port=port + 1)
+    return error, found[0], found[1]
 
 
 def own(folder: Path, rank: int) -> Path:

@@ -7,10 +7,23 @@ import math
 import numpy as np
 import pytest
 import torch
-from fsdp2_programs import LORA, TINY, Job, model_spec, scored, sequences, skip_and_go_on, step, train, weights
+from fsdp2_programs import (
+    LORA,
+    TINY,
+    Job,
+    lose_and_go_on,
+    model_spec,
+    scored,
+    sequences,
+    skip_and_go_on,
+    step,
+    train,
+    weights,
+)
 
 from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.train import HFTrainStrategy
+from roll_core.errors import NonFiniteError
 from roll_core.spec.model import LoraSpec, MeshInfo
 
 MOE = TINY | {
@@ -198,3 +211,13 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank_and_changes_noth
         assert not math.isfinite(skipped["grad_norm"])
         assert after == straight["steps"][0]
         assert furthest(spoilt["weights"], straight["weights"]) == 0
+
+
+@pytest.mark.parametrize("name", ["4, of which one has less to do", "2 x 2", "tensor 2, 2 x 2, tied, checkpointed"])
+def test_a_loss_that_is_not_finite_on_one_rank_ends_the_call_on_all(ranks, name):
+    """None waits for the others, and what comes after is as if nothing had been."""
+    for error, after, alone_after in ranks(lose_and_go_on, JOBS[name], "s4"):
+        assert error.is_a(NonFiniteError)
+        assert "s4" in error.message
+        assert after["step"] == alone_after["step"]
+        assert furthest(after["weights"], alone_after["weights"]) == 0

@@ -144,6 +144,10 @@ class ExtensionError(RollError, RuntimeError):
     """Sources that come with a package cannot be compiled here; the message ends with what the compiler said."""
 
 
+class NotBuiltError(RollError, AttributeError):
+    """A strategy was called before its model was there."""
+
+
 class NonFiniteError(RollError, ArithmeticError):
     """A loss, gradient or logprob that is NaN or infinite; names where it first appeared."""
 

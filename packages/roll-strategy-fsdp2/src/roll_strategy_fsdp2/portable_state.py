@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from roll_core.modeling.optimizer import moments
 from roll_core.spec.train import ParameterState
-from roll_strategy_fsdp2.optimizer import like, local
+from roll_strategy_fsdp2.loading import held_of
+from roll_strategy_fsdp2.optimizer import like
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +55,4 @@ def _cut(whole: Tensor, parameter: Tensor) -> Tensor:
     """This rank's share of what every rank has."""
     if not isinstance(parameter, DTensor):
         raise TypeError(f"a sharded model's tensor is a DTensor, not a {type(parameter).__name__}")
-    mesh = parameter.device_mesh
-    spread = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-    return local(spread)
+    return whole[held_of(parameter)]

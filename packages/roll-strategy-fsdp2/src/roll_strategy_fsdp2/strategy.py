@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from roll_core.errors import CheckpointError, UnsupportedError
+from roll_core.errors import CheckpointError, NonFiniteError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.context_parallel import ContextParallel
 from roll_core.modeling.export import check_exportable, write_model
@@ -140,35 +140,42 @@ class FSDP2Strategy(TrainStrategy):
         return self._score_each(micros, want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
-        """Raises `NonFiniteError`, which names the sequences, before a NaN gets into the gradients. Collective."""
-        self._require_training()
+        """Raises `NonFiniteError`, which names the sequences, on every rank; what the gradients were is lost then.
+        Collective: a rank that finds one makes the passes that the others need, and then tells them."""
+        optimizer = self._require_training()
         idle = self._idle(len(micros))
         sharded = as_fsdp(self.root)
         found: list[LossMetrics] = []
+        error: NonFiniteError | None = None
         try:
             for at, micro in enumerate((*idle, *micros)):
                 last = at == len(idle) + len(micros) - 1
                 sharded.set_is_last_backward(last)
                 sharded.set_requires_gradient_sync(last or self._config.reduce_scatter_during_grad_accumulation)
-                if at < len(idle):
-                    _anchor(self._outputs(micro, loss.want)).backward()  # type: ignore[no-untyped-call]
-                else:
-                    found.append(self._one_backward(micro, loss))
+                on_device = micro.to(self._mesh.device)
+                outputs = self._outputs(on_device, loss.want)
+                total = _anchor(outputs)
+                if at >= len(idle) and error is None:
+                    try:
+                        each = finite_loss(loss, outputs, on_device)
+                        total = total + each.loss
+                        found.append(plain_metrics(each))
+                    except NonFiniteError as raised:
+                        error = raised
+                total.backward()  # type: ignore[no-untyped-call]
         except BaseException:
             sharded.reset_iter_state()
+            raise
+        try:
+            self.process_group.raise_together(error)
+        except NonFiniteError:
+            optimizer.clear()
             raise
         return found
 
     def optimizer_step(self) -> StepStats:
         """Collective over the ranks."""
         return self._require_training().step()
-
-    def _one_backward(self, micro: MicroBatch, loss: LossFn) -> LossMetrics:
-        micro = micro.to(self._mesh.device)
-        outputs = self._outputs(micro, loss.want)
-        found = finite_loss(loss, outputs, micro)
-        (found.loss + _anchor(outputs)).backward()  # type: ignore[no-untyped-call]
-        return plain_metrics(found)
 
     def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
         """FSDP finds the tensors of a tuple, and does not like views."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from roll_core.errors import WorkerError
+from roll_core.errors import NonFiniteError, WorkerError
 
 if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo
@@ -59,6 +59,20 @@ class ProcessGroup:
         """Until every rank has come here."""
         if self.size > 1:
             dist.barrier()
+
+    def raise_together(self, error: NonFiniteError | None) -> None:
+        """Where any rank has an error all of them raise: it its own, the others what the first of these says. Else one
+        would end while the others wait for it in their next collective. Collective: one number, unless there is one."""
+        if self.size > 1:
+            failed = torch.tensor([error is not None], dtype=torch.int32, device=self.device)
+            dist.all_reduce(failed, dist.ReduceOp.MAX)
+            if int(failed):
+                said: list[str] = [""] * self.size
+                dist.all_gather_object(said, "" if error is None else str(error))
+                rank = next(i for i, each in enumerate(said) if each)
+                error = error or NonFiniteError(f"rank {rank}: {said[rank]}")
+        if error is not None:
+            raise error
 
     @property
     def is_last(self) -> bool:

@@ -234,6 +234,16 @@ class TrainStrategy(ABC):
 
     _mesh: MeshInfo
 
+    if not TYPE_CHECKING:  # a type checker would take any misspelt attribute for granted
+
+        def __getattr__(self, name: str) -> Any:
+            """Only asked for what is not there. Raises `NotBuiltError` as long as `build` has not begun."""
+            from roll_core.errors import NotBuiltError
+
+            if "_mesh" in vars(self):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise NotBuiltError(f"{type(self).__name__} has no {name!r}: call build first")
+
     @abstractmethod
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
         """Outputs without gradients, on the host or the device, complete on leader ranks. Where a model is spread over

@@ -43,14 +43,14 @@ class ContractTests(Subject):
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def test_calls_before_build_raise(self, case: Case, tmp_path: Path) -> None:
-        """Nothing is answered without a model; `close` is fine at any time, also twice."""
+        """Nothing is answered without a model, and a `RollError` says so; `close` is fine at any time, also twice."""
         (found,) = self.run(call_before_build, self._trained_on_one(case), self._step(), str(tmp_path))
         for name, error in found.items():
             closes = name.startswith("close")
             if closes and error is not None:
                 raise AssertionError(f"{name} before build raised {error}")
-            if not closes and error is None:
-                raise AssertionError(f"{name} before build returned as if there were a model")
+            if not closes:
+                expect(error, RollError, f"{name} before build, without a model,")
 
     def test_closing_twice_is_fine(self, case: Case, world_size: int) -> None:
         """And a third time."""

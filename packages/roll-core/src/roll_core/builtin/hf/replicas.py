@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from roll_core.errors import NonFiniteError
     from roll_core.spec.model import MeshInfo
 
 BUCKET_BYTES = 64 << 20
@@ -46,6 +47,13 @@ class Replicas:
                 dist.broadcast(dense, 0)
                 with torch.no_grad():
                     tensor.copy_(dense)
+
+    def raise_together(self, error: NonFiniteError | None) -> None:
+        """See `ProcessGroup.raise_together`."""
+        if self._group is not None:
+            self._group.raise_together(error)
+        elif error is not None:
+            raise error
 
     def wait(self) -> None:
         """Until every rank has come here."""

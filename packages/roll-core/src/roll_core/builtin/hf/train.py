@@ -14,7 +14,7 @@ import torch
 from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.optimizer import AdamW
 from roll_core.builtin.hf.replicas import Replicas
-from roll_core.errors import CheckpointError, RollError, UnsupportedError
+from roll_core.errors import CheckpointError, NonFiniteError, RollError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.export import write_model
 from roll_core.modeling.fused import fuse
@@ -101,9 +101,17 @@ class HFTrainStrategy(TrainStrategy):
         return self.task_model.outputs(micro.to(self._mesh.device), want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
-        """Raises `NonFiniteError`, which names the sequences, before a NaN gets into the gradients."""
+        """Raises `NonFiniteError`, which names the sequences, on every rank, before a NaN gets into the gradients.
+        Collective over the ranks."""
         self._require_training()
-        return [self._one_backward(micro.to(self._mesh.device), loss) for micro in micros]
+        found: list[LossMetrics] = []
+        error: NonFiniteError | None = None
+        try:
+            found.extend(self._one_backward(micro.to(self._mesh.device), loss) for micro in micros)
+        except NonFiniteError as raised:
+            error = raised
+        self.replicas.raise_together(error)
+        return found
 
     def optimizer_step(self) -> StepStats:
         """Collective over the ranks."""
