@@ -14,7 +14,7 @@ import torch
 from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import balance, pack, totals
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
-from roll_core.spec.train import TrainingSpec, TrainStrategy, Want
+from roll_core.spec.train import ParameterState, PortableState, TrainingSpec, TrainStrategy, Want
 from roll_core.testing.losses import SpoiltLoss
 from roll_core.testing.models import QWEN3
 from roll_core.testing.programs import Raised, raised
@@ -181,6 +181,60 @@ def lose_and_go_on(rank: int, job: Job, sequence: str) -> tuple[Raised | None, d
             port = strategy._mesh.master_port
         job = job.with_(port=port + 1)
     return error, found[0], found[1]
+
+
+def away_and_back(rank: int, job: Job) -> tuple[list[dict[str, int]], Raised | None, dict[str, Any], dict[str, Any]]:
+    """Steps around which the shares' memory is moved, as if the device were not the host, and in which nothing is."""
+    found = []
+    for moves in (True, False):
+        with built(rank, job) as strategy:
+            strategy.moves = moves
+            step(strategy, job, sequences())
+            strategy.forward_backward(micros(strategy, job, sequences()), objective(job))
+            if moves:
+                held = [dict(strategy.memory())]
+                strategy.offload(("weights", "grads", "optimizer"))
+                held.append(dict(strategy.memory()))
+                storages = [
+                    each.untyped_storage().nbytes() for tensors in strategy._held().values() for each in tensors
+                ]
+                error = raised(strategy.optimizer_step)
+                strategy.onload(("grads", "optimizer", "weights"))
+                held.append(dict(strategy.memory()))
+                # The numbers of steps are no device's.
+                assert sum(storages) <= 4 * len(storages)
+            steps = [asdict(strategy.optimizer_step()), step(strategy, job, sequences())[1]]
+            found.append({"steps": steps, "weights": weights(strategy)})
+            port = strategy._mesh.master_port
+        job = job.with_(port=port + 1)
+    return held, error, found[0], found[1]
+
+
+def portable(rank: int, job: Job) -> dict[str, np.ndarray]:
+    """After two steps, the state that all strategies read; and that reading it into another changes nothing of it."""
+    with built(rank, job) as strategy:
+        for _ in range(2):
+            step(strategy, job, sequences())
+        found = _read_all(strategy.export_state())
+        step(strategy, job, sequences())
+        state = strategy.export_state()
+        strategy.import_state(replace(state, step_count=2, read=lambda name: ParameterState(**_parts(found, name))))
+        again = _read_all(strategy.export_state())
+        assert all(np.array_equal(found[name], again[name]) for name in found)
+        return found
+
+
+def _read_all(state: PortableState) -> dict[str, np.ndarray]:
+    read = {name: state.read(name) for name in state.shapes}
+    return {
+        f"{part}.{name}": getattr(each, part).numpy().copy()
+        for name, each in read.items()
+        for part in ("master", "exp_avg", "exp_avg_sq")
+    }
+
+
+def _parts(found: dict[str, np.ndarray], name: str) -> dict[str, torch.Tensor]:
+    return {part: torch.from_numpy(found[f"{part}.{name}"]) for part in ("master", "exp_avg", "exp_avg_sq")}
 
 
 def own(folder: Path, rank: int) -> Path:

@@ -13,10 +13,12 @@ from fsdp2_programs import (
     TINY,
     TRAINING,
     Job,
+    away_and_back,
     continue_after,
     export,
     furthest_from,
     load_into,
+    portable,
     same_weights,
     save_after,
     sequences,
@@ -24,6 +26,7 @@ from fsdp2_programs import (
 )
 
 from roll_core.data.tokenizers import make_tokenizer
+from roll_core.errors import UnsupportedError
 from roll_core.modeling.model import load_model
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
@@ -106,6 +109,27 @@ def test_no_file_of_a_state_is_a_pickle(saved):
     folder, _ = saved(Job(world_size=2), 2)
     names = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
     assert {name for name in names if not name.endswith((".safetensors", ".json"))} == set()
+
+
+@pytest.mark.parametrize("model", [{}, {"dtype": "bf16", "lora": LORA}], ids=["fp32", "bf16, adapters"])
+@pytest.mark.parametrize("config", [{}, TENSOR], ids=["2", "tensor 2"])
+def test_memory_that_is_moved_away_comes_back_bit_for_bit(ranks, config, model):
+    for held, error, moved, stayed in ranks(away_and_back, Job(world_size=2, config=config, model=model)):
+        before, away, back = held
+        assert min(before.values()) > 0
+        assert away == dict.fromkeys(before, 0)
+        assert back == before
+        assert error.is_a(UnsupportedError)
+        assert moved["steps"] == stayed["steps"]
+        assert same_weights(moved["weights"], stayed["weights"])
+
+
+@pytest.mark.parametrize("config", [{"fsdp_size": 2}, TENSOR | {"ulysses_size": 2}], ids=["2 x 2", "2 x tensor 2"])
+def test_the_state_that_all_strategies_read_is_the_same_on_any_ranks(ranks, config):
+    (alone,) = ranks(portable, Job(world_size=1))
+    for each in ranks(portable, Job(world_size=4, config=config)):
+        assert each.keys() == alone.keys()
+        assert max(float(np.abs(each[name] - alone[name]).max()) for name in alone) < 2e-5
 
 
 @pytest.mark.parametrize("harm", ["state.json lost", "state.json cut", "shard lost", "shard cut"])

@@ -23,6 +23,7 @@ from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.fused import fuse
 from roll_core.modeling.model import load_model
+from roll_core.modeling.moving import Mover, num_bytes
 from roll_core.modeling.optimizer import adamw, schedule
 from roll_core.modeling.portable_state import check_same
 from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
@@ -43,7 +44,6 @@ from roll_strategy_deepspeed.config import DeepSpeedConfig
 from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
 from roll_strategy_deepspeed.held_state import HeldState
 from roll_strategy_deepspeed.loss_scale import LossScale
-from roll_strategy_deepspeed.moving import Mover, num_bytes
 from roll_strategy_deepspeed.plugin import CAPABILITIES
 from roll_strategy_deepspeed.portable_state import gather, shapes, take_over
 from roll_strategy_deepspeed.ranks import Ranks

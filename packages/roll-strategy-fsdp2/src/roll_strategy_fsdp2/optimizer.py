@@ -71,15 +71,14 @@ class ShardedAdamW:
             self.torch_optimizer.state[share]["step"].fill_(float(step_count))
         self.clear()
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of gradients and of optimizer state on this rank."""
+    def gradients(self) -> list[Tensor]:
+        """This rank's shares, of those that there are."""
+        return [local(each.grad) for each in self.parameters.values() if each.grad is not None]
+
+    def states(self) -> list[Tensor]:
+        """Moments, as far as a step has made them, and numbers of steps."""
         states = self.torch_optimizer.state.values()
-        return {
-            "grads": sum(local(each.grad).nbytes for each in self.parameters.values() if each.grad is not None),
-            "optimizer": sum(
-                each.nbytes for state in states for each in state.values() if isinstance(each, torch.Tensor)
-            ),
-        }
+        return [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
 
     def _gradient(self, name: str) -> Tensor:
         """This rank's share of it, given to the torch optimizer; zeros where no microbatch came."""

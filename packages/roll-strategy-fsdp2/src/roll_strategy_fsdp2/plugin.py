@@ -21,6 +21,7 @@ CAPABILITIES = TrainCapabilities(
     tensor_parallel=True,
     context_parallel=True,
     lora=True,
+    offload=True,
     topk=True,
     portable_state=True,
     any_world_size=True,

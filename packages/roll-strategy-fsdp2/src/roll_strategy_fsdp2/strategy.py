@@ -22,6 +22,7 @@ from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.context_parallel import ContextParallel
 from roll_core.modeling.export import check_exportable, write_model
 from roll_core.modeling.model import DTYPES, load_model
+from roll_core.modeling.moving import Mover
 from roll_core.modeling.portable_state import check_same
 from roll_core.modeling.process_group import ProcessGroup
 from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
@@ -29,6 +30,7 @@ from roll_core.spec.train import (
     LossFn,
     LossMetrics,
     MicroBatch,
+    Part,
     PortableState,
     StepStats,
     TokenOutputs,
@@ -69,6 +71,7 @@ class FSDP2Strategy(TrainStrategy):
             torch.set_num_threads(mesh.num_threads)
         self._mesh, self.spec = mesh, model
         self.process_group = ProcessGroup(mesh)
+        self.mover, self.moves = Mover(mesh.role, self.process_group.device), self.process_group.device.type != "cpu"
         self.meshes = make_meshes(mesh, self._config)
         self.compute_dtype = DTYPES[self._config.param_dtype or model.dtype]
         opened = open_empty(model)
@@ -211,6 +214,7 @@ class FSDP2Strategy(TrainStrategy):
     def _require_training(self) -> ShardedAdamW:
         if self.optimizer is None:
             raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
+        self.mover.need("weights", "grads", "optimizer")
         return self.optimizer
 
     @property
@@ -313,16 +317,35 @@ class FSDP2Strategy(TrainStrategy):
             raise CheckpointError(f"{path}: holds adapters, but this role trains the whole model (lora_target)")
 
     def _state(self) -> dict[str, Tensor]:
+        self.mover.need("weights", "grads", "optimizer")
         kept = dict(self.model.named_parameters()) if self.adapters is None else self.adapters.trained()
         weights: dict[str, Tensor] = {f"weight.{name}": like(each, local(each)) for name, each in kept.items()}
         return weights | self.optimizer.tensors() if self.optimizer is not None else weights
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
+    def offload(self, parts: Sequence[Part]) -> None:
+        """The memory of this rank's shares; where that is the host's already (`offload_policy`) it stays."""
+        if not self.moves:
+            return
+        for part in parts:
+            self.mover.away(part, self._held()[part])
+
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Into the same tensors."""
+        for part in parts:
+            self.mover.back(part)
+
     def memory(self) -> Mapping[str, int]:
-        """Measured on this rank's shares."""
-        held = {"weights": sum(local(each).nbytes for each in self.model.parameters())}
-        return held | self.optimizer.memory() if self.optimizer is not None else held
+        """Measured on this rank's shares; 0 for what is moved away."""
+        held = {part: sum(each.nbytes for each in tensors) for part, tensors in self._held().items()}
+        return {part: 0 if self.mover.is_away(part) else size for part, size in held.items()}
+
+    def _held(self) -> dict[Part, list[Tensor]]:
+        weights = [local(each) for each in self.model.parameters()]
+        if self.optimizer is None:
+            return {"weights": weights, "grads": [], "optimizer": []}
+        return {"weights": weights, "grads": self.optimizer.gradients(), "optimizer": self.optimizer.states()}
 
     def close(self) -> None:
         """Leave the process group and drop the optimizer's state."""

@@ -1,8 +1,8 @@
 """Moves what a rank holds to the host between phases, and back.
 
-The memory behind tensors is moved, not the tensors: DeepSpeed keeps views of one buffer in many places, and they all
-stay what they are, of memory that is gone meanwhile and has the same numbers when it is back. (DeepSpeed's own
-`offload_states` drops gradients, and refuses every optimizer but one at stage 3.)
+The memory behind tensors is moved, not the tensors: engines keep views of one buffer in many places (ZeRO's partitions,
+the padded shares of FSDP), and they all stay what they are, of memory that is gone meanwhile and has the same numbers
+when it is back.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class Mover:
             each.storage.resize_(each.num_bytes)
             if each.host is not None:
                 each.storage.copy_(each.host)
+
+    def is_away(self, part: Part) -> bool:
+        """Whether it was moved and is not back."""
+        return part in self._away
 
     def need(self, *parts: Part) -> None:
         """Raises `UnsupportedError` if one of `parts` is away: there is nothing to compute with."""
