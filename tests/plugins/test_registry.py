@@ -254,6 +254,24 @@ def test_requirements_that_are_not_met_say_found_wanted_and_the_command():
     )
 
 
+def test_a_need_with_alternatives_is_met_by_any_one_of_them():
+    check_requirements(engine("x", needs=(("no-such-package", "pytest>=1"),)), owner="x")
+
+
+def test_a_need_none_of_whose_alternatives_is_met_says_what_was_found_of_each():
+    with pytest.raises(MissingRequirementError) as raised:
+        check_requirements(engine("x", needs=(("no-such-package>=1", "no-such-package-cpu>=1"),)), owner="x")
+    assert str(raised.value) == (
+        "x: no-such-package is not installed, wanted >=1, and no-such-package-cpu is not installed, wanted >=1."
+        " Run: pip install 'no-such-package>=1'"
+    )
+
+
+def test_of_alternatives_the_installed_one_is_brought_to_its_version():
+    with pytest.raises(MissingRequirementError, match=r"Run: pip install 'pytest<1'$"):
+        check_requirements(engine("x", needs=(("no-such-package>=1", "pytest<1"),)), owner="x")
+
+
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
@@ -265,7 +283,9 @@ def test_requirements_that_are_not_met_say_found_wanted_and_the_command():
         ({"name": ""}, "name is '', expected letters"),
         ({"target": "no_colon"}, "target is 'no_colon', expected 'module:attribute'"),
         ({"config": "no colon:x"}, "config is 'no colon:x', expected 'module:attribute' or ''"),
-        ({"needs": ["a"]}, "needs is ['a'] (list), expected a tuple, each item str"),
+        ({"needs": ["a"]}, "needs is ['a'] (list), expected a tuple, each item str or a tuple, each item str"),
+        ({"needs": ((),)}, "needs lists (), which is no requirement"),
+        ({"needs": (("a", "b c"),)}, "needs lists 'b c', which is no requirement"),
         ({"needs": ("a b c",)}, "needs lists 'a b c', which is no requirement"),
         ({"platforms": "cuda"}, "platforms is 'cuda' (str), expected a tuple, each item str"),
         ({"capabilities": None}, "capabilities is None (NoneType), expected InferCapabilities"),

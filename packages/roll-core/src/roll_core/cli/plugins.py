@@ -11,6 +11,7 @@ from roll_core.errors import PluginError
 from roll_core.plugins.kinds import KINDS
 from roll_core.plugins.loader import SLOW_IMPORT_S
 from roll_core.plugins.registry import load_registry
+from roll_core.plugins.requirements import alternatives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,7 @@ def _lines(plugin: Plugin, *, verbose: bool) -> list[str]:
         for record in offered if verbose else ():
             lines.append(f"    {kind.noun} {record.name}: {record.summary}")
             if record.needs:
-                lines.append(f"        needs {', '.join(record.needs)}")
+                lines.append(f"        needs {', '.join(' or '.join(alternatives(each)) for each in record.needs)}")
     if verbose and plugin.target:
         slow = "  (slow: every command that reads a config waits for it)" if plugin.import_s > SLOW_IMPORT_S else ""
         lines.append(f"    {plugin.target}, hook API {plugin.hook_api}, imported in {plugin.import_s:.3f} s{slow}")

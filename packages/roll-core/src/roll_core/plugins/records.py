@@ -9,6 +9,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll_core.plugins.requirements import alternatives
 from roll_core.spec.providers import FragmentProvider
 
 if TYPE_CHECKING:
@@ -36,14 +37,17 @@ def check_record(record: Provider) -> str:
     return ""
 
 
-def _check_needs(needs: tuple[str, ...]) -> str:
+def _check_needs(needs: tuple[str | tuple[str, ...], ...]) -> str:
     from packaging.requirements import InvalidRequirement, Requirement
 
     for need in needs:
-        try:
-            Requirement(need)
-        except InvalidRequirement as error:
-            return f"needs lists {need!r}, which is no requirement: {str(error).splitlines()[0]}"
+        if not need:
+            return f"needs lists {need!r}, which is no requirement"
+        for each in alternatives(need):
+            try:
+                Requirement(each)
+            except InvalidRequirement as error:
+                return f"needs lists {each!r}, which is no requirement: {str(error).splitlines()[0]}"
     return ""
 
 
@@ -86,6 +90,8 @@ def _spell(hint: Any) -> str:
         return "one of " + ", ".join(repr(each) for each in arguments)
     if origin is tuple:
         return f"a tuple, each item {_spell(arguments[0])}"
+    if origin in (typing.Union, UnionType):
+        return " or ".join(_spell(each) for each in arguments)
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 

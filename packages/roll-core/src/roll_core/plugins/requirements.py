@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from roll_core.spec.providers import Provider
 
 
+def alternatives(need: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The requirements of which one has to be met for an entry of `Provider.needs`."""
+    return (need,) if isinstance(need, str) else need
+
+
 def check_requirements(provider: Provider, *, owner: str) -> None:
     """Raise `MissingRequirementError` unless every requirement in `provider.needs` is met in this environment.
 
@@ -22,22 +27,36 @@ def check_requirements(provider: Provider, *, owner: str) -> None:
         return
     from packaging.requirements import Requirement as Parsed
 
-    problems, wanted = [], []
+    problems: list[str] = []
+    wanted: list[Requirement] = []
     for need in provider.needs:
-        requirement = Parsed(need)
-        if requirement.marker is not None and not requirement.marker.evaluate():
-            continue
-        try:
-            found = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{requirement.name} is not installed, wanted {_spell(requirement)}")
-        else:
-            if requirement.specifier.contains(found, prereleases=True):
-                continue
-            problems.append(f"{requirement.name} {found} is installed, wanted {_spell(requirement)}")
-        wanted.append(f"'{requirement.name}{_extras(requirement)}{requirement.specifier}'")
+        requirements = [Parsed(each) for each in alternatives(need)]
+        requirements = [each for each in requirements if each.marker is None or each.marker.evaluate()]
+        unmet = [problem for each in requirements if (problem := _problem(each))]
+        if requirements and len(unmet) == len(requirements):
+            problems.append(", and ".join(unmet))
+            wanted.append(next((each for each in requirements if _installed(each)), requirements[0]))
     if problems:
-        raise MissingRequirementError(f"{owner}: {'; '.join(problems)}. Run: pip install {' '.join(wanted)}")
+        command = " ".join(f"'{each.name}{_extras(each)}{each.specifier}'" for each in wanted)
+        raise MissingRequirementError(f"{owner}: {'; '.join(problems)}. Run: pip install {command}")
+
+
+def _installed(requirement: Requirement) -> str:
+    """The version that is there, whatever is wanted; empty if there is none."""
+    try:
+        return importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _problem(requirement: Requirement) -> str:
+    """Why it is not met, empty if it is."""
+    found = _installed(requirement)
+    if not found:
+        return f"{requirement.name} is not installed, wanted {_spell(requirement)}"
+    if requirement.specifier.contains(found, prereleases=True):
+        return ""
+    return f"{requirement.name} {found} is installed, wanted {_spell(requirement)}"
 
 
 def _spell(requirement: Requirement) -> str:

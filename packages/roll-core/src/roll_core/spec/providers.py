@@ -76,8 +76,9 @@ class Provider:
     """One line for `roll-core plugins -v`."""
     config: str = ""
     """`"module:attribute"` of the pydantic schema of its own configuration; empty if it takes none."""
-    needs: tuple[str, ...] = ()
-    """Requirements (PEP 508, `"vllm>=0.30,<0.34"`) that must be installed where it runs."""
+    needs: tuple[str | tuple[str, ...], ...] = ()
+    """Requirements (PEP 508, `"vllm>=0.30,<0.34"`) that must be installed where it runs. A tuple among them is met by
+    any one of its own, where the same engine is published under several names; the first is the one to advise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

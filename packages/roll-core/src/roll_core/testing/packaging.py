@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from pydantic import ValidationError
 
 from roll_core.errors import MissingRequirementError
-from roll_core.plugins.requirements import check_requirements
+from roll_core.plugins.requirements import alternatives, check_requirements
 from roll_core.plugins.targets import check_part, load_target
 from roll_core.testing.part import Part
 
@@ -87,11 +87,12 @@ class PackagingTests(Part):
     def test_its_needs_are_stated_as_requirements(self) -> None:
         """PEP 508, so that a missing engine can be named together with the command that installs it."""
         for need in self.provider.needs:
-            Requirement(need)
+            for each in alternatives(need):
+                Requirement(each)
 
     def test_without_its_engine_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A `MissingRequirementError` that names each missing distribution and the pip command."""
-        needs = [Requirement(each) for each in self.provider.needs]
+        needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
         needs = [each for each in needs if each.marker is None or each.marker.evaluate()]
         self.need(bool(needs), "needs")
 
@@ -107,7 +108,8 @@ class PackagingTests(Part):
 
     def _engines(self) -> set[str]:
         """Names under which the distributions that the record needs are imported."""
-        needed = {Requirement(each).name.lower().replace("_", "-") for each in self.provider.needs}
+        needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
+        needed = {each.name.lower().replace("_", "-") for each in needs}
         modules = importlib.metadata.packages_distributions()
         return {
             module
