@@ -65,3 +65,11 @@ def ranks_in_float16():
     host, run = running(environment=ENVIRONMENT, preload=(*PRELOAD, "deepspeed_float16"))
     yield run
     host.close()
+
+
+@pytest.fixture(scope="session")
+def ranks_without_programs():
+    """The same where no program can be found, a compiler and ninja among them."""
+    host, run = running(environment={**ENVIRONMENT, "PATH": ""}, preload=PRELOAD)
+    yield run
+    host.close()

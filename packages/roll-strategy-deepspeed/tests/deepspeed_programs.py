@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from deepspeed.ops.op_builder import builder
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from roll_core.spec.train import StepStats
-from roll_core.testing.bench import Arrays, Case, Step, accumulate, built, take_step, weights
+from roll_core.modeling import pieces
+from roll_core.spec.train import ParameterState, Part, StepStats, Want
+from roll_core.testing.bench import Arrays, Case, Step, accumulate, built, outputs, take_step, weights
+from roll_core.testing.programs import Raised, Trained, raised
+from roll_core.types import TrainSequence
 from roll_strategy_deepspeed import held_state, ranks, whole_optimizer
+from roll_strategy_deepspeed.moving import num_bytes
 from roll_strategy_deepspeed.strategy import DeepSpeedStrategy
 
 get_checkpoint_conversion_mapping("qwen3")  # a thousand regular expressions, which transformers keeps
@@ -101,3 +107,105 @@ def engine_without_guard(rank: int, case: Case, step: Step) -> tuple[float | Non
         strategy.engine.step()
         finite = all(bool(np.isfinite(each).all()) for each in weights(strategy).values())
         return strategy.engine.get_global_grad_norm(), strategy.engine.was_step_applied(), finite
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes."""
+
+    said: int
+    """By `memory()`, of the parts that are moved."""
+    said_away: int
+    before: int
+    """Behind all tensors of the process, copies on the host not counted."""
+    away: int
+    back: int
+
+
+def hold(rank: int, case: Case, step: Step) -> dict[str, int]:
+    """What `memory()` says once a step was taken and there are gradients again."""
+    with built(case, rank) as strategy:
+        take_step(strategy, step)
+        accumulate(strategy, step)
+        return dict(strategy.memory())
+
+
+def move_and_count(rank: int, case: Case, step: Step, parts: Sequence[Part]) -> Held:
+    """The same, with `parts` moved away and back."""
+    with built(case, rank) as strategy:
+        take_step(strategy, step)
+        accumulate(strategy, step)
+        said, before = _said(strategy, parts), _count(strategy)
+        strategy.offload(parts)
+        said_away, away = _said(strategy, parts), _count(strategy)
+        strategy.onload(parts)
+        return Held(said=said, said_away=said_away, before=before, away=away, back=_count(strategy))
+
+
+def forward_while_away(rank: int, case: Case, batch: Sequence[TrainSequence]) -> Raised | None:
+    """What scoring raises."""
+    with built(case, rank) as strategy:
+        strategy.offload(["weights"])
+        return raised(lambda: outputs(strategy, batch, Want(logprobs=True)))
+
+
+def _said(strategy: DeepSpeedStrategy, parts: Sequence[Part]) -> int:
+    return sum(strategy.memory()[part] for part in parts)
+
+
+def _count(strategy: DeepSpeedStrategy) -> int:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.device.type == "cpu"]
+    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+    return num_bytes(tensors)
+
+
+# -- the state that all strategies read --------------------------------------------------------------------------------
+
+
+def hand_over(rank: int, case: Case, to: Case, steps: Sequence[Step], later: Sequence[Step]) -> tuple[Trained, Trained]:
+    """`steps`, then `later`, by the strategy that began and by `to`, which spoils its own state before."""
+    with built(case, rank) as first, built(to, rank) as second:
+        for step in steps:
+            take_step(first, step)
+        take_step(second, later[0])
+        accumulate(second, later[0])
+        state = first.export_state()
+        kept = {name: _copied(state.read(name)) for name in state.shapes}
+        second.import_state(replace(state, read=kept.__getitem__))
+        return _go_on(first, later), _go_on(second, later)
+
+
+def _copied(state: ParameterState) -> ParameterState:
+    return ParameterState(**{each.name: getattr(state, each.name).clone() for each in fields(state)})
+
+
+def _go_on(strategy: DeepSpeedStrategy, steps: Sequence[Step]) -> Trained:
+    before = weights(strategy)
+    done = [take_step(strategy, step) for step in steps]
+    return Trained(
+        data_rank=strategy.data_rank,
+        stats=tuple(stats for stats, _ in done),
+        metrics=tuple(metrics for _, metrics in done),
+        before=before,
+        after=weights(strategy),
+    )
+
+
+def export_in_pieces(rank: int, case: Case, folder: str, piece_bytes: int) -> tuple[Arrays, int]:
+    """Exported weights, and the bytes that a writer ever held."""
+    most = 0
+    with patch.object(pieces, "PIECE_BYTES", piece_bytes), built(case, rank) as strategy:
+        add = pieces.PieceWriter.add
+
+        def count(writer: pieces.PieceWriter, name: str, tensor: torch.Tensor) -> None:
+            nonlocal most
+            add(writer, name, tensor)
+            most = max(most, sum(each.nbytes for each in writer._piece.values()))
+
+        with patch.object(pieces.PieceWriter, "add", count):
+            strategy.export_model(Path(folder))
+        return weights(strategy), most

@@ -49,7 +49,6 @@ FILE = {
     "gradient_clipping": "auto",
     "steps_per_print": 100,
     "wall_clock_breakdown": False,
-    "offload_states": False,
     "logprob_chunk_tokens": 64,
     "fused": False,
 }

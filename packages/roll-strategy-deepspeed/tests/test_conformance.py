@@ -28,12 +28,23 @@ class TestZero(TrainStrategyConformance):
 
 
 class TestOffload(TrainStrategyConformance):
-    """What is offloaded lives in the host's memory: which is where the tests' device is, so only numbers can differ."""
+    """What is offloaded lives in the host's memory: which is where the tests' device is, so only numbers can differ.
+    Where the number of ranks matters, on two."""
 
     name = "deepspeed_train"
     variants = {  # noqa: RUF012
         "zero2-offload": stage(2, offload_optimizer=HOST),
         "zero3-offload": stage(3, offload_optimizer=HOST, offload_param=HOST),
     }
+    world_sizes = (2,)
+    environment = TestZero.environment
+    preload = TestZero.preload
+
+
+class TestInfer(TrainStrategyConformance):
+    """The twin that only scores, with an engine (stage 3) and without."""
+
+    name = "deepspeed_infer"
+    variants = {"zero0": stage(0), "zero3": stage(3)}  # noqa: RUF012
     environment = TestZero.environment
     preload = TestZero.preload

@@ -130,8 +130,6 @@ class DeepSpeedConfig(StrategyConfig):
     """Accepted for files that set it; a run writes its own metrics."""
     wall_clock_breakdown: Literal[False] = False
     """Accepted for files that set it."""
-    offload_states: bool = True
-    """Between phases, where the role shares its slots with others, what it holds moves to the host and back."""
     logprob_chunk_tokens: PositiveInt | None = None
     """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
     fused: bool = True

@@ -15,10 +15,8 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
-from roll_core.data.pack import pack
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.fused import fuse
@@ -37,12 +35,12 @@ from roll_core.spec.train import (
     TrainStrategy,
     Want,
 )
-from roll_core.types import TrainSequence
 from roll_strategy_deepspeed import whole_optimizer
 from roll_strategy_deepspeed.computation import Computation, GatheredHead, token_outputs
 from roll_strategy_deepspeed.config import DeepSpeedConfig
 from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
 from roll_strategy_deepspeed.held_state import HeldState
+from roll_strategy_deepspeed.idle import idle_micro, nothing
 from roll_strategy_deepspeed.loss_scale import LossScale
 from roll_strategy_deepspeed.plugin import CAPABILITIES
 from roll_strategy_deepspeed.portable_state import gather, shapes, take_over
@@ -127,7 +125,7 @@ class DeepSpeedStrategy(TrainStrategy):
         for micro in micros:
             yield self.forward(micro, want)
         for _ in range(num_idle):
-            self.forward(_idle_micro(), want)
+            self.forward(idle_micro(), want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Raises `NonFiniteError`, which names the sequences, before a NaN gets into the gradients."""
@@ -161,7 +159,7 @@ class DeepSpeedStrategy(TrainStrategy):
         if found.loss.requires_grad:
             self._backward(found.loss)
         elif self.stage >= 2:
-            self._backward(_nothing(outputs))
+            self._backward(nothing(outputs))
         return plain_metrics(found)
 
     def _backward(self, loss: Tensor) -> None:
@@ -171,7 +169,7 @@ class DeepSpeedStrategy(TrainStrategy):
 
     def _idle_backward(self, want: Want) -> None:
         """Adds 0 to the gradients: because others need this rank, or DeepSpeed a backward pass before a step."""
-        self._backward(_nothing(self._outputs(_idle_micro().to(self._mesh.device), want)))
+        self._backward(nothing(self._outputs(idle_micro().to(self._mesh.device), want)))
 
     def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
         compute = self.engine if self.engine is not None else self.computation
@@ -240,22 +238,22 @@ class DeepSpeedStrategy(TrainStrategy):
         """Collective. Ranks share the folder. Of a model with adapters only what is trained is written, and what
         identifies the rest."""
         self._check_trains("weights", "optimizer")
-        save_state(self.held, self.ranks, path, self._numbers())
+        numbers = {"step_count": self.step_count, "loss_scale": self.loss_scale.state()}
+        save_state(self.held, self.ranks, path, numbers | {"adapters": self.weights.identity()})
 
     def load(self, path: Path) -> None:
         """Collective. The number of ranks and the stage may differ from when it was saved."""
         self._check_trains("weights", "grads", "optimizer")
-        here = self._numbers().get("adapters")
-
-        def check(state: Mapping[str, Any]) -> None:
-            if self.adapters is not None and here is not None:
-                self.adapters.refuse_other(state.get("adapters"), here, path)
-            elif "adapters" in state:
-                raise CheckpointError(f"{path}: holds adapters, but this role trains the whole model (lora_target)")
-
-        state = load_state(self.held, self.ranks, path, check)
-        self.step_count = int(state["step_count"])
+        here = self.weights.identity()
+        state = load_state(self.held, self.ranks, path, lambda state: self._refuse_other(state, here, path))
+        self.step_count, self.num_backwards = int(state["step_count"]), 0
         self.loss_scale.restore(state["loss_scale"])
+
+    def _refuse_other(self, state: Mapping[str, Any], here: dict[str, Any] | None, path: Path) -> None:
+        if self.adapters is not None and here is not None:
+            self.adapters.refuse_other(state.get("adapters"), here, path)
+        elif state.get("adapters") is not None:
+            raise CheckpointError(f"{path}: holds adapters, but this role trains the whole model (lora_target)")
 
     def export_state(self) -> PortableState:
         """Gathered parameter by parameter, on every rank. Collective."""
@@ -264,33 +262,25 @@ class DeepSpeedStrategy(TrainStrategy):
             step_count=self.step_count,
             shapes=shapes(self.held),
             read=lambda name: gather(self.held, name),
-            adapters=self._numbers().get("adapters"),
+            adapters=self.weights.identity(),
         )
 
     def import_state(self, state: PortableState) -> None:
         """Each rank reads all of it, a parameter at a time, and keeps its share. The search for the loss's scale begins
         anew. Collective."""
         self._check_trains("weights", "grads", "optimizer")
-        check_same(state, shapes(self.held), adapters=self.adapters, identity=self._numbers().get("adapters"))
+        check_same(state, shapes(self.held), adapters=self.adapters, identity=self.weights.identity())
         take_over(self.held, state)
         self.loss_scale.begin_anew()
         self.step_count, self.num_backwards = state.step_count, 0
 
-    def _numbers(self) -> dict[str, Any]:
-        """What a state says beside its tensors."""
-        found: dict[str, Any] = {"step_count": self.step_count, "loss_scale": self.loss_scale.state()}
-        if self.adapters is not None:
-            found["adapters"] = self.adapters.identity(self.weights.whole)
-        return found
-
     # -- between phases ------------------------------------------------------------------------------------------------
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """Unless `offload_states` is off. What lives on the host anyway stays there."""
-        if self._config.offload_states:
-            for part in parts:
-                scratch = self.held.scratch() if part == "grads" and self.training is not None else ()
-                self.mover.away(part, self._held().get(part, ()), scratch)
+        """What lives on the host anyway stays there."""
+        for part in parts:
+            scratch = self.held.scratch() if part == "grads" and self.training is not None else ()
+            self.mover.away(part, self._held().get(part, ()), scratch)
 
     def onload(self, parts: Sequence[Part]) -> None:
         """Into the same tensors."""
@@ -316,15 +306,3 @@ class DeepSpeedStrategy(TrainStrategy):
             engine.destroy()
         if hasattr(self, "ranks"):
             self.ranks.close()
-
-
-def _nothing(outputs: TokenOutputs) -> Tensor:
-    """A loss of 0 that depends on everything that a real one may depend on."""
-    parts = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
-    return sum((each.sum() * 0.0 for each in parts if each is not None and each.requires_grad), torch.zeros(()))
-
-
-def _idle_micro() -> MicroBatch:
-    """What a rank computes that has nothing to compute while the others need it: two tokens."""
-    mask = np.array([False, True])
-    return pack([TrainSequence(id="idle", tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]
