@@ -186,7 +186,7 @@ def test_a_plugin_that_failed_to_load_is_shown_with_its_cause(doctor: Doctor) ->
     assert "--disable-plugin beta" in found["beta 2"].remedy
 
 
-def strategy(needs: str) -> TrainProvider:
+def strategy(needs: str | tuple[str, ...]) -> TrainProvider:
     return TrainProvider(name="acme_train", target="acme:Train", summary="", needs=(needs,))
 
 
@@ -209,6 +209,11 @@ def test_an_engine_of_another_version_is_shown_beside_what_is_wanted(doctor: Doc
 
 def test_an_engine_that_is_there_is_fine(doctor: Doctor) -> None:
     assert of(doctor(records=(strategy("pluggy>=1"),)), "requirements")["acme_train"].level == "ok"
+
+
+def test_an_engine_that_is_published_under_several_names_is_there_under_one(doctor: Doctor) -> None:
+    found = of(doctor(records=(strategy(("no-such-engine>=1", "pluggy>=1")),)), "requirements")["acme_train"]
+    assert (found.level, found.wanted) == ("ok", "no-such-engine>=1 or pluggy>=1")
 
 
 def test_what_an_absent_platform_lacks_is_no_warning(doctor: Doctor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,3 +123,25 @@ def test_a_worker_sees_its_devices_under_every_name() -> None:
     spec = GroupSpec(role="a", kind="train", target="x:X", places=(place,), env={"BOARD_VISIBLE": "all"})
     env = RayExecutor(TwoNames(), 2)._identity(spec, place, ["7"])
     assert (env["BOARD_VISIBLE"], env["OLD_BOARD_VISIBLE"]) == ("7", "7")
+
+
+def test_a_role_without_slots_talks_as_hosts_do() -> None:
+    from roll_core.pipelines.config import SFTConfig
+    from roll_core.plugins.registry import load_registry
+    from roll_core.runtime.build import group_specs
+    from roll_core.spec.pipeline import RoleSpec
+
+    class OwnBackend(Board):
+        collective_backend = "board_ccl"
+
+    def backend(**keys: Any) -> str:
+        role = {"data_args": {"file_name": "x"}, "strategy_args": {"strategy_name": "hf_train"}, **keys}
+        config = SFTConfig.model_validate({"pipeline": "sft", "pretrain": "model", "sft_train": role})
+        roles = [RoleSpec(name="sft_train", kind="train", num_steps=1)]
+        places = place_roles(config.roles(), OwnBackend(), num_gpus_per_node=2)
+        (spec,) = group_specs(roles, config, load_registry(), OwnBackend(), places, Path("tokenizer"))
+        found: str = spec.args["backend"]
+        return found
+
+    assert backend(device_mapping=[0, 1]) == "board_ccl"
+    assert backend(world_size=2) == "gloo"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
 from roll_core.plugins.targets import load_class
 from roll_core.runtime.executors.base import GroupSpec
+from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.config import RewardConfig, StrategyConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
@@ -117,6 +118,8 @@ def group_specs(
             args = _reward_args(worker, registry)
         else:
             args = _model_args(role, worker, config, registry, platform, tokenizer)
+            on_slots = any(place.slots for place in places[role.name])
+            args["backend"] = platform.collective_backend if on_slots else HOST_BACKEND
         specs.append(
             GroupSpec(
                 role=role.name,
@@ -185,7 +188,6 @@ def _model_args(
         "provider": provider,
         "strategy_config": worker.strategy_args.strategy_config if worker.strategy_args else {},
         "model": model,
-        "backend": platform.collective_backend,
         "timeout_s": min(config.rpc_timeout, COLLECTIVE_TIMEOUT_S),
     }
     if role.kind == "generate":

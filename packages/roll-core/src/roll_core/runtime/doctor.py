@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from roll_core.errors import MissingRequirementError, PluginError
-from roll_core.plugins.requirements import check_requirements
+from roll_core.plugins.requirements import alternatives, check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.platform import make_platform
 from roll_core.spec.checks import CheckResult, Level, Situation
@@ -151,14 +151,14 @@ def _requirements(
 ) -> Iterator[Finding]:
     """What the parts need: an error where the config uses one, of no importance for a platform that is not here."""
     used = set() if config is None else _names_used(config)
-    told: set[tuple[str, tuple[str, ...]]] = set()
+    told: set[tuple[str, object]] = set()
     # Parts of the config first: twins that need the same are told of once.
     records = sorted(_every_record(registry), key=lambda pair: pair[1].name not in used)
     for plugin, record in records:
         if not record.needs or (plugin.package, record.needs) in told:
             continue
         told.add((plugin.package, record.needs))
-        wanted = ", ".join(record.needs)
+        wanted = ", ".join(" or ".join(alternatives(need)) for need in record.needs)
         try:
             guarded(partial(check_requirements, record, owner=registry.owner(record)), deadline_s)
         except CheckFailedError as failed:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 HOST_DEVICE = "cpu"
 """Torch device of workers without slots."""
+HOST_BACKEND = "gloo"
+"""Collective backend among them: a platform's own may carry only what lies on its devices."""
 
 Overlap = Literal["colocated", "disaggregated", "partial"]
 """Of two roles' slots: the same, none in common, or some."""
