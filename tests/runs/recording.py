@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from pydantic import Field
 
+from roll_core.builtin.cpu import CpuPlatform
 from roll_core.builtin.hf.config import HFInferConfig, HFTrainConfig
 from roll_core.builtin.hf.engine import HFInferStrategy
 from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import InferProvider, TrainProvider
+from roll_core.spec.providers import InferProvider, PlatformProvider, TrainProvider
 
 ROLL_HOOK_API = 1
 
@@ -36,7 +37,6 @@ def note(path: str, line: str) -> None:
 
 
 class RecordingTrain(HFTrainStrategy):
-    capabilities = replace(HFTrainStrategy.capabilities, offload=True)
     away: frozenset[str] = frozenset()
 
     def _does(self, what: str, *needs: str) -> None:
@@ -78,10 +78,12 @@ class RecordingTrain(HFTrainStrategy):
     def offload(self, parts) -> None:
         self._does(f"offloads {'+'.join(parts)}")
         self.away |= set(parts)
+        super().offload(parts)
 
     def onload(self, parts) -> None:
         self._does(f"onloads {'+'.join(parts)}")
         self.away -= set(parts)
+        super().onload(parts)
 
 
 class RecordingEngine(HFInferStrategy):
@@ -112,6 +114,21 @@ class RecordingEngine(HFInferStrategy):
         await super().wake()
 
 
+class Board(CpuPlatform):
+    """A CPU that says that its slots have memory of their own."""
+
+    name = "board"
+    slots_share_cores = False
+
+    def device_count(self) -> int:
+        return 3
+
+
+@hookimpl
+def roll_platforms() -> Iterator[PlatformProvider]:
+    yield PlatformProvider(name="board", target="roll_recording:Board", summary="A CPU by another name", priority=-1)
+
+
 @hookimpl
 def roll_train_strategies() -> Iterator[TrainProvider]:
     for name, forward_only in (("recording_train", False), ("recording_infer", True)):
@@ -123,6 +140,13 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
             capabilities=RecordingTrain.capabilities,
             forward_only=forward_only,
         )
+    yield TrainProvider(
+        name="still_train",
+        target="roll_recording:RecordingTrain",
+        config="roll_recording:TrainConfig",
+        summary="Says that it cannot move anything",
+        capabilities=replace(RecordingTrain.capabilities, offload=False),
+    )
 
 
 @hookimpl

@@ -44,7 +44,7 @@ def recorded(runs, **given):
     config["actor_train"]["strategy_args"] = reference["strategy_args"] | {"strategy_name": "recording_train"}
     config["actor_infer"]["strategy_args"] = reference["strategy_args"] | {"strategy_name": "recording_engine"}
     # The probe would score and generate between publish and rollout.
-    return config | {"guards": {"logprob_probe": "off"}}
+    return config | {"guards": {"logprob_probe": "off"}, "platform": "board"}
 
 
 def journal(runs):
@@ -94,7 +94,7 @@ def test_colocated_roles_take_turns(site, runs):
 
 
 def test_nothing_moves_where_the_slots_are_others(site, local_runs):
-    config = recorded(local_runs, num_gpus_per_node=3)
+    config = recorded(local_runs)
     config["actor_infer"]["device_mapping"] = [1]
     config["reference"]["device_mapping"] = [2]
     result = local_runs.ok(config)
@@ -114,10 +114,18 @@ def test_it_is_switched_off_and_on_by_role(site, local_runs):
     assert set(moves(local_runs)) == {"reference offloads weights", "reference onloads weights"}
 
 
-def test_a_role_that_can_move_nothing_is_not_asked_to(local_runs):
-    config = local_runs.rlvr()
+def test_where_slots_have_no_memory_of_their_own_only_engines_make_room(site, local_runs):
+    local_runs.ok(recorded(local_runs) | {"platform": "cpu"})
+    assert set(moves(local_runs)) == {"actor_infer sleeps", "actor_infer wakes"}
+
+
+def test_a_role_that_can_move_nothing_is_not_asked_to(site, local_runs):
+    config = recorded(local_runs)
+    config["actor_train"]["strategy_args"]["strategy_name"] = "still_train"
+    local_runs.ok(config)
+    assert not [line for line in moves(local_runs) if line.startswith("actor_train")]
     config["actor_train"]["is_offload_states"] = True
-    with pytest.raises(ConfigError, match="hf_train moves nothing off its slots"):
+    with pytest.raises(ConfigError, match="still_train moves nothing off its slots"):
         local_runs.run(config)
 
 

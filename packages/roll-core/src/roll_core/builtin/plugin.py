@@ -29,6 +29,7 @@ HF_TRAIN = TrainCapabilities(
     packing=True,
     gradient_checkpointing=True,
     data_parallel=True,
+    offload=True,
     lora=True,
     topk=True,
     portable_state=True,

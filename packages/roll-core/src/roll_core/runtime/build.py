@@ -150,12 +150,18 @@ def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Reg
     return found
 
 
-def makes_room(role: RoleSpec, config: RunConfig, registry: Registry) -> bool:
-    """Whether a role moves what it can off its slots while others that share them work."""
+def makes_room(role: RoleSpec, config: RunConfig, registry: Registry, platform: Platform) -> bool:
+    """Whether a role moves what it can off its slots while others that share them work.
+
+    Where slots have no memory of their own engines sleep, which gives memory back; what moves to the host would only be
+    copied.
+    """
     worker = role_config(config, role.name)
     wanted = config.is_offload_states if worker.is_offload_states is None else worker.is_offload_states
     capabilities = provider_of(role, worker, registry).capabilities
-    return wanted and (capabilities.sleeps if isinstance(capabilities, InferCapabilities) else capabilities.offload)
+    if isinstance(capabilities, InferCapabilities):
+        return wanted and capabilities.sleeps
+    return wanted and capabilities.offload and not platform.slots_share_cores
 
 
 def provider_of(role: RoleSpec, worker: WorkerConfig, registry: Registry) -> TrainProvider | InferProvider:

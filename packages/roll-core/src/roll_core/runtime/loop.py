@@ -316,7 +316,7 @@ class _Driver:
                 judges[name.partition(".")[2]] = judge = RewardRole(name, worker, group)
                 await judge.start()
                 continue
-            moves = makes_room(role, config, self.registry)
+            moves = makes_room(role, config, self.registry, platform)
             if role.kind == "generate":
                 fed = bool(role.model_from)
                 engine = GroupInferRole(name, worker, group, turns=run.turns, sleeps=moves, fed=fed)

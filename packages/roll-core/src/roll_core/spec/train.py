@@ -308,8 +308,9 @@ class TrainStrategy(ABC):
         raise UnsupportedError(f"{type(self).__name__} does not export models")
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """Move `parts` to the host and give their device memory back; those that are there stay. Where the host is the
-        device there is nothing to move, and nothing is copied. Called only if `capabilities.offload`, on all ranks.
+        """Move `parts` to the host and give their device memory back; those that are there stay. Called only if
+        `capabilities.offload`, on all ranks; never on platforms whose slots are the host's (`slots_share_cores`), where
+        nothing is to be gained.
 
         With `grads` and `optimizer` away, `forward` and `export_weights` are called; everything else only when all
         parts are back.

@@ -94,16 +94,11 @@ class AdamW:
         exp_avg, exp_avg_sq = moments(self.torch_optimizer, master)
         return ParameterState(master=master.detach(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of gradients and of optimizer state."""
-        state = sum(
-            each.nbytes
-            for entry in self.torch_optimizer.state.values()
-            for each in entry.values()
-            if isinstance(each, torch.Tensor)
-        )
-        masters = sum(each.nbytes for name, each in self.masters.items() if each is not self.parameters[name])
-        return {"grads": self.flat_grad.nbytes, "optimizer": state + masters}
+    def state(self) -> list[Tensor]:
+        """All that it has made so far: moments, counts of steps, masters that are not the parameters themselves."""
+        entries = self.torch_optimizer.state.values()
+        made = [each for entry in entries for each in entry.values() if isinstance(each, torch.Tensor)]
+        return made + [each.data for name, each in self.masters.items() if each is not self.parameters[name]]
 
     def _norm(self) -> float:
         norms = torch._foreach_norm(list(self.grads.values()), 2)

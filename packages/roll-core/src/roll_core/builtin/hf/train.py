@@ -20,6 +20,7 @@ from roll_core.modeling.export import write_model
 from roll_core.modeling.fused import fuse
 from roll_core.modeling.layout import make_adjacent
 from roll_core.modeling.model import load_model
+from roll_core.modeling.moving import Mover, num_bytes
 from roll_core.modeling.portable_state import check_same
 from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
 from roll_core.spec.providers import TrainCapabilities
@@ -27,6 +28,7 @@ from roll_core.spec.train import (
     LossFn,
     LossMetrics,
     MicroBatch,
+    Part,
     PortableState,
     StepStats,
     TokenOutputs,
@@ -61,6 +63,7 @@ class HFTrainStrategy(TrainStrategy):
         packing=True,
         gradient_checkpointing=True,
         data_parallel=True,
+        offload=True,
         lora=True,
         topk=True,
         portable_state=True,
@@ -73,6 +76,7 @@ class HFTrainStrategy(TrainStrategy):
         if mesh.num_threads:
             torch.set_num_threads(mesh.num_threads)
         self._mesh, self.spec = mesh, model
+        self.mover = Mover(mesh.role, torch.device(mesh.device))
         self.replicas = Replicas(mesh)
         self.model: PreTrainedModel = load_model(model, device=mesh.device)
         make_adjacent(self.model)
@@ -98,12 +102,14 @@ class HFTrainStrategy(TrainStrategy):
     @torch.no_grad()
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
         """On the mesh's device."""
+        self.mover.need("weights")
         return self.task_model.outputs(micro.to(self._mesh.device), want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Raises `NonFiniteError`, which names the sequences, on every rank, before a NaN gets into the gradients.
         Collective over the ranks."""
         self._require_training()
+        self.mover.need("weights", "grads")
         found: list[LossMetrics] = []
         error: NonFiniteError | None = None
         try:
@@ -115,7 +121,9 @@ class HFTrainStrategy(TrainStrategy):
 
     def optimizer_step(self) -> StepStats:
         """Collective over the ranks."""
-        return self._require_training().step()
+        optimizer = self._require_training()
+        self.mover.need("weights", "grads", "optimizer")
+        return optimizer.step()
 
     def _require_training(self) -> AdamW:
         if self.optimizer is None:
@@ -139,6 +147,7 @@ class HFTrainStrategy(TrainStrategy):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Live parameters, or merged weights where there are adapters. Tied ones come once, under their first name."""
+        self.mover.need("weights")
         if self.adapters is not None:
             yield from self.adapters.merged()
             return
@@ -244,12 +253,30 @@ class HFTrainStrategy(TrainStrategy):
             return {name: each.detach() for name, each in self.adapters.trained().items()}
         return dict(self.export_weights())
 
+    # -- between phases ------------------------------------------------------------------------------------------------
+
+    def offload(self, parts: Sequence[Part]) -> None:
+        """Parameters stay what they are, of memory that is empty meanwhile."""
+        for part in parts:
+            self.mover.away(part, self._held()[part])
+
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Into the same tensors."""
+        for part in parts:
+            self.mover.back(part)
+
+    def _held(self) -> dict[Part, list[Tensor]]:
+        held: dict[Part, list[Tensor]] = {"weights": [each.data for each in self.model.parameters()]}
+        optimizer = self.optimizer
+        held["grads"] = [optimizer.flat_grad] if optimizer is not None else []
+        held["optimizer"] = optimizer.state() if optimizer is not None else []
+        return held
+
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def memory(self) -> Mapping[str, int]:
-        """Measured on the tensors."""
-        held = {"weights": sum(each.nbytes for each in self.model.parameters())}
-        return held | self.optimizer.memory() if self.optimizer is not None else held
+        """Measured on the memory behind the tensors: 0 for what is on the host."""
+        return {part: num_bytes(tensors) for part, tensors in self._held().items() if tensors}
 
     def close(self) -> None:
         """Leave the process group and drop the optimizer's state."""

@@ -1,0 +1,84 @@
+"""What `hf_train` moves to the host is gone from where it was, and comes back as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roll_core.algorithms.losses import SFTObjective
+from roll_core.data.pack import pack
+from roll_core.errors import UnsupportedError
+from roll_core.modeling.layout import adjacent
+from roll_core.spec.train import TrainingSpec, Want
+
+TRAINING = TrainingSpec(learning_rate=1e-2, num_steps=9, max_grad_norm=1.0)
+ALL = ("weights", "grads", "optimizer")
+
+
+def step(strategy, sequences):
+    strategy.forward_backward(pack(sequences), SFTObjective())
+    return strategy.optimizer_step()
+
+
+def kept(strategy):
+    """Bytes behind parameters, gradients and the optimizer's state, masters included, whoever says so."""
+    parameters = list(strategy.model.parameters())
+    tensors = [*parameters, *(each.grad for each in parameters if each.grad is not None)]
+    for master, entry in strategy.optimizer.torch_optimizer.state.items():
+        tensors += [master, master.grad, *entry.values()]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_nothing_is_left_where_it_was(build, sequences, dtype):
+    strategy = build(training=TRAINING, dtype=dtype)
+    step(strategy, sequences)
+    numbers = sum(each.numel() for each in strategy.model.parameters())
+    before = kept(strategy)
+    assert before >= numbers * (16 if dtype == "fp32" else 18)
+    strategy.offload(ALL)
+    strategy.offload(ALL)
+    assert kept(strategy) == 0
+    assert sum(strategy.memory().values()) == 0
+    strategy.onload(ALL)
+    strategy.onload(ALL)
+    assert kept(strategy) == before
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_steps_go_on_from_what_came_back_bit_for_bit(build, sequences, dtype):
+    moved, stayed = build(training=TRAINING, dtype=dtype), build(training=TRAINING, dtype=dtype)
+    step(moved, sequences), step(stayed, sequences)
+    moved.forward_backward(pack(sequences), SFTObjective())
+    stayed.forward_backward(pack(sequences), SFTObjective())
+    moved.offload(ALL)
+    moved.onload(ALL)
+    assert moved.optimizer_step() == stayed.optimizer_step()
+    assert step(moved, sequences) == step(stayed, sequences)
+    pairs = zip(moved.export_weights(), stayed.export_weights(), strict=True)
+    assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
+
+
+def test_siblings_lie_side_by_side_as_before(build, sequences):
+    strategy = build(training=TRAINING)
+    strategy.offload(("weights",))
+    strategy.onload(("weights",))
+    attention = strategy.model.model.layers[0].self_attn
+    assert adjacent([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+
+
+def test_weights_alone_are_enough_to_score_and_to_publish_and_not_to_train(build, sequences):
+    strategy = build(training=TRAINING)
+    step(strategy, sequences)
+    (micro,) = pack(sequences)
+    expected = strategy.forward(micro, Want(logprobs=True)).logprobs_T
+    exported = {name: each.clone() for name, each in strategy.export_weights()}
+    strategy.offload(("grads", "optimizer"))
+    assert torch.equal(strategy.forward(micro, Want(logprobs=True)).logprobs_T, expected)
+    assert all(torch.equal(each, exported[name]) for name, each in strategy.export_weights())
+    with pytest.raises(UnsupportedError, match="its grads are on the host; call onload first"):
+        strategy.forward_backward([micro], SFTObjective())
+    strategy.offload(("weights",))
+    with pytest.raises(UnsupportedError, match="its weights are on the host"):
+        strategy.forward(micro, Want(logprobs=True))
