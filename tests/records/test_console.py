@@ -136,10 +136,13 @@ def test_the_table_has_a_row_for_each_stage_and_the_total() -> None:
 
 
 def test_closing_twice_or_unstarted_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    console, _ = terminal(monkeypatch)
+    console, stream = terminal(monkeypatch)
     console.close()
+    assert stream.getvalue() == ""
     console.start(total_steps=1)
     console.close()
+    closed = stream.getvalue()
     console.close()
+    assert stream.getvalue() == closed
     console.step(1, STEP)
     console.stage("train")

@@ -218,10 +218,16 @@ def test_a_column_that_cannot_travel_is_named(reward_of, asking):
         reward.score(asking("", when=object()))
 
 
-def test_closing_before_the_start_and_twice_is_no_error():
-    reward = FunctionReward(FunctionConfig(reward="function", function="m:f"))
+def test_closing_before_the_start_changes_nothing_and_closing_twice_ends_it_once(user_module, asking):
+    name = user_module("def f(prompt, response, **metadata): return 1")
+    reward = FunctionReward(FunctionConfig(reward="function", function=f"{name}:f"))
+    reward.close()
+    reward.start()
+    assert reward.score(asking("")).value == 1.0
     reward.close()
     reward.close()
+    with pytest.raises(RewardFailure, match="closed"):
+        reward.score(asking(""))
 
 
 @pytest.mark.parametrize("function", ["rewards.py", "rewards", ":f", "m:", "m:f()", "m:f; import os", "../m:f"])

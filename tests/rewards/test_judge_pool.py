@@ -211,6 +211,8 @@ def test_closing_twice_or_before_the_start_is_no_error(pool_of):
     pool = pool_of()
     pool.close()
     pool.close()
+    with pytest.raises(RewardFailure, match="closed"):
+        pool.call({"act": "echo"}, timeout_s=60)
 
 
 def test_what_a_judge_started_dies_with_it(pool_of):

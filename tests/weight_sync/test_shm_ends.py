@@ -35,6 +35,7 @@ def assert_transfers(sender, manifest):
     thread.join()
     sender.close()
     assert [entry.digest for entry in sent] == [entry.digest for entry in manifest.tensors]
+    assert len(found) == 2
     for held in found:
         assert held.keys() == TENSORS.keys()
         assert all(torch.equal(held[name], TENSORS[name]) for name in TENSORS)
