@@ -1,6 +1,7 @@
 """`./run test-engines [NAME...] [PYTEST ARGUMENTS...]`: tests of the plugins that wrap an engine, beside the engine.
 
-An engine is the extra `engine` of a package under `packages/`. Its name is the end of the package's: `deepspeed` of
+An engine is the extra `engine` of a package under `packages/`, or what its table `[tool.roll.engine]` says:
+`requirements`, without the distributions to `remove` again. Its name is the end of the package's: `deepspeed` of
 `roll-strategy-deepspeed`. Each gets an environment of its own under `.engines/`, made of the repository's own files.
 """
 
@@ -37,12 +38,19 @@ def main(arguments: list[str]) -> int:
 
 
 def find_engines() -> dict[str, Path]:
-    """Folders of the packages with an extra `engine`, by the engine's name."""
+    """Folders of the packages that bring an engine, by the engine's name."""
     found = {}
     for file in sorted((REPOSITORY / "packages").glob("*/pyproject.toml")):
-        if "engine" in read(file)["project"].get("optional-dependencies", {}):
+        project = read(file)
+        if "engine" in project["project"].get("optional-dependencies", {}) or engine_table(project):
             found[file.parent.name.rpartition("-")[2]] = file.parent
     return found
+
+
+def engine_table(project: dict[str, Any]) -> dict[str, Any]:
+    """`[tool.roll.engine]` of a `pyproject.toml`; empty where the engine is an extra."""
+    table: dict[str, Any] = project.get("tool", {}).get("roll", {}).get("engine", {})
+    return table
 
 
 def engine_python(name: str, package: Path) -> Path:
@@ -55,10 +63,12 @@ def engine_python(name: str, package: Path) -> Path:
     plain = [file.parent for file in sorted((REPOSITORY / "packages").glob("*/pyproject.toml"))]
     plain = [folder for folder in plain if folder not in engines]
     here = [f"./{folder.relative_to(REPOSITORY)}" for folder in plain]
-    here.append(f"./{package.relative_to(REPOSITORY)}[engine]")
+    engine = engine_table(read(package / "pyproject.toml"))
+    here.append(f"./{package.relative_to(REPOSITORY)}{'' if engine else '[engine]'}")
     return environment(
         name,
-        [*(word for folder in here for word in ("-e", folder)), *tools],
+        [*(word for folder in here for word in ("-e", folder)), *engine.get("requirements", []), *tools],
+        remove=engine.get("remove", []),
         also=[pins, *(read(folder / "pyproject.toml")["project"] for folder in (*plain, package))],
     )
 

@@ -108,7 +108,7 @@ BROKEN = {
         def roll_infer_strategies():
             yield InferProvider(name="acme", target="a:b", summary="", needs="vllm>=0.30")
         """,
-        "item 1 of roll_infer_strategies: needs is 'vllm>=0.30' (str), expected a tuple, each item str or a tuple, each item str",
+        "item 1 of roll_infer_strategies: needs is 'vllm>=0.30' (str), expected a tuple,",
     ),
     "record with an unknown field": (
         """

@@ -23,7 +23,7 @@ from roll_core.errors import ModelError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from roll_core.spec.model import ModelSpec
 
@@ -42,7 +42,7 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
     """
     tokenizer = load_tokenizer(spec) if spec.tokenizer else None
     with quiet():
-        config = _random_config(spec, tokenizer) if spec.random_init is not None else _stored_config(spec)
+        config = _random_config(spec, tokenizer) if spec.random_init is not None else load_config(spec)
         _check_sizes(config, tokenizer, spec)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
@@ -62,7 +62,7 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
 
     tokenizer = load_tokenizer(spec) if spec.tokenizer else None
     with quiet():
-        config = _random_config(spec, tokenizer) if spec.random_init is not None else _stored_config(spec)
+        config = _random_config(spec, tokenizer) if spec.random_init is not None else load_config(spec)
         _check_sizes(config, tokenizer, spec)
         auto, replace_head = _model_class(config, spec)
         if replace_head:
@@ -92,6 +92,37 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(place, trust_remote_code=spec.trust_remote_code)
     except (StrictDataclassError, OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a tokenizer from {place!r}: {_first_line(error)}") from error
+
+
+def load_config(spec: ModelSpec) -> PreTrainedConfig:
+    """The config of a stored model, with `spec.config_overrides`. Raises `ModelError`."""
+    from transformers import AutoConfig
+
+    if not spec.path:
+        raise ModelError("a model needs a source: a path (model_name_or_path, pretrain) or random_init")
+    folder = Path(spec.path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(f"{spec.path}: no config.json; it is not a directory that save_pretrained or an export wrote")
+    try:
+        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    except (StrictDataclassError, OSError, ValueError, KeyError) as error:
+        hint = "" if folder.exists() else "; no such directory here, and it could not be had from the hub"
+        raise ModelError(f"cannot load the model {spec.path!r}{hint}: {_first_line(error)}") from error
+    _override(config, spec.config_overrides, spec.path)
+    return config
+
+
+def end_token_ids(
+    config: PreTrainedConfig, generation_config: GenerationConfig | None, vocab_size: int
+) -> tuple[int, ...]:
+    """The ids that end a response: the generation config's if it has some, else the config's; none beyond the
+    vocabulary."""
+    for place in (generation_config, config.get_text_config()):
+        found = getattr(place, "eos_token_id", None)
+        if found is not None:
+            ids = found if isinstance(found, (list, tuple)) else [found]
+            return tuple(int(each) for each in ids if 0 <= int(each) < vocab_size)
+    return ()
 
 
 def scalar_head(model: PreTrainedModel) -> nn.Linear:
@@ -132,23 +163,6 @@ def _random_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -
         return AutoConfig.for_model(model_type, **keys)
     except (StrictDataclassError, ValueError, TypeError, ZeroDivisionError) as error:
         raise ModelError(f"random_init for {model_type}: {_last_line(error)}") from error
-
-
-def _stored_config(spec: ModelSpec) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    if not spec.path:
-        raise ModelError("a model needs a source: a path (model_name_or_path, pretrain) or random_init")
-    folder = Path(spec.path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelError(f"{spec.path}: no config.json; it is not a directory that save_pretrained or an export wrote")
-    try:
-        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
-    except (StrictDataclassError, OSError, ValueError, KeyError) as error:
-        hint = "" if folder.exists() else "; no such directory here, and it could not be had from the hub"
-        raise ModelError(f"cannot load the model {spec.path!r}{hint}: {_first_line(error)}") from error
-    _override(config, spec.config_overrides, spec.path)
-    return config
 
 
 def _override(config: PreTrainedConfig, overrides: Mapping[str, Any], place: str) -> None:

@@ -208,7 +208,7 @@ class HFInferStrategy(InferStrategy):
         from roll_core.builtin.hf.held_weights import HeldWeights
         from roll_core.builtin.hf.module_runner import ModuleRunner
         from roll_core.modeling.layout import make_adjacent
-        from roll_core.modeling.model import load_model
+        from roll_core.modeling.model import end_token_ids, load_model
 
         if self._mesh.num_threads:
             torch.set_num_threads(self._mesh.num_threads)
@@ -229,7 +229,7 @@ class HFInferStrategy(InferStrategy):
             runner = ModuleRunner(model, **room)
         self._model = model
         self._weights = HeldWeights(model, role=self._mesh.role, rank=self._mesh.rank)
-        self._eos_ids = _eos_ids(model, runner.vocab_size)
+        self._eos_ids = end_token_ids(model.config, getattr(model, "generation_config", None), runner.vocab_size)
         self._core = EngineCore(runner, self._settings)
 
     def _work(
@@ -353,13 +353,3 @@ def _check_sampling(request: GenerateRequest) -> None:
     for name, valid, wanted in ranges:
         if not valid:
             raise DataError(f"request {request.id!r}: {name} is {getattr(params, name)}; it must be {wanted}")
-
-
-def _eos_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
-    """The model's end-of-sequence ids, from its generation config if it has one."""
-    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            ids = found if isinstance(found, (list, tuple)) else [found]
-            return tuple(int(each) for each in ids if 0 <= int(each) < vocab_size)
-    return ()

@@ -1,0 +1,1 @@
+"""ROLL's infer strategy on vLLM."""

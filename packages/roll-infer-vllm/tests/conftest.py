@@ -1,0 +1,17 @@
+"""vLLM and what it imports warn of their own deprecations, and vLLM leaves a context to the garbage collector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore:[Uu]nclosed context:ResourceWarning"))

@@ -1,0 +1,11 @@
+"""The contract of infer strategies. Without vLLM only what needs none of it runs."""
+
+from __future__ import annotations
+
+from roll_core.testing import InferStrategyConformance
+
+
+class TestVllm(InferStrategyConformance):
+    name = "vllm"
+    variants = {"default": {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 64}}  # noqa: RUF012
+    timeout_s = 300.0

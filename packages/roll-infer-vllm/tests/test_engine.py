@@ -1,0 +1,219 @@
+"""What the conformance kit does not ask, because it is vLLM's own: on the real engine, where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from roll_core.errors import (
+    CorruptTensorError,
+    MissingTensorError,
+    StaleWeightsError,
+    UnexpectedTensorError,
+)
+from roll_core.modeling.model import load_model
+from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.spec.weights import make_manifest
+from roll_core.types import GenerateRequest, SamplingParams
+from roll_infer_vllm.config import VllmConfig
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+ARCHITECTURE = {
+    "model_type": "qwen2",  # with biases, and more query than key heads
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+CACHE = {"kv_cache_memory_bytes": 32 << 20}
+
+
+class Live:
+    """A started engine, the loop that it lives on, and the trainer's model."""
+
+    def __init__(self, spec, config):
+        from roll_infer_vllm.strategy import VllmStrategy
+
+        self.runner = asyncio.Runner()
+        self.spec, self.version = spec, 0
+        self.model = load_model(spec)
+        self.strategy = VllmStrategy(VllmConfig.model_validate(config))
+        mesh = MeshInfo(role="actor_infer", num_threads=2)
+        self.runner.run(self.strategy.start(spec, mesh))
+
+    def run(self, call):
+        return self.runner.run(asyncio.wait_for(call, 120))
+
+    def generate(self, name, prompt, **params):
+        return self.run(self.strategy.generate(request(name, prompt, **params)))
+
+    def publish(self, tensors=None, *, manifest=None, version=None):
+        """The trainer's weights, or others in their place; returns the manifest and the receipt."""
+        self.version = self.version + 1 if version is None else version
+        tensors = list(self.model.named_parameters()) if tensors is None else tensors
+        manifest = manifest or make_manifest(self.version, tensors)
+        receipt = self.run(self.strategy.update_weights(self.version, manifest, iter(tensors)))
+        return manifest, receipt
+
+    def step(self):
+        """Something that moves every weight of the trainer's."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(self.version))
+
+    def logprobs(self, tokens, skip):
+        with torch.no_grad():
+            found = self.model(torch.as_tensor(tokens)[None]).logits[0].float().log_softmax(-1)
+        return found[torch.arange(skip - 1, len(tokens) - 1), torch.as_tensor(tokens)[skip:]].numpy()
+
+    def close(self):
+        self.runner.run(self.strategy.stop())
+        self.runner.close()
+
+
+def request(name, prompt, **params):
+    limits = {"max_new_tokens": 8, "ignore_eos": True, **params}
+    return GenerateRequest(id=name, prompt_ids=np.asarray(prompt), params=SamplingParams(**limits))
+
+
+@pytest.fixture(scope="module")
+def live():
+    engine = Live(ModelSpec(random_init=ARCHITECTURE, seed=1, dtype="fp32"), CACHE | {"bucket_mib": 1})
+    yield engine
+    engine.close()
+
+
+def test_the_arguments_that_check_knows_are_the_engines_own():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
+
+    ours = {"bucket_mib", "sleep_level"}
+    known = set(VllmConfig.model_fields) - ours
+    assert known == set(PASSED_ON) | set(DECIDED_ELSEWHERE) | (set(VllmConfig.__annotations__) - ours)
+    own = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
+    assert known == {name for name in own if not name.startswith("_")}
+
+
+def test_fused_and_packed_weights_are_read_back_to_the_bit(live):
+    live.step()
+    with torch.no_grad():
+        # What the product with the identity alone would not give back.
+        live.model.model.layers[0].self_attn.k_proj.weight[0, :3] = torch.tensor([-0.0, 1e-40, -1e-42])
+        live.model.model.layers[1].mlp.up_proj.weight[5, 7] = -0.0
+    manifest, receipt = live.publish()
+    assert dict(receipt.digests) == {entry.name: entry.digest for entry in manifest.tensors}
+    names = set(receipt.digests)
+    assert {f"model.layers.0.self_attn.{each}_proj.bias" for each in "qkv"} <= names
+    assert "model.layers.1.mlp.gate_proj.weight" in names
+
+
+def test_a_matrix_that_the_engine_has_otherwise_has_another_digest(live):
+    sent = dict(live.model.named_parameters())
+    name = "model.layers.1.self_attn.v_proj.weight"
+    other = {**sent, name: sent[name] + torch.eye(32, 64) * 1e-3}
+    manifest, receipt = live.publish(list(other.items()), manifest=make_manifest(live.version + 1, sent.items()))
+    wrong = [entry.name for entry in manifest.tensors if receipt.digests[entry.name] != entry.digest]
+    assert wrong == [name]
+
+
+def test_cached_beginnings_of_prompts_do_not_outlive_the_weights(live):
+    prompt = list(range(2, 90))
+    live.publish()
+    live.generate("before", prompt)
+    live.step()
+    live.publish()
+    completion = live.generate("after", prompt)
+    output = completion.outputs[0]
+    np.testing.assert_allclose(output.logprobs, live.logprobs([*prompt, *output.token_ids], len(prompt)), atol=1e-4)
+    assert live.strategy.metrics()["prefix_cache_queries"] > 0
+
+
+def test_an_equal_prompt_is_computed_once(live):
+    prompt = list(range(2, 90))
+    live.publish()
+    live.generate("first", prompt)
+    live.strategy.metrics()
+    live.generate("second", prompt)
+    assert live.strategy.metrics()["prefix_cache_hits"] > 0
+
+
+def test_tokens_have_the_version_that_drew_them_and_its_logprobs(live):
+    live.publish()
+    old = live.version
+    prompt = [5, 6, 7]
+
+    async def update_meanwhile():
+        running = asyncio.create_task(live.strategy.generate(request("long", prompt, max_new_tokens=240)))
+        while live.strategy.metrics().get("generated_tokens", 0) == 0:
+            await asyncio.sleep(0.01)
+        manifest = make_manifest(old + 1, live.model.named_parameters())
+        await live.strategy.update_weights(old + 1, manifest, iter(list(live.model.named_parameters())))
+        return await running
+
+    live.step()
+    output = live.run(update_meanwhile()).outputs[0]
+    live.version = old + 1
+    assert set(output.versions) == {old, old + 1}
+    assert (np.diff(output.versions) >= 0).all()
+    first = int((output.versions == old).sum())
+    sequence = [*prompt, *output.token_ids]
+    right = live.logprobs(sequence, len(prompt))
+    np.testing.assert_allclose(output.logprobs[first:], right[first:], atol=1e-4)
+    assert np.abs(output.logprobs[:first] - right[:first]).max() > 1e-2
+
+
+def test_a_manifest_of_another_model_is_refused_and_changes_nothing(live):
+    live.publish()
+    weights = dict(live.model.named_parameters())
+    with pytest.raises(UnexpectedTensorError, match=r"actor_infer rank 0: was sent model\.layers\.9\."):
+        live.publish([*weights.items(), ("model.layers.9.mlp.up_proj.weight", torch.zeros(96, 64))])
+    gone = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(MissingTensorError, match=f"{gone} is not in the manifest"):
+        live.publish([(name, each) for name, each in weights.items() if name != gone])
+    with pytest.raises(CorruptTensorError, match=r"q_proj.weight is \[32, 64\] in the manifest, and \[64, 64\]"):
+        live.publish(
+            [(n, each[:32] if n.endswith("0.self_attn.q_proj.weight") else each) for n, each in weights.items()]
+        )
+    with pytest.raises(StaleWeightsError):
+        live.publish(version=0)
+    live.version = 50
+    manifest, receipt = live.publish()
+    assert receipt.digests == {entry.name: entry.digest for entry in manifest.tensors}
+
+
+def test_a_transfer_that_ends_early_is_named_and_can_be_repeated(live):
+    weights = list(live.model.named_parameters())
+    manifest = make_manifest(live.version + 1, weights)
+    with pytest.raises(MissingTensorError, match="was not sent of version"):
+        live.publish(weights[:5], manifest=manifest)
+    manifest, receipt = live.publish()
+    assert receipt.digests == {entry.name: entry.digest for entry in manifest.tensors}
+
+
+def test_metrics_are_counted_between_two_looks(live):
+    live.strategy.metrics()
+    live.generate("counted", [4, 5, 6], max_new_tokens=7)
+    found = live.strategy.metrics()
+    assert (found["prompt_tokens"], found["generated_tokens"], found["preemptions"]) == (3, 7, 0)
+    assert found["running"] == found["waiting"] == found["kv_cache_usage"] == 0
+    assert "generated_tokens" not in live.strategy.metrics()
+
+
+def test_vllm_still_has_no_logprobs_at_the_temperature():
+    """When this fails, `workarounds.TemperedSampler` may be no longer needed."""
+    from typing import get_args
+
+    from vllm.config.model import LogprobsMode
+
+    assert set(get_args(LogprobsMode)) == {"raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs"}

@@ -1,0 +1,50 @@
+"""Which environment variables the engine's processes get, and when."""
+
+from __future__ import annotations
+
+import os
+
+from roll_infer_vllm.engine_environment import engine_environment, environment
+
+
+def variables(device, present=None, *, num_threads=4, num_slots=1, compiles=False):
+    return engine_environment(device, present or {}, num_threads=num_threads, num_slots=num_slots, compiles=compiles)
+
+
+def test_cpu_variables_are_only_set_on_a_cpu():
+    assert "VLLM_CPU_OMP_THREADS_BIND" in variables("cpu")
+    assert not [name for name in variables("cuda") if name.startswith(("VLLM_CPU", "OMP", "TORCH"))]
+
+
+def test_threads_are_shared_by_the_slots():
+    assert variables("cpu", num_threads=8, num_slots=4)["OMP_NUM_THREADS"] == "2"
+    assert variables("cpu", num_threads=1, num_slots=2)["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_workers_own_number_of_threads_is_not_the_engines():
+    assert variables("cpu", {"OMP_NUM_THREADS": "8"}, num_threads=8, num_slots=2)["OMP_NUM_THREADS"] == "4"
+
+
+def test_what_the_user_set_stays():
+    wanted = variables("cpu")
+    assert not variables("cpu", dict.fromkeys(wanted, "mine"), num_threads=0)
+
+
+def test_an_engine_that_shall_compile_may():
+    assert variables("cpu")["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in variables("cpu", compiles=True)
+
+
+def test_growing_segments_are_taken_from_the_allocators_options_alone():
+    options = "expandable_segments:True,max_split_size_mb:128"
+    assert variables("cuda", {"PYTORCH_CUDA_ALLOC_CONF": options})["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in variables("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"})
+
+
+def test_variables_are_back_afterwards(monkeypatch):
+    monkeypatch.setenv("ROLL_TEST_KEPT", "before")
+    monkeypatch.delenv("ROLL_TEST_NEW", raising=False)
+    with environment({"ROLL_TEST_KEPT": "meanwhile", "ROLL_TEST_NEW": "meanwhile"}):
+        assert os.environ["ROLL_TEST_KEPT"] == os.environ["ROLL_TEST_NEW"] == "meanwhile"
+    assert os.environ["ROLL_TEST_KEPT"] == "before"
+    assert "ROLL_TEST_NEW" not in os.environ
