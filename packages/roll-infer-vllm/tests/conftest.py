@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -15,3 +16,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore:[Uu]nclosed context:ResourceWarning"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _garbage():
+    """Collected while these tests' filters hold."""
+    yield
+    gc.collect()

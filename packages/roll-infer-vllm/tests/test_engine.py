@@ -18,7 +18,7 @@ from roll_core.errors import (
 )
 from roll_core.modeling.model import load_model
 from roll_core.spec.model import MeshInfo, ModelSpec
-from roll_core.spec.weights import make_manifest
+from roll_core.spec.weights import digest, make_manifest
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_vllm.config import VllmConfig
 
@@ -35,7 +35,7 @@ ARCHITECTURE = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
-CACHE = {"kv_cache_memory_bytes": 32 << 20}
+CACHE = {"kv_cache_memory_bytes": 32 << 20, "block_size": 32}
 
 
 class Live:
@@ -48,7 +48,7 @@ class Live:
         self.spec, self.version = spec, 0
         self.model = load_model(spec)
         self.strategy = VllmStrategy(VllmConfig.model_validate(config))
-        mesh = MeshInfo(role="actor_infer", num_threads=2)
+        mesh = MeshInfo(role="actor_infer", num_threads=1)
         self.runner.run(self.strategy.start(spec, mesh))
 
     def run(self, call):
@@ -217,3 +217,22 @@ def test_vllm_still_has_no_logprobs_at_the_temperature():
     from vllm.config.model import LogprobsMode
 
     assert set(get_args(LogprobsMode)) == {"raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs"}
+
+
+def test_vllm_still_leaves_a_tied_head_as_it_was(live, tmp_path):
+    """When this fails, `workarounds.pack_tied_heads` is no longer needed. The receipt would tell, besides."""
+    live.publish()
+    live.step()
+    live.model.save_pretrained(tmp_path)
+    name = "model.embed_tokens.weight"
+
+    async def reload_as_vllm_does():
+        engine = live.strategy._engine
+        await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
+        return await engine.collective_rpc("roll_digests", args=([name, "model.norm.weight"],))
+
+    (digests,) = live.run(reload_as_vllm_does())
+    assert digests["model.norm.weight"] == digest(live.model.get_parameter("model.norm.weight"))
+    assert digests[name] != digest(live.model.get_parameter(name))
+    manifest, receipt = live.publish()
+    assert receipt.digests == {entry.name: entry.digest for entry in manifest.tensors}

@@ -23,7 +23,7 @@ def request(prompt=(1, 2, 3), n=1, **params):
         (request(prompt=(0.5, 1.0)), DataError, "token ids are integers"),
         (request(prompt=(1, 40)), DataError, "token 1 is id 40, but the model's vocabulary has 40"),
         (request(n=0), DataError, "neither makes sense"),
-        (request(max_new_tokens=6), DataError, "3 prompt tokens + max_new_tokens 6 = 9 are more than.* 8"),
+        (request(max_new_tokens=6), DataError, r"3 prompt tokens \+ max_new_tokens 6 = 9 are more than.* 8"),
         (request(stop_token_ids=(40,)), DataError, "stop_token_ids has 40"),
         (request(temperature=-1.0), DataError, "temperature is -1.0"),
         (request(top_p=0.0), DataError, "top_p is 0.0"),

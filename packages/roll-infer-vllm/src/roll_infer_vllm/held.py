@@ -5,7 +5,7 @@ with tensor parallelism a share of the rows or columns; on a CPU linear layers p
 original is gone. The first two are undone by slicing and gathering. A packed matrix is read by letting the very kernel
 that computes with it multiply the identity: each element of the product is one weight times one plus zeros, which is
 exact. Only the sign of a zero and subnormal numbers do not survive a multiplication; these few are remembered when they
-arrive.
+arrive. An output layer is packed too, beside the original that it may share with the embeddings: both are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-ROWS = 1024
+ROWS = 256
 """Rows of the identity that are multiplied at a time."""
 UNREADABLE = "_roll_unreadable"
 """Attribute of the model: by name, places and values of what a multiplication does not give back."""
@@ -103,11 +103,14 @@ class Reader:
     """Reads one tensor after the other. With tensor parallelism all ranks read the same ones in the same order."""
 
     def __init__(self, model: nn.Module) -> None:
+        heads = [each for each in model.modules() if isinstance(each, ParallelLMHead) and hasattr(each, "cpu_linear")]
+        self._heads: dict[int, Any] = {id(each.weight): each for each in heads}
+        """Packed output layers, by the weight that they were packed from."""
         self._unreadable: dict[str, tuple[Tensor, Tensor]] = getattr(model, UNREADABLE, {})
         self._last: tuple[Any, Tensor] | None = None
         """The matrix that was unpacked last: fused tensors mostly follow one another."""
 
-    def read(self, name: str, part: Part, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, part: Part) -> Tensor:
         """The whole tensor, as this engine computes with it."""
         module = part.module
         packed = part.parameter == "weight" and _is_packed(module)
@@ -115,12 +118,25 @@ class Reader:
         if part.index is not None:
             sizes = [size // module.tp_size for size in module.output_sizes]
             local = local.split(sizes, dim=0)[part.index]
-        whole = _gathered(module, part, local).to(dtype)
+        elif isinstance(module, VocabParallelEmbedding):
+            local = self._as_multiplied(module, local)
+        whole = _gathered(module, part, local)
+        if isinstance(module, LinearBase):
+            whole = whole.to(module.params_dtype)  # vLLM widens the biases of some packed layers
         if packed and name in self._unreadable:
             places, values = self._unreadable[name]
             whole = whole.clone()
-            whole.view(-1)[places] = values
+            whole.view(-1)[places] = values.to(whole.dtype)
         return whole
+
+    def _as_multiplied(self, module: Any, weight: Tensor) -> Tensor:
+        """The weight, unless the output layer that was packed from it computes with another."""
+        head = self._heads.get(id(module.weight))
+        if head is None:
+            return weight
+        multiplied = self._unpacked(head)
+        differs = (multiplied != weight) & (weight.abs() >= torch.finfo(weight.dtype).tiny)
+        return multiplied if differs.any() else weight
 
     def _unpacked(self, module: Any) -> Tensor:
         if self._last is None or self._last[0] is not module:
@@ -166,10 +182,12 @@ def _is_packed(module: Any) -> bool:
 
 
 def _multiplied_identity(module: Any) -> Tensor:
-    columns = module.input_size_per_partition
+    head = isinstance(module, ParallelLMHead)
+    columns = module.embedding_dim if head else module.input_size_per_partition
+    dtype = module.weight.dtype
     products = []
     for start in range(0, columns, ROWS):
-        rows = torch.zeros(min(ROWS, columns - start), columns, dtype=module.params_dtype)
+        rows = torch.zeros(min(ROWS, columns - start), columns, dtype=dtype)
         rows[torch.arange(len(rows)), torch.arange(start, start + len(rows))] = 1
         products.append(module.cpu_linear(rows, module.weight, None))
     return torch.cat(products).t().contiguous()

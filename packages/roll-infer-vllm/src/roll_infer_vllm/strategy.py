@@ -255,8 +255,8 @@ class VllmStrategy(InferStrategy):
                 await self._load(manifest, iter(tensors))
                 await engine.update_weight_version(str(version))
                 self._version = version
-                entries = [(entry.name, entry.dtype) for entry in manifest.tensors]
-                answers = await engine.collective_rpc("roll_digests", args=(entries,))
+                names = [entry.name for entry in manifest.tensors]
+                answers = await engine.collective_rpc("roll_digests", args=(names,))
             finally:
                 await engine.resume_generation()
         digests = {name: digest for answer in answers for name, digest in answer.items()}

@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from roll_infer_vllm.buckets import BucketInfo, read_bucket
 from roll_infer_vllm.held import remember_unreadable
+from roll_infer_vllm.workarounds import pack_tied_heads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +61,8 @@ class BucketTransfer(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[mis
     def finish_weight_update(self) -> None:
         """Process layers that came incomplete (padded ones) and put everything back in its place."""
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
         """Nothing to release."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.sampler import Sampler
 
 from roll_core.errors import UnsupportedError
@@ -44,3 +45,14 @@ def use_tempered_sampler(model_runner: Any) -> None:
             " at the temperature; set VLLM_USE_V2_MODEL_RUNNER: '0' in system_envs, or leave it out"
         )
     model_runner.sampler = TemperedSampler(own.logprobs_mode, own.use_fp64_gumbel)
+
+
+def pack_tied_heads(model: Any) -> None:
+    """Pack output layers anew after an update, on a CPU.
+
+    vLLM 0.32 packs a layer when its own tensor has been loaded. An output layer that shares the embeddings' has none,
+    so it would go on computing with the old weights.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

@@ -39,21 +39,21 @@ class WorkerExtension:
         missing = [name for name, part in parts(model) if part.key not in covered]
         return {"unknown": unknown, "shapes": shapes, "missing": missing}
 
-    def roll_digests(self, entries: Sequence[tuple[str, str]]) -> Mapping[str, str]:
-        """Digests of these tensors, whose dtypes are given, as this process computes with them. With tensor parallelism
-        the first rank answers for all."""
+    def roll_digests(self, names: Sequence[str]) -> Mapping[str, str]:
+        """Digests of these tensors, as this process computes with them. With tensor parallelism the first rank answers
+        for all."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
-        from roll_core.spec.weights import digest, torch_dtype
+        from roll_core.spec.weights import digest
         from roll_infer_vllm.held import Reader, locate
 
         model = self.model_runner.get_model()
         reader, found = Reader(model), {}
-        for name, dtype in entries:
+        for name in names:
             part = locate(model, name)
             if part is None:
                 continue
-            tensor = reader.read(name, part, torch_dtype(dtype))
+            tensor = reader.read(name, part)
             if get_tensor_model_parallel_rank() == 0:
                 found[name] = digest(tensor)
         return found
