@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.errors import PlacementError
+from roll_core.errors import PlacementError, PluginError
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.executors.local import environment_of_all
@@ -45,6 +45,13 @@ class AbsentBoard(Board):
     found = False
 
 
+class BrokenBoard(Board):
+    name = "broken"
+
+    def probe(self) -> Probe:
+        raise OSError("libboard.so: wrong ELF class")
+
+
 Offer = Callable[..., Registry]
 
 
@@ -55,7 +62,9 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
     def make(**priorities: int) -> Registry:
         import roll_core.runtime.platform as module
 
-        classes: dict[str, type[Platform]] = {"board": Board, "absent": AbsentBoard, "other": Board, "cpu": CpuPlatform}
+        classes: dict[str, type[Platform]] = {
+            "board": Board, "absent": AbsentBoard, "broken": BrokenBoard, "other": Board, "cpu": CpuPlatform
+        }  # fmt: skip
         monkeypatch.setattr(module, "load_target", lambda target, owner: classes[target.partition(":")[2]])
         records = tuple(
             PlatformProvider(name=name, target=f"boards:{name}", summary="", priority=priority)
@@ -83,6 +92,13 @@ def test_one_that_is_asked_for_and_not_here_says_why_and_what_to_do(offer: Offer
         select_platform(offer(cpu=0, absent=10), "absent")
     assert str(caught.value).startswith("platform absent is asked for but not here: no board in the slot. ")
     assert "\n" not in str(caught.value)
+
+
+def test_one_that_is_broken_stops_no_run_that_can_do_without_it(offer: Offer, caplog: pytest.LogCaptureFixture) -> None:
+    assert select_platform(offer(cpu=0, broken=10), None).name == "cpu"
+    assert "platform broken: its probe failed: OSError: libboard.so: wrong ELF class" in caplog.text
+    with pytest.raises(PluginError, match=r"wrong ELF class"):
+        select_platform(offer(cpu=0, broken=10), "broken")
 
 
 def test_on_a_cluster_it_need_not_be_where_the_driver_is(offer: Offer) -> None:

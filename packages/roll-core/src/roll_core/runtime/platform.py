@@ -3,10 +3,11 @@ what it wants of the environment of workers."""
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
-from roll_core.errors import PlacementError
+from roll_core.errors import PlacementError, PluginError
 from roll_core.plugins.targets import load_target
 from roll_core.spec.providers import PlatformProvider
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.platform import Platform, RoleKind
+    from roll_core.spec.platform import Platform, Probe, RoleKind
+
+log = logging.getLogger(__name__)
 
 
 def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool = False) -> Platform:
@@ -24,7 +27,7 @@ def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool =
     """
     if wanted is not None:
         platform = make_platform(registry.find(PlatformProvider, wanted))
-        probe = platform.probe()
+        probe = _probe(platform, wanted)
         if not probe.found and not elsewhere:
             raise PlacementError(
                 f"platform {wanted} is asked for but not here: {probe.why}. Mend that (roll-core doctor says more), run"
@@ -37,9 +40,15 @@ def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool =
     for provider in providers:
         if found and provider.priority < found[0][0].priority:
             break
-        platform = make_platform(provider)
-        probe = platform.probe()
+        try:
+            platform = make_platform(provider)
+            probe = _probe(platform, provider.name)
+        except PluginError as error:  # one that is broken stops no run that can do without it
+            log.warning("%s", error)
+            looked.append(str(error))
+            continue
         looked.append(f"{provider.name}: {probe.why}")
+        log.info("platform %s %s: %s", provider.name, "found" if probe.found else "not found", probe.why)
         if probe.found:
             found.append((provider, platform))
     if not found:
@@ -54,6 +63,13 @@ def make_platform(provider: PlatformProvider) -> Platform:
     """An instance of what the record points at. Raises `PluginLoadError`."""
     made: Platform = load_target(provider.target, owner=f"platform {provider.name}")()
     return made
+
+
+def _probe(platform: Platform, name: str) -> Probe:
+    try:
+        return platform.probe()
+    except Exception as error:  # foreign code, and the driver below it
+        raise PluginError(f"platform {name}: its probe failed: {type(error).__name__}: {error}") from error
 
 
 def environment_of(
