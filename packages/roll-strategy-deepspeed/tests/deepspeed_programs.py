@@ -16,12 +16,12 @@ from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from roll_core.modeling import pieces
+from roll_core.modeling.moving import num_bytes
 from roll_core.spec.train import ParameterState, Part, StepStats, Want
 from roll_core.testing.bench import Arrays, Case, Step, accumulate, built, outputs, take_step, weights
 from roll_core.testing.programs import Raised, Trained, raised
 from roll_core.types import TrainSequence
 from roll_strategy_deepspeed import held_state, ranks, whole_optimizer
-from roll_strategy_deepspeed.moving import num_bytes
 from roll_strategy_deepspeed.strategy import DeepSpeedStrategy
 
 get_checkpoint_conversion_mapping("qwen3")  # a thousand regular expressions, which transformers keeps
@@ -161,6 +161,12 @@ def _count(strategy: DeepSpeedStrategy) -> int:
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.device.type == "cpu"]
     tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
     return num_bytes(tensors)
+
+
+def raise_and_go_on(rank: int, case: Case, spoilt: Step, steps: Sequence[Step]) -> tuple[Raised | None, Trained]:
+    """What a loss that is not finite on one rank raises on each, and good steps after it."""
+    with built(case, rank) as strategy:
+        return raised(lambda: accumulate(strategy, spoilt)), _go_on(strategy, steps)
 
 
 # -- the state that all strategies read --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from deepspeed_programs import (
     hand_over,
     hold,
     move_and_count,
+    raise_and_go_on,
 )
 
 from roll_core.spec.model import LoraSpec
@@ -20,7 +21,7 @@ from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import Want
 from roll_core.testing.bench import Step
 from roll_core.testing.bounds import check_near, check_rows, check_same, check_same_run
-from roll_core.testing.losses import LOSSES, SPLITS, TRAINING
+from roll_core.testing.losses import LOSSES, SPLITS, TRAINING, SpoiltLoss
 from roll_core.testing.models import make_batch
 from roll_core.testing.programs import Trained, score, train
 from roll_core.testing.reference import Reference, TransformersModel
@@ -71,6 +72,17 @@ def test_with_states_on_the_host_it_trains_as_hf_train(ranks, case, keys):
         assert one.learning_rate == other.learning_rate
     way = {name: each - plain.before[name] for name, each in offloaded.after.items()}
     check_near("way", way, {name: each - plain.before[name] for name, each in plain.after.items()}, 1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_loss_that_is_not_finite_on_one_rank_is_raised_on_all_and_leaves_nothing(ranks, case, stage):
+    case = case.with_(strategy_config=zero(stage), world_size=2)
+    spoilt = replace(STEPS[0], loss=SpoiltLoss(sequence=STEPS[0].sequences[4].id))
+    straight = ranks(train, case, STEPS[1:])
+    for (error, after), expected in zip(ranks(raise_and_go_on, case, spoilt, STEPS[1:]), straight, strict=True):
+        assert error.kinds[0] == "NonFiniteError"
+        assert STEPS[0].sequences[4].id in error.message
+        check_same_run("steps after the error", after, expected)
 
 
 # -- states and exports ------------------------------------------------------------------------------------------------

@@ -85,9 +85,9 @@ class HeldState:
         """After the last `write`: what is derived from masters."""
         if self.stage in (1, 2):
             self.engine.optimizer.update_lp_params()
-        self._forget_gradients()
+        self.forget_gradients()
 
-    def _forget_gradients(self) -> None:
+    def forget_gradients(self) -> None:
         """Those of backward passes that no step followed, too: stages 1 and 2 add them up in lists of their own."""
         optimizer = self.engine.optimizer
         optimizer.zero_grad()

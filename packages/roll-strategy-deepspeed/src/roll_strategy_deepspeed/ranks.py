@@ -14,6 +14,7 @@ from roll_core.modeling.process_group import ProcessGroup
 from roll_strategy_deepspeed.workarounds import build_nothing_at_start, quiet_collectives
 
 if TYPE_CHECKING:
+    from roll_core.errors import NonFiniteError
     from roll_core.spec.model import MeshInfo
 
 
@@ -46,6 +47,10 @@ class Ranks:
     def wait(self) -> None:
         """Until every rank has come here."""
         self._group.wait()
+
+    def raise_together(self, error: NonFiniteError | None) -> None:
+        """See `ProcessGroup.raise_together`."""
+        self._group.raise_together(error)
 
     def close(self) -> None:
         """Leave the group; may be called several times."""

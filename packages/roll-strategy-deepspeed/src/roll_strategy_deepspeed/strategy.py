@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from roll_core.errors import CheckpointError, UnsupportedError
+from roll_core.errors import CheckpointError, NonFiniteError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.fused import fuse
 from roll_core.modeling.model import load_model
@@ -128,12 +128,33 @@ class DeepSpeedStrategy(TrainStrategy):
             self.forward(idle_micro(), want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
-        """Raises `NonFiniteError`, which names the sequences, before a NaN gets into the gradients."""
+        """Raises `NonFiniteError`, which names the sequences, on every rank; the gradients are forgotten then.
+        Collective: a rank that finds one makes the passes that the others need, and then tells them."""
         self._check_trains("weights", "grads")
         num_idle = self.ranks.most(len(micros)) - len(micros) if self.stage >= 2 else 0
-        metrics = [self._one_backward(micro.to(self._mesh.device), loss) for micro in micros]
+        metrics: list[LossMetrics] = []
+        error: NonFiniteError | None = None
+        for micro in micros:
+            on_device = micro.to(self._mesh.device)
+            outputs = self._outputs(on_device, loss.want)
+            total = nothing(outputs)
+            if error is None:
+                try:
+                    found = finite_loss(loss, outputs, on_device)
+                    total = found.loss if found.loss.requires_grad else total
+                    metrics.append(plain_metrics(found))
+                except NonFiniteError as raised:
+                    error = raised
+            if total.requires_grad:
+                self._backward(total)
         for _ in range(num_idle):
             self._idle_backward(loss.want)
+        try:
+            self.ranks.raise_together(error)
+        except NonFiniteError:
+            self.held.forget_gradients()
+            self.num_backwards = 0
+            raise
         return metrics
 
     def optimizer_step(self) -> StepStats:
@@ -152,15 +173,6 @@ class DeepSpeedStrategy(TrainStrategy):
             return StepStats(grad_norm=math.inf, learning_rate=learning_rate, skipped=True, overflow=overflow)
         self.step_count += 1
         return StepStats(grad_norm=float(self.engine.get_global_grad_norm()), learning_rate=learning_rate)
-
-    def _one_backward(self, micro: MicroBatch, loss: LossFn) -> LossMetrics:
-        outputs = self._outputs(micro, loss.want)
-        found = finite_loss(loss, outputs, micro)
-        if found.loss.requires_grad:
-            self._backward(found.loss)
-        elif self.stage >= 2:
-            self._backward(nothing(outputs))
-        return plain_metrics(found)
 
     def _backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over ranks; the objective is a sum.
