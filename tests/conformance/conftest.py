@@ -78,6 +78,16 @@ def platform_suites(environ, tmp_path_factory):
     return outcome(["platforms_suite.py"], "not test_listing or Test_right", environ, tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def engine_suites(environ, tmp_path_factory):
+    """The `Outcome` of the suite of the wrong engines."""
+    # Thousands of tokens are drawn for a test of a distribution: only where sampling is what is wrong, or right.
+    distributions = "test_tokens_come or test_temperature_div or test_top_ or test_min_p or test_parameters"
+    sampled = "Test_right or Test_temperature or Test_top_p or Test_min_p"
+    chosen = f"(not test_listing or Test_right) and (not ({distributions}) or {sampled})"
+    return outcome(["wrong_engines_suite.py"], chosen, environ, tmp_path_factory)
+
+
 def outcome(names, chosen, environ, tmp_path_factory):
     report = tmp_path_factory.mktemp("report") / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", chosen]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll_core.testing import TrainStrategyConformance
+from roll_core.testing import InferStrategyConformance, TrainStrategyConformance
 
 
 def test_an_override_without_a_reason_is_refused():
@@ -12,6 +12,14 @@ def test_an_override_without_a_reason_is_refused():
 
         class Mine(TrainStrategyConformance):
             def test_topk_equals_the_reference(self):
+                pass
+
+
+def test_the_kit_for_engines_refuses_it_too():
+    with pytest.raises(TypeError, match=r"Mine overrides test_metrics_are_numbers.*xfail\(reason"):
+
+        class Mine(InferStrategyConformance):
+            def test_metrics_are_numbers(self):
                 pass
 
 

@@ -122,7 +122,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", ["Test_right", "Test_right_together", "TestAcme"])
+@pytest.mark.parametrize("name", ["Test_right", "Test_right_together", "TestAcme", "TestAcmeInfer"])
 def test_right_strategies_pass(suites, name):
     assert suites.failed(name) == set(), suites.reasons(name)
     assert list(suites.tests[name].values()).count("passed") > 40
@@ -142,4 +142,5 @@ def test_skips_follow_what_is_declared(suites):
     skipped = {test.partition("[")[0] for test, result in suites.tests["TestAcme"].items() if result == "skipped"}
     assert "test_topk_equals_the_reference" in skipped
     assert "does not declare topk" in suites.messages["TestAcme", "test_topk_equals_the_reference"]
+    assert "refuses top_p" in suites.messages["TestAcmeInfer", "test_top_p_keeps_the_smallest_set_that_reaches_it"]
     assert suites.tests["Test_right"]["test_topk_equals_the_reference[default]"] == "passed"

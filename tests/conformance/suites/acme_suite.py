@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from roll_core.spec.model import ModelSpec
-from roll_core.testing import ReferenceModel, TrainStrategyConformance
+from roll_core.testing import InferStrategyConformance, ReferenceModel, TrainStrategyConformance
 
 
 class Table(torch.nn.Module):
@@ -40,3 +41,24 @@ class TestAcme(TrainStrategyConformance):
 
     def reference_model(self, spec):
         return TableReference(self.vocab_size)
+
+
+class TestAcmeInfer(InferStrategyConformance):
+    name = "acme_infer"
+    context = None
+    end_ids = ()
+
+    @pytest.fixture
+    def strategy_config(self):
+        return {"vocabulary": self.vocab_size}
+
+    def model(self, folder):
+        drawn = torch.Generator().manual_seed(5)
+        table = 1.5 * torch.randn(self.vocab_size, self.vocab_size, generator=drawn)
+        save_file({"table": table}, folder / "table.safetensors")
+        return ModelSpec(path=str(folder))
+
+    def reference_model(self, spec):
+        found = TableReference(self.vocab_size)
+        found.module.load_state_dict(load_file(f"{spec.path}/table.safetensors"))
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,14 +14,29 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from roll_acme.plugin import INFER, TRAIN
-from roll_core.errors import CheckpointError, MissingTensorError, UnsupportedError
+from roll_core.errors import (
+    CheckpointError,
+    CorruptTensorError,
+    DataError,
+    MissingTensorError,
+    ModelError,
+    UnexpectedTensorError,
+    UnsupportedError,
+)
 from roll_core.modeling.optimizer import adamw, clip_factor, moments, schedule
 from roll_core.modeling.task_model import finite_loss, plain_metrics
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
 from roll_core.spec.weights import make_receipt
-from roll_core.types import Completion, CompletionOutput, GenerateRequest, WeightManifest, WeightReceipt
+from roll_core.types import (
+    Completion,
+    CompletionOutput,
+    GenerateRequest,
+    SamplingParams,
+    WeightManifest,
+    WeightReceipt,
+)
 
 
 def logprobs_of(table_VV: torch.Tensor, micro: MicroBatch, want: Want) -> TokenOutputs:
@@ -117,28 +133,63 @@ class BigramInferStrategy(InferStrategy):
     """Draws one token after the other; nothing runs long enough to be aborted."""
 
     capabilities = INFER
+    table_VV: torch.Tensor | None = None
 
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
-        self.table_VV = torch.zeros(self.config.vocabulary, self.config.vocabulary)
-        self.version = 0
+        """From a table that the train strategy saved, or from nothing."""
+        if model.path:
+            try:
+                self.table_VV = load_file(Path(model.path) / "table.safetensors")["table"]
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{model.path}: there is no table to be read: {error}") from error
+        else:
+            self.table_VV = torch.zeros(self.config.vocabulary, self.config.vocabulary)
+        self.version, self.arrivals = 0, itertools.count()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        return Completion(id=request.id, outputs=tuple(self._draw(request, i) for i in range(request.n)))
+        self._check(request)
+        seed = request.params.seed
+        key = (1, next(self.arrivals)) if seed is None else (0, seed)
+        return Completion(id=request.id, outputs=tuple(self._draw(request, (*key, i)) for i in range(request.n)))
 
-    def _draw(self, request: GenerateRequest, index: int) -> CompletionOutput:
-        rng = np.random.default_rng((request.params.seed or 0, index))
-        all_VV = torch.log_softmax(self.table_VV / (request.params.temperature or 1.0), dim=-1)
+    def _check(self, request: GenerateRequest) -> None:
+        params, prompt = request.params, request.prompt_ids
+        plain = SamplingParams()
+        refused = [
+            name
+            for name in ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens", "stop")
+            if getattr(params, name) != getattr(plain, name)
+        ]
+        if request.prompt_logprobs:
+            refused.append("prompt_logprobs")
+        if refused:
+            raise UnsupportedError(f"a bigram table does without {', '.join(refused)}; leave them as they are")
+        size = len(self._table())
+        if not len(prompt) or prompt.min() < 0 or prompt.max() >= size:
+            raise DataError(f"a prompt has at least one token, and tokens from 0 to {size - 1}")
+        if params.temperature < 0 or request.n < 1:
+            raise DataError(f"temperature {params.temperature} or n {request.n} makes no sense")
+
+    def _draw(self, request: GenerateRequest, key: tuple[int, ...]) -> CompletionOutput:
+        params, rng = request.params, np.random.default_rng(key)
+        ends = () if params.ignore_eos else params.stop_token_ids
+        all_VV = torch.log_softmax(self._table() / (params.temperature or 1.0), dim=-1)
         token, ids, logprobs = int(request.prompt_ids[-1]), [], []
-        for _ in range(request.params.max_new_tokens):
+        for _ in range(params.max_new_tokens):
             row_V = all_VV[token].double().exp().numpy()
-            before, token = token, int(rng.choice(len(row_V), p=row_V / row_V.sum()))
+            greedy = params.temperature == 0
+            before, token = token, int(row_V.argmax() if greedy else rng.choice(len(row_V), p=row_V / row_V.sum()))
             ids.append(token)
             logprobs.append(float(all_VV[before, token]))
+            if token in ends:
+                break
+        ended = bool(ids) and ids[-1] in ends
         return CompletionOutput(
             token_ids=np.array(ids, dtype=np.int64),
             logprobs=np.array(logprobs, dtype=np.float32),
             versions=np.full(len(ids), self.version, dtype=np.int32),
-            finish_reason="length",
+            finish_reason="stop" if ended else "length",
+            stop=ids[-1] if ended else None,
         )
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
@@ -152,12 +203,23 @@ class BigramInferStrategy(InferStrategy):
         *,
         shared: bool = False,
     ) -> WeightReceipt:
-        given = dict(tensors)
-        if "table" not in given:
+        held = self._table()
+        given: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            if name != "table":
+                raise UnexpectedTensorError(f"{name} arrived; a bigram model has nothing but a table")
+            if tensor.shape != held.shape:
+                raise CorruptTensorError(f"table arrived as {tuple(tensor.shape)}, it has {tuple(held.shape)}")
+            given[name] = tensor if shared else tensor.to(held.dtype, copy=True)
+        if not given:
             raise MissingTensorError("the table is missing")
-        self.table_VV = given["table"] if shared else given["table"].clone()
-        self.version = version
+        self.table_VV, self.version = given["table"], version
         return make_receipt(manifest, [("table", self.table_VV)])
 
     async def stop(self) -> None:
-        self.table_VV = torch.zeros(0)
+        self.table_VV = None
+
+    def _table(self) -> torch.Tensor:
+        if self.table_VV is None:
+            raise RuntimeError("there is no table: start comes first, and nothing after stop")
+        return self.table_VV

@@ -74,6 +74,7 @@ class EndTests(InferSubject):
     def test_min_new_tokens_masks_ends(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """Until so many are drawn no end is: instead the most likely of all others."""
         self.need_exact(setup)
+        self.answered(engine, "min_new_tokens", ask(self.prompt(3), min_new_tokens=2))
         prompt, tokens, at = self._unended(engine, answers)
         ends = {tokens[1], tokens[at], *self.end_ids}
         request = ask(
@@ -84,7 +85,7 @@ class EndTests(InferSubject):
             ignore_eos=False,
             stop_token_ids=tuple(ends - set(self.end_ids)),
         )
-        output = self.answered(engine, "min_new_tokens", request)[0].outputs[0]
+        output = engine.generate(request)[0].outputs[0]
         self.check_greedy(answers, prompt, output.token_ids, banned=ends, banned_until=8)
         places = [i for i, token in enumerate(output.token_ids.tolist()) if token in ends]
         if places and places[0] < 8:
@@ -97,11 +98,12 @@ class EndTests(InferSubject):
     def test_a_stop_string_ends_a_response_and_is_kept(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """With the token that completes it, over two tokens; `stop` names the string."""
         self.need_exact(setup)
+        self.answered(engine, "stop", ask(self.prompt(3), max_new_tokens=1, ignore_eos=False, stop=("no such text",)))
         prompt, tokens, at = self._unended(engine, answers)
         text = self._text(setup.model, tokens[: at + 1])
         stop = text[-2:]
         request = ask(prompt, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=False, stop=(stop, "no such text"))
-        output = self.answered(engine, "stop", request)[0].outputs[0]
+        output = engine.generate(request)[0].outputs[0]
         end = next(i for i in range(LENGTH) if stop in self._text(setup.model, tokens[: i + 1]))
         _is(output, end + 1, "stop", stop)
         _begins(output, tokens)
@@ -109,7 +111,7 @@ class EndTests(InferSubject):
     # -- how -----------------------------------------------------------------------------------------------------------
 
     def _unended(self, engine: Engine, answers: Answers) -> tuple[TokenIds, list[int], int]:
-        """A prompt, the engine's greedy response of ordinary tokens, and the place of one, from the fifth on, that
+        """A prompt, the engine's greedy response of ordinary tokens, and the place of one, from the fourth on, that
         comes for the first time; no order of summation could give another response."""
         known = self._once("unended")
         for seed in range(0 if "it" in known else 10):
@@ -117,7 +119,7 @@ class EndTests(InferSubject):
             for request, completion in zip(requests, engine.generate(*requests), strict=True):
                 response = completion.outputs[0].token_ids
                 tokens = response.tolist()
-                places = [i for i in range(4, LENGTH - 4) if tokens.index(tokens[i]) == i]
+                places = [i for i in range(3, LENGTH - 4) if tokens.index(tokens[i]) == i]
                 _, gaps = answers.shortfall(request.prompt_ids, response)
                 if places and gaps.min() > CLEAR and not {*range(FIRST_ORDINARY), *self.end_ids} & set(tokens):
                     known.setdefault("it", (request.prompt_ids, tokens, places[0]))

@@ -45,8 +45,9 @@ class InferSubject(Part):
     provider: InferProvider
     vocab_size: ClassVar[int] = VOCABULARY
     """Prompts are made of the tokens from 2 to so many."""
-    context: ClassVar[int] = SMALL["max_position_embeddings"]
-    """Tokens of the longest sequence that the engine takes, with this configuration and model."""
+    context: ClassVar[int | None] = SMALL["max_position_embeddings"]
+    """Tokens of the longest sequence that the engine takes, with this configuration and model; at least 512, or None
+    where there is no limit."""
     end_ids: ClassVar[tuple[int, ...]] = (END,)
     """End tokens of the model; empty where it has none."""
 

@@ -1,7 +1,13 @@
 """Offers all of them, by the names of their classes in snake case."""
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import PlatformProvider, TrainCapabilities, TrainProvider
+from roll_core.spec.providers import (
+    InferCapabilities,
+    InferProvider,
+    PlatformProvider,
+    TrainCapabilities,
+    TrainProvider,
+)
 
 ROLL_HOOK_API = 1
 ALONE = TrainCapabilities(
@@ -100,6 +106,57 @@ PLATFORMS = (
 )
 
 
+ENGINE = InferCapabilities(
+    dtypes=("fp32",),
+    sleeps=True,
+    prompt_logprobs=True,
+    in_flight_update=True,
+    weight_transports=("shared", "shm"),
+)
+WITHOUT_PROMPT_LOGPROBS = InferCapabilities(
+    dtypes=("fp32",), sleeps=True, in_flight_update=True, weight_transports=("shared", "shm")
+)
+WRONG_ENGINES = (
+    "logprobs_off_by_one",
+    "logprobs_untempered",
+    "logprobs_penalised",
+    "logprobs_of_the_kept",
+    "prompt_logprobs_tempered",
+    "temperature_forgotten",
+    "top_p_one_less",
+    "top_p_one_more",
+    "min_p_ignored",
+    "penalty_spares_prompts",
+    "seed_of_the_batch",
+    "seeds_in_a_row",
+    "same_without_seed",
+    "stop_string_cut",
+    "end_token_dropped",
+    "stop_not_said",
+    "stops_in_spite_of_all",
+    "ends_too_soon",
+    "prompt_cut",
+    "stale_prefixes",
+    "bias_forgotten",
+    "receipt_of_the_sent",
+    "receipt_of_the_manifest",
+    "borrows_for_good",
+    "writes_into_shared",
+    "missing_ignored",
+    "unexpected_ignored",
+    "version_of_the_end",
+    "version_behind",
+    "abort_forgets",
+    "abort_says_nothing",
+    "abort_knows_all",
+    "buffer_lost_asleep",
+    "shared_kept_asleep",
+    "answers_after_stop",
+    "nameless_model",
+    "silent_prompt_logprobs",
+)
+
+
 @hookimpl
 def roll_platforms():
     yield PlatformProvider(name="wrong_board", target="roll_wrong.board:Board", summary="Pretends", priority=-1)
@@ -119,5 +176,20 @@ def roll_train_strategies():
             config=f"roll_wrong.{'heavy' if name == 'heavy' else 'config'}:NoConfig",
             summary="For the tests of the conformance kit",
             capabilities=SPECIAL.get(name, ALONE),
+            platforms=("wrong_board",),
+        )
+
+
+@hookimpl
+def roll_infer_strategies():
+    targets = {"right_engine": "engine:RightEngine"}
+    targets |= {name: f"wrong_engines:{name.title().replace('_', '')}" for name in WRONG_ENGINES}
+    for name, target in targets.items():
+        yield InferProvider(
+            name=name,
+            target=f"roll_wrong.{target}",
+            config="roll_wrong.config:NoConfig",
+            summary="For the tests of the conformance kit",
+            capabilities=WITHOUT_PROMPT_LOGPROBS if name == "silent_prompt_logprobs" else ENGINE,
             platforms=("wrong_board",),
         )

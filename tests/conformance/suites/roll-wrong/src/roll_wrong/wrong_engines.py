@@ -1,0 +1,327 @@
+"""Engines with one mistake each. The first line of each class says which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from roll_core.errors import ModelError
+from roll_core.spec.weights import digest
+from roll_core.types import WeightReceipt
+from roll_wrong.engine import RightEngine, log_softmax
+from roll_wrong.plugin import WITHOUT_PROMPT_LOGPROBS
+
+# -- logprobs
+
+
+class LogprobsOffByOne(RightEngine):
+    """Reports each token's logprob with the one after it."""
+
+    def finished(self, output, aborted):
+        found = super().finished(output, aborted)
+        return replace(found, logprobs=np.roll(found.logprobs, 1))
+
+
+class LogprobsUntempered(RightEngine):
+    """Reports logprobs at temperature 1, as several engines do."""
+
+    def scored(self, row_V, shaped_V, params):
+        return log_softmax(row_V)
+
+
+class LogprobsPenalised(RightEngine):
+    """Reports logprobs after the repetition penalty."""
+
+    def scored(self, row_V, shaped_V, params):
+        return super().scored(shaped_V, shaped_V, params)
+
+
+class LogprobsOfTheKept(RightEngine):
+    """Reports logprobs of what top-k, top-p and min-p have left."""
+
+    def scored(self, row_V, shaped_V, params):
+        all_V = super().scored(row_V, shaped_V, params)
+        if params.temperature == 0:
+            return all_V
+        order, kept = self.cut(np.exp(all_V), params)
+        found = np.full_like(all_V, -np.inf)
+        found[order] = np.log(np.maximum(kept / kept.sum(), 1e-300))
+        return found
+
+
+class PromptLogprobsTempered(RightEngine):
+    """Divides the prompt's logits by the temperature, too."""
+
+    def prompt_logprobs_at(self, request):
+        return lambda row_V: log_softmax(row_V / request.params.temperature)
+
+
+# -- sampling
+
+
+class TemperatureForgotten(RightEngine):
+    """Draws at temperature 1 and reports logprobs as if it did not."""
+
+    def draw(self, row_V, params, output):
+        return super().draw(row_V, replace(params, temperature=1.0), output)
+
+
+class TopPOneLess(RightEngine):
+    """Leaves out the token with which the sum reaches top-p."""
+
+    def top_p(self, kept, top_p):
+        within = np.cumsum(kept) <= top_p * kept.sum()
+        within[0] = True
+        return np.where(within, kept, 0) if top_p < 1 else kept
+
+
+class TopPOneMore(RightEngine):
+    """Keeps one token more than top-p needs."""
+
+    def top_p(self, kept, top_p):
+        number = int((super().top_p(kept, top_p) > 0).sum()) + 1
+        return np.where(np.arange(len(kept)) < number, kept, 0)
+
+
+class MinPIgnored(RightEngine):
+    """Takes min_p and does nothing with it."""
+
+    def min_p(self, params):
+        return 0.0
+
+
+class PenaltySparesPrompts(RightEngine):
+    """Punishes repetitions of the response only."""
+
+    def seen(self, request, output):
+        return set(output.tokens)
+
+
+class SeedOfTheBatch(RightEngine):
+    """Mixes into the seed how many requests run."""
+
+    def random(self, request, arrival, index):
+        seed = request.params.seed
+        if seed is None:
+            return super().random(request, arrival, index)
+        return np.random.default_rng((seed, index, len(self.running)))
+
+
+class SeedsInARow(RightEngine):
+    """Gives output i the seed plus i."""
+
+    def random(self, request, arrival, index):
+        seed = request.params.seed
+        return super().random(request, arrival, index) if seed is None else np.random.default_rng(seed + index)
+
+
+class SameWithoutSeed(RightEngine):
+    """Has one seed for all requests that bring none."""
+
+    def random(self, request, arrival, index):
+        return super().random(request, 0, index)
+
+
+# -- ends
+
+
+class StopStringCut(RightEngine):
+    """Removes the stop string's tokens from the response."""
+
+    def stopped(self, output):
+        for _ in output.stop:
+            for each in (output.tokens, output.logprobs, output.versions):
+                each.pop()
+
+
+class EndTokenDropped(RightEngine):
+    """Does not return the end token."""
+
+    def judge(self, output, token, ends, params):
+        super().judge(output, token, ends, params)
+        if isinstance(output.stop, int):
+            for each in (output.tokens, output.logprobs, output.versions):
+                each.pop()
+
+
+class StopNotSaid(RightEngine):
+    """Does not say what ended a response."""
+
+    def finished(self, output, aborted):
+        return replace(super().finished(output, aborted), stop=None)
+
+
+class StopsInSpiteOfAll(RightEngine):
+    """Stops at stop_token_ids though end tokens are to be ignored."""
+
+    def ends(self, params):
+        return super().ends(params) | set(params.stop_token_ids)
+
+
+class EndsTooSoon(RightEngine):
+    """Takes min_new_tokens and does nothing with it."""
+
+    def min_new_tokens(self, params):
+        return 0
+
+
+class PromptCut(RightEngine):
+    """Answers requests that are longer than its context."""
+
+    def too_long(self, why):
+        pass
+
+
+# -- weights
+
+
+class StalePrefixes(RightEngine):
+    """Keeps what it knows of prompts over an update."""
+
+    def updated(self):
+        pass
+
+
+class BiasForgotten(RightEngine):
+    """Leaves one tensor as it was, and digests what was sent."""
+
+    def hold(self, arrived):
+        self.held = {**self.held, "table": arrived["table"]}
+
+    def receipt(self, manifest, arrived):
+        return WeightReceipt(version=self.version, digests={name: digest(each) for name, each in arrived.items()})
+
+
+class ReceiptOfTheSent(RightEngine):
+    """Digests tensors as they come, before it converts them."""
+
+    def taken(self, tensor, name, shared):
+        self.digests = {**getattr(self, "digests", {}), name: digest(tensor)}
+        return super().taken(tensor, name, shared)
+
+    def receipt(self, manifest, arrived):
+        return WeightReceipt(version=self.version, digests=self.digests)
+
+
+class ReceiptOfTheManifest(RightEngine):
+    """Says that it holds what it was told that it would."""
+
+    def receipt(self, manifest, arrived):
+        return WeightReceipt(version=self.version, digests={each.name: each.digest for each in manifest.tensors})
+
+
+class BorrowsForGood(RightEngine):
+    """Keeps the sender's memory instead of a copy."""
+
+    def taken(self, tensor, name, shared):
+        return tensor if tensor.dtype == torch.float32 else tensor.float()
+
+
+class WritesIntoShared(RightEngine):
+    """Copies an update into the memory that it holds, though that is the trainer's."""
+
+    def taken(self, tensor, name, shared):
+        return super().taken(tensor, name, shared) if shared else self.held[name].copy_(tensor)
+
+
+class MissingIgnored(RightEngine):
+    """Goes on with the old tensor where none came."""
+
+    def missing(self, names):
+        pass
+
+
+class UnexpectedIgnored(RightEngine):
+    """Overlooks tensors that it does not know."""
+
+    def unexpected(self, name):
+        pass
+
+
+class VersionOfTheEnd(RightEngine):
+    """Marks all tokens with the version under which the last one was drawn."""
+
+    def finished(self, output, aborted):
+        found = super().finished(output, aborted)
+        return replace(found, versions=np.full_like(found.versions, self.version))
+
+
+class VersionBehind(RightEngine):
+    """Marks tokens with the version before."""
+
+    def finished(self, output, aborted):
+        found = super().finished(output, aborted)
+        return replace(found, versions=np.maximum(found.versions - 1, 0))
+
+
+# -- life
+
+
+class AbortForgets(RightEngine):
+    """Throws away what an aborted request has drawn."""
+
+    async def abort(self, ids):
+        for each in ids:
+            for output in self.running[each].outputs if each in self.running else ():
+                output.tokens, output.logprobs, output.versions = [], [], []
+        return await super().abort(ids)
+
+
+class AbortSaysNothing(RightEngine):
+    """Lets generate return what was drawn, and abort nothing."""
+
+    async def abort(self, ids):
+        await super().abort(ids)
+        return []
+
+
+class AbortKnowsAll(RightEngine):
+    """Raises for ids that do not run."""
+
+    async def abort(self, ids):
+        for each in ids:
+            if each not in self.running:
+                raise KeyError(each)
+        return await super().abort(ids)
+
+
+class BufferLostAsleep(RightEngine):
+    """Loses in a sleep what no update brings back."""
+
+    async def sleep(self):
+        await super().sleep()
+        self.factor = 0.0
+
+
+class SharedKeptAsleep(RightEngine):
+    """Remembers what it held before it went to sleep."""
+
+    async def sleep(self):
+        self.before = self.held
+        await super().sleep()
+
+
+class AnswersAfterStop(RightEngine):
+    """Goes on as if nothing had happened."""
+
+    async def stop(self):
+        if self.running is not None:
+            self.running.clear()
+
+
+class NamelessModel(RightEngine):
+    """Does not say which model is not there."""
+
+    def no_model(self, path, error):
+        return ModelError("the model cannot be loaded")
+
+
+class SilentPromptLogprobs(RightEngine):
+    """Overlooks a wish that it cannot fulfil."""
+
+    capabilities = WITHOUT_PROMPT_LOGPROBS
+
+    async def generate(self, request):
+        return await super().generate(replace(request, prompt_logprobs=False))

@@ -1,0 +1,106 @@
+"""The kit for infer strategies finds what it is there to find: each wrong engine fails the tests named here, no others.
+
+What is wrong in every answer is seen by every test that looks at logprobs; what is wrong in one way fails one test.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.timeout(960)  # the first of them waits for the suite, a minute where nothing else runs
+
+UPDATES = {
+    "test_new_weights_are_those_that_answer",
+    "test_each_tensor_takes_effect",
+    "test_nothing_computed_under_old_weights_is_used",
+    "test_what_does_not_fit_the_manifest_is_named",
+    "test_what_the_sender_writes_afterwards_changes_nothing",
+    "test_shared_tensors_may_be_a_trainers_own",
+    "test_weights_arrive_by_every_transport",
+    "test_numbers_are_the_same_after_a_sleep",
+    "test_nothing_is_kept_of_shared_tensors_in_a_sleep",
+}
+HELD = "test_the_receipt_is_of_what_is_held"
+IN_FLIGHT = "test_requests_go_on_under_new_weights"
+CUTS = "test_logprobs_do_not_know_of_penalties_and_cuts"
+ORDER = "test_parameters_apply_in_their_order"
+TOP_P = "test_top_p_keeps_the_smallest_set_that_reaches_it"
+STOP_IDS = {"test_stop_token_ids_end_a_response", "test_min_new_tokens_masks_ends"}
+END = "test_the_models_end_token_ends_a_response"
+STOP_STRING = "test_a_stop_string_ends_a_response_and_is_kept"
+PARTIAL = "test_an_aborted_request_keeps_its_tokens"
+WRONG = {
+    # logprobs
+    "logprobs_off_by_one": {
+        "test_logprobs_equal_the_reference",
+        "test_logprobs_have_the_temperature",
+        CUTS,
+        "test_a_prompt_is_taken_as_it_is",
+        "test_many_requests_at_once_are_each_answered",
+        "test_a_cancelled_call_harms_no_other",
+        "test_a_started_engine_has_the_models_weights",
+        "test_aborting_harms_no_other",
+        PARTIAL,
+        IN_FLIGHT,
+        HELD,
+        *UPDATES,
+    },
+    "logprobs_untempered": {"test_logprobs_have_the_temperature", CUTS},
+    "logprobs_penalised": {CUTS},
+    "logprobs_of_the_kept": {CUTS},
+    "prompt_logprobs_tempered": {"test_prompt_logprobs_equal_the_reference"},
+    # sampling
+    "temperature_forgotten": {"test_temperature_divides_the_logits", ORDER},
+    "top_p_one_less": {TOP_P, ORDER},
+    "top_p_one_more": {TOP_P, ORDER},
+    "min_p_ignored": {"test_min_p_keeps_what_is_near_the_most_likely", ORDER},
+    "penalty_spares_prompts": {"test_the_repetition_penalty_is_that_of_ctrl"},
+    "seed_of_the_batch": {"test_seeded_tokens_do_not_depend_on_the_batch", "test_output_i_depends_on_the_seed_and_i"},
+    "seeds_in_a_row": {"test_output_i_depends_on_the_seed_and_i"},
+    "same_without_seed": {"test_requests_without_a_seed_differ"},
+    # ends
+    "stop_string_cut": {STOP_STRING},
+    "end_token_dropped": {END, *STOP_IDS},
+    "stop_not_said": {END, STOP_STRING, *STOP_IDS},
+    "stops_in_spite_of_all": {"test_ignore_eos_goes_on_whatever_is_drawn"},
+    "ends_too_soon": {"test_min_new_tokens_masks_ends"},
+    "prompt_cut": {"test_a_request_longer_than_the_context_is_refused"},
+    # weights
+    "stale_prefixes": UPDATES,
+    "bias_forgotten": {HELD, IN_FLIGHT, *UPDATES},
+    "receipt_of_the_sent": {HELD},
+    "receipt_of_the_manifest": {
+        HELD,
+        "test_the_receipt_does_not_repeat_the_manifest",
+        "test_weights_arrive_by_every_transport",
+    },
+    "borrows_for_good": {"test_what_the_sender_writes_afterwards_changes_nothing"},
+    "writes_into_shared": {"test_shared_tensors_may_be_a_trainers_own"},
+    "missing_ignored": {"test_what_does_not_fit_the_manifest_is_named"},
+    "unexpected_ignored": {"test_what_does_not_fit_the_manifest_is_named"},
+    "version_of_the_end": {IN_FLIGHT},
+    "version_behind": {HELD, IN_FLIGHT, *UPDATES},
+    # life
+    "abort_forgets": {PARTIAL},
+    "abort_says_nothing": {PARTIAL},
+    "abort_knows_all": {"test_unknown_and_finished_ids_are_ignored"},
+    "buffer_lost_asleep": {"test_numbers_are_the_same_after_a_sleep"},
+    "shared_kept_asleep": {"test_nothing_is_kept_of_shared_tensors_in_a_sleep"},
+    "answers_after_stop": {"test_a_stopped_engine_says_so"},
+    "nameless_model": {"test_a_model_that_is_not_there_is_named"},
+    "silent_prompt_logprobs": {"test_what_is_not_declared_is_refused"},
+}
+
+
+def test_the_right_engine_passes(engine_suites):
+    assert engine_suites.failed("Test_right_engine") == set(), engine_suites.reasons("Test_right_engine")
+    assert list(engine_suites.tests["Test_right_engine"].values()).count("passed") > 55
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_fails_the_tests_that_are_there_for_it(engine_suites, name):
+    assert engine_suites.failed(f"Test_{name}") == WRONG[name], engine_suites.reasons(f"Test_{name}")
+
+
+def test_every_wrong_engine_has_its_line(engine_suites):
+    assert set(engine_suites.tests) == {"Test_right_engine", *(f"Test_{name}" for name in WRONG)}
