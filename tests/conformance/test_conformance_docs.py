@@ -7,26 +7,41 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.testing import PlatformConformance, TrainStrategyConformance
+from roll_core.testing import InferStrategyConformance, PlatformConformance, TrainStrategyConformance
 from roll_core.testing.bounds import BOUNDS, SPLIT
+from roll_core.testing.infer.subject import InferSubject
+from roll_core.testing.part import Part
 from roll_core.testing.subject import Subject
 
 TEXT = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
-STRATEGIES, _, PLATFORMS = TEXT.partition("\n## Is my platform right?\n")
-INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training"}
-INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here"}
-PUBLIC = sorted(name for name in vars(Subject) if not name.startswith("_") and name not in INTERNAL)
+STRATEGIES, _, REST = TEXT.partition("\n## Is my infer strategy right?\n")
+ENGINES, _, PLATFORMS = REST.partition("\n## Is my platform right?\n")
+KITS = [
+    (STRATEGIES, TrainStrategyConformance),
+    (ENGINES, InferStrategyConformance),
+    (PLATFORMS, PlatformConformance),
+]
+INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "answers"}
+INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here", "engine", "fresh"}
+INTERNAL |= {"need_exact", "answers_of", "stored", "prompt", "bound", "published", "answered", "seed"}
+INTERNAL |= {"check_logprobs", "check_greedy", "check_answers"}
+PUBLIC = [
+    (text, name)
+    for text, subject in ((STRATEGIES, Subject), (ENGINES, InferSubject))
+    for name in sorted({*vars(Part), *vars(subject)} - INTERNAL)
+    if not name.startswith("_")
+]
 
 
-@pytest.mark.parametrize(("text", "kit"), [(STRATEGIES, TrainStrategyConformance), (PLATFORMS, PlatformConformance)])
+@pytest.mark.parametrize(("text", "kit"), KITS)
 def test_every_test_has_its_line_and_no_other(text, kit):
     tests = sorted(name for name in dir(kit) if name.startswith("test_"))
     assert sorted(re.findall(r"^\| `(test_\w+)` \| \S", text, flags=re.MULTILINE)) == tests
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_what_an_author_may_say_is_explained(name):
-    assert re.search(rf"^\| `{name}(\([\w, ]*\))?` \| \S", TEXT, flags=re.MULTILINE)
+@pytest.mark.parametrize(("text", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
+def test_what_an_author_may_say_is_explained(text, name):
+    assert re.search(rf"^\| `{name}(\([\w, ]*\))?` \| \S", text, flags=re.MULTILINE)
 
 
 def test_the_bounds_are_those_of_the_code():
@@ -39,7 +54,7 @@ def test_the_bounds_are_those_of_the_code():
     assert f"different ways, distance {row(SPLIT)}" in TEXT
 
 
-@pytest.mark.parametrize(("text", "kit"), [(STRATEGIES, TrainStrategyConformance), (PLATFORMS, PlatformConformance)])
+@pytest.mark.parametrize(("text", "kit"), KITS)
 def test_the_example_is_a_class_of_tests(text, kit):
     code = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL)[1]
     names: dict[str, object] = {}

@@ -82,20 +82,27 @@ class Draws:
         level = np.where(probs == drawn, probs, 0).sum(-1)
         self._places += (above + level * self._random.random(len(tokens)))[judged].tolist()
 
+    def statistic(self) -> float:
+        """Chi-square, of equally likely bins."""
+        expected = len(self._places) / BINS
+        return float(np.square(self._counts() - expected).sum() / expected)
+
     def check(self) -> None:
         """Fail if it is less likely than `FALSE_ALARM` that the tokens come from the distributions."""
-        found = np.histogram(self._places, bins=BINS, range=(0.0, 1.0))[0]
-        expected = len(self._places) / BINS
-        if expected < 10:
+        if len(self._places) < 10 * BINS:
             raise AssertionError(f"only {len(self._places)} tokens can be judged: the model's answers are too alike")
-        statistic = float(np.square(found - expected).sum() / expected)
+        statistic = self.statistic()
         p = _tail(statistic, BINS - 1)
         if p < FALSE_ALARM:
             raise AssertionError(
                 f"{len(self._places)} tokens do not come from the distribution of {self.params}: chi-square"
                 f" {statistic:.1f} on {BINS - 1} degrees of freedom, p = {p:.2g}; tokens by the probability mass of"
-                f" likelier ones, in twentieths, {expected:.0f} expected in each: {found.tolist()}"
+                f" likelier ones, in twentieths: {self._counts().tolist()}"
             )
+
+    def _counts(self) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = np.histogram(self._places, bins=BINS, range=(0.0, 1.0))[0]
+        return found
 
 
 def _tail(statistic: float, degrees: int) -> float:
