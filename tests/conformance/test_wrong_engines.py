@@ -18,8 +18,8 @@ UPDATES = {
     "test_shared_tensors_may_be_a_trainers_own",
     "test_weights_arrive_by_every_transport",
     "test_numbers_are_the_same_after_a_sleep",
-    "test_nothing_is_kept_of_shared_tensors_in_a_sleep",
 }
+SHARED_ASLEEP = "test_nothing_is_kept_of_shared_tensors_in_a_sleep"
 HELD = "test_the_receipt_is_of_what_is_held"
 IN_FLIGHT = "test_requests_go_on_under_new_weights"
 CUTS = "test_logprobs_do_not_know_of_penalties_and_cuts"
@@ -43,6 +43,7 @@ WRONG = {
         PARTIAL,
         IN_FLIGHT,
         HELD,
+        SHARED_ASLEEP,
         *UPDATES,
     },
     "logprobs_untempered": {"test_logprobs_have_the_temperature", CUTS},
@@ -67,7 +68,7 @@ WRONG = {
     "prompt_cut": {"test_a_request_longer_than_the_context_is_refused"},
     # weights
     "stale_prefixes": UPDATES,
-    "bias_forgotten": {HELD, IN_FLIGHT, *UPDATES},
+    "bias_forgotten": {HELD, IN_FLIGHT, SHARED_ASLEEP, *UPDATES},
     "receipt_of_the_sent": {HELD},
     "receipt_of_the_manifest": {
         HELD,
@@ -79,13 +80,13 @@ WRONG = {
     "missing_ignored": {"test_what_does_not_fit_the_manifest_is_named"},
     "unexpected_ignored": {"test_what_does_not_fit_the_manifest_is_named"},
     "version_of_the_end": {IN_FLIGHT},
-    "version_behind": {HELD, IN_FLIGHT, *UPDATES},
+    "version_behind": {HELD, IN_FLIGHT, SHARED_ASLEEP, *UPDATES},
     # life
     "abort_forgets": {PARTIAL},
     "abort_says_nothing": {PARTIAL},
     "abort_knows_all": {"test_unknown_and_finished_ids_are_ignored"},
     "buffer_lost_asleep": {"test_numbers_are_the_same_after_a_sleep"},
-    "shared_kept_asleep": {"test_nothing_is_kept_of_shared_tensors_in_a_sleep"},
+    "shared_kept_asleep": {SHARED_ASLEEP},
     "answers_after_stop": {"test_a_stopped_engine_says_so"},
     "nameless_model": {"test_a_model_that_is_not_there_is_named"},
     "silent_prompt_logprobs": {"test_what_is_not_declared_is_refused"},

@@ -87,7 +87,7 @@ class Engine:
             return await asyncio.wait_for(act(), deadline)
 
         try:
-            return self._runner.run(limited())
+            return self._runner.get_loop().run_until_complete(limited())
         except TimeoutError as error:
             if error.args:  # the strategy's own
                 raise
