@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from roll_core.algorithms.losses import SFTObjective, ValueObjective
-from roll_core.data.pack import balance, pack, totals
+from roll_core.data.pack import pack, totals
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec, TrainStrategy, Want
+from roll_core.testing.bench import share
 from roll_core.testing.losses import SpoiltLoss
 from roll_core.testing.models import QWEN3
 from roll_core.testing.programs import Raised, raised
@@ -103,9 +104,7 @@ def objective(job: Job):
 
 
 def micros(strategy: TrainStrategy, job: Job, batch: list[TrainSequence]):
-    place = strategy.data_rank
-    share = [batch[i] for i in balance(batch, place.size)[place.index]]
-    return pack(share, totals=totals(batch), max_sequences=job.max_sequences)
+    return pack(share(strategy, batch), totals=totals(batch), max_sequences=job.max_sequences)
 
 
 def weights(strategy: TrainStrategy) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import textwrap
 from pathlib import Path
@@ -35,7 +36,9 @@ def rows(schema, prefix=""):
 
 
 def spelled(value):
-    return {None: "null", True: "true", False: "false"}.get(value, value) if not isinstance(value, list) else "[]"
+    if value is None or isinstance(value, (bool, list)):
+        return json.dumps(value)
+    return value
 
 
 def table():
