@@ -93,6 +93,22 @@ def test_colocated_roles_take_turns(site, runs):
     assert times["time/onload"] > 0
 
 
+def test_roles_that_share_some_slots_take_turns_as_wholes(site, ray_runs):
+    """The trainer's two ranks make room for an engine that sits beside one of them; the reference has its own slot."""
+    config = recorded(ray_runs, max_steps=1)
+    config["actor_train"]["device_mapping"] = [0, 1]
+    config["actor_infer"]["device_mapping"] = [1]
+    config["reference"]["device_mapping"] = [2]
+    ray_runs.ok(config)
+    assert moves(ray_runs) == [
+        f"actor_train offloads {ALL}",  # while the engine starts
+        "actor_train onloads weights",
+        "actor_train offloads weights",
+        "actor_infer sleeps",
+        f"actor_train onloads {ALL}",  # a batch is one step of two ranks, before which the policy is not scored
+    ]
+
+
 def test_nothing_moves_where_the_slots_are_others(site, local_runs):
     config = recorded(local_runs)
     config["actor_infer"]["device_mapping"] = [1]
