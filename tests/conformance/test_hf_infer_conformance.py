@@ -7,3 +7,18 @@ from roll_core.testing import InferStrategyConformance
 
 class TestHFInfer(InferStrategyConformance):
     name = "hf_infer"
+
+
+class TestHFInferInPieces(InferStrategyConformance):
+    """Few rows, so that requests wait; prompts computed in pieces that others share; keys and values made anew."""
+
+    name = "hf_infer"
+    variants = {  # noqa: RUF012
+        "pieces": {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 16,
+            "min_shared_prefix": 4,
+            "pack_weights": False,
+            "kv_after_update": "recompute",
+        }
+    }
