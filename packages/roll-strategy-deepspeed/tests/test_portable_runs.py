@@ -13,7 +13,10 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+    pytest.mark.timeout(960),  # five runs, each of which starts Ray where there are two ranks
+]
 
 CHAIN = ("fsdp2_train", "deepspeed_train", "hf_train", "deepspeed_train", "fsdp2_train")
 """One step on each."""
@@ -80,7 +83,7 @@ def test_fsdp2_then_deepspeed_then_hf_and_back_is_one_run(tmp_path, ranks, stage
         files.append(tmp_path / f"{number}.yaml")
         files[-1].write_text(yaml.safe_dump(config(tmp_path, number, ranks, stage)), encoding="utf-8")
     command = [sys.executable, "-m", "roll_core", "run", *map(str, files)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     whole, last = (tmp_path / "output" / f"part-{number}" / "001" for number in (0, len(CHAIN) - 1))
     lines, others = (

@@ -39,7 +39,7 @@ class PortableTests(Subject):
         """After two steps: the step's number, and masters and moments of every parameter by its name, as plain torch
         has them."""
         steps = self._steps_of(DONE, task)
-        found, step_count = self._exported_state(case, steps, tmp_path)
+        found, step_count, _ = self._exported_state(case, steps, tmp_path)
         reference = self.reference(case)
         for _ in reference.train(SCHEDULED, steps):
             pass
@@ -113,13 +113,13 @@ class PortableTests(Subject):
         from roll_core.modeling.model import DTYPES
 
         case = case.with_(model=replace(case.model, dtype=low_dtype))
-        found, _ = self._exported_state(case, self._steps_of(DONE), tmp_path)
+        found, _, exported = self._exported_state(case, self._steps_of(DONE), tmp_path)
         rounded = {
             name: torch.from_numpy(each).to(DTYPES[low_dtype]).float().numpy() for name, each in found["master"].items()
         }
         if not distance(rounded, found["master"]):
             raise AssertionError(f"exported masters hold no more than {low_dtype} does")
-        weights = {name: each for name, each in self._exporter.before.items() if name in rounded}
+        weights = {name: each for name, each in exported.items() if name in rounded}
         check_near(f"masters rounded to {low_dtype}", rounded, weights, 0.0)
 
     def test_a_portable_state_of_another_model_is_refused(self, case: Case) -> None:
@@ -136,9 +136,6 @@ class PortableTests(Subject):
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
-    _exporter: Trained
-    """What the rank 0 that exported last saw."""
-
     def _need_portable(self) -> None:
         self.need_training()
         self.need(self.can.portable_state, "portable_state")
@@ -149,21 +146,22 @@ class PortableTests(Subject):
         loss = LOSSES["sft"] if task == "causal_lm" else OF_TASK[task]
         return [Step(sequences=self.batch(seed + i), loss=loss, split=SPLITS["three at a time"]) for i in range(number)]
 
-    def _exported_state(self, case: Case, steps: list[Step], folder: Path) -> tuple[dict[str, Arrays], int]:
-        """Of a strategy after all of `steps`: masters and moments by kind, then by name; and the step's number."""
+    def _exported_state(self, case: Case, steps: list[Step], folder: Path) -> tuple[dict[str, Arrays], int, Arrays]:
+        """Of a strategy after all of `steps`: masters and moments by kind, then by name; the step's number; and the
+        weights that it then exports."""
         from roll_core.runtime.portable_state import KINDS, opened_portable_state
         from roll_core.testing.bench import as_array
         from roll_core.testing.portable_programs import export_between
 
         self._need_portable()
-        self._exporter = self.run(export_between, case.with_(training=SCHEDULED), steps, len(steps), str(folder))[0]
+        answers = self.run(export_between, case.with_(training=SCHEDULED), steps, len(steps), str(folder))
         found: dict[str, Arrays] = {kind: {} for kind in KINDS}
         with opened_portable_state(folder) as state:
             for name in state.shapes:
                 held = state.read(name)
                 for kind in KINDS:
                     found[kind][name] = as_array(getattr(held, kind))
-            return found, state.step_count
+            return found, state.step_count, next(each.before for each in answers if each.before)
 
 
 def _check_continued(what: str, found: Trained, expected: Trained) -> None:

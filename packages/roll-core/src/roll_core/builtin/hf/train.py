@@ -227,6 +227,7 @@ class HFTrainStrategy(TrainStrategy):
     def export_state(self) -> PortableState:
         """The live tensors, on every rank."""
         optimizer = self._require_training()
+        self.mover.need("weights", "optimizer")
         return PortableState(
             step_count=optimizer.step_count,
             shapes=_shapes(optimizer.parameters),
@@ -238,6 +239,7 @@ class HFTrainStrategy(TrainStrategy):
     def import_state(self, state: PortableState) -> None:
         """Each rank reads all of it."""
         optimizer = self._require_training()
+        self.mover.need("weights", "grads", "optimizer")
         identity = self.adapters.identity() if self.adapters is not None else None
         check_same(state, _shapes(optimizer.parameters), adapters=self.adapters, identity=identity)
         for name in optimizer.parameters:
