@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import psutil
+
 from roll_core.testing import InferStrategyConformance
 
 
@@ -9,3 +11,7 @@ class TestVllm(InferStrategyConformance):
     name = "vllm"
     variants = {"default": {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 64}}  # noqa: RUF012
     timeout_s = 300.0
+
+    def processes(self, strategy):
+        children = psutil.Process().children(recursive=True)
+        return [each.pid for each in children if "EngineCore" in " ".join(each.cmdline())]

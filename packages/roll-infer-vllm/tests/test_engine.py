@@ -105,6 +105,13 @@ def test_the_arguments_that_check_knows_are_the_engines_own():
     assert known == {name for name in own if not name.startswith("_")}
 
 
+def test_heads_that_the_cpus_attention_does_not_take_are_refused_at_the_start():
+    from roll_core.errors import ModelError
+
+    with pytest.raises(ModelError, match=r"actor_infer rank 0: .* heads have size 16; on a CPU vLLM takes 32, 64"):
+        Live(ModelSpec(random_init={**ARCHITECTURE, "num_attention_heads": 4}, dtype="fp32"), CACHE)
+
+
 def test_fused_and_packed_weights_are_read_back_to_the_bit(live):
     live.step()
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ class ModelFiles:
     end_ids: tuple[int, ...]
     """End-of-sequence ids."""
     vocab_size: int
+    head_size: int
+    """Of attention."""
 
 
 @contextmanager
@@ -47,13 +50,20 @@ def model_files(spec: ModelSpec) -> Iterator[ModelFiles]:
             arguments["hf_config_path"] = str(Path(scratch, "config"))
             config.save_pretrained(arguments["hf_config_path"])
         tokenizer = spec.tokenizer or (spec.path if _has_tokenizer(spec.path) else "")
+        if spec.tokenizer and Path(spec.tokenizer).is_dir():
+            # vLLM looks for a config beside a tokenizer, and complains for two seconds where there is none.
+            tokenizer = str(Path(scratch, "tokenizer"))
+            shutil.copytree(spec.tokenizer, tokenizer)
+            config.save_pretrained(tokenizer)
         arguments |= {"tokenizer": tokenizer} if tokenizer else {"skip_tokenizer_init": True}
-        vocab_size = int(config.get_text_config().vocab_size)
+        text = config.get_text_config()
+        vocab_size = int(text.vocab_size)
         ends = end_token_ids(config, _generation_config(stored), vocab_size)
         if not ends and tokenizer:
             end = load_tokenizer(spec).eos_token_id
             ends = (end,) if isinstance(end, int) else ()
-        yield ModelFiles(arguments=arguments, end_ids=ends, vocab_size=vocab_size)
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        yield ModelFiles(arguments=arguments, end_ids=ends, vocab_size=vocab_size, head_size=head_size)
 
 
 def _generation_config(stored: ModelSpec) -> Any:

@@ -120,6 +120,8 @@ class VllmStrategy(InferStrategy):
             compiles=not given.get("enforce_eager", False),
         )
         with environment(variables), model_files(model) as files:
+            if device == "cpu":
+                self._check_heads(files.head_size)
             arguments = self._arguments(model, files, given)
             self._files = files
             try:
@@ -129,6 +131,17 @@ class VllmStrategy(InferStrategy):
                     f"{self._who}: vLLM does not start with this model and strategy_config: {error}"
                 ) from error
         self._max_model_len = int(self._engine.model_config.max_model_len)
+
+    def _check_heads(self, size: int) -> None:
+        """vLLM starts with heads that it cannot compute, and dies of the first request."""
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if size not in sizes:
+            raise ModelError(
+                f"{self._who}: the model's attention heads have size {size}; on a CPU vLLM takes"
+                f" {', '.join(map(str, sizes))}. Another head_dim, or hf_infer, which takes any, would do"
+            )
 
     def _arguments(self, model: ModelSpec, files: ModelFiles, given: Mapping[str, Any]) -> Any:
         """The engine's arguments, ours and the user's."""
