@@ -18,7 +18,6 @@ CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
     prompt_logprobs=True,
     in_flight_update=True,
-    tensor_parallel=True,
     weight_transports=("shm", "collective", "shared"),
 )
 
