@@ -49,7 +49,11 @@ class Live:
         self.model = load_model(spec)
         self.strategy = VllmStrategy(VllmConfig.model_validate(config))
         mesh = MeshInfo(role="actor_infer", num_threads=1)
-        self.runner.run(self.strategy.start(spec, mesh))
+        try:
+            self.runner.run(self.strategy.start(spec, mesh))
+        except BaseException:
+            self.runner.close()
+            raise
 
     def run(self, call):
         return self.runner.run(asyncio.wait_for(call, 120))
