@@ -20,6 +20,7 @@ from roll_core.config.written import COMMAND_LINE, Place
 from roll_core.errors import ConfigError, ConfigProblem, PluginError, PluginLoadError, UnknownProviderError
 from roll_core.plugins.targets import load_class
 from roll_core.spec.config import RewardConfig, RunConfig, StrategyConfig
+from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.providers import (
     AdvantageProvider,
     InferCapabilities,
@@ -34,7 +35,7 @@ from roll_core.spec.providers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from roll_core.config.compose import Composed
     from roll_core.config.source import KeyPath
@@ -223,6 +224,7 @@ class _Validation:
             self.found.append(self._with_key_hint(each, known, at_config) if unknown else _under(at_config, each))
         if strategy is not None:
             self._slots(path, worker, role, provider, strategy)
+            self._replicas(path, role, provider, strategy)
 
     def _other_registry(self, worker: type[WorkerConfig], name: str, at_name: KeyPath) -> None:
         """Say so if the name exists, but for roles of the other kind."""
@@ -244,7 +246,10 @@ class _Validation:
         platform = self.data.get("platform")
         if isinstance(platform, str) and provider.platforms and platform not in provider.platforms:
             message = f"{provider.name} runs on {', '.join(provider.platforms)}, but platform is {platform}"
-            self.found.append(Finding(at_name, message))
+            others = [
+                each.name for each in self.registry.providers(type(provider)) if _replaces(each, provider, platform)
+            ]
+            self.found.append(Finding(at_name, message, f"strategies that do: {', '.join(others)}" if others else ""))
         capabilities = provider.capabilities
         moves = capabilities.sleeps if isinstance(capabilities, InferCapabilities) else capabilities.offload
         if role.get("is_offload_states") is True and not moves:
@@ -289,6 +294,22 @@ class _Validation:
             self.found.append(Finding((*path, "num_gpus_per_worker"), message, f"leave it out, or write {computed}"))
         elif given is None and role.get("device_mapping") is not None:
             role["num_gpus_per_worker"] = computed
+
+    def _replicas(
+        self, path: KeyPath, role: dict[Any, Any], provider: TrainProvider | InferProvider, strategy: StrategyConfig
+    ) -> None:
+        """`ranks_per_replica` is what the strategy computes, and divides the number of the role's ranks."""
+        given, computed = role.get("ranks_per_replica"), strategy.ranks_per_replica()
+        if type(given) is int and given > 0 and given != computed:
+            message = f"found {given}, but {provider.name}'s strategy_config makes it {computed}"
+            self.found.append(Finding((*path, "ranks_per_replica"), message, f"leave it out, or write {computed}"))
+        elif computed > 1:
+            role["ranks_per_replica"] = computed
+        ranks = _num_ranks(role)
+        if computed > 1 and ranks is not None and ranks % computed:
+            message = f"{ranks} ranks are not a multiple of {strategy.replica_arithmetic()} = {computed}"
+            hint = "the number of ranks is that product times data parallel"
+            self.found.append(Finding((*path, "strategy_args", "strategy_config"), message, hint))
 
     # -- problems ------------------------------------------------------------------------------------------------------
 
@@ -374,6 +395,24 @@ def _is_written(data: Any, path: KeyPath) -> bool:
 def _exports_state(worker: type[WorkerConfig], provider: TrainProvider | InferProvider) -> bool:
     """Or has no state that would be saved."""
     return worker.kind != "train" or (isinstance(provider, TrainProvider) and provider.capabilities.portable_state)
+
+
+def _num_ranks(role: Mapping[Any, Any]) -> int | None:
+    """Of a role that trains or scores, if what it says can be read; each takes one slot."""
+    mapping, size = role.get("device_mapping"), role.get("world_size")
+    if mapping is None:
+        return 1 if size is None else size if type(size) is int else None
+    try:
+        return len(parse_device_mapping(mapping))
+    except ValueError:  # told where the role itself is validated
+        return None
+
+
+def _replaces(other: Provider, refused: Provider, platform: str) -> bool:
+    """Whether a strategy does on `platform` what another does not."""
+    platforms = getattr(other, "platforms", ())
+    same = getattr(other, "forward_only", False) == getattr(refused, "forward_only", False)
+    return same and (not platforms or platform in platforms)
 
 
 def _trains_adapters(model_args: dict[Any, Any]) -> bool:

@@ -34,11 +34,12 @@ def num_workers(role: WorkerConfig) -> int:
 
 def sequences_per_step(role: WorkerConfig) -> tuple[int, str]:
     """Sequences of one optimizer step of a role that trains, and the product spelled out."""
-    args, ranks = role.training_args, num_workers(role)
-    product = args.gradient_accumulation_steps * args.per_device_train_batch_size * ranks
+    args, ranks, replica = role.training_args, num_workers(role), role.ranks_per_replica or 1
+    product = args.gradient_accumulation_steps * args.per_device_train_batch_size * (ranks // replica)
+    spelled = f"{ranks}" if replica == 1 else f"({ranks} ranks / {replica} per replica = {ranks // replica})"
     return product, (
         f"gradient_accumulation_steps {args.gradient_accumulation_steps} × per_device_train_batch_size"
-        f" {args.per_device_train_batch_size} × data parallel {ranks} = {product}"
+        f" {args.per_device_train_batch_size} × data parallel {spelled} = {product}"
     )
 
 

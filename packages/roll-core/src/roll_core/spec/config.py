@@ -68,6 +68,14 @@ class StrategyConfig(Config):
         """Slots that one worker takes, where the configuration decides it (tensor × pipeline parallel); else None."""
         return None
 
+    def ranks_per_replica(self) -> int:
+        """Of a train strategy: ranks over which it spreads one replica of the model, a divisor of the role's."""
+        return 1
+
+    def replica_arithmetic(self) -> str:
+        """The product that `ranks_per_replica` is, spelled out by keys, for error messages."""
+        return str(self.ranks_per_replica())
+
 
 class ModelArguments(Config):
     """`model_args`: which model a role has, and how it is computed."""
@@ -267,6 +275,9 @@ class WorkerConfig(Config):
     """Slots per worker; computed where the strategy decides it, 1 where nothing does."""
     world_size: PositiveInt | None = None
     """Number of workers of a role without `device_mapping`; 1 where not given."""
+    ranks_per_replica: PositiveInt | None = None
+    """Ranks that share one replica of a model that trains or scores; computed where the strategy decides it, 1 where
+    nothing does. Data parallel is the number of ranks divided by it."""
     infer_batch_size: PositiveInt = 16
     """Sequences of one microbatch where the role only computes logprobs or values."""
     use_dynamic_batching_in_train: bool = False
