@@ -5,7 +5,6 @@ empty model -> shard -> memory for the shares -> rows of each tensor, read from 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from contextlib import ExitStack
@@ -16,12 +15,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from roll_core.errors import ModelError, UnsupportedError
+from roll_core.modeling.files import ModelFiles
 from roll_core.modeling.model import DTYPES, empty_model
 from roll_strategy_fsdp2.optimizer import local
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -31,26 +29,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Files:
-    """The safetensors files of a model's directory, and which tensor stands in which."""
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            named: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self.places = {name: folder / file for name, file in named.items()}
-        else:
-            file = folder / "model.safetensors"
-            self.places = dict.fromkeys(_names(file), file) if file.is_file() else {}
-
-
-def open_empty(spec: ModelSpec) -> tuple[PreTrainedModel, Files] | None:
+def open_empty(spec: ModelSpec) -> tuple[PreTrainedModel, ModelFiles] | None:
     """The model without numbers and the files that hold all of them under the same names; None, which is logged, where
     it can only be loaded as a whole."""
     if spec.random_init is not None or spec.lora is not None or not Path(spec.path).is_dir():
         return None
     try:
-        files, model = Files(Path(spec.path)), empty_model(spec)
+        files, model = ModelFiles(Path(spec.path)), empty_model(spec)
     except UnsupportedError as error:
         log.info("%s; every rank loads the whole model", error)
         return None
@@ -63,7 +48,7 @@ def open_empty(spec: ModelSpec) -> tuple[PreTrainedModel, Files] | None:
 
 
 @torch.no_grad()
-def fill(root: Root, files: Files, spec: ModelSpec, *, device: str) -> None:
+def fill(root: Root, files: ModelFiles, spec: ModelSpec, *, device: str) -> None:
     """Give the shares memory on `device` and read them. Raises `ModelError` for a tensor of another shape."""
     from safetensors import safe_open
 
@@ -114,10 +99,3 @@ def held_of(tensor: DTensor) -> tuple[slice, ...]:
             start = piece * mesh[name].get_local_rank()
             spans[dim] = spans[dim][start : start + piece]
     return tuple(slice(span.start, span.stop) for span in spans)
-
-
-def _names(file: Path) -> list[str]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())

@@ -1,0 +1,31 @@
+"""The safetensors files of a stored model, and which tensor stands in which."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+class ModelFiles:
+    """What a model's directory holds, found without reading a tensor; `places` is empty where there are no such
+    files."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            named: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self.places = {name: folder / file for name, file in named.items()}
+        else:
+            file = folder / "model.safetensors"
+            self.places = dict.fromkeys(_names(file), file) if file.is_file() else {}
+
+
+def _names(file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())

@@ -1,0 +1,71 @@
+"""The keys of a strategy's schema as a table for its page in the docs, so that a test can hold both together."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from roll_core.spec.config import Config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+HEADER = ("key", "type", "default", "meaning")
+NUMBERS = {"PositiveInt": "int > 0", "NonNegativeInt": "int >= 0"}
+UPDATE_VARIABLE = "ROLL_UPDATE_GOLDEN"
+
+
+def check_table(page: Path, schema: type[Config], begin: str, end: str, names: Mapping[str, str] | None = None) -> None:
+    """Fail unless what stands in `page` between `begin` and `end` is the table; with ROLL_UPDATE_GOLDEN=1 in the
+    environment, write it there. `names` are spelled out in types."""
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(begin)
+    written, _, after = rest.partition(end)
+    lines = (HEADER, ("---",) * len(HEADER), *_rows(schema, "", NUMBERS | dict(names or {})))
+    table = "".join(f"| {' | '.join(each)} |\n" for each in lines)
+    if os.environ.get(UPDATE_VARIABLE):
+        page.write_text(before + begin + table + end + after, encoding="utf-8")
+    elif written != table:
+        raise AssertionError(f"{page.name} is not what {schema.__name__} says; {UPDATE_VARIABLE}=1 writes it anew")
+
+
+def _rows(schema: type[Config], prefix: str, names: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Read from the source, where the meaning stands below the field."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
+    for statement, following in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        name, field = statement.target.id, schema.model_fields[statement.target.id]
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+            yield from _rows(field.annotation, f"{prefix}{name}.", names)
+            continue
+        kind = ast.unparse(statement.annotation)
+        for short, long in names.items():
+            kind = kind.replace(short, long)
+        meaning = _text(following)
+        if not meaning:
+            raise AssertionError(f"{schema.__name__}.{name} has no docstring")
+        default = _spelled(field.get_default(call_default_factory=True))
+        yield (
+            f"`{prefix}{name}`",
+            kind.replace("|", "or").replace(" or None", ""),
+            f"`{default}`",
+            " ".join(meaning.split()),
+        )
+
+
+def _text(statement: ast.stmt | None) -> str:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return str(statement.value.value)
+    return ""
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, list):
+        return "[]"
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
