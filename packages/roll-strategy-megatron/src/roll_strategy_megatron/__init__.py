@@ -1,0 +1,1 @@
+"""Megatron-Core as a train strategy of ROLL."""

@@ -1,0 +1,225 @@
+"""Carries numbers between a Hugging Face model and the shares of Megatron's that ranks hold, one tensor at a time.
+
+    files --join--> whole --cut--> share                    each rank reads what its shares are made of
+    share --gather over TP, EP--> whole --split--> parts --over PP--> all ranks, in the order of the Hugging Face model
+
+The same way goes whatever has the layout of the weights: the optimizer's moments.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from roll_core.errors import ModelError
+from roll_strategy_megatron.parallel import gathered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from roll_strategy_megatron.bridge.rules import Architecture, Rule
+    from roll_strategy_megatron.bridge.source import Source
+    from roll_strategy_megatron.bridge.transforms import Sizes
+    from roll_strategy_megatron.model import PackedModel
+    from roll_strategy_megatron.parallel import Parallel
+
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+TIED = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+SHOWN = 5
+"""Names that an error lists."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """A parameter of this rank, and what it is a share of."""
+
+    parameter: nn.Parameter
+    rule: Rule
+    layer: int
+    """Over all stages; -1 outside of layers."""
+    expert: int
+    """Over all ranks; -1 for what is no expert's."""
+
+
+class Bridge:
+    """Between one Hugging Face model, of which only names and shapes are looked at, and this rank's `model`."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        hf: PreTrainedModel,
+        model: PackedModel,
+        sizes: Sizes,
+        parallel: Parallel,
+    ) -> None:
+        """Collective over the stages. Raises `ModelError` for tensors that no rule names, on either side."""
+        self.architecture, self.sizes, self.parallel = architecture, sizes, parallel
+        self.num_layers: int = hf.config.num_hidden_layers
+        self.num_experts: int = model.config.num_moe_experts or 0
+        self.shapes = {name: tuple(each.shape) for name, each in hf.named_parameters()}
+        self.tied = bool(hf.config.tie_word_embeddings)
+        self.held = [self._placed(model, name, each) for name, each in model.named_parameters()]
+        for each in self.held:
+            # Megatron says so where it draws weights, which it does not here. The norm of gradients depends on it.
+            each.parameter.tensor_model_parallel = each.rule.transform.tp_dim is not None  # type: ignore[attr-defined]
+        self.groups = self._groups()
+        self.stages = self._stages()
+
+    # -- what belongs together -----------------------------------------------------------------------------------------
+
+    def _placed(self, model: PackedModel, name: str, parameter: nn.Parameter) -> Held:
+        """Numbers in a rank's names count from 0 on that rank."""
+
+        def layer(match: re.Match[str]) -> str:
+            return f"decoder.layers.{model.decoder.layers[int(match[1])].layer_number - 1}."
+
+        def expert(match: re.Match[str]) -> str:
+            own = self.num_experts // self.parallel.ep.size()
+            return f".local_experts.{self.parallel.ep.rank() * own + int(match[1])}."
+
+        whole = EXPERT.sub(expert, LAYER.sub(layer, name))
+        for rule in self.architecture.rules:
+            found = rule.pattern.fullmatch(whole)
+            if found is not None:
+                numbers = found.groupdict()
+                return Held(
+                    parameter=parameter,
+                    rule=rule,
+                    layer=int(numbers.get("layer") or 0) if "layer" in numbers else -1,
+                    expert=int(numbers["expert"]) if "expert" in numbers else -1,
+                )
+        raise ModelError(f"no rule of the bridge names Megatron's tensor {whole}")
+
+    def _groups(self) -> dict[str, tuple[Rule, int]]:
+        """By each name of the Hugging Face model, in its order: the rule and the layer that it stands for."""
+        known: dict[str, tuple[Rule, int]] = {}
+        for rule in self.architecture.rules:
+            for layer in range(self.num_layers) if "{layer}" in rule.mcore else (-1,):
+                for name in self._hf_names(rule, layer):
+                    known.setdefault(name, (rule, layer))
+        _refuse("the bridge has no rule for", [name for name in self.shapes if name not in known])
+        _refuse("the model lacks", [name for name in known if name not in self.shapes])
+        return {name: known[name] for name in self.shapes}
+
+    def _hf_names(self, rule: Rule, layer: int) -> list[str]:
+        names = [each.replace("{layer}", str(layer)) for each in rule.hf]
+        return [EMBEDDING if self.tied and each == TIED else each for each in names]
+
+    def _stages(self) -> dict[tuple[str, int], int]:
+        """Which stage has the parameters of a rule and a layer: the first, where two have a copy."""
+        mine = {(each.rule.mcore, each.layer) for each in self.held}
+        every: list[set[tuple[str, int]]] = [mine] * self.parallel.pp.size()
+        if self.parallel.pp.size() > 1:
+            dist.all_gather_object(every, mine, group=self.parallel.pp)
+        return {key: stage for stage in reversed(range(len(every))) for key in every[stage]}
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, source: Source, dtype: torch.dtype) -> None:
+        """Read this rank's shares, rounded to `dtype`. Raises `ModelError` for tensors that are missing, of another
+        shape, or left over."""
+        self._check(source)
+        for each in self.held:
+            parts = [source.get(name) for name in self._source_names(each.rule, each.layer, each.expert, source)]
+            if each.rule.is_expert and not self._kept_apart(each.rule, each.layer, source):
+                parts = [part[each.expert] for part in parts]
+            each.parameter.copy_(self.share(each, parts).to(dtype))
+
+    def share(self, held: Held, parts: Sequence[Tensor]) -> Tensor:
+        """Of Hugging Face's whole tensors what this rank holds."""
+        group = self.parallel.etp if held.rule.is_expert else self.parallel.tp
+        whole = held.rule.transform.join(parts, self.sizes)
+        cut = held.rule.transform.cut(whole, group.rank(), group.size())
+        if cut.numel() != held.parameter.numel():
+            raise ModelError(
+                f"{', '.join(self._hf_names(held.rule, held.layer))}: {[tuple(each.shape) for each in parts]} in the"
+                f" files make {tuple(cut.shape)} on this rank, but the model that config.json describes has"
+                f" {tuple(held.parameter.shape)}"
+            )
+        return cut.reshape(held.parameter.shape)
+
+    def share_of(self, held: Held, get: Callable[[str], Tensor]) -> Tensor:
+        """The same from tensors by the names of transformers' model."""
+        parts = [get(name) for name in self._hf_names(held.rule, held.layer)]
+        return self.share(held, [each[held.expert] for each in parts] if held.rule.is_expert else parts)
+
+    def _kept_apart(self, rule: Rule, layer: int, source: Source) -> bool:
+        return bool(rule.stored) and _named(rule.stored[0], layer, 0) in source.names
+
+    def _source_names(self, rule: Rule, layer: int, expert: int, source: Source) -> list[str]:
+        if self._kept_apart(rule, layer, source):
+            return [_named(each, layer, expert) for each in rule.stored]
+        return self._hf_names(rule, layer)
+
+    def _check(self, source: Source) -> None:
+        expected: set[str] = set()
+        for rule, layer in dict.fromkeys(self.groups.values()):
+            for expert in range(self.num_experts) if rule.is_expert else (-1,):
+                expected.update(self._source_names(rule, layer, expert, source))
+        _refuse("the files lack", sorted(expected - source.names))
+        ignored = [re.compile(each) for each in self.architecture.ignored]
+        spare = {TIED} if self.tied else set()
+        left = source.names - expected - spare
+        _refuse(
+            "nothing takes these tensors of the files:",
+            sorted(name for name in left if not any(each.fullmatch(name) for each in ignored)),
+        )
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def export(self, read: Callable[[nn.Parameter], Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors by the names and in the order of transformers' model, on every rank, new ones. `read` says what
+        of a parameter is wanted, in its shape and in `dtype`. Collective; holds the tensors of one rule and layer."""
+        pending: dict[str, Tensor] = {}
+        mine: dict[tuple[str, int], list[Held]] = {}
+        for each in self.held:
+            mine.setdefault((each.rule.mcore, each.layer), []).append(each)
+        for name, (rule, layer) in self.groups.items():
+            if name not in pending:
+                names = self._hf_names(rule, layer)
+                stage = self.stages[(rule.mcore, layer)]
+                if stage == self.parallel.pp.rank():
+                    parts = self._parts(rule, mine[(rule.mcore, layer)], read)
+                else:
+                    parts = [torch.empty(self.shapes[part], dtype=dtype, device=self.parallel.device) for part in names]
+                whole = (self.parallel.from_stage(part.contiguous(), stage) for part in parts)
+                pending.update(zip(names, whole, strict=True))
+            yield name, pending.pop(name)
+
+    def _parts(self, rule: Rule, held: Sequence[Held], read: Callable[[nn.Parameter], Tensor]) -> list[Tensor]:
+        """Hugging Face's tensors, from the shares of all ranks of this stage."""
+        if not rule.is_expert:
+            return self._split(rule, read(held[0].parameter), self.parallel.tp)
+        in_order = sorted(held, key=lambda each: each.expert)
+        own = [self._split(rule, read(each.parameter), self.parallel.etp) for each in in_order]
+        stacked = [torch.stack(parts) for parts in zip(*own, strict=True)]
+        return [torch.cat(gathered(each, self.parallel.ep)) for each in stacked]
+
+    def _split(self, rule: Rule, share: Tensor, group: Any) -> list[Tensor]:
+        transform = rule.transform
+        shaped = share.reshape(transform.whole_shape(share, group.size(), self.sizes))
+        whole = shaped if transform.tp_dim is None else torch.cat(gathered(shaped, group), dim=transform.tp_dim)
+        parts = transform.split(whole, len(rule.hf), self.sizes)
+        return [each.clone() if each.data_ptr() == share.data_ptr() else each for each in parts]
+
+
+def _named(pattern: str, layer: int, expert: int) -> str:
+    return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+
+def _refuse(what: str, names: Sequence[str]) -> None:
+    if names:
+        shown = ", ".join(names[:SHOWN])
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        raise ModelError(f"{what} {shown}{more}")

@@ -1,0 +1,53 @@
+"""Which architectures there are: ours, and those that other packages bring.
+
+Another one is an `Architecture` and an entry point:
+
+    [project.entry-points."roll.megatron_architectures"]
+    my_model = "my_package.my_model:ARCHITECTURE"          # the name is the `model_type` of its config.json
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from roll_core.errors import ModelError
+from roll_strategy_megatron.bridge.architectures import BUILTIN
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from roll_strategy_megatron.bridge.rules import Architecture
+
+GROUP = "roll.megatron_architectures"
+
+
+def find_architecture(model_type: str) -> Architecture:
+    """Installed packages first. Raises `ModelError` for one that nobody knows, naming those that there are."""
+    brought = {each.name: each for each in entry_points(group=GROUP)}
+    if model_type in brought:
+        return _loaded(brought[model_type])
+    if model_type in BUILTIN:
+        return BUILTIN[model_type]
+    known = sorted({*BUILTIN, *brought})
+    close = difflib.get_close_matches(model_type, known, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ModelError(
+        f"the bridge to Megatron knows no architecture {model_type!r}; it knows {', '.join(known)}.{hint} fsdp2_train"
+        f" takes any; a package can bring its rules by the entry point {GROUP}"
+    )
+
+
+def _loaded(entry: EntryPoint) -> Architecture:
+    from roll_strategy_megatron.bridge.rules import Architecture
+
+    try:
+        found = entry.load()
+    except Exception as error:  # of foreign code: whatever it raises, the package is what has to be named
+        raise ModelError(f"entry point {entry.name} = {entry.value!r} of {GROUP} cannot be loaded: {error}") from error
+    if not isinstance(found, Architecture):
+        raise ModelError(
+            f"entry point {entry.name} = {entry.value!r} of {GROUP} is a {type(found).__name__}, not an Architecture"
+        )
+    return found

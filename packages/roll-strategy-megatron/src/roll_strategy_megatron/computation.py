@@ -1,0 +1,218 @@
+"""Passes of microbatches through the ranks of a replica: Megatron's schedules, and what stands at the end of the last
+stage.
+
+    stage 0: tokens -> layers ->  stage 1: layers -> hidden states -> head -> outputs -> loss
+
+Shapes: T flat tokens, L tokens of this rank, N of them with one after them, H hidden size, K top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+
+from roll_core.data.pack import pack
+from roll_core.modeling.logprobs import HeadRequest
+from roll_core.spec.train import TokenOutputs
+from roll_core.types import TrainSequence
+from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
+from roll_strategy_megatron.packing import Packing, pack_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from roll_core.spec.train import MicroBatch, Want
+    from roll_strategy_megatron.bridge.transforms import Sizes
+    from roll_strategy_megatron.config import MegatronConfig
+    from roll_strategy_megatron.model import PackedModel
+    from roll_strategy_megatron.parallel import Parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """A microbatch under way."""
+
+    micro: MicroBatch
+    packing: Packing
+    idle: bool
+    """It counts for nothing: other ranks need this one."""
+
+
+class Computation:
+    """Of one model; `wrapped` is the same as it is trained."""
+
+    def __init__(
+        self,
+        model: PackedModel,
+        wrapped: Any,
+        sizes: Sizes,
+        parallel: Parallel,
+        config: MegatronConfig,
+    ) -> None:
+        self.model, self.wrapped, self.parallel, self.config = model, wrapped, parallel, config
+        self.schedule: Any = get_forward_backward_func()
+        rows = sizes.padded_vocab // parallel.tp.size()
+        first = parallel.tp.rank() * rows
+        self.share = VocabularyShare(group=parallel.tp, first=first, num_real=min(max(sizes.vocab - first, 0), rows))
+
+    def run(
+        self,
+        micros: Sequence[MicroBatch],
+        want: Want,
+        at_end: Callable[[Passage, TokenOutputs], tuple[Tensor, Any]],
+        *,
+        backward: bool,
+    ) -> list[Any]:
+        """What `at_end` returned beside the loss, of each microbatch; None but on the last stage. Where experts are
+        spread over replicas, all of them call it together."""
+        passages = self._passages(micros, want)
+        if not passages:
+            return []
+        self.model.train(backward)
+        with torch.set_grad_enabled(backward):
+            found = self.schedule(
+                forward_step_func=partial(self._step, want, at_end),
+                data_iterator=iter(passages),
+                model=self.wrapped,
+                num_microbatches=len(passages),
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
+        return found[: len(micros)] if found else [None] * len(micros)
+
+    def _step(
+        self,
+        want: Want,
+        at_end: Callable[[Passage, TokenOutputs], tuple[Tensor, Any]],
+        passages: Iterator[Passage],
+        model: Any,
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
+        passage = next(passages)
+
+        def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            outputs = self._outputs(hidden, passage, want)
+            loss, found = at_end(passage, outputs)
+            # Megatron would divide by a number of tokens: losses here bring their own denominators.
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), found
+
+        return model(passage.packing), finish
+
+    def _passages(self, micros: Sequence[MicroBatch], want: Want) -> list[Passage]:
+        """Replicas that share experts go through as many microbatches as each other. What is lacking comes last, and
+        counts for nothing."""
+        number = len(micros)
+        if self.parallel.ep.size() > 1:
+            number = self.parallel.most(number, self.parallel.dp)
+        idle = [idle_micro()] * (number - len(micros))
+        align = self.parallel.tp.size() if self.config.sequence_parallel else 1
+        every = [(each, False) for each in micros] + [(each, True) for each in idle]
+        moved = ((each.to(self.parallel.device), idles) for each, idles in every)
+        return [
+            Passage(
+                micro=micro,
+                packing=pack_for(
+                    micro,
+                    cp_rank=self.parallel.cp.rank(),
+                    cp_size=self.parallel.cp.size(),
+                    align=align,
+                    masked_only=want.masked_only,
+                ),
+                idle=idles,
+            )
+            for micro, idles in moved
+        ]
+
+    # -- the last stage ------------------------------------------------------------------------------------------------
+
+    def _outputs(self, hidden: Tensor, passage: Passage, want: Want) -> TokenOutputs:
+        """Complete on each of the stage's ranks."""
+        micro, packing = passage.micro, passage.packing
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        request = HeadRequest(
+            temperature=want.temperature,
+            entropy=want.entropy,
+            entropy_grad=want.entropy_grad,
+            topk=want.topk,
+            chunk_tokens=self.config.logprob_chunk_tokens,
+        )
+        found = sharded_head_outputs(
+            hidden[:, 0].index_select(0, packing.rows_N),
+            self.model.head_weight(),
+            packing.targets_N,
+            request,
+            self.share,
+        )
+
+        def spread(rows_N: Tensor | None) -> Tensor | None:
+            if rows_N is None:
+                return None
+            own = rows_N.new_zeros(micro.num_tokens, *rows_N.shape[1:]).index_copy(0, packing.places_N, rows_N)
+            return self._over_context(own)
+
+        return TokenOutputs(
+            logprobs_T=spread(found.logprobs_N) if want.logprobs else None,
+            entropy_T=spread(found.entropy_N),
+            topk_logprobs_TK=spread(found.topk_logprobs_NK),
+            topk_ids_TK=spread(found.topk_ids_NK),
+        )
+
+    def _over_context(self, own: Tensor) -> Tensor:
+        """Each rank has some tokens' outputs and 0 for the others. All compute the same loss of all of them, so that a
+        rank's gradient is that of its own tokens."""
+        if self.parallel.cp.size() == 1:
+            return own
+        if own.requires_grad:
+            whole: Tensor = reduce_from_tensor_model_parallel_region(own, group=self.parallel.cp)
+            return whole
+        dist.all_reduce(own, group=self.parallel.cp)
+        return own
+
+    # -- to the other stages -------------------------------------------------------------------------------------------
+
+    def on_all_stages(self, outputs: TokenOutputs | None, micro: MicroBatch, want: Want) -> TokenOutputs:
+        """What the last stage has. Collective over the stages."""
+        last = self.parallel.pp.size() - 1
+
+        def of(found: Tensor | None, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            if not wanted:
+                return None
+            if found is None:
+                found = torch.zeros(micro.num_tokens, *sizes, dtype=dtype, device=self.parallel.device)
+            return self.parallel.from_stage(found.contiguous(), last)
+
+        here = outputs or TokenOutputs()
+        return TokenOutputs(
+            logprobs_T=of(here.logprobs_T, want.logprobs),
+            entropy_T=of(here.entropy_T, want.entropy),
+            topk_logprobs_TK=of(here.topk_logprobs_TK, want.topk > 0, want.topk),
+            topk_ids_TK=of(here.topk_ids_TK, want.topk > 0, want.topk, dtype=torch.int64),
+        )
+
+
+def idle_micro() -> MicroBatch:
+    """What a rank computes that has nothing to compute while others need it: two tokens."""
+    mask = np.array([False, True])
+    return pack([TrainSequence(id="idle", tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]
+
+
+def nothing(outputs: TokenOutputs) -> Tensor:
+    """A loss of 0 that depends on everything that a real one may depend on."""
+    parts = [each for each in (outputs.logprobs_T, outputs.entropy_T) if each is not None and each.requires_grad]
+    return torch.stack([each.sum() * 0.0 for each in parts]).sum() if parts else torch.zeros(())

@@ -1,0 +1,124 @@
+"""Configuration of the Megatron strategies, in the words that Megatron and ROLL's users have. Light.
+
+    ranks of the role = tensor × pipeline × context × data parallel
+
+Experts are spread over the ranks of tensor × context × data parallel, in groups of expert tensor × expert parallel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from roll_core.spec.config import PositiveInt, StrategyConfig
+
+TRANSFORMER_ENGINE = "it needs Transformer Engine, whose layers this plugin does not use yet"
+DROPS = "with it a token's logprobs would depend on what else is in its microbatch"
+CALLS = "gradients may come in several calls before a step, and are added up over ranks once, at the step"
+REFUSED = {
+    "overlap_param_gather": "weights are read between steps (exports, scoring), when they must be whole",
+    "overlap_grad_reduce": CALLS,
+    "delay_grad_reduce": CALLS,
+    "ddp_bucket_size": CALLS,
+    "ddp_average_in_collective": "gradients are sums here: what a batch's loss is divided by is in the loss",
+    "apply_rope_fusion": TRANSFORMER_ENGINE,
+    "moe_grouped_gemm": TRANSFORMER_ENGINE,
+    "cross_entropy_loss_fusion": "logprobs are computed in chunks, and losses from logprobs",
+    "bias_activation_fusion": "Megatron compiles it anew for each length of a microbatch",
+    "moe_aux_loss_coeff": "its gradient depends on how a batch is cut into microbatches",
+    "moe_expert_capacity_factor": DROPS,
+    "moe_pad_expert_input_to_capacity": DROPS,
+    "moe_token_drop_policy": DROPS,
+    "moe_shared_expert_overlap": "none of the supported architectures has shared experts",
+    "moe_enable_routing_replay": "no infer strategy returns the experts that it chose yet",
+    "mtp_num_layers": "layers that predict several tokens are not supported",
+    "virtual_pipeline_model_parallel_size": "when it was tried, Megatron's interleaved schedule passed microbatches"
+    " of different lengths on to the wrong layers",
+    "pipeline_model_parallel_layout": "layers are spread evenly; account_for_embedding_in_pipeline_split and"
+    " account_for_loss_in_pipeline_split make room for the ends",
+    "cuda_graph_impl": "microbatches differ in length",
+    "cuda_graph_scope": "microbatches differ in length",
+    "optimizer_cpu_offload": "it needs Transformer Engine's or Apex' optimizer",
+    "optimizer_offload_fraction": "it needs Transformer Engine's or Apex' optimizer",
+    "additional_configs": "keys that nothing checks would be ignored when they are misspelt",
+}
+"""Keys that configs written for ROLL may have, and why they are not honoured; a value that says no is accepted."""
+NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
+
+
+class MegatronConfig(StrategyConfig):
+    """`strategy_config` of `megatron_train` and `megatron_infer`."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share each layer: they cut its matrices. They should stand on one host."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages: groups of ranks with different layers, through which microbatches flow one behind the other."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence's tokens."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks over which the experts of a mixture are spread."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Ranks that cut the matrices of each expert; `tensor_model_parallel_size` where not given."""
+    sequence_parallel: bool = False
+    """Cut activations between the layers by tokens over the tensor parallel ranks: less memory for the same numbers."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer when layers are spread over stages."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer as a layer when layers are spread over stages."""
+    use_distributed_optimizer: Literal[True] = True
+    """Spread the optimizer's state over data parallel ranks. Always so: the numbers are the same, the memory less."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """What is computed again in the backward pass where `model_args` asks for gradient checkpointing: whole layers
+    (where not given), or the parts named in `recompute_modules`."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Of `full`: groups of `recompute_num_layers` layers, or the first so many of each stage. `uniform` where not
+    given."""
+    recompute_num_layers: PositiveInt | None = None
+    """See `recompute_method`; 1 where not given."""
+    recompute_modules: list[Literal["core_attn", "moe"]] | None = None
+    """Of `selective`; `core_attn` where not given. Megatron has others, which need Transformer Engine."""
+    moe_token_dispatcher_type: Literal["alltoall"] = "alltoall"
+    """How tokens travel to their experts. `allgather` needs as many tokens on every rank, and microbatches differ."""
+    moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
+    """In which experts are chosen."""
+    moe_layer_recompute: bool = False
+    """Compute the expert layers again in the backward pass."""
+    logprob_chunk_tokens: PositiveInt | None = None
+    """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
+
+    def ranks_per_replica(self) -> int:
+        """TP × PP × CP."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def replica_arithmetic(self) -> str:
+        """Spelled out."""
+        return (
+            f"tensor_model_parallel_size {self.tensor_model_parallel_size} × pipeline_model_parallel_size"
+            f" {self.pipeline_model_parallel_size} × context_parallel_size {self.context_parallel_size}"
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _say_why(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for key, reason in REFUSED.items():
+            if key in data and data[key] not in NO:
+                raise ValueError(f"{key} is not supported: {reason}")
+        return {key: value for key, value in data.items() if key not in REFUSED}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> MegatronConfig:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError("sequence_parallel needs a tensor_model_parallel_size above 1")
+        experts = self.expert_model_parallel_size > 1
+        if experts and self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
+            raise ValueError(
+                "expert_model_parallel_size beside a tensor_model_parallel_size above 1 needs sequence_parallel: true"
+            )
+        if self.recompute_granularity != "full" and (self.recompute_method or self.recompute_num_layers):
+            raise ValueError("recompute_method and recompute_num_layers belong to recompute_granularity: full")
+        if self.recompute_granularity != "selective" and self.recompute_modules is not None:
+            raise ValueError("recompute_modules belongs to recompute_granularity: selective")
+        return self

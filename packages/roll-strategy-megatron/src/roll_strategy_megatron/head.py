@@ -1,0 +1,155 @@
+"""Logprobs, entropies and top-k of tokens where each tensor parallel rank holds the output layer of a share of the
+vocabulary, a chunk of tokens at a time: the logits of all tokens, or of all the vocabulary, never exist at once.
+
+Shapes: N tokens, C of a chunk, H hidden size, V this rank's share of the vocabulary, K top-k.
+
+Of `z = logits / temperature` over all ranks' shares, `log Z` and the entropy `S` are put together from maxima and sums.
+With upstream gradients `g` of the logprob of token `y`, and `e` of the entropy, and `p = exp(z - log Z)`:
+
+    d z = g * (onehot(y) - p) - e * p * (log p + S)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from roll_core.modeling.logprobs import HeadOutputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roll_core.modeling.logprobs import HeadRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShare:
+    """Which tokens this rank knows of."""
+
+    group: Any
+    """Of the ranks that share the vocabulary."""
+    first: int
+    """Token of row 0 of this rank's weight."""
+    num_real: int
+    """Rows that are tokens; the rest is padding."""
+
+
+def sharded_head_outputs(
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, request: HeadRequest, share: VocabularyShare
+) -> HeadOutputs:
+    """With gradients. That of the hidden states is this rank's part of a sum over the ranks that share the
+    vocabulary. Collective over these."""
+    logprobs_N, entropy_N, topk_NK, ids_NK = _ShardedHead.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, targets_N, request, share
+    )
+    return HeadOutputs(
+        logprobs_N=logprobs_N,
+        entropy_N=entropy_N if request.entropy else None,
+        topk_logprobs_NK=topk_NK if request.topk else None,
+        topk_ids_NK=ids_NK if request.topk else None,
+    )
+
+
+class _ShardedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        request: HeadRequest,
+        share: VocabularyShare,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        found: list[tuple[Tensor, ...]] = []
+        size = request.chunk(len(weight_VH))
+        for hidden_CH, targets_C in zip(*_chunks(size, hidden_NH, targets_N), strict=True):
+            z_CV = _logits(hidden_CH, weight_VH, request, share)
+            log_norm_C, expected_C = _norm(z_CV, share, request.entropy)
+            chosen_C = _at_targets(z_CV, targets_C, share)
+            top_CK, ids_CK = _topk(z_CV, request.topk, share)
+            found.append((chosen_C - log_norm_C, log_norm_C, expected_C, top_CK - log_norm_C[:, None], ids_CK))
+        logprobs_N, log_norm_N, expected_N, topk_NK, ids_NK = (torch.cat(each) for each in zip(*found, strict=True))
+        entropy_N = log_norm_N - expected_N
+        ctx.mark_non_differentiable(topk_NK, ids_NK)
+        if not (request.entropy and request.entropy_grad):
+            ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, log_norm_N, entropy_N)
+        ctx.request, ctx.share = request, share
+        return logprobs_N, entropy_N, topk_NK, ids_NK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, targets_N, log_norm_N, entropy_N = ctx.saved_tensors
+        request, share = ctx.request, ctx.share
+        nothing_N = log_norm_N.new_zeros(len(targets_N))
+        grad_N = nothing_N if grads[0] is None else grads[0]
+        slope_N = grads[1] if request.entropy and request.entropy_grad else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        grad_hidden: list[Tensor] = []
+        slopes_N = nothing_N if slope_N is None else slope_N
+        parts = _chunks(request.chunk(len(weight_VH)), hidden_NH, targets_N, log_norm_N, entropy_N, grad_N, slopes_N)
+        for hidden_CH, targets_C, log_norm_C, entropy_C, grad_C, slope_C in zip(*parts, strict=True):
+            logp_CV = _logits(hidden_CH, weight_VH, request, share) - log_norm_C[:, None]
+            p_CV = logp_CV.exp()
+            d_CV = -grad_C[:, None] * p_CV
+            if slope_N is not None:
+                least = torch.finfo(logp_CV.dtype).min
+                d_CV -= slope_C[:, None] * p_CV * (logp_CV.clamp(min=least) + entropy_C[:, None])
+            here_C, columns_C = _mine(targets_C, share)
+            d_CV.scatter_add_(1, columns_C[:, None], torch.where(here_C, grad_C, 0.0)[:, None])
+            d_CV = (d_CV / request.temperature).to(weight_VH.dtype)
+            grad_hidden.append(d_CV @ weight_VH)
+            grad_weight_VH += d_CV.T @ hidden_CH
+        return torch.cat(grad_hidden).to(hidden_NH.dtype), grad_weight_VH.to(weight_VH.dtype), None, None, None
+
+
+def _chunks(size: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    return [torch.split(each, size) for each in tensors]
+
+
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, request: HeadRequest, share: VocabularyShare) -> Tensor:
+    """Divided by the temperature, in float32; the least number for padding."""
+    z_CV = (hidden_CH @ weight_VH.T).float() / request.temperature
+    z_CV[:, share.num_real :] = torch.finfo(torch.float32).min
+    return z_CV
+
+
+def _norm(z_CV: Tensor, share: VocabularyShare, entropy: bool) -> tuple[Tensor, Tensor]:
+    """`log Z`, and the expected logit, from which the entropy follows."""
+    greatest_C = z_CV.max(dim=1).values
+    dist.all_reduce(greatest_C, dist.ReduceOp.MAX, group=share.group)
+    e_CV = (z_CV - greatest_C[:, None]).exp()
+    sums_2C = torch.stack([e_CV.sum(dim=1), (e_CV * z_CV).sum(dim=1) if entropy else torch.zeros_like(greatest_C)])
+    dist.all_reduce(sums_2C, group=share.group)
+    return greatest_C + sums_2C[0].log(), sums_2C[1] / sums_2C[0]
+
+
+def _mine(targets_C: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor]:
+    """Which targets are among this rank's tokens, and in which column; 0 for others."""
+    columns_C = targets_C - share.first
+    here_C = (columns_C >= 0) & (columns_C < share.num_real)
+    return here_C, torch.where(here_C, columns_C, 0)
+
+
+def _at_targets(z_CV: Tensor, targets_C: Tensor, share: VocabularyShare) -> Tensor:
+    here_C, columns_C = _mine(targets_C, share)
+    chosen_C = torch.where(here_C, z_CV.gather(1, columns_C[:, None])[:, 0], 0.0)
+    dist.all_reduce(chosen_C, group=share.group)
+    return chosen_C
+
+
+def _topk(z_CV: Tensor, k: int, share: VocabularyShare) -> tuple[Tensor, Tensor]:
+    """The best of the best of each rank."""
+    if not k:
+        return z_CV.new_zeros(len(z_CV), 0), torch.zeros(len(z_CV), 0, dtype=torch.int64, device=z_CV.device)
+    mine = z_CV.topk(min(k, z_CV.shape[1]), dim=1)
+    size = share.group.size()
+    values, ids = ([torch.empty_like(each) for _ in range(size)] for each in (mine.values, mine.indices))
+    dist.all_gather(values, mine.values.contiguous(), group=share.group)
+    dist.all_gather(ids, (mine.indices + share.first).contiguous(), group=share.group)
+    every, named = torch.cat(values, dim=1), torch.cat(ids, dim=1)
+    best = every.topk(min(k, every.shape[1]), dim=1)
+    return best.values, named.gather(1, best.indices)

@@ -1,0 +1,174 @@
+"""Megatron's model as a strategy needs it: packed sequences in, hidden states out; the head is computed in chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from roll_core.errors import ModelError
+from roll_strategy_megatron.attention import PackedAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import ModelSpec
+    from roll_strategy_megatron.bridge.transforms import Sizes
+    from roll_strategy_megatron.config import MegatronConfig
+    from roll_strategy_megatron.packing import Packing
+    from roll_strategy_megatron.parallel import Parallel
+
+
+class Norm(nn.RMSNorm):
+    """Megatron's own stand-in for torch's norm refuses sequence parallel, where gradients of norms need a sum over the
+    tensor parallel ranks; Megatron makes it for weights that say so."""
+
+    def __init__(self, *, config: Any, hidden_size: int, eps: float, **_unused: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class PackedModel(GPTModel):  # type: ignore[misc]
+    """Without its output layer, whose weight is there."""
+
+    padding_id: int | None = None
+    """A token from whose row of the embedding transformers keeps gradients away."""
+
+    def forward(self, packing: Packing) -> Tensor:
+        """Hidden states of this rank's tokens (L, or its share of them with sequence parallel), `[., 1, H]`; of an
+        inner stage what the next one takes."""
+        embedded = self._embedded(packing.tokens_1L) if self.pre_process else None
+        found: Tensor = self.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary_pos_emb(packing.packed.max_seqlen_q, packed_seq=True),
+            packed_seq_params=packing.packed,
+        )
+        return found
+
+    def _embedded(self, tokens_1L: Tensor) -> Tensor:
+        found: Tensor = self.embedding(input_ids=tokens_1L, position_ids=None)
+        if self.padding_id is None:
+            return found
+        # With sequence parallel each tensor parallel rank goes on with a run of the tokens.
+        start = self.pg_collection.tp.rank() * len(found) if self.config.sequence_parallel else 0
+        mine = tokens_1L[0, start : start + len(found)]
+        return torch.where((mine == self.padding_id)[:, None, None], found.detach(), found)
+
+    def head_weight(self) -> Tensor:
+        """Of the last stage: this rank's rows."""
+        if self.share_embeddings_and_output_weights:
+            shared: Tensor = self.shared_embedding_or_output_weight()
+            return shared
+        weight: Tensor = self.output_layer.weight
+        return weight
+
+
+def make_config(
+    settings: Mapping[str, Any], config: MegatronConfig, spec: ModelSpec, dtype: torch.dtype
+) -> TransformerConfig:
+    """Megatron's own. Raises `ModelError` for what it refuses."""
+    try:
+        return TransformerConfig(
+            **settings,
+            **_parallelism(config),
+            **_recomputation(config, spec),
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            perform_initialization=False,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            persist_layer_norm=False,
+            masked_softmax_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            # A loss's value is its own share of the objective: nothing is averaged over microbatches and ranks.
+            calculate_per_token_loss=True,
+            variable_seq_lengths=True,
+            moe_token_dispatcher_type=config.moe_token_dispatcher_type,
+            moe_router_dtype=config.moe_router_dtype,
+        )
+    except (AssertionError, ValueError) as error:
+        raise ModelError(f"Megatron refuses this model with this strategy_config: {error}") from error
+
+
+def _parallelism(config: MegatronConfig) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
+        "sequence_parallel": config.sequence_parallel,
+        "account_for_embedding_in_pipeline_split": config.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": config.account_for_loss_in_pipeline_split,
+    }
+
+
+def _recomputation(config: MegatronConfig, spec: ModelSpec) -> dict[str, Any]:
+    if not spec.gradient_checkpointing:
+        return {}
+    if config.recompute_granularity == "selective":
+        modules = list(config.recompute_modules or ("core_attn",))
+        if config.moe_layer_recompute and "moe" not in modules:
+            modules.append("moe")
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": config.recompute_method or "uniform",
+        "recompute_num_layers": config.recompute_num_layers or 1,
+    }
+
+
+def make_model(config: TransformerConfig, sizes: Sizes, hf: PreTrainedModel, parallel: Parallel) -> PackedModel:
+    """This rank's layers, without numbers but those of rotary frequencies, which are transformers' own."""
+    stages, stage = parallel.pp.size(), parallel.pp.rank()
+    model = PackedModel(
+        config=config,
+        transformer_layer_spec=_block_spec(config),
+        vocab_size=sizes.padded_vocab,
+        max_sequence_length=hf.config.max_position_embeddings,
+        pre_process=stage == 0,
+        post_process=stage == stages - 1,
+        share_embeddings_and_output_weights=hf.config.tie_word_embeddings,
+        position_embedding_type="rope",
+    )
+    model.rotary_pos_emb.inv_freq = frequencies(hf).to(parallel.device)
+    model.padding_id = hf.get_input_embeddings().padding_idx
+    placed: PackedModel = model.to(parallel.device)
+    return placed
+
+
+def frequencies(hf: PreTrainedModel) -> Tensor:
+    """Of the rotation of queries and keys, as transformers computes them from its config, scaled or not."""
+    rotary: Any = hf.get_submodule("model.rotary_emb")
+    if rotary.attention_scaling != 1.0 or rotary.rope_type not in ("default", "linear", "llama3"):
+        raise ModelError(
+            f"{hf.config.model_type}: rotary embeddings of type {rotary.rope_type!r} are not supported; the bridge"
+            " knows default, linear and llama3"
+        )
+    found: Tensor = rotary.inv_freq.detach().clone().float()
+    return found
+
+
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    number = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[spec] * number, layer_norm=Norm)

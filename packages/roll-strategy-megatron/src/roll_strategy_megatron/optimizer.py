@@ -1,0 +1,145 @@
+"""Megatron's distributed optimizer: each data parallel rank steps a share of what its model parallel rank holds.
+
+gradients of all calls --summed over ranks--> norm --> clip --> AdamW on float32 shares --> gather the weights
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from roll_core.modeling.optimizer import MOMENTS, moments, schedule
+from roll_core.spec.train import StepStats
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from roll_core.spec.train import TrainingSpec
+
+KINDS = ("master", *MOMENTS)
+"""What is kept of each parameter, in float32."""
+
+
+class Optimizer:
+    """Of a model that is wrapped in Megatron's data parallelism."""
+
+    def __init__(self, model: Any, training: TrainingSpec, dtype: torch.dtype) -> None:
+        self.model, self.training = model, training
+        self.schedule = schedule(training)
+        self.step_count = 0
+        self.mcore: Any = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=training.learning_rate,
+                min_lr=0.0,
+                weight_decay=training.weight_decay,
+                adam_beta1=training.adam_beta1,
+                adam_beta2=training.adam_beta2,
+                adam_eps=training.adam_epsilon,
+                clip_grad=training.max_grad_norm,
+                use_distributed_optimizer=True,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+            ),
+            [model],
+            use_gloo_process_groups=False,
+        )
+        self._owners = {
+            parameter: each for each in self.mcore.chained_optimizers for parameter in each.model_param_group_index_map
+        }
+
+    def step(self) -> StepStats:
+        """Collective over the ranks."""
+        finalize_model_grads([self.model])
+        self.mcore.prepare_grads()
+        norm = float(self.mcore.get_grad_norm())
+        learning_rate = self.training.learning_rate * self.schedule(self.step_count)
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            self._clip(norm)
+            for group in self.mcore.param_groups:
+                group["lr"] = learning_rate
+                group["weight_decay"] = self.training.weight_decay * group["wd_mult"]
+            self.mcore.step_with_ready_grads()
+            self.step_count += 1
+        self.clear()
+        return StepStats(grad_norm=norm, learning_rate=learning_rate, skipped=skipped)
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self.model.zero_grad_buffer()
+        self.mcore.zero_grad()
+
+    def _clip(self, norm: float) -> None:
+        """Of dense layers and of experts, whose ranks are others, by the norm of both."""
+        if not self.training.max_grad_norm:
+            return
+        for each in self.mcore.chained_optimizers:
+            clip_grad_by_total_norm_fp32(each.get_parameters(), self.training.max_grad_norm, norm)
+
+    # -- what is kept --------------------------------------------------------------------------------------------------
+
+    def whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        """One of `KINDS`, in the parameter's shape, put together from the data parallel ranks. Collective over
+        them."""
+        found = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        own = self._own(parameter)
+        if own is not None:
+            start, end, kept = own
+            found[start:end] = kept[kind]
+        dist.all_reduce(found, group=_replicas(parameter))
+        return found.view(parameter.shape)
+
+    @torch.no_grad()
+    def put(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        """Undoes `whole`. The master is what the parameter is rounded from."""
+        own = self._own(parameter)
+        if own is not None:
+            start, end, kept = own
+            kept[kind].copy_(value.reshape(-1)[start:end])
+        if kind == "master":
+            parameter.copy_(value)
+
+    def restored(self, step_count: int) -> None:
+        """Call after everything was `put`: continue at this step."""
+        self.step_count = step_count
+        for each in self.mcore.chained_optimizers:
+            for state in each.optimizer.state.values():
+                state["step"].fill_(float(step_count))
+        self.clear()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of gradients and of optimizer state on this rank."""
+        buffers = (*self.model.buffers, *self.model.expert_parallel_buffers)
+        states = [state for each in self.mcore.chained_optimizers for state in each.optimizer.state.values()]
+        return {
+            "grads": sum(each.grad_data.nbytes for each in buffers),
+            "optimizer": sum(
+                each.nbytes for state in states for each in state.values() if isinstance(each, torch.Tensor)
+            ),
+        }
+
+    def _own(self, parameter: nn.Parameter) -> tuple[int, int, dict[str, Tensor]] | None:
+        """Where this rank's share of a parameter begins and ends, and what is kept of it."""
+        if parameter not in self._owners:
+            return None
+        owner = self._owners[parameter]
+        span = owner._get_model_param_range_map(parameter)["param"]
+        group, order = owner.model_param_group_index_map[parameter]
+        main = owner.optimizer.param_groups[group]["params"][order]
+        kept = dict(zip(MOMENTS, moments(owner.optimizer, main), strict=True))
+        return span.start, span.end, {"master": main, **kept}
+
+
+def _replicas(parameter: nn.Parameter) -> Any:
+    """The ranks that hold the same parameter and share its optimizer state: experts have others."""
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()

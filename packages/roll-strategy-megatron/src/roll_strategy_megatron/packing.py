@@ -1,0 +1,99 @@
+"""How the sequences of a microbatch lie on the ranks that share it.
+
+Context parallel ranks cut each sequence into 2 · CP pieces, and rank r takes the r-th from both ends, so that all have
+as much to attend to (arXiv:2411.01783 calls it load balance); sequences are padded to a multiple of that. With sequence
+parallel the tokens between layers are cut once more, over TP ranks; the end of the microbatch is padded to fit.
+
+    CP = 2    sequence  a0 a1 a2 a3 | b0 b1 b2 .        rank 0: a0 a3 b0 .        rank 1: a1 a2 b1 b2
+
+Shapes: T flat tokens, P of them with padding, L on this rank, N on this rank that have something after them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roll_core.spec.train import MicroBatch
+
+
+@dataclass(kw_only=True)
+class Packed(PackedSeqParams):  # type: ignore[misc]
+    """What Megatron's layers are told, and the same as plain numbers, so that no layer waits for the device."""
+
+    padded_lengths: tuple[int, ...]
+    """Of the sequences, over all context parallel ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """This rank's share of a microbatch."""
+
+    tokens_1L: Tensor
+    """With 0 where there is padding."""
+    packed: Packed
+    rows_N: Tensor
+    """Among the L, those with a token after them."""
+    targets_N: Tensor
+    """That token."""
+    places_N: Tensor
+    """Where that token stands among the T."""
+
+
+def pack_for(micro: MicroBatch, *, cp_rank: int, cp_size: int, align: int, masked_only: bool) -> Packing:
+    """`align` divides the number of tokens of each context parallel rank."""
+    lengths = list(micro.lengths)
+    pieces = 2 * cp_size if cp_size > 1 else 1
+    padded = [-(-each // pieces) * pieces for each in lengths]
+    short = -sum(padded) % (pieces * align)
+    if short:  # a sequence of padding, of its own so that no other gets longer
+        padded, lengths = [*padded, short], [*lengths, 0]
+    device = micro.tokens_T.device
+    places = torch.cat([_share(length, whole, cp_rank, cp_size) for length, whole in zip(lengths, padded, strict=True)])
+    # Each place is counted in its own sequence, -1 for padding; from here on in the whole microbatch.
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    share = torch.tensor([each // cp_size for each in padded])
+    places = torch.where(places < 0, -1, places + starts.repeat_interleave(share)).to(device)
+    tokens_L = torch.where(places < 0, 0, micro.tokens_T[places.clamp(min=0)])
+    followed = _followed(micro, masked_only)
+    rows_N = ((places >= 0) & followed[places.clamp(min=0)]).nonzero()[:, 0]
+    places_N = places[rows_N] + 1
+    cu_seqlens = torch.tensor([0, *padded], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    options: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens,
+        "max_seqlen_q": max(padded),
+        "max_seqlen_kv": max(padded),
+    }
+    return Packing(
+        tokens_1L=tokens_L[None],
+        packed=Packed(**options, padded_lengths=tuple(padded)),
+        rows_N=rows_N,
+        targets_N=micro.tokens_T[places_N],
+        places_N=places_N,
+    )
+
+
+def _share(length: int, padded: int, cp_rank: int, cp_size: int) -> Tensor:
+    """Places in a sequence that a rank takes; -1 beyond its end."""
+    every = torch.arange(padded)
+    every[length:] = -1
+    if cp_size == 1:
+        return every
+    pieces = every.view(2 * cp_size, -1)
+    return torch.cat([pieces[cp_rank], pieces[2 * cp_size - 1 - cp_rank]])
+
+
+def _followed(micro: MicroBatch, masked_only: bool) -> Tensor:
+    """Which tokens have one of their sequence after them that is asked for."""
+    wanted_T = micro.positions_T > 0
+    if masked_only:
+        wanted_T = wanted_T & micro.loss_mask_T
+    return torch.cat([wanted_T[1:], wanted_T.new_zeros(1)])

@@ -1,0 +1,126 @@
+"""The ranks of a role in Megatron's groups.
+
+    order of the ranks: tensor, context, expert, data, pipeline; neighbours are tensor parallel
+
+A replica of the model is all ranks with one data parallel index. Its first rank leads it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from roll_core.errors import PlacementError
+from roll_core.modeling.process_group import ProcessGroup
+from roll_core.types import DataRank
+
+if TYPE_CHECKING:
+    from roll_core.errors import NonFiniteError
+    from roll_core.spec.model import MeshInfo
+    from roll_strategy_megatron.config import MegatronConfig
+
+
+class Parallel:
+    """Membership of this rank, from construction to `close`. Megatron's groups are the process's: roles of one rank
+    each share theirs."""
+
+    def __init__(self, mesh: MeshInfo, config: MegatronConfig) -> None:
+        """Collective. Raises `PlacementError` for a number of ranks that does not suit."""
+        check_sizes(mesh, config)
+        self.device = torch.device(mesh.device)
+        self._group = ProcessGroup(mesh)
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=config.tensor_model_parallel_size,
+                pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+                context_parallel_size=config.context_parallel_size,
+                expert_model_parallel_size=config.expert_model_parallel_size,
+                expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+                distributed_timeout_minutes=max(1, round(mesh.timeout_s / 60)),
+                create_gloo_process_groups=False,
+            )
+            # Layers ask for these random states by name although nothing is drawn: dropout is off.
+            model_parallel_cuda_manual_seed(0)
+        self.tp: Any = parallel_state.get_tensor_model_parallel_group()
+        self.pp: Any = parallel_state.get_pipeline_model_parallel_group()
+        self.cp: Any = parallel_state.get_context_parallel_group()
+        self.dp: Any = parallel_state.get_data_parallel_group()
+        self.ep: Any = parallel_state.get_expert_model_parallel_group()
+        self.etp: Any = parallel_state.get_expert_tensor_parallel_group()
+
+    @property
+    def data_rank(self) -> DataRank:
+        """All ranks of a replica work on the same share."""
+        leads = self.tp.rank() == 0 and self.cp.rank() == 0 and self.pp.rank() == 0
+        return DataRank(index=self.dp.rank(), size=self.dp.size(), leader=leads)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether losses are computed here."""
+        return bool(self.pp.rank() == self.pp.size() - 1)
+
+    def most(self, number: int, group: Any) -> int:
+        """The largest of the numbers that the ranks of a group give. Collective over the group."""
+        found = torch.tensor([number], dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return int(found)
+
+    def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        """What a stage has, into `tensor` on the others; in place. Collective over the stages."""
+        if self.pp.size() > 1:
+            dist.broadcast(tensor, dist.get_global_rank(self.pp, stage), group=self.pp)
+        return tensor
+
+    def object_from_last_stage(self, value: Any) -> Any:
+        """The same for plain values."""
+        if self.pp.size() == 1:
+            return value
+        box = [value]
+        last = dist.get_global_rank(self.pp, self.pp.size() - 1)
+        dist.broadcast_object_list(box, last, group=self.pp, device=self.device)
+        return box[0]
+
+    def raise_together(self, error: NonFiniteError | None) -> None:
+        """Where any rank has an error all of them raise. Collective over all ranks."""
+        self._group.raise_together(error)
+
+    def wait(self) -> None:
+        """Until every rank has come here."""
+        self._group.wait()
+
+    def close(self) -> None:
+        """Leave; may be called several times."""
+        if self._group.is_last and parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        self._group.close()
+
+
+def gathered(share: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Of every rank of a group, in order. Collective over the group."""
+    if group.size() == 1:
+        return [share]
+    share = share.contiguous()
+    every = [torch.empty_like(share) for _ in range(group.size())]
+    dist.all_gather(every, share, group=group)
+    return every
+
+
+def check_sizes(mesh: MeshInfo, config: MegatronConfig) -> None:
+    """Raises `PlacementError` with the arithmetic."""
+    replica = config.ranks_per_replica()
+    if mesh.world_size % replica:
+        raise PlacementError(
+            f"role {mesh.role}: {mesh.world_size} ranks are not a multiple of {config.replica_arithmetic()} ="
+            f" {replica}, which one replica of the model takes"
+        )
+    expert_tp = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    stage = mesh.world_size // config.pipeline_model_parallel_size
+    if stage % (expert_tp * config.expert_model_parallel_size):
+        raise PlacementError(
+            f"role {mesh.role}: the {stage} ranks of a stage are not a multiple of expert_tensor_parallel_size"
+            f" {expert_tp} × expert_model_parallel_size {config.expert_model_parallel_size}"
+        )

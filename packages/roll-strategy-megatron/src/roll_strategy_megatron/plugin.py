@@ -1,0 +1,55 @@
+"""What this package offers. Imports neither torch nor megatron-core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import TrainCapabilities, TrainProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+
+CAPABILITIES = TrainCapabilities(
+    tasks=("causal_lm",),
+    dtypes=("fp32", "bf16"),
+    packing=True,
+    gradient_checkpointing=True,
+    data_parallel=True,
+    tensor_parallel=True,
+    pipeline_parallel=True,
+    context_parallel=True,
+    expert_parallel=True,
+    topk=True,
+    any_world_size=True,
+    weight_transports=("shm", "collective"),
+)
+TARGET = "roll_strategy_megatron.strategy:MegatronStrategy"
+CONFIG = "roll_strategy_megatron.config:MegatronConfig"
+NEEDS = ("megatron-core>=0.16.1,<0.17",)
+
+
+@hookimpl
+def roll_train_strategies() -> Iterator[TrainProvider]:
+    """Train strategies and their forward-only twin."""
+    yield TrainProvider(
+        name="megatron_train",
+        target=TARGET,
+        config=CONFIG,
+        summary="Trains Hugging Face models with Megatron-Core: tensor, pipeline, context and expert parallel",
+        needs=NEEDS,
+        capabilities=CAPABILITIES,
+        platforms=("cuda",),
+    )
+    yield TrainProvider(
+        name="megatron_infer",
+        target=TARGET,
+        config=CONFIG,
+        summary="megatron_train without optimizer, for roles that only score",
+        needs=NEEDS,
+        capabilities=CAPABILITIES,
+        platforms=("cuda",),
+        forward_only=True,
+    )

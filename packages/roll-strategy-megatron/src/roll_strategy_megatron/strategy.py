@@ -1,0 +1,203 @@
+"""Train strategy on Megatron-Core: models in Megatron's layers, spread by tensor, pipeline, context and expert.
+
+MicroBatch -> Computation (Megatron's schedules) -> TokenOutputs -> loss -> gradients in Megatron's buffers
+Optimizer (distributed AdamW) steps them; the Bridge reads Hugging Face models and gives them back
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from roll_core.errors import NonFiniteError, UnsupportedError
+from roll_core.modeling.export import write_model
+from roll_core.modeling.model import DTYPES
+from roll_core.modeling.task_model import finite_loss, plain_metrics
+from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
+from roll_strategy_megatron.config import MegatronConfig
+from roll_strategy_megatron.plugin import CAPABILITIES
+
+with warnings.catch_warnings():
+    # Of libraries that are not there and are not used, and of what torch is about to drop.
+    warnings.simplefilter("ignore")
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from roll_strategy_megatron.bridge.bridge import Bridge
+    from roll_strategy_megatron.bridge.registry import find_architecture
+    from roll_strategy_megatron.bridge.source import open_source
+    from roll_strategy_megatron.bridge.transforms import Sizes
+    from roll_strategy_megatron.computation import Computation, Passage, nothing
+    from roll_strategy_megatron.model import make_config, make_model
+    from roll_strategy_megatron.optimizer import Optimizer
+    from roll_strategy_megatron.parallel import Parallel, check_sizes
+    from roll_strategy_megatron.state import load_state, save_state
+    from roll_strategy_megatron.workarounds import name_missing_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.types import DataRank
+
+
+class MegatronStrategy(TrainStrategy):
+    """Trains or, without `training`, only scores. Dropout is off."""
+
+    capabilities = CAPABILITIES
+
+    def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        """Make this rank's share of the model and read its numbers. Collective."""
+        if model.task not in CAPABILITIES.tasks:
+            raise UnsupportedError(
+                f"role {mesh.role}: the Megatron strategies have language models; a model of task {model.task} can be"
+                " trained by fsdp2_train or deepspeed_train"
+            )
+        check_sizes(mesh, self._config)
+        if mesh.num_threads:
+            torch.set_num_threads(mesh.num_threads)
+        name_missing_kernel()
+        self._mesh, self.spec, self.dtype = mesh, model, DTYPES[model.dtype]
+        self.hf, source = open_source(model)
+        architecture = find_architecture(self.hf.config.model_type)
+        self.parallel = Parallel(mesh, self._config)
+        settings = make_config(architecture.settings(self.hf.config), self._config, model, self.dtype)
+        sizes = _sizes(self.hf, settings, self.parallel)
+        self.model = make_model(settings, sizes, self.hf, self.parallel)
+        self.bridge: Bridge = Bridge(architecture, self.hf, self.model, sizes, self.parallel)
+        self.bridge.load(source, self.dtype)
+        source.close()
+        wrapped: Any = self.model
+        self.optimizer: Optimizer | None = None
+        if self.training is not None:
+            how = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
+            )
+            wrapped = DistributedDataParallel(settings, how, self.model)
+            self.optimizer = Optimizer(wrapped, self.training, self.dtype)
+        else:
+            self.model.requires_grad_(False)
+        self.computation = Computation(self.model, wrapped, sizes, self.parallel, self._config)
+
+    @property
+    def data_rank(self) -> DataRank:
+        """All ranks of a replica work on the same microbatches."""
+        return self.parallel.data_rank
+
+    # -- computing -----------------------------------------------------------------------------------------------------
+
+    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        """Complete on every rank of the replica. Collective over it, and over all ranks where experts are spread."""
+        return self._score([micro], want)[0]
+
+    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+        """All at once: stages work on different microbatches at a time."""
+        return iter(self._score(micros, want))
+
+    def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
+        """Raises `NonFiniteError`, which names the sequences, on every rank; what the gradients were is lost then.
+        Collective: a rank that finds one goes through the passes that the others need, and then tells them."""
+        optimizer = self._require_training()
+        errors: list[NonFiniteError] = []
+
+        def at_end(passage: Passage, outputs: TokenOutputs) -> tuple[Tensor, LossMetrics]:
+            if passage.idle or errors:
+                return nothing(outputs), {}
+            try:
+                found = finite_loss(loss, outputs, passage.micro)
+            except NonFiniteError as error:
+                errors.append(error)
+                return nothing(outputs), {}
+            value = found.loss if found.loss.requires_grad else found.loss + nothing(outputs)
+            return value, plain_metrics(found)
+
+        metrics: list[LossMetrics] = self.parallel.object_from_last_stage(
+            self.computation.run(micros, loss.want, at_end, backward=True)
+        )
+        try:
+            self.parallel.raise_together(errors[0] if errors else None)
+        except NonFiniteError:
+            optimizer.clear()
+            raise
+        return metrics
+
+    def optimizer_step(self) -> StepStats:
+        """Collective over all ranks."""
+        return self._require_training().step()
+
+    def _score(self, micros: Sequence[MicroBatch], want: Want) -> list[TokenOutputs]:
+        if want.values:
+            raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
+
+        def at_end(passage: Passage, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
+            return nothing(outputs), outputs
+
+        found = self.computation.run(micros, want, at_end, backward=False)
+        return [self.computation.on_all_stages(each, micro, want) for each, micro in zip(found, micros, strict=True)]
+
+    def _require_training(self) -> Optimizer:
+        if self.optimizer is None:
+            raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
+        return self.optimizer
+
+    @property
+    def _config(self) -> MegatronConfig:
+        if not isinstance(self.config, MegatronConfig):
+            raise UnsupportedError(f"the Megatron strategies take a MegatronConfig, not a {type(self.config).__name__}")
+        return self.config
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathered tensor by tensor, on every rank. Tied weights come once."""
+        return self.bridge.export(lambda parameter: parameter.detach(), self.dtype)
+
+    def export_model(self, path: Path) -> None:
+        """Gathered tensor by tensor and written by rank 0, which holds what it writes on its host meanwhile."""
+        leader = self._mesh.rank == 0
+        state = {name: whole.cpu() for name, whole in self.export_weights() if leader}
+        if leader:
+            aliases = self.hf.named_parameters(remove_duplicate=False)
+            first: dict[int, str] = {}
+            tied = {name: first.setdefault(id(each), name) for name, each in aliases}
+            write_model(self.hf, self.spec, {name: state[other] for name, other in tied.items()}, path)
+        dist.barrier()
+
+    # -- continuing ----------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Into rank 0's directory, see `state`. Collective."""
+        save_state(self.bridge, self._require_training(), path)
+
+    def load(self, path: Path) -> None:
+        """From rank 0's directory, whatever arrangement of ranks wrote it. Collective."""
+        load_state(self.bridge, self._require_training(), path)
+
+    # -- the rest ------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> Mapping[str, int]:
+        """Measured on the tensors."""
+        held = {"weights": sum(each.nbytes for each in self.model.parameters())}
+        return held | self.optimizer.memory() if self.optimizer is not None else held
+
+    def close(self) -> None:
+        """Leave Megatron's groups."""
+        if hasattr(self, "parallel"):
+            self.parallel.close()
+
+
+def _sizes(hf: PreTrainedModel, settings: Any, parallel: Parallel) -> Sizes:
+    ranks = parallel.tp.size()
+    return Sizes(
+        num_heads=settings.num_attention_heads,
+        num_groups=settings.num_query_groups,
+        head_dim=settings.kv_channels,
+        vocab=hf.config.vocab_size,
+        padded_vocab=-(-hf.config.vocab_size // ranks) * ranks,
+    )

@@ -1,0 +1,168 @@
+"""However a model is spread over ranks, it computes and learns as plain torch and transformers have it on one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_programs import MIXTURE, PRELOAD, WANT, score_and_train
+
+from roll_core.spec.providers import TrainProvider
+from roll_core.testing.bench import Case, Split, Step
+from roll_core.testing.bounds import check_near, check_rows, check_same
+from roll_core.testing.losses import LOSSES, TRAINING
+from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
+from roll_core.testing.ranks import RankHost, free_port
+from roll_core.testing.reference import Reference, TransformersModel
+from roll_core.testing.subject import registry
+
+TIED = QWEN3 | {"tie_word_embeddings": True}
+QWEN2 = {key: value for key, value in QWEN3.items() if key != "head_dim"} | {"model_type": "qwen2"}
+LLAMA = QWEN3 | {
+    "model_type": "llama",
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+MISTRAL = QWEN3 | {"model_type": "mistral", "sliding_window": 4}
+MIXTRAL = QWEN3 | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+VOCABULARY = 61
+"""Odd: tensor parallel ranks have rows of padding."""
+
+
+def sizes(**short):
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "sp": "sequence_parallel",
+    }
+    return {names.get(key, key): value for key, value in short.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    ranks: int
+    model: dict = field(default_factory=lambda: QWEN3)
+    config: dict = field(default_factory=dict)
+    checkpointing: bool = False
+
+
+QUICK = {
+    "llama, scaled rotation": Arrangement(ranks=1, model=LLAMA),
+    "mistral, window": Arrangement(ranks=1, model=MISTRAL),
+    "tp 2, in small chunks": Arrangement(ranks=2, config=sizes(tp=2, logprob_chunk_tokens=4)),
+    "tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), model=QWEN2),
+    "pp 2, tied": Arrangement(ranks=2, config=sizes(pp=2), model=TIED),
+    "cp 2": Arrangement(ranks=2, config=sizes(cp=2)),
+    "ep 2": Arrangement(ranks=2, config=sizes(ep=2), model=MIXTURE),
+}
+PRODUCTS = {
+    "mixtral": Arrangement(ranks=1, model=MIXTRAL),
+    "mistral, cp 2, window": Arrangement(ranks=2, model=MISTRAL, config=sizes(cp=2)),
+    "dp 2": Arrangement(ranks=2),
+    "tp 2, tied": Arrangement(ranks=2, config=sizes(tp=2), model=TIED),
+    "dp 2, tp 2": Arrangement(ranks=4, config=sizes(tp=2)),
+    "tp 2, pp 2, sp": Arrangement(ranks=4, config=sizes(tp=2, pp=2, sp=True)),
+    "tp 2, cp 2, sp": Arrangement(ranks=4, config=sizes(tp=2, cp=2, sp=True)),
+    "pp 2, cp 2": Arrangement(ranks=4, config=sizes(pp=2, cp=2)),
+    "tp 2, sp, layers recomputed": Arrangement(ranks=2, config=sizes(tp=2, sp=True), checkpointing=True),
+    "parts recomputed": Arrangement(
+        ranks=1,
+        config={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        checkpointing=True,
+    ),
+    "experts recomputed": Arrangement(
+        ranks=2,
+        model=MIXTURE,
+        config=sizes(ep=2, recompute_granularity="selective", moe_layer_recompute=True),
+        checkpointing=True,
+    ),
+    "some layers recomputed": Arrangement(
+        ranks=1,
+        config={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        checkpointing=True,
+    ),
+    "pp 2, ends counted": Arrangement(
+        ranks=2,
+        config=sizes(pp=2, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True),
+    ),
+    "ep 4": Arrangement(ranks=4, config=sizes(ep=4), model=MIXTURE),
+    "ep 2, dp 4": Arrangement(ranks=4, config=sizes(ep=2), model=MIXTURE),
+    "ep 2, tp 2, sp": Arrangement(ranks=2, config=sizes(ep=2, tp=2, etp=1, sp=True), model=MIXTURE),
+    "expert tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), model=MIXTURE),
+    "ep 2, pp 2": Arrangement(ranks=4, config=sizes(ep=2, pp=2), model=MIXTURE),
+    "ep 2, cp 2": Arrangement(ranks=2, config=sizes(ep=2, cp=2), model=MIXTURE),
+}
+ARRANGEMENTS = [pytest.param(each, id=name) for name, each in QUICK.items()] + [
+    pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in PRODUCTS.items()
+]
+
+
+@pytest.fixture(scope="module")
+def host():
+    found = RankHost(preload=PRELOAD)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def run(host):
+    def on_ranks(function, case, *arguments):
+        ready = case.with_(master_port=free_port())
+        return host.run(function, ready, *arguments, num_ranks=case.world_size, timeout_s=200)
+
+    return on_ranks
+
+
+def case_of(arrangement, folder):
+    written = write_checkpoint(folder, arrangement.model, task="causal_lm", vocab_size=VOCABULARY)
+    model = replace(written, gradient_checkpointing=arrangement.checkpointing)
+    return Case(
+        provider=registry().find(TrainProvider, "megatron_train"),
+        strategy_config=arrangement.config,
+        model=model,
+        training=TRAINING,
+        world_size=arrangement.ranks,
+        devices=("cpu",) * arrangement.ranks,
+    )
+
+
+def steps(number):
+    """Of shares with different numbers of microbatches."""
+    split = Split(max_sequences=3)
+    return [Step(sequences=make_batch(VOCABULARY, seed=i), loss=LOSSES["policy"], split=split) for i in range(number)]
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_it_computes_and_learns_as_transformers_does(run, tmp_path, arrangement):
+    # Of this seed, no sequence begins with token 0, whose row of the embedding is 0: any token might follow it best.
+    case, batch = case_of(arrangement, tmp_path), make_batch(VOCABULARY, seed=10)
+    answers = run(score_and_train, case, batch, steps(3))
+    reference = Reference(TransformersModel(case.model), "causal_lm")
+    start, expected = reference.weights(), reference.by_sequence(batch, WANT)
+    leaders = [each for each in answers if each["place"].leader]
+    check_same("weights as they were loaded", leaders[0]["before"], start)
+    for name, bound in {"logprobs": 1e-4, "entropy": 1e-4, "topk_logprobs": 1e-4, "topk_ids": 0.0}.items():
+        found = {key: row for each in leaders for key, row in each["scored"][name].items()}
+        check_rows(name, found, expected[name], bound)
+    for at, right in enumerate(reference.train(TRAINING, steps(3))):
+        assert sum(each["losses"][at] for each in leaders) == pytest.approx(right.loss, rel=1e-4)
+        for each in answers:
+            assert each["stats"][at].grad_norm == pytest.approx(right.grad_norm, rel=1e-4)
+            assert each["stats"][at].learning_rate == pytest.approx(right.learning_rate)
+    went = {name: leaders[0]["weights"][name] - each for name, each in start.items()}
+    should = {name: each - start[name] for name, each in reference.weights().items()}
+    check_near("the way that the weights went", went, should, 1e-4)
+    for each in leaders[1:]:
+        check_same("weights of another replica", each["weights"], leaders[0]["weights"])

@@ -1,0 +1,158 @@
+"""What the bridge refuses, what other packages bring to it, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+from megatron_programs import MIXTURE, PRELOAD, export, score_and_train
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from roll_core.spec.providers import TrainProvider
+from roll_core.testing.bench import Case
+from roll_core.testing.bounds import check_rows
+from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
+from roll_core.testing.programs import fail_to_build
+from roll_core.testing.ranks import RankHost, free_port
+from roll_core.testing.reference import Reference, TransformersModel
+from roll_core.testing.subject import registry
+
+DENSE = {key: value for key, value in QWEN3.items() if key != "model_type"}
+
+
+@pytest.fixture(scope="module")
+def brought(tmp_path_factory):
+    """A package that describes an architecture of its own, on the path before the ranks start."""
+    folder = tmp_path_factory.mktemp("acme")
+    (folder / "acme_seed_oss.py").write_text(
+        textwrap.dedent(
+            """
+            from copy import copy
+
+            from roll_strategy_megatron.bridge.architectures import COMMON, DENSE_MLP, QKV_BIAS, dense
+            from roll_strategy_megatron.bridge.rules import Architecture
+
+            def settings(config):
+                without = copy(config)
+                without.attention_bias = False
+                return {**dense(without), "add_qkv_bias": True}
+
+            ARCHITECTURE = Architecture(rules=(*COMMON, *QKV_BIAS, *DENSE_MLP), settings=settings)
+            """
+        )
+    )
+    info = folder / "acme_seed_oss-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-seed-oss\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[roll.megatron_architectures]\nseed_oss = acme_seed_oss:ARCHITECTURE\nbroken = acme_seed_oss:NOTHING\n"
+    )
+    sys.path.append(str(folder))
+    yield
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def host(brought):
+    found = RankHost(preload=PRELOAD)
+    yield found
+    found.close()
+
+
+def case_of(folder, model, **config):
+    spec = write_checkpoint(folder, model, task="causal_lm", vocab_size=61)
+    record = registry().find(TrainProvider, "megatron_train")
+    return Case(provider=record, strategy_config=config, model=spec, training=None)
+
+
+def refusal(host, case):
+    ((error, _),) = host.run(fail_to_build, case, timeout_s=100)
+    assert error is not None
+    assert error.kinds[0] == "ModelError", error
+    return error.message
+
+
+def change_files(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_an_architecture_that_nobody_knows_is_refused_with_those_that_are_known(host, tmp_path):
+    said = refusal(host, case_of(tmp_path, {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}))
+    assert "knows no architecture 'gpt2'" in said
+    assert "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, seed_oss" in said
+    assert "fsdp2_train takes any" in said
+
+
+def test_tensors_of_the_files_that_nothing_takes_are_listed(host, tmp_path):
+    case = case_of(tmp_path, QWEN3)
+    change_files(tmp_path, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.zeros(4)}))
+    assert refusal(host, case) == "nothing takes these tensors of the files: model.layers.0.self_attn.sinks"
+
+
+def test_tensors_that_the_files_lack_are_listed(host, tmp_path):
+    case = case_of(tmp_path, QWEN3)
+
+    def drop(tensors):
+        for name in [name for name in tensors if "layers.1" in name]:
+            del tensors[name]
+
+    change_files(tmp_path, drop)
+    said = refusal(host, case)
+    assert said.startswith("the files lack model.layers.1.input_layernorm.weight, ")
+    assert said.endswith(" and 6 more")
+
+
+def test_tensors_of_another_shape_are_named(host, tmp_path):
+    case = case_of(tmp_path, QWEN3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    assert "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight: " in refusal(host, case)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias is true"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+            "its layers attend in different ways",
+        ),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}},
+            "rotary embeddings of type 'yarn' are not supported",
+        ),
+    ],
+    ids=["biases", "another activation", "windows in some layers", "another rotation"],
+)
+def test_what_megatrons_layers_would_compute_otherwise_is_refused(host, tmp_path, model, said):
+    assert said in refusal(host, case_of(tmp_path, DENSE | model))
+
+
+def test_another_package_brings_an_architecture(host, tmp_path):
+    model = DENSE | {"model_type": "seed_oss", "residual_dropout": 0.0}
+    case, batch = case_of(tmp_path, model), make_batch(61, seed=10)
+    (answer,) = host.run(score_and_train, case, batch, [], timeout_s=100)
+    from megatron_programs import WANT
+
+    expected = Reference(TransformersModel(case.model), "causal_lm").by_sequence(batch, WANT)
+    check_rows("logprobs", answer["scored"]["logprobs"], expected["logprobs"], 1e-4)
+
+
+def test_a_mixture_spread_over_ranks_is_written_as_transformers_loads_it(host, tmp_path):
+    case = case_of(tmp_path / "in", MIXTURE, expert_model_parallel_size=2)
+    case = case.with_(world_size=2, devices=("cpu", "cpu"), master_port=free_port())
+    host.run(export, case, str(tmp_path / "out"), num_ranks=2, timeout_s=100)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, expected in AutoModelForCausalLM.from_pretrained(tmp_path / "in").state_dict().items():
+        assert torch.equal(found[name], expected), name

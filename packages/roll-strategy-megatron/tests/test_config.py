@@ -1,0 +1,91 @@
+"""What `roll-core check` says of a role on Megatron, where neither torch nor Megatron is needed."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from roll_core.config.loading import load
+from roll_core.errors import ConfigError
+from roll_core.testing.subject import registry
+from roll_strategy_megatron.config import REFUSED, MegatronConfig
+
+RUN = """\
+pipeline: sft
+sft_train:
+  data_args: {{file_name: rows.jsonl}}
+  model_args: {{model_name_or_path: here}}
+  device_mapping: list(range(0,{slots}))
+  strategy_args:
+    strategy_name: {name}
+    strategy_config: {config}
+"""
+SPREAD = "{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}"
+
+
+def checked(tmp_path, *, config=SPREAD, slots=8, platform="", name="megatron_train"):
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.format(config=config, slots=slots, name=name), encoding="utf-8")
+    return load(file, [f"platform={platform}"] if platform else [], registry())
+
+
+def refusal(tmp_path, **values):
+    with pytest.raises(ConfigError) as caught:
+        checked(tmp_path, **values)
+    return str(caught.value)
+
+
+def test_a_role_knows_how_many_ranks_share_a_model(tmp_path):
+    assert checked(tmp_path).config.sft_train.ranks_per_replica == 4
+
+
+def test_ranks_that_make_no_whole_replicas_are_refused_with_the_product(tmp_path):
+    said = refusal(tmp_path, slots=6)
+    assert "6 ranks are not a multiple of" in said
+    product = "tensor_model_parallel_size 2 × pipeline_model_parallel_size 2 × context_parallel_size 1 = 4"
+    assert product in said
+    assert "times data parallel" in said
+
+
+def test_another_platform_is_refused_with_the_strategies_that_run_there(tmp_path):
+    said = refusal(tmp_path, platform="rocm")
+    assert "megatron_train runs on cuda, but platform is rocm" in said
+    assert "fsdp2_train" in said
+    assert "deepspeed_train" in said
+    assert "fsdp2_infer" not in said
+
+
+def test_a_twin_that_only_scores_cannot_be_trained(tmp_path):
+    assert "has no optimizer" in refusal(tmp_path, name="megatron_infer")
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_supported_is_refused_with_the_reason(key):
+    with pytest.raises(ValidationError) as caught:
+        MegatronConfig.model_validate({key: "yes"})
+    assert f"{key} is not supported: {REFUSED[key]}" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_saying_no_to_what_is_not_supported_is_fine(key):
+    assert MegatronConfig.model_validate({key: False}) == MegatronConfig()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"sequence_parallel": True}, "sequence_parallel needs a tensor_model_parallel_size above 1"),
+        (
+            {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+            "needs sequence_parallel: true",
+        ),
+        ({"moe_token_dispatcher_type": "allgather"}, "Input should be 'alltoall'"),
+        ({"recompute_num_layers": 2}, "belong to recompute_granularity: full"),
+        ({"recompute_modules": ["moe"]}, "belongs to recompute_granularity: selective"),
+        ({"use_distributed_optimizer": False}, "Input should be True"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys, said):
+    with pytest.raises(ValidationError) as caught:
+        MegatronConfig.model_validate(keys)
+    assert said in str(caught.value)

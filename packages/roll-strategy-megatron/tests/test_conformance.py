@@ -1,0 +1,77 @@
+"""The contract of train strategies. Without megatron-core only what needs none of it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from megatron_programs import MIXTURE, PRELOAD
+
+from roll_core.testing import TrainStrategyConformance
+from roll_core.testing.models import write_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.providers import Task
+
+
+class TestDataParallel(TrainStrategyConformance):
+    """One rank, and two that share the batch and the optimizer's state."""
+
+    name = "megatron_train"
+    preload = PRELOAD
+
+
+class TestScoring(TrainStrategyConformance):
+    """The twin without optimizer, over two tensor parallel ranks."""
+
+    name = "megatron_infer"
+    preload = PRELOAD
+    variants = {"one": {}, "tp2": {"tensor_model_parallel_size": 2}}  # noqa: RUF012
+    ranks_of = {"one": (1,), "tp2": (2,)}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestTensorParallel(TrainStrategyConformance):
+    """Two ranks that share each layer, and activations between the layers; two such replicas."""
+
+    name = "megatron_train"
+    preload = PRELOAD
+    variants = {"one": {}, "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}  # noqa: RUF012
+    ranks_of = {"one": (1,), "tp2-sp": (2, 4)}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestPipelineParallel(TrainStrategyConformance):
+    """Two stages."""
+
+    name = "megatron_train"
+    preload = PRELOAD
+    variants = {"one": {}, "pp2": {"pipeline_model_parallel_size": 2}}  # noqa: RUF012
+    ranks_of = {"one": (1,), "pp2": (2,)}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestContextParallel(TrainStrategyConformance):
+    """Two ranks that share each sequence."""
+
+    name = "megatron_train"
+    preload = PRELOAD
+    variants = {"one": {}, "cp2": {"context_parallel_size": 2}}  # noqa: RUF012
+    ranks_of = {"one": (1,), "cp2": (2,)}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestExpertParallel(TrainStrategyConformance):
+    """Two ranks with half of the experts each."""
+
+    name = "megatron_train"
+    preload = PRELOAD
+    variants = {"one": {}, "ep2": {"expert_model_parallel_size": 2}}  # noqa: RUF012
+    ranks_of = {"one": (1,), "ep2": (2,)}  # noqa: RUF012
+
+    def model(self, task: Task, folder: Path) -> ModelSpec:
+        """A mixture."""
+        return write_checkpoint(folder, MIXTURE, task=task, vocab_size=self.vocab_size)

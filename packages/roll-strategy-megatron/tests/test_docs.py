@@ -1,0 +1,21 @@
+"""docs/megatron.md lists every key with its type, default and meaning, and each that is refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from roll_core.testing.config_table import check_table
+from roll_strategy_megatron.config import REFUSED, MegatronConfig
+
+PAGE = Path(__file__).parents[3] / "docs" / "megatron.md"
+BEGIN, END = "<!-- table: made by packages/roll-strategy-megatron/tests/test_docs.py -->\n", "<!-- end of table -->"
+
+
+def test_the_page_has_every_key_as_the_schema_has_it():
+    check_table(PAGE, MegatronConfig, BEGIN, END)
+
+
+def test_the_page_says_why_keys_are_refused():
+    text = PAGE.read_text(encoding="utf-8")
+    for key, reason in REFUSED.items():
+        assert any(f"`{key}`" in line and line.rstrip().endswith(f"| {reason} |") for line in text.splitlines()), key
