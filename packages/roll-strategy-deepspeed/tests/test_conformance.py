@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from deepspeed_ranks import ENVIRONMENT, PRELOAD
 
 from roll_core.testing import TrainStrategyConformance
@@ -27,9 +28,11 @@ class TestZero(TrainStrategyConformance):
     preload = PRELOAD
 
 
+@pytest.mark.slow
 class TestOffload(TrainStrategyConformance):
     """What is offloaded lives in the host's memory: which is where the tests' device is, so only numbers can differ.
-    Where the number of ranks matters, on two."""
+    Where the number of ranks matters, on two. `-m "not slow"` leaves them out; test_strategy.py has some with the same
+    settings."""
 
     name = "deepspeed_train"
     variants = {  # noqa: RUF012
