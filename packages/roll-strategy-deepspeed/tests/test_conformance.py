@@ -31,15 +31,13 @@ class TestZero(TrainStrategyConformance):
 @pytest.mark.slow
 class TestOffload(TrainStrategyConformance):
     """What is offloaded lives in the host's memory: which is where the tests' device is, so only numbers can differ.
-    Where the number of ranks matters, on two. `-m "not slow"` leaves them out; test_strategy.py has some with the same
-    settings."""
+    `-m "not slow"` leaves them out; test_strategy.py has some with the same settings."""
 
     name = "deepspeed_train"
     variants = {  # noqa: RUF012
         "zero2-offload": stage(2, offload_optimizer=HOST),
         "zero3-offload": stage(3, offload_optimizer=HOST, offload_param=HOST),
     }
-    world_sizes = (2,)
     environment = TestZero.environment
     preload = TestZero.preload
 
