@@ -48,3 +48,11 @@ class FSDP2Config(StrategyConfig):
     """What is gathered and freed as one."""
     logprob_chunk_tokens: PositiveInt | None = None
     """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
+
+    def ranks_per_replica(self) -> int:
+        """TP × Ulysses: ranks that work on the same sequences."""
+        return self.tensor_model_parallel_size * self.ulysses_size
+
+    def replica_arithmetic(self) -> str:
+        """Spelled out."""
+        return f"tensor_model_parallel_size {self.tensor_model_parallel_size} × ulysses_size {self.ulysses_size}"

@@ -1,0 +1,32 @@
+"""What `roll-core check` makes of the strategies' configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll_core.config.loading import load
+from roll_core.errors import ConfigError
+from roll_core.testing.subject import registry
+
+RUN = """\
+pipeline: sft
+sft_train:
+  data_args: {{file_name: rows.jsonl}}
+  model_args: {{random_init: {{model_type: qwen3}}}}
+  device_mapping: list(range(0, {slots}))
+  training_args: {{per_device_train_batch_size: 2, gradient_accumulation_steps: 3}}
+  strategy_args:
+    strategy_name: fsdp2_train
+    strategy_config: {{tensor_model_parallel_size: 2, ulysses_size: 2}}
+"""
+
+
+def test_check_counts_replicas_and_not_ranks(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.format(slots=8), encoding="utf-8")
+    assert load(file, [], registry()).config.sft_train.ranks_per_replica == 4
+    file.write_text(RUN.format(slots=6), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(file, [], registry())
+    said = str(caught.value)
+    assert "6 ranks are not a multiple of tensor_model_parallel_size 2 × ulysses_size 2 = 4" in said
