@@ -11,8 +11,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from deepspeed.ops.op_builder import builder
-from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from roll_core.modeling import pieces
@@ -81,6 +79,9 @@ def warnings_without(rank: int, case: Case, step: Step) -> list[str]:
 
 def operators_without(rank: int, case: Case) -> tuple[int, bool]:
     """How many operators DeepSpeed tries whether it could build when a role starts, and whether it then builds one."""
+    from deepspeed.ops.op_builder import builder
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
     with (
         patch.object(ranks, "build_nothing_at_start"),
         patch.object(builder, "probe_is_compatible", return_value=True) as probe,
