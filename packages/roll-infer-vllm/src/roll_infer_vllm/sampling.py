@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.errors import DataError, UnsupportedError
+from roll_core.errors import UnsupportedError
 from roll_core.types import CompletionOutput
 
 if TYPE_CHECKING:
@@ -18,44 +18,9 @@ MAX_TEMPERATURE = 2.0
 """vLLM takes no higher one."""
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Raise `DataError` or `UnsupportedError` for what cannot be served, before it waits."""
-    params, prompt, name = request.params, np.asarray(request.prompt_ids), f"request {request.id!r}"
-    if prompt.ndim != 1 or len(prompt) == 0:
-        raise DataError(f"{name}: the prompt is empty; a model needs at least one token (a bos token, for example)")
-    if not np.issubdtype(prompt.dtype, np.integer):
-        raise DataError(f"{name}: prompt_ids are {prompt.dtype}; token ids are integers")
-    wrong = np.flatnonzero((prompt < 0) | (prompt >= vocab_size))
-    if len(wrong):
-        raise DataError(
-            f"{name}: prompt token {int(wrong[0])} is id {int(prompt[wrong[0]])}, but the model's vocabulary has"
-            f" {vocab_size}; does the tokenizer belong to the model?"
-        )
-    if request.n < 1 or params.max_new_tokens < 0:
-        raise DataError(f"{name}: n is {request.n} and max_new_tokens {params.max_new_tokens}; neither makes sense")
-    total = len(prompt) + params.max_new_tokens
-    if total > max_model_len:
-        raise DataError(
-            f"{name}: {len(prompt)} prompt tokens + max_new_tokens {params.max_new_tokens} = {total} are more than"
-            f" the engine's max_model_len {max_model_len}"
-        )
-    foreign = [each for each in params.stop_token_ids if not 0 <= each < vocab_size]
-    if foreign:
-        raise DataError(f"{name}: stop_token_ids has {foreign[0]}; the vocabulary has {vocab_size}")
-    _check_numbers(request)
-
-
-def _check_numbers(request: GenerateRequest) -> None:
+def check_served(request: GenerateRequest) -> None:
+    """Raise `UnsupportedError` for what vLLM does not do, or does in another way than other engines."""
     params = request.params
-    ranges: tuple[tuple[str, bool, str], ...] = (
-        ("temperature", params.temperature >= 0 and np.isfinite(params.temperature), "at least 0"),
-        ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
-        ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
-        ("repetition_penalty", params.repetition_penalty > 0, "above 0"),
-    )
-    for name, valid, wanted in ranges:
-        if not valid:
-            raise DataError(f"request {request.id!r}: {name} is {getattr(params, name)}; it must be {wanted}")
     if params.temperature > MAX_TEMPERATURE:
         raise UnsupportedError(
             f"request {request.id!r}: temperature is {params.temperature:g}; vLLM takes at most {MAX_TEMPERATURE:g}"

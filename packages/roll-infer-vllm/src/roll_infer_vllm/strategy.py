@@ -32,6 +32,7 @@ from roll_core.errors import (
     UnsupportedError,
 )
 from roll_core.spec.infer import InferStrategy
+from roll_core.spec.requests import check_request
 from roll_core.types import Completion, WeightReceipt
 from roll_infer_vllm.buckets import BucketWriter
 from roll_infer_vllm.config import VllmConfig
@@ -40,7 +41,7 @@ from roll_infer_vllm.engine_metrics import EngineMetrics, stat_logger
 from roll_infer_vllm.model_files import ModelFiles, model_files
 from roll_infer_vllm.plugin import CAPABILITIES
 from roll_infer_vllm.registration import TRANSFER
-from roll_infer_vllm.sampling import check_request, completion_output, flat_logprobs, sampling_params
+from roll_infer_vllm.sampling import check_served, completion_output, flat_logprobs, sampling_params
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -179,7 +180,9 @@ class VllmStrategy(InferStrategy):
     @override
     async def generate(self, request: GenerateRequest) -> Completion:
         _ = self._ready
-        check_request(request, vocab_size=self._files.vocab_size, max_model_len=self._max_model_len)
+        limit = f"the engine's max_model_len {self._max_model_len}"
+        check_request(request, vocab_size=self._files.vocab_size, max_tokens=self._max_model_len, limit=limit)
+        check_served(request)
         if request.params.stop and not request.params.ignore_eos:
             if not all(request.params.stop):
                 raise DataError("stop strings: an empty string would end every response at once")

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roll_core.config.loading import load
-from roll_core.errors import CheckpointError, ConfigError, NonFiniteError
+from roll_core.errors import CheckpointError, NonFiniteError
 from roll_core.testing.bench import Step
 from roll_core.testing.bounds import check_same, check_same_run
 from roll_core.testing.contract import expect
 from roll_core.testing.losses import LOSSES, SPLITS, TRAINING, SpoiltGradient, SpoiltLoss
-from roll_core.testing.part import registry
 from roll_core.testing.programs import load_damaged, refuse_a_loss, save_between, spoil_a_step, train
+from roll_core.testing.refusals import RefusalTests
 from roll_core.testing.subject import Subject
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from roll_core.testing.bench import Case
     from roll_core.testing.programs import Trained
 
-DTYPES = ("fp32", "bf16", "fp16")
 CONFIG = """\
 pipeline: sft
 platform: {platform}
@@ -35,22 +33,10 @@ SPOILT = 4
 """Index of the sequence that spoils a step: the longest, which is on one rank only."""
 
 
-class FailureTests(Subject):
+class FailureTests(RefusalTests, Subject):
     """Errors are classes of `roll_core.errors`."""
 
-    def test_an_undeclared_dtype_is_refused(self, tmp_path: Path) -> None:
-        """By `roll-core check`, which names the dtypes that it has."""
-        undeclared = [each for each in DTYPES if each not in self.can.dtypes]
-        if not undeclared:
-            pytest.skip(f"{self.name} declares every dtype")
-        platform = next(iter(self.provider.platforms), "cpu")
-        self._refused(tmp_path, undeclared[0], platform, *self.can.dtypes)
-
-    def test_an_undeclared_platform_is_refused(self, tmp_path: Path) -> None:
-        """By `roll-core check`, which names the platforms that it runs on."""
-        if not self.provider.platforms:
-            pytest.skip(f"{self.name} declares every platform")
-        self._refused(tmp_path, self.can.dtypes[0], "no_such_platform", *self.provider.platforms)
+    _run = CONFIG
 
     def test_a_loss_that_is_not_finite_is_named(self, case: Case) -> None:
         """`NonFiniteError` names the sequence, before anything is lost."""
@@ -95,14 +81,3 @@ class FailureTests(Subject):
         largest.write_bytes(largest.read_bytes()[:40])
         place = empty if harm == "missing" else saved / "rank-0"
         expect(self.run(load_damaged, case, str(place))[0], CheckpointError, f"loading a state that is {harm}")
-
-    def _refused(self, folder: Path, dtype: str, platform: str, *named: str) -> None:
-        file = folder / "run.yaml"
-        file.write_text(CONFIG.format(name=self.name, dtype=dtype, platform=platform), encoding="utf-8")
-        with pytest.raises(ConfigError) as caught:
-            load(file, [], registry())
-        said = str(caught.value)
-        if self.provider.name not in said or any(name not in said for name in named):
-            raise AssertionError(
-                f"{self.name} with dtype {dtype} on platform {platform}: the error names no way out:\n{said}"
-            )

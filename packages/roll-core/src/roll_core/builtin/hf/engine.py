@@ -28,6 +28,7 @@ from roll_core.errors import DataError, ModelError, UnsupportedError
 from roll_core.runtime import openmp
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.providers import InferCapabilities
+from roll_core.spec.requests import check_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -288,37 +289,17 @@ class HFInferStrategy(InferStrategy):
         runner = self._ready_core.runner
         if self._weights is None or self._weights.released:
             raise RuntimeError("the engine has no weights since it slept: update them before it generates")
-        params, prompt = request.params, np.asarray(request.prompt_ids)
-        name = f"request {request.id!r}"
+        params, name = request.params, f"request {request.id!r}"
         if request.id in self._waiting:
             raise DataError(f"{name}: a request of this id is still running; ids are unique")
-        if prompt.ndim != 1 or len(prompt) == 0:
-            raise DataError(f"{name}: the prompt is empty; a model needs at least one token (a bos token, for example)")
-        if not np.issubdtype(prompt.dtype, np.integer):
-            raise DataError(f"{name}: prompt_ids are {prompt.dtype}; token ids are integers")
-        wrong = np.flatnonzero((prompt < 0) | (prompt >= runner.vocab_size))
-        if len(wrong):
-            raise DataError(
-                f"{name}: prompt token {int(wrong[0])} is id {int(prompt[wrong[0]])}, but the model's vocabulary has"
-                f" {runner.vocab_size}; does the tokenizer belong to the model?"
-            )
-        if request.n < 1 or params.max_new_tokens < 0:
-            raise DataError(f"{name}: n is {request.n} and max_new_tokens {params.max_new_tokens}; neither makes sense")
-        total = len(prompt) + params.max_new_tokens
-        if total > runner.max_positions:
-            raise DataError(
-                f"{name}: {len(prompt)} prompt tokens + max_new_tokens {params.max_new_tokens} = {total} are more than"
-                f" the model's {runner.max_positions} positions"
-            )
+        limit = f"the model's {runner.max_positions} positions"
+        check_request(request, vocab_size=runner.vocab_size, max_tokens=runner.max_positions, limit=limit)
+        total = len(request.prompt_ids) + params.max_new_tokens
         if not runner.fits(1, total):
             raise ModelError(
                 f"{name}: keys and values of {total} tokens do not fit kv_cache_gib {self._settings.kv_cache_gib:g};"
                 " raise it in the role's strategy_config"
             )
-        foreign = [each for each in params.stop_token_ids if not 0 <= each < runner.vocab_size]
-        if foreign:
-            raise DataError(f"{name}: stop_token_ids has {foreign[0]}; the vocabulary has {runner.vocab_size}")
-        _check_sampling(request)
         arrival = next(self._arrivals)
         ends = () if params.ignore_eos else tuple(sorted({*self._eos_ids, *params.stop_token_ids}))
         stops = self._stops(params.stop) if params.stop and not params.ignore_eos else None
@@ -340,16 +321,3 @@ class HFInferStrategy(InferStrategy):
                 )
             self._stop_strings[strings] = StopStrings(load_tokenizer(self._spec), strings)
         return self._stop_strings[strings]
-
-
-def _check_sampling(request: GenerateRequest) -> None:
-    params = request.params
-    ranges: tuple[tuple[str, bool, str], ...] = (
-        ("temperature", params.temperature >= 0 and np.isfinite(params.temperature), "at least 0"),
-        ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
-        ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
-        ("repetition_penalty", params.repetition_penalty > 0, "above 0"),
-    )
-    for name, valid, wanted in ranges:
-        if not valid:
-            raise DataError(f"request {request.id!r}: {name} is {getattr(params, name)}; it must be {wanted}")

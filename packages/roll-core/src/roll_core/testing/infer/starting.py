@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roll_core.config.loading import load
-from roll_core.errors import ConfigError, RollError
+from roll_core.errors import RollError
 from roll_core.testing.infer.engine import ask
 from roll_core.testing.infer.subject import InferSubject
-from roll_core.testing.part import registry
+from roll_core.testing.refusals import RefusalTests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     Fresh = Callable[[Setup], Engine]
 
-DTYPES = ("fp32", "bf16", "fp16")
 CONFIG = """\
 pipeline: rlvr
 platform: {platform}
@@ -42,8 +40,10 @@ PROMPT_S = 60.0
 """Within so many seconds whoever waits for an engine that has died has to be told."""
 
 
-class StartingTests(InferSubject):
+class StartingTests(RefusalTests, InferSubject):
     """An engine is started for each of them that needs one."""
+
+    _run = CONFIG
 
     def test_a_started_engine_has_the_models_weights(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
         """As version 0, without an update."""
@@ -117,30 +117,3 @@ class StartingTests(InferSubject):
         else:
             raise AssertionError(f"the engine was killed, and yet it answered {found}")
         engine.run(engine.strategy.stop)
-
-    # -- before anything is started ------------------------------------------------------------------------------------
-
-    def test_an_undeclared_dtype_is_refused(self, tmp_path: Path) -> None:
-        """By `roll-core check`, which names the dtypes that it has."""
-        undeclared = [each for each in DTYPES if each not in self.can.dtypes]
-        if not undeclared:
-            pytest.skip(f"{self.name} declares every dtype")
-        platform = next(iter(self.provider.platforms), "cpu")
-        self._refused(tmp_path, undeclared[0], platform, *self.can.dtypes)
-
-    def test_an_undeclared_platform_is_refused(self, tmp_path: Path) -> None:
-        """By `roll-core check`, which names the platforms that it runs on."""
-        if not self.provider.platforms:
-            pytest.skip(f"{self.name} declares every platform")
-        self._refused(tmp_path, self.can.dtypes[0], "no_such_platform", *self.provider.platforms)
-
-    def _refused(self, folder: Path, dtype: str, platform: str, *named: str) -> None:
-        file = folder / "run.yaml"
-        file.write_text(CONFIG.format(name=self.name, dtype=dtype, platform=platform), encoding="utf-8")
-        with pytest.raises(ConfigError) as caught:
-            load(file, [], registry())
-        said = str(caught.value)
-        if self.provider.name not in said or any(name not in said for name in named):
-            raise AssertionError(
-                f"{self.name} with dtype {dtype} on platform {platform}: the error names no way out:\n{said}"
-            )
