@@ -13,5 +13,5 @@ class TestVllm(InferStrategyConformance):
     timeout_s = 300.0
 
     def processes(self, strategy):
-        children = psutil.Process().children(recursive=True)
+        children = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
         return [each.pid for each in children if "EngineCore" in " ".join(each.cmdline())]
