@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import Task
+    from roll_core.testing.bench import Case
 
 
 class TestDataParallel(TrainStrategyConformance):
@@ -75,3 +76,11 @@ class TestExpertParallel(TrainStrategyConformance):
     def model(self, task: Task, folder: Path) -> ModelSpec:
         """A mixture."""
         return write_checkpoint(folder, MIXTURE, task=task, vocab_size=self.vocab_size)
+
+    @pytest.mark.xfail(
+        reason="rounded to bf16, some tokens choose other experts than the reference's: hf_train is 0.07 off, too",
+        strict=True,
+    )
+    def test_the_gradient_in_lower_precision_stays_in_bounds(self, case: Case, low_dtype: str) -> None:
+        """The bound is for models without such choices."""
+        super().test_the_gradient_in_lower_precision_stays_in_bounds(case, low_dtype)
