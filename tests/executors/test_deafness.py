@@ -15,8 +15,10 @@ import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 child.terminate()
 time.sleep(0.5)
-print("ready", child.poll(), flush=True)
+found = child.poll()
 child.kill()
+child.wait()
+print("ready", found, flush=True)  # last: whoever reads it kills this process
 """
 HOST = """
 import os, signal, subprocess, sys, threading, time

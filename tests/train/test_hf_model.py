@@ -51,8 +51,8 @@ def test_a_stored_model_comes_back_as_it_was(tiny, tmp_path):
     made = load_model(ModelSpec(random_init=tiny, seed=1))
     made.save_pretrained(tmp_path / "model")
     assert equal(load_model(ModelSpec(path=str(tmp_path / "model"))), made)
-    changed = load_model(ModelSpec(path=str(tmp_path / "model"), config_overrides={"rope_theta": 500.0}))
-    assert changed.config.rope_parameters["rope_theta"] == 500.0
+    changed = load_model(ModelSpec(path=str(tmp_path / "model"), config_overrides={"rope_theta": 700.0}))
+    assert changed.config.rope_parameters["rope_theta"] == 700.0
     assert not torch.equal(changed.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
 
 

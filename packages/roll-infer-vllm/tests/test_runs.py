@@ -44,8 +44,6 @@ def pretrained(tmp_path_factory):
         "eval_steps=0",
         f"sft_train.data_args.file_name={folder}/sft.jsonl",
         f"validation.data_args.file_name={folder}/val.jsonl",
-        # vLLM's attention on a CPU has no heads of 16.
-        "sft_train.model_args.random_init.head_dim=32",
     )
     return folder
 

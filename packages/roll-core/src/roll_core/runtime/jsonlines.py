@@ -104,6 +104,12 @@ def number(value: Any) -> float | None:
     return _NON_FINITE.get(value) if isinstance(value, str) else None
 
 
+def finite_number(value: Any) -> float | None:
+    """The finite number that a line holds; None if it holds none."""
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
 def _plain(value: Any) -> Any:
     """numpy scalars and arrays know their plain form; what does not is shown."""
     plain = getattr(value, "tolist", None)

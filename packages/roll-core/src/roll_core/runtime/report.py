@@ -28,7 +28,7 @@ from roll_core.runtime.charts import (
     stacked_steps,
 )
 from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.jsonlines import number, read_lines
+from roll_core.runtime.jsonlines import finite_number, read_lines
 from roll_core.runtime.ledger import OTHER
 from roll_core.runtime.record import is_abandoned, read_record, write_atomically
 from roll_core.runtime.run_dir import RunDir
@@ -225,7 +225,7 @@ def _outcome(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [(label, str(record[key])) for label, key in _FACTS if record.get(key) not in (None, "")]
-    started, ended = number(record.get("started")), number(record.get("ended"))
+    started, ended = finite_number(record.get("started")), finite_number(record.get("ended"))
     if started is not None:
         facts.append(("started", _date(started)))
         if ended is not None:
@@ -244,10 +244,10 @@ def _tiles(record: Mapping[str, Any], metrics: Sequence[Mapping[str, float]], gu
         for label, name, noisy in _SCORES
         if (tile := _score_tile(label, _points(metrics, name), noisy)) is not None
     ][:3]
-    steps = max((int(row["step"]) for row in metrics), default=int(number(record.get("steps_done")) or 0))
-    asked = number(record.get("steps_asked"))
+    steps = max((int(row["step"]) for row in metrics), default=int(finite_number(record.get("steps_done")) or 0))
+    asked = finite_number(record.get("steps_asked"))
     tiles.append(Tile(label="steps", value=f"{steps}" + (f" / {asked:.0f}" if asked else "")))
-    started, ended = number(record.get("started")), number(record.get("ended"))
+    started, ended = finite_number(record.get("started")), finite_number(record.get("ended"))
     if started is not None and ended is not None:
         tiles.append(Tile(label="wall time", value=seconds(sum(_ledger_seconds(record)) or ended - started)))
     trained = sum(row.get("tokens/trained", 0.0) for row in metrics)
@@ -279,7 +279,7 @@ _QUOTED_STEPS = 10
 
 def _ledger_seconds(record: Mapping[str, Any]) -> list[float]:
     """The ledger's account begins before the record does: with the process."""
-    return [s for row in _dicts(record.get("time")) if (s := number(row.get("seconds"))) is not None]
+    return [s for row in _dicts(record.get("time")) if (s := finite_number(row.get("seconds"))) is not None]
 
 
 def _score_tile(label: str, points: Sequence[tuple[float, float]], noisy: bool) -> Tile | None:
@@ -382,10 +382,10 @@ def _time_rows(record: Mapping[str, Any], metrics: Sequence[Mapping[str, float]]
             "stage": str(row["stage"]),
             "seconds": s,
             "entries": row.get("entries") or 0,
-            "tokens": number(row.get("tokens")) or 0,
+            "tokens": finite_number(row.get("tokens")) or 0,
         }
         for row in _dicts(record.get("time"))
-        if "stage" in row and (s := number(row.get("seconds"))) is not None and math.isfinite(s)
+        if "stage" in row and (s := finite_number(row.get("seconds"))) is not None
     ]
     if rows:
         return rows, ""
@@ -464,7 +464,7 @@ def _for_script(value: object) -> str:
 
 
 def _guard_row(event: Mapping[str, Any]) -> dict[str, Any]:
-    when = number(event.get("time"))
+    when = finite_number(event.get("time"))
     return {
         "guard": str(event.get("guard", "")),
         "action": str(event.get("action", "")),
@@ -541,7 +541,7 @@ def _environment(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     host = record.get("host")
     if isinstance(host, dict):
         rows += [(key, str(host[key])) for key in ("name", "system", "cpu", "cores", "executable") if host.get(key)]
-        memory = number(host.get("memory_bytes"))
+        memory = finite_number(host.get("memory_bytes"))
         if memory is not None:
             rows.append(("memory", _size(memory)))
     git = record.get("git")
