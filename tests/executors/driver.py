@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 
 from roll_core.builtin.cpu import CpuPlatform
@@ -30,6 +31,8 @@ async def drive(end: str) -> None:
             await group.call("work")
 
 
+# A shell that starts tests in the background has them, and this, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 for end in sys.argv[1:]:
     try:
         asyncio.run(drive(end))
