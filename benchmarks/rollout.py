@@ -28,6 +28,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from common import REPOSITORY, RESULTS, peer_python, write_result
 
+from roll_core.builtin.hf.kernels.decode import library
+from roll_core.errors import ExtensionError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -153,6 +156,7 @@ def _one_work(contestants: Sequence[Contestant], task: dict[str, Any], kind: str
     seconds = {name: [run["seconds"] for run in found] for name, found in runs.items()}
     cell: dict[str, Any] = {
         "tokens": tokens,
+        "kernels": kernels(),
         "tokens_per_second": {name: round(tokens / statistics.median(found)) for name, found in seconds.items()},
         "cpu_seconds": {
             name: round(statistics.median(run["cpu_seconds"] for run in found), 3) for name, found in runs.items()
@@ -185,17 +189,28 @@ def _one_work(contestants: Sequence[Contestant], task: dict[str, Any], kind: str
     return cell
 
 
+def kernels() -> str:
+    """What our engine decodes with here."""
+    try:
+        library()
+    except ExtensionError:
+        return "torch"
+    return "compiled"
+
+
 def table(cells: dict[str, Any]) -> str:
     lines = [
         "Tokens per second, medians over rounds; the contestants took turns on the same machine. Speed-ups are medians",
         "of the ratios of one round: of wall time, and (in brackets) of CPU time. The GEMM bound is the time of the",
         "matrix products alone, in the model's order on its own weights: `linear` is torch's default kernel, `onednn`",
         "another that it has, `packed` the same on weights that it has laid out for itself beforehand, as ours are.",
+        "`kernels`: what our engine computes with between the products, its own or torch's; rows with torch's",
+        "were measured before there were others.",
         "`spread` is the slowest round over the fastest, of the contestant where that is largest: near 1 if quiet.",
         "",
-        "| model | vocabulary | dtype | work | threads | roll | transformers | vLLM"
+        "| model | vocabulary | dtype | work | threads | kernels | roll | transformers | vLLM"
         " | × transformers | × vLLM | spread | of the GEMM bound |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in sorted(cells):
         size, vocabulary, dtype, kind, threads = name.split("/")
@@ -206,7 +221,7 @@ def table(cells: dict[str, Any]) -> str:
             f"{k} {wall:.0%} ({cpu:.0%})" for k, (wall, cpu) in cell.get("share_of_gemm_bound", {}).items()
         )
         lines.append(
-            f"| {size} | {vocabulary} | {dtype} | {kind} | {threads}"
+            f"| {size} | {vocabulary} | {dtype} | {kind} | {threads} | {cell['kernels']}"
             f" | {speed['roll']} | {speed['transformers']} | {speed['vllm']}"
             f" | {ratio['transformers']:.2f} ({cpu['transformers']:.2f}) | {ratio['vllm']:.2f} ({cpu['vllm']:.2f})"
             f" | {spread:.1f} | {bound} |"
