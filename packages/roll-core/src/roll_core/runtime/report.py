@@ -259,10 +259,10 @@ def _tiles(record: Mapping[str, Any], metrics: Sequence[Mapping[str, float]], gu
     if record:
         tripped = sum(count for _, count in counts)
         fatal = any(event.get("action") == "error" for event in _dicts(guards.get("events")))
-        value = f"{tripped} tripped" if tripped else "none"
+        value = str(tripped) if tripped else "none"
         note = ", ".join(name for name, _ in counts)
         tiles.append(
-            Tile(label="guards", value=value, note=note, tone="bad" if fatal else "warn" if tripped else "good")
+            Tile(label="guards tripped", value=value, note=note, tone="bad" if fatal else "warn" if tripped else "good")
         )
     return tiles
 
