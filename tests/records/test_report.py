@@ -109,7 +109,7 @@ def page_of(run: RunDir) -> Page:
 def test_the_report_shows_the_whole_run(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path))
     for part in (
-        "grpo/001 finished", "held-out score 0.7 from 0.2", "steps 20 / 20", "rlvr", "1 tripped", "gap of 0.2",
+        "grpo/001 finished", "held-out score 0.7 from 0.2", "steps 20 / 20", "rlvr", "guards tripped 1", "gap of 0.2",
         "rollout 1 min 00 s 60.0 % 20 100", "other 1.0 s 1.0 %", "total 1 min 40 s 100 %",
         "actor_train -> actor_infer shared",
         "checkpoints/step-10", "roll-infer-acme 1.2", "infer: acme", "pipeline: rlvr", "INFO the last line", "custom",
