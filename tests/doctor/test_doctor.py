@@ -219,3 +219,28 @@ def test_an_engine_that_is_published_under_several_names_is_there_under_one(doct
 def test_what_an_absent_platform_lacks_is_no_warning(doctor: Doctor) -> None:
     record = PlatformProvider(name="board", target="acme:Board", summary="", needs=("no-such-driver>=1",))
     assert of(doctor(records=(record,)), "requirements")["board"].level == "note"
+
+
+# -- Python environments -----------------------------------------------------------------------------------------------
+
+
+def test_the_environment_of_a_role_is_looked_at_instead_of_this_one(doctor: Doctor) -> None:
+    train = TrainProvider(name="acme_train", target="acme:Train", summary="", needs=("acme-engine",))
+    core = Plugin(
+        package="roll-core", version="1", entry_point="roll-core", target="", state="loaded", providers=(train,)
+    )
+
+    def found(environment: Any) -> tuple[CheckResult, CheckResult]:
+        role = {"data_args": {"file_name": "rows.jsonl"}, "strategy_args": {"strategy_name": "acme_train"}}
+        findings = doctor(more=(core,), config=config(sft_train=role | {"environment": environment}))
+        return of(findings, "requirements")["acme_train"], of(findings, "environment")["sft_train"]
+
+    needs, environment = found("/nowhere/env")
+    assert needs.level == "warning"
+    assert environment.level == "error"
+    assert environment.found == ("sft_train: environment /nowhere/env: there is no interpreter /nowhere/env/bin/python")
+    assert environment.remedy.startswith("uv venv /nowhere/env && uv pip install --python /nowhere/env/bin/python ")
+    _, environment = found(sys.executable)
+    assert (environment.level, environment.found) == ("ok", sys.executable)
+    _, environment = found({"packages": ["acme-engine==2"]})
+    assert (environment.level, environment.found) == ("note", "uv installs acme-engine==2 when the role first starts")

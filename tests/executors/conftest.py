@@ -1,8 +1,10 @@
 import pathlib
+import sys
 
 import pytest
 
 HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE))  # for modules of tests that other modules import when they are collected
 
 
 @pytest.fixture(autouse=True)

@@ -82,6 +82,16 @@ class PlacementError(RollError, ValueError):
     exit_code = 2
 
 
+class PythonEnvironmentError(RollError, OSError):
+    """The Python environment of a role cannot be used or made: names the role, the host, the package, the command."""
+
+    exit_code = 2
+
+    def located(self, where: str) -> Self:
+        """Itself: it says where it comes from."""
+        return self
+
+
 # -- plugins -----------------------------------------------------------------------------------------------------------
 
 

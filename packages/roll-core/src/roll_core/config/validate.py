@@ -6,9 +6,11 @@ a misspelt key and an impossible batch size are reported together.
 
 from __future__ import annotations
 
+import os
 import re
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -89,6 +91,7 @@ class _Validation:
         asked_for = self.data["pipeline"]
         self.data["pipeline"] = provider.name
         for path, worker, role in list(roles(schema, self.data)):
+            self._environment(path, role)
             if worker.kind == "reward":
                 self._reward(path, role)
             else:
@@ -225,6 +228,16 @@ class _Validation:
         if strategy is not None:
             self._slots(path, worker, role, provider, strategy)
             self._replicas(path, role, provider, strategy)
+
+    def _environment(self, path: KeyPath, role: dict[Any, Any]) -> None:
+        """An interpreter that is named by its path is there, unless workers run on the hosts of a cluster."""
+        given = role.get("environment")
+        at = (*path, "environment") if isinstance(given, str) else (*path, "environment", "python")
+        python = given.get("python") if isinstance(given, dict) else given
+        elsewhere = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
+        if isinstance(python, str) and os.sep in python and not elsewhere and not Path(python).expanduser().exists():
+            message = f"there is no {python}"
+            self.found.append(Finding(at, message, "name an interpreter, or the folder of a virtual environment"))
 
     def _other_registry(self, worker: type[WorkerConfig], name: str, at_name: KeyPath) -> None:
         """Say so if the name exists, but for roles of the other kind."""

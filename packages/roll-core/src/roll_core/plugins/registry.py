@@ -64,6 +64,11 @@ class Registry:
                 return f"{kind_of(type(record)).noun} {record.name!r} of {plugin}"
         return f"{kind_of(type(record)).noun} {record.name!r}"
 
+    def package(self, record: Provider) -> str:
+        """The distribution that offers a record; empty where no plugin does."""
+        offers = (plugin.package for plugin in self.plugins if any(record is each for each in plugin.providers))
+        return next(offers, "")
+
     def describe(self) -> list[dict[str, Any]]:
         """Plain values for `plugins --json` and for a run's record: every plugin, loaded or not."""
         return [_describe(plugin) for plugin in self.plugins]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from typing import TYPE_CHECKING
 
 from roll_core.errors import MissingRequirementError
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
     from roll_core.spec.providers import Provider
+
+INSTALL_VARIABLE = "ROLL_INSTALL_COMMAND"
+"""What installs into this Python environment; set in workers whose role has one of its own."""
 
 
 def alternatives(need: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -38,7 +42,8 @@ def check_requirements(provider: Provider, *, owner: str) -> None:
             wanted.append(next((each for each in requirements if _installed(each)), requirements[0]))
     if problems:
         command = " ".join(f"'{each.name}{_extras(each)}{each.specifier}'" for each in wanted)
-        raise MissingRequirementError(f"{owner}: {'; '.join(problems)}. Run: pip install {command}")
+        install = os.environ.get(INSTALL_VARIABLE, "pip install")
+        raise MissingRequirementError(f"{owner}: {'; '.join(problems)}. Run: {install} {command}")
 
 
 def _installed(requirement: Requirement) -> str:

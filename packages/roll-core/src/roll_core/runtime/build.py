@@ -9,6 +9,7 @@ from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
 from roll_core.plugins.targets import load_class
 from roll_core.runtime.executors.base import GroupSpec
 from roll_core.runtime.placement import HOST_BACKEND
+from roll_core.runtime.python_environments.spec import environment_spec
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.config import RewardConfig, StrategyConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.executors.base import Place
+    from roll_core.runtime.python_environments.spec import EnvironmentSpec
     from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WorkerConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.platform import Platform
+    from roll_core.spec.providers import Provider
 
 WORKERS = {
     "train": "roll_core.runtime.workers.train:TrainWorker",
@@ -128,10 +131,18 @@ def group_specs(
                 args={"role": role.name, **args},
                 places=places[role.name],
                 env={**config.system_envs, **worker.system_envs},
+                environment=_environment(worker, args["provider"], registry),
                 timeout_s=config.rpc_timeout,
             )
         )
     return specs
+
+
+def _environment(worker: WorkerConfig, provider: Provider, registry: Registry) -> EnvironmentSpec | None:
+    """The Python environment of a role's workers, where it is not the driver's."""
+    if worker.environment is None:
+        return None
+    return environment_spec(worker.environment, provider, registry.package(provider))
 
 
 def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> dict[str, int]:

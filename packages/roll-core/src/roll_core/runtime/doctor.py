@@ -13,19 +13,29 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from roll_core.errors import MissingRequirementError, PluginError
+from roll_core.errors import MissingRequirementError, PluginError, PythonEnvironmentError
+from roll_core.plugins.loader import CORE
 from roll_core.plugins.requirements import alternatives, check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.platform import make_platform
 from roll_core.spec.checks import CheckResult, Level, Situation
-from roll_core.spec.providers import CheckProvider, PlatformProvider
+from roll_core.spec.config import RewardConfig
+from roll_core.spec.providers import (
+    CheckProvider,
+    InferProvider,
+    PlatformProvider,
+    Provider,
+    RewardProvider,
+    TrainProvider,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from roll_core.plugins.loader import Plugin
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.config import RunConfig
+    from roll_core.spec.config import EnvironmentConfig, RunConfig, WorkerConfig
     from roll_core.spec.platform import Platform, Probe
 
 T = TypeVar("T")
@@ -72,6 +82,7 @@ def examine(registry: Registry, config: RunConfig | None, *, deadline_s: float =
     yield from _platforms(seen, chosen, config)
     yield from _plugins(registry)
     yield from _requirements(registry, config, chosen, deadline_s)
+    yield from _environments(registry, config, deadline_s)
     situation = Situation(platform=chosen.platform if chosen is not None else None, config=config)
     name = chosen.record.name if chosen is not None else ""
     for plugin, record in _records(registry, CheckProvider):
@@ -178,8 +189,45 @@ def _requirements(
 
 def _names_used(config: RunConfig) -> set[str]:
     names = {config.platform, *config.track_with}
-    names |= {role.strategy_args.strategy_name for role in config.roles().values() if role.strategy_args is not None}
+    # What a role of another Python environment needs, it needs there.
+    here = [role for role in config.roles().values() if role.environment is None]
+    names |= {role.strategy_args.strategy_name for role in here if role.strategy_args is not None}
     return {name.rpartition("/")[2] for name in names if name}
+
+
+def _environments(registry: Registry, config: RunConfig | None, deadline_s: float) -> Iterator[Finding]:
+    """Python environments of roles, as far as they are there already."""
+    for name, role in config.roles().items() if config is not None else ():
+        if role.environment is None:
+            continue
+        if role.environment.packages:
+            packages = ", ".join(role.environment.packages)
+            yield _finding("environment", CORE, "note", f"uv installs {packages} when the role first starts", name)
+            continue
+        try:
+            python = guarded(partial(_prepared, registry, name, role, role.environment), deadline_s)
+        except CheckFailedError as failed:
+            problem, _, command = str(failed).partition(". Run: ")
+            remedy = command or "name another one in the role's environment"
+            yield _finding("environment", CORE, "error", problem, name, remedy=remedy)
+        else:
+            yield _finding("environment", CORE, "ok", str(python), name)
+
+
+def _prepared(registry: Registry, name: str, role: WorkerConfig, environment: EnvironmentConfig) -> Path:
+    from roll_core.runtime.python_environments.prepare import prepare
+    from roll_core.runtime.python_environments.spec import environment_spec
+
+    provider = _provider(registry, role)
+    return prepare(environment_spec(environment, provider, registry.package(provider)), name)
+
+
+def _provider(registry: Registry, role: WorkerConfig) -> Provider:
+    """What a role's config names."""
+    if isinstance(role, RewardConfig):
+        return registry.find(RewardProvider, role.reward)
+    kind = InferProvider if role.kind == "generate" else TrainProvider
+    return registry.find(kind, role.strategy_args.strategy_name if role.strategy_args is not None else "")
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -238,7 +286,7 @@ def _nonsense(result: Any) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    if isinstance(error, (CheckFailedError, PluginError)):
+    if isinstance(error, (CheckFailedError, PluginError, PythonEnvironmentError)):
         return " ".join(str(error).split())
     try:
         text = " ".join(str(error).split())

@@ -309,6 +309,7 @@ class _Driver:
         log.info("executor %s on platform %s", executor_name, platform.name)
         tokenizer = self.run_dir.tokenizer
         groups = await executor.start(group_specs(roles, config, self.registry, platform, places, tokenizer))
+        self.record.update(environments={role: dict(found) for role, found in executor.fingerprints.items()})
         judges: dict[str, RewardRole] = {}
         for role in roles:
             name, group, worker = role.name, groups[role.name], configs[role.name]

@@ -7,7 +7,6 @@ whole record that says `running`, and a process id that is gone.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ import psutil
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RunPreemptedError
 from roll_core.runtime.jsonlines import safe
+from roll_core.runtime.versions import versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,10 +37,6 @@ logger = logging.getLogger(__name__)
 Outcome = Literal["running", "finished", "failed", "interrupted", "preempted"]
 
 FORMAT = 1
-_DISTRIBUTIONS = (
-    "roll-core", "torch", "transformers", "ray", "datasets", "tokenizers", "numpy", "pydantic", "safetensors",
-    "tensorboard", "math-verify",
-)  # fmt: skip
 _GIT_TIMEOUT_S = 5.0
 _EVENTS_PER_GUARD = 20
 """Later ones are counted only: a guard that warns at every step would make the record grow without end."""
@@ -84,6 +80,7 @@ class RunRecord:
             "guards": {"counts": {}, "events": []},
             "time": None,
             "versions": versions(),
+            "environments": {},
             "git": git_state(Path.cwd()),
             "host": host(),
             "process": {"pid": os.getpid(), "created": psutil.Process().create_time()},
@@ -168,15 +165,6 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def versions() -> dict[str, str]:
-    """Of Python and the distributions that matter, as installed; imports none of them."""
-    found = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

@@ -548,6 +548,9 @@ def _environment(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if isinstance(git, dict):
         dirty = " with uncommitted changes" if git.get("dirty") else ""
         rows.append(("git", f"{str(git.get('commit', ''))[:12]} on {git.get('branch')}{dirty}"))
+    environments = record.get("environments")
+    for role, found in environments.items() if isinstance(environments, dict) else ():
+        rows.append((f"Python of {role}", ", ".join(f"{name} {version}" for name, version in _pairs(found))))
     if isinstance(record.get("argv"), list):
         rows.append(("command", " ".join(str(part) for part in record["argv"])))
     if record.get("cwd"):

@@ -256,6 +256,33 @@ class StrategyArguments(Config):
         return {} if value is None else value
 
 
+class EnvironmentConfig(Config):
+    """`environment`: the Python environment of a role's workers. `environment: PATH` is short for
+    `environment.python: PATH`."""
+
+    python: str | None = None
+    """An interpreter, or the folder of a virtual environment; beside `packages` the interpreter, or the version as in
+    `3.12`, that the environment is made from: the driver's where not given."""
+    packages: list[str] = []
+    """What uv installs, once, into an environment that is kept by the digest of this list: requirements, paths, `-e
+    PATH`. roll-core and the plugin of the role's strategy come by themselves, as the driver has them."""
+    exclude: list[str] = []
+    """Distributions that are left out although others among `packages` require them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"python": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _names_something(self) -> EnvironmentConfig:
+        if not self.packages and not self.python:
+            raise ValueError("needs python, an interpreter or the folder of a virtual environment, or packages")
+        if self.exclude and not self.packages:
+            raise ValueError("exclude would not be used: nothing is installed where packages are not given")
+        return self
+
+
 class WorkerConfig(Config):
     """One role: its model, its strategy, and the slots it sits on. Schemas use the subclass of the role's kind."""
 
@@ -293,6 +320,8 @@ class WorkerConfig(Config):
     `is_offload_states` where not given."""
     system_envs: EnvVars = {}
     """Environment variables of this role's workers; they win over the pipeline's and the platform's."""
+    environment: EnvironmentConfig | None = None
+    """The Python environment of this role's workers; the driver's where not given. Needs the executor ray."""
 
     @field_validator("device_mapping", mode="before")
     @classmethod
@@ -533,6 +562,16 @@ class RunConfig(Config):
         if value is None:
             return []
         return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_process_has_one_environment(self) -> RunConfig:
+        foreign = [name for name, role in self.roles().items() if role.environment is not None]
+        if self.executor == "local" and foreign:
+            raise ValueError(
+                f"executor: local keeps every worker in this process, but {', '.join(foreign)} has a Python environment"
+                " of its own: leave executor out"
+            )
+        return self
 
     def roles(self) -> dict[str, WorkerConfig]:
         """Every role of this config by dotted name, `actor_train` or `rewards.math`, in the order of the schema."""

@@ -16,11 +16,13 @@ ExecutorName = Literal["local", "ray"]
 
 
 def choose_executor(config: RunConfig, places: Mapping[str, tuple[Place, ...]]) -> ExecutorName:
-    """What the config names; for `auto` local where every role has one worker on this host, else ray."""
+    """What the config names; for `auto` local where every role has one worker, on this host and in this Python
+    environment, else ray."""
     if config.executor != "auto":
         return config.executor
     alone = all(len(workers) == 1 and workers[0].node == 0 for workers in places.values())
-    return "local" if alone else "ray"
+    foreign = any(role.environment for role in config.roles().values())
+    return "local" if alone and not foreign else "ray"
 
 
 def make_executor(name: ExecutorName, platform: Platform, *, slots_per_node: int) -> Executor:

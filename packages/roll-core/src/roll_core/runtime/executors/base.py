@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll_core.runtime.executors.calls import collect
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import NoReturn, Self
 
+    from roll_core.runtime.python_environments.spec import EnvironmentSpec
     from roll_core.spec.platform import RoleKind
 
 STACK_S = 3.0
@@ -45,6 +47,8 @@ class GroupSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of its processes: the run's, with the role's own on top. The executor puts the platform's
     below them."""
+    environment: EnvironmentSpec | None = None
+    """The Python environment of its workers; the driver's where not given."""
     timeout_s: float = 3600.0
     """Deadline of calls that state none, and of starting."""
 
@@ -139,6 +143,9 @@ class Executor(ABC):
     name: ClassVar[str]
     shares_memory: ClassVar[bool]
     """Workers live in this process: arguments and results are passed by reference."""
+
+    fingerprints: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    """By role, of the Python environments that are not the driver's: the interpreter and versions. Once started."""
 
     @abstractmethod
     async def start(self, specs: Sequence[GroupSpec]) -> dict[str, WorkerGroup]:

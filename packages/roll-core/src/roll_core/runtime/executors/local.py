@@ -84,6 +84,11 @@ class LocalExecutor(Executor):
         return LocalGroup(spec, members, hosts)
 
     def _check_places(self, spec: GroupSpec) -> None:
+        if spec.environment is not None:
+            raise UnsupportedError(
+                f"{spec.role} has a Python environment of its own, but the local executor keeps every worker in this"
+                " process: set executor: ray"
+            )
         if spec.kind in ("train", "score") and len(spec.places) > 1:
             raise UnsupportedError(
                 f"{spec.role} has {len(spec.places)} workers, but the local executor has one process, and so one worker"

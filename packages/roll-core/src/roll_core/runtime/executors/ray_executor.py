@@ -23,6 +23,8 @@ from roll_core.errors import UnsupportedError, WorkerDiedError
 from roll_core.runtime.concurrency import gather
 from roll_core.runtime.executors.base import Executor, Member, Peers, WorkerGroup
 from roll_core.runtime.executors.calls import CallFailed, Failure, collect, retrieve
+from roll_core.runtime.executors.codecs import PICKLED, WIRE, decode
+from roll_core.runtime.executors.foreign_process import ProcessEndedError
 from roll_core.runtime.executors.ray_instance import RayInstance
 from roll_core.runtime.executors.ray_placement import Reservation
 from roll_core.runtime.executors.reaper import MARK
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from roll_core.runtime.executors.base import GroupSpec
+    from roll_core.runtime.executors.codecs import Codec
     from roll_core.runtime.executors.ray_host import Greeting
     from roll_core.runtime.placement import Place
     from roll_core.spec.platform import Platform
@@ -43,6 +46,8 @@ log = logging.getLogger(__name__)
 
 PLACEMENT_S = 120.0
 """How long slots may be taken by others before that is an error."""
+ENVIRONMENT_S = 3600.0
+"""How long it may take to install the Python environment of a role."""
 GREETING_S = 300.0
 """How long Ray may take to start the processes, which by then have loaded nothing of ours that is heavy."""
 CLOSE_S = 10.0
@@ -78,7 +83,9 @@ class RayExecutor(Executor):
             self._instance.open()
             await self._reservation.take(specs)
             workers = {spec.role: [self._host(spec, place) for place in spec.places] for spec in specs}
+            await gather([self._prepare(spec, workers[spec.role]) for spec in specs if spec.environment])
             greetings = {spec.role: await self._greet(spec, workers[spec.role]) for spec in specs}
+            self.fingerprints = {spec.role: greetings[spec.role][0].fingerprint for spec in specs if spec.environment}
             await gather([self._make(spec, workers[spec.role], greetings[spec.role][0]) for spec in specs])
             return {spec.role: RayGroup(spec, workers[spec.role]) for spec in specs}
         except BaseException:
@@ -130,6 +137,7 @@ class RayExecutor(Executor):
         """Start the process of one worker. It holds no worker yet."""
         import ray
 
+        from roll_core.runtime.executors.ray_foreign_host import ForeignRayHost
         from roll_core.runtime.executors.ray_host import RayHost
 
         node = self._reservation.nodes[place.node]
@@ -148,7 +156,11 @@ class RayExecutor(Executor):
             # long as to set them in `RayHost`, before anything heavy is imported.
             options["runtime_env"] = {"env_vars": env}
         level = logging.getLogger().getEffectiveLevel()
-        handle = ray.remote(RayHost).options(**options).remote(spec.role, place.rank, env, level, str(crash_file))
+        known = (spec.role, place.rank, env, level, str(crash_file))
+        if spec.environment is None:
+            handle = ray.remote(RayHost).options(**options).remote(*known)
+        else:
+            handle = ray.remote(ForeignRayHost).options(**options).remote(*known, spec.environment)
         worker = RayWorker(self, spec, place, handle, crash_file)
         self._workers.append(worker)
         return worker
@@ -167,6 +179,11 @@ class RayExecutor(Executor):
             names = (self._platform.visible_devices, *self._platform.also_visible_devices)
             env |= dict.fromkeys(names, ",".join(devices))
         return env
+
+    async def _prepare(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> None:
+        """Let every worker's host find or install the role's Python environment."""
+        futures = {worker.member: worker.prepare() for worker in workers}
+        await collect(spec.role, "preparation of its environment", futures, ENVIRONMENT_S)
 
     async def _greet(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> list[Greeting]:
         unknown = [
@@ -203,10 +220,9 @@ class RayGroup(WorkerGroup):
 
     def _encode(self, method: str, args: tuple[Any, ...]) -> Any:
         import ray
-        from ray import cloudpickle
 
         try:
-            payload = bytes(cloudpickle.dumps(args))
+            payload = codec_of(self.spec).dumps(args)
         except Exception as error:  # whatever a foreign object's pickling raises
             raise UnsupportedError(
                 f"{self.role}.{method}: its arguments cannot be sent to another process: {error}"
@@ -229,6 +245,7 @@ class RayWorker:
         self.member = Member(rank=place.rank, host="?", pid=0, node=place.node, slots=place.slots)
         self._executor = executor
         self._spec = spec
+        self._codec = codec_of(spec)
         self._handle = handle
         self._crash_file = crash_file
         self._oom_kills_before = num_oom_kills()
@@ -245,22 +262,24 @@ class RayWorker:
         """Whether its process lives and works on nothing, also on nothing that nobody waits for any more."""
         return not self._unanswered and not self.is_dead
 
+    def prepare(self) -> asyncio.Future[Any]:
+        """Let it find or install its Python environment."""
+        return self._ask("preparation of its environment", self._handle.prepare.remote(), PICKLED)
+
     def greet(self) -> asyncio.Future[Any]:
         """Wait for its process."""
-        return self._ask("start of its process", self._handle.greet.remote())
+        return self._ask("start of its process", self._handle.greet.remote(), PICKLED)
 
     def make(self, place: Place, peers: Peers) -> asyncio.Future[Any]:
         """Make the worker in it."""
-        from ray import cloudpickle
-
         self.place = place
         env = {"MASTER_ADDR": peers.master_addr, "MASTER_PORT": str(peers.master_port)}
         spec = self._spec
         try:
-            payload = bytes(cloudpickle.dumps((spec.target, place, peers, dict(spec.args), env, _import_path())))
+            payload = self._codec.dumps((spec.target, place, peers, dict(spec.args), env, import_path(spec)))
         except Exception as error:
             raise UnsupportedError(f"{spec.role}: its arguments cannot be sent to another process: {error}") from error
-        return self._ask("start", self._handle.make.remote(payload), decoded=True)
+        return self._ask("start", self._handle.make.remote(payload), self._codec)
 
     def begin(self, method: str, payload: Any) -> asyncio.Future[Any]:
         """Begin a call. See `WorkerGroup._begin`."""
@@ -272,7 +291,7 @@ class RayWorker:
                 WorkerDiedError(self._spec.role, member.rank, member.host, "", "its executor was closed")
             )
         number, self._number = self._number, self._number + 1
-        future = self._ask(method, self._handle.call.remote(number, method, payload), decoded=True)
+        future = self._ask(method, self._handle.call.remote(number, method, payload), self._codec)
 
         def tell_if_cancelled(done: asyncio.Future[Any]) -> None:
             if done.cancelled() and not self._executor.is_closing:
@@ -317,16 +336,16 @@ class RayWorker:
             cause = f"{process} did not start: {_first_words(error)}"
         elif crash:
             cause = f"{process} crashed: {crash[1]}"
+        elif isinstance(ended := getattr(error, "cause", None), ProcessEndedError):
+            cause = f"{process} {ended}"
         elif struck > 0 and self.member.host in (hostname(), "?"):
             cause = f"{process} is gone, and the kernel killed {struck} processes for want of memory (SIGKILL)"
         else:
             cause = f"{process} is gone, most likely killed (SIGKILL): {_first_words(error)}"
         return WorkerDiedError(self._spec.role, self.place.rank, self.member.host, method, cause, trace or str(error))
 
-    def _ask(self, method: str, ref: Any, *, decoded: bool = False) -> asyncio.Future[Any]:
-        """The answer to a call that was made."""
-        from roll_core.runtime.executors.ray_host import decode
-
+    def _ask(self, method: str, ref: Any, codec: Codec | None = None) -> asyncio.Future[Any]:
+        """The answer to a call that was made, as it is where it has no codec."""
         future: asyncio.Future[Any] = self._loop.create_future()
         self._pending[future] = method
         self._unanswered += 1
@@ -340,7 +359,7 @@ class RayWorker:
                 self._unreachable(future, error)
                 return
             try:
-                future.set_result(decode(answer) if decoded else answer)
+                future.set_result(decode(codec, answer) if codec else answer)
             except CallFailed as failed:
                 future.set_exception(failed)
             except Exception as wrong:  # whatever the unpickling of a foreign object raises
@@ -402,9 +421,20 @@ def _first_words(error: BaseException) -> str:
     return words if len(words) <= LONGEST_WORDS else words[: LONGEST_WORDS - 1] + "…"
 
 
-def _import_path() -> list[str]:
-    """Where this process imports from: workers import the user's modules from there too."""
-    return [str(Path(entry or Path.cwd()).absolute()) for entry in sys.path]
+def codec_of(spec: GroupSpec) -> Codec:
+    """How calls of a role become bytes."""
+    return PICKLED if spec.environment is None else WIRE
+
+
+def import_path(spec: GroupSpec) -> list[str]:
+    """Where this process imports from: workers import the user's modules from there too. What is installed here stays
+    out of another environment."""
+    path = [str(Path(entry or Path.cwd()).absolute()) for entry in sys.path]
+    if spec.environment is None:
+        return path
+    here = {str(Path(prefix).absolute()) for prefix in (sys.prefix, sys.base_prefix)}
+    installed = {line for folder in path for file in Path(folder).glob("*.pth") for line in _text(file).splitlines()}
+    return [each for each in path if each not in installed and not any(Path(each).is_relative_to(to) for to in here)]
 
 
 def _text(path: Path) -> str:

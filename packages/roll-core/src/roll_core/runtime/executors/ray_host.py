@@ -13,15 +13,15 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray import cloudpickle
 
 from roll_core.runtime.executors.calls import CallFailed, Failure
+from roll_core.runtime.executors.codecs import PICKLED, answer, encode_failure, encode_result
 from roll_core.runtime.executors.deafness import be_deaf_to
 from roll_core.runtime.executors.host import WorkerHost
 from roll_core.runtime.host import hostname, usable_cores
@@ -44,18 +44,15 @@ class Greeting:
     pid: int
     port: int
     """Free on its host just now."""
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    """Of its Python environment, where that is not the driver's: the interpreter and versions."""
 
 
 class RayHost:
     """Actor that holds one worker. All methods are async: they run on the actor's event loop and may overlap."""
 
     def __init__(self, role: str, rank: int, env: Mapping[str, str], level: int, crash_file: str) -> None:
-        os.environ.update(env)
-        if os.getpgid(0) != os.getpid():
-            os.setpgid(0, 0)  # Ctrl-C in the terminal is for the driver, which then ends its workers in order
-        self._name = f"{role}[{rank}]"
-        logging.basicConfig(level=level, format=f"%(levelname)s {self._name} %(name)s: %(message)s", force=True)
-        be_deaf_to(signal.SIGTERM)
+        self._name = settle(role, rank, env, level)
         if Path(crash_file).parent.is_dir():
             # Open for the life of the process: a crash is written by the signal handler.
             faulthandler.enable(Path(crash_file).open("w"))  # noqa: SIM115
@@ -67,9 +64,10 @@ class RayHost:
         """What Ray puts in front of each line that the worker prints."""
         return self._name
 
-    async def greet(self) -> Greeting:
-        """Say who is here."""
-        return Greeting(host=hostname(), address=ray.util.get_node_ip_address(), pid=os.getpid(), port=free_port())
+    async def greet(self) -> bytes:
+        """Say who is here: a `Greeting`."""
+        address = ray.util.get_node_ip_address()
+        return encode_result(PICKLED, Greeting(host=hostname(), address=address, pid=os.getpid(), port=free_port()))
 
     async def lifeline(self) -> None:
         """Never answers: the caller learns of the death of this process by the end of this call."""
@@ -77,36 +75,29 @@ class RayHost:
 
     async def make(self, payload: bytes) -> bytes:
         """Make the worker. Answers as `call` does."""
+        return await answer(PICKLED, self._make(payload))
+
+    async def _make(self, payload: bytes) -> None:
         try:
-            target, place, peers, args, env, path = cloudpickle.loads(payload)
-            os.environ.update(env)
-            sys.path.extend(entry for entry in path if entry not in sys.path)
-            await self._host.make(target, _with_threads_of_this_host(place), peers, args)
-        except CallFailed as failed:
-            return encode_failure(failed.failure)
+            target, place, peers, args, env, path = PICKLED.loads(payload)
         except Exception as error:
-            return encode_failure(Failure.of(error))
-        return encode_result(None)
+            raise CallFailed(Failure.of(error)) from error
+        os.environ.update(env)
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        await self._host.make(target, _with_threads_of_this_host(place), peers, args)
 
     async def call(self, number: int, method: str, payload: bytes) -> bytes:
-        """Call `number` of this worker, begun after all before it. Answers with `encode_result` or `encode_failure`."""
+        """Call `number` of this worker, begun after all before it. Answers with `codecs.PICKLED`."""
         await self._turns.wait_for(number)
         try:
-            future = self._host.begin(method, cloudpickle.loads(payload))
+            future = self._host.begin(method, PICKLED.loads(payload))
         except Exception as error:
-            return encode_failure(Failure.of(error))
+            return encode_failure(PICKLED, Failure.of(error))
         finally:
             self._turns.done(number)
         self._running[number] = future
         try:
-            return encode_result(await future)
-        except CallFailed as failed:
-            return encode_failure(failed.failure)
-        except asyncio.CancelledError as error:
-            return encode_failure(Failure.of(error))
-        except Exception as error:
-            summary = f"its result cannot be sent to another process: {error}"
-            return encode_failure(replace(Failure.of(error), summary=summary))
+            return await answer(PICKLED, future)
         finally:
             del self._running[number]
 
@@ -153,32 +144,15 @@ class Turns:
             self._waiting.pop(self._next).set_result(None)
 
 
-def encode_result(value: Any) -> bytes:
-    """Of a call that worked."""
-    return bytes(cloudpickle.dumps((True, value)))
-
-
-def encode_failure(failure: Failure) -> bytes:
-    """Of a call that failed. The exception itself travels if it survives the journey."""
-    try:
-        error = cloudpickle.dumps(failure.error)
-        cloudpickle.loads(error)
-    except Exception:  # whatever a foreign exception's pickling raises
-        error = b""
-    return bytes(cloudpickle.dumps((False, (error, failure.summary, failure.trace, failure.at))))
-
-
-def decode(answer: bytes) -> Any:
-    """The result. Raises `CallFailed`."""
-    worked, value = cloudpickle.loads(answer)
-    if worked:
-        return value
-    pickled, summary, trace, at = value
-    try:
-        error = cloudpickle.loads(pickled) if pickled else None
-    except Exception:  # a class that exists only over there
-        error = None
-    raise CallFailed(Failure(error=error, summary=summary, trace=trace, at=at))
+def settle(role: str, rank: int, env: Mapping[str, str], level: int) -> str:
+    """Prepare an actor's process: its variables, its log, no ear for the terminal. Returns its name in the log."""
+    os.environ.update(env)
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)  # Ctrl-C in the terminal is for the driver, which then ends its workers in order
+    name = f"{role}[{rank}]"
+    logging.basicConfig(level=level, format=f"%(levelname)s {name} %(name)s: %(message)s", force=True)
+    be_deaf_to(signal.SIGTERM)
+    return name
 
 
 def free_port() -> int:

@@ -1,0 +1,78 @@
+"""What a worker's host is told of the Python environment that the worker shall run in."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlparse
+
+from roll_core.plugins.requirements import alternatives
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.spec.config import EnvironmentConfig
+    from roll_core.spec.providers import Provider
+
+CORE = "roll-core"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """Plain values, the same on every host."""
+
+    python: str = ""
+    """An interpreter or a folder with one; beside `packages` what uv makes the environment from."""
+    packages: tuple[str, ...] = ()
+    """Arguments of pip; empty where the environment is there already."""
+    exclude: tuple[str, ...] = ()
+    """Distributions that are left out although others require them."""
+    distributions: Mapping[str, str] = field(default_factory=dict)
+    """What has to be there, in which version: roll-core, and the plugin of the role's part."""
+    sources: tuple[str, ...] = ()
+    """Arguments of pip that bring `distributions` as the driver has them."""
+    reported: tuple[str, ...] = ()
+    """Further distributions whose versions belong into the record."""
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        return f"of {', '.join(self.packages)}" if self.packages else self.python
+
+
+def environment_spec(config: EnvironmentConfig, provider: Provider, package: str) -> EnvironmentSpec:
+    """From a role's config; `package` is the distribution that brings the role's part."""
+    from packaging.requirements import Requirement
+
+    needed = dict.fromkeys((CORE, package or CORE))
+    needs = [Requirement(each).name for need in provider.needs for each in alternatives(need)]
+    return EnvironmentSpec(
+        python=_absolute(config.python or ""),
+        packages=tuple(_absolute(word) for each in config.packages for word in shlex.split(each)),
+        exclude=tuple(config.exclude),
+        distributions={name: importlib.metadata.version(name) for name in needed},
+        sources=tuple(word for name in needed for word in source_of(name)),
+        reported=tuple(needs),
+    )
+
+
+def _absolute(word: str) -> str:
+    """Paths that are relative to the driver's folder, or to a home, as every process understands them."""
+    path = word.startswith((".", "~")) or (os.sep in word and os.path.exists(word))
+    return os.path.abspath(os.path.expanduser(word)) if path else word
+
+
+def source_of(name: str) -> list[str]:
+    """Arguments of pip that install a distribution from where it was installed here."""
+    distribution = importlib.metadata.distribution(name)
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    url = urlparse(origin.get("url", ""))
+    if url.scheme == "file" and "dir_info" in origin:
+        folder = str(Path(unquote(url.path)))
+        return ["-e", folder] if origin["dir_info"].get("editable") else [folder]
+    return [f"{name}=={distribution.version}"]

@@ -1,0 +1,25 @@
+"""Which versions are installed in this Python environment, as a run's record says them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DISTRIBUTIONS = (
+    "roll-core", "torch", "transformers", "ray", "datasets", "tokenizers", "numpy", "pydantic", "safetensors",
+    "tensorboard", "math-verify",
+)  # fmt: skip
+
+
+def versions(also: Iterable[str] = ()) -> dict[str, str]:
+    """Of Python and the distributions that matter, and of those named; imports none of them."""
+    found = {"python": platform.python_version()}
+    for name in dict.fromkeys((*DISTRIBUTIONS, *also)):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -1,0 +1,162 @@
+"""What crosses between Python environments: values come back as they were, everything else is refused."""
+
+import dataclasses
+import enum
+import math
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_core.algorithms.losses import PolicyObjective
+from roll_core.algorithms.policy_losses import ppo
+from roll_core.builtin import plugin
+from roll_core.errors import CorruptTensorError, GuardTrippedError, UnsupportedError
+from roll_core.runtime.executors import wire
+from roll_core.runtime.executors.calls import CallFailed, Failure
+from roll_core.runtime.executors.codecs import WIRE, decode, encode_failure, encode_result
+from roll_core.types import Reward, Sample
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.integers().map(lambda number: number % 2**64),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.integers(-9, 9), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def there_and_back(value: Any) -> Any:
+    return wire.loads(wire.dumps(value))
+
+
+@given(PLAIN)
+def test_plain_values_come_back_as_they_are(value: Any) -> None:
+    assert repr(there_and_back(value)) == repr(value)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32", "bool", "float16", "uint8", "<U3", "int32"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (4, 3)])
+def test_arrays_keep_dtype_and_shape_and_can_be_written(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    found = there_and_back(array)
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert np.array_equal(found, array)
+    assert found.flags.writeable
+
+
+def test_an_array_that_lies_in_strides_arrives_in_order() -> None:
+    array = np.arange(12).reshape(3, 4)
+    assert np.array_equal(there_and_back(array.T[::-1]), array.T[::-1])
+
+
+def test_numbers_of_numpy_keep_their_type() -> None:
+    found = there_and_back({"score": np.float32(0.1), "count": np.int64(3), "ok": np.bool_(True)})
+    assert [type(each) for each in found.values()] == [np.float32, np.int64, np.bool_]
+    assert found["score"] == np.float32(0.1)
+
+
+def test_nan_and_infinities_stay() -> None:
+    nan, up, down = there_and_back((math.nan, math.inf, -math.inf))
+    assert math.isnan(nan)
+    assert (up, down) == (math.inf, -math.inf)
+
+
+def test_a_judged_sample_survives_with_what_its_row_said() -> None:
+    sample = Sample(
+        id="0/1/2",
+        group_id="0/1",
+        prompt_ids=np.array([1, 2]),
+        response_ids=np.array([], dtype=np.int64),
+        logprobs=np.zeros(0, dtype=np.float32),
+        loss_mask=np.zeros(0, dtype=bool),
+        versions=np.zeros(0, dtype=np.int32),
+        finish_reason="stop",
+        reward=Reward(value=None, failure="Zeit abgelaufen – 超时"),
+        metadata={"answer": ["７", 7, {"unit": None}]},
+    )
+    found = there_and_back([sample])[0]
+    assert type(found) is Sample
+    for field in dataclasses.fields(Sample):
+        assert np.array_equal(getattr(found, field.name), getattr(sample, field.name)), field.name
+
+
+def test_every_record_of_a_provider_and_an_objective_arrive_as_what_they_are() -> None:
+    providers = [*plugin.roll_train_strategies(), *plugin.roll_infer_strategies(), *plugin.roll_rewards()]
+    assert there_and_back(providers) == providers
+    objective = PolicyObjective(policy_loss=ppo, kl_coef=0.1)
+    assert there_and_back(objective) == objective
+    assert there_and_back(objective).policy_loss is ppo
+
+
+def test_paths_sets_and_enums() -> None:
+    class Inner(enum.Enum):
+        A = 1
+
+    assert there_and_back([Path("/a/b"), {1, 2}, frozenset("x")]) == [Path("/a/b"), {1, 2}, {"x"}]
+    assert there_and_back(pickle.PickleBuffer) is pickle.PickleBuffer
+    with pytest.raises(UnsupportedError, match="cannot be found by its name"):
+        wire.dumps(Inner.A)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (torch.zeros(2), "torch.Tensor"),
+        ({"deep": [(threading.Lock(),)]}, "lock"),
+        (np.array([object()]), "dtype object"),
+        (lambda: 0, "<lambda>"),
+        (2**70, "too large"),
+        ("\ud800", "surrogates"),
+    ],
+)
+def test_what_has_no_place_is_refused_by_name(value: Any, named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        wire.dumps(value)
+
+
+def test_a_name_that_is_no_dataclass_makes_nothing() -> None:
+    forged = wire.msgpack.packb(
+        wire.msgpack.ExtType(wire.RECORD, wire.dumps(["subprocess:Popen", {"args": ["touch", "/nowhere"]}]))
+    )
+    with pytest.raises(UnsupportedError, match="subprocess:Popen is no dataclass"):
+        wire.loads(forged)
+
+
+def test_a_failure_brings_our_own_error_with_its_trace() -> None:
+    error = GuardTrippedError("weights_unchanged", "nothing moved")
+    error.trace = "there"
+    with pytest.raises(CallFailed) as caught:
+        decode(WIRE, encode_failure(WIRE, Failure(error=error, summary="s", trace="t", at=1.5)))
+    failure = caught.value.failure
+    assert isinstance(failure.error, GuardTrippedError)
+    assert (failure.error.args, failure.error.trace) == (error.args, "there")
+    assert (failure.summary, failure.trace, failure.at) == ("s", "t", 1.5)
+
+
+def test_an_error_of_a_library_arrives_as_its_words() -> None:
+    raised = Failure.of(torch.OutOfMemoryError("no memory"))
+    with pytest.raises(CallFailed) as caught:
+        decode(WIRE, encode_failure(WIRE, raised))
+    assert caught.value.failure.error is None
+    assert caught.value.failure.summary == "OutOfMemoryError: no memory"
+
+
+def test_a_result_may_hold_a_failure_of_a_sync() -> None:
+    found = decode(WIRE, encode_result(WIRE, {"failure": CorruptTensorError("layer.0")}))
+    assert isinstance(found["failure"], CorruptTensorError)
+    assert found["failure"].args == ("layer.0",)

@@ -1,0 +1,74 @@
+"""Runs whose roles live in Python environments of their own."""
+
+import json
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from roll_core.errors import ConfigError
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """The interpreter of another environment, in which everything is that is here."""
+    folder = tmp_path / "environment"
+    venv.create(folder, symlinks=True)
+    own = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    (own / "shown.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    return folder / "bin" / "python"
+
+
+def test_roles_of_other_environments_give_the_numbers_of_this_one(ray_runs, python):
+    runs = ray_runs
+    config = runs.rlvr(executor="auto", max_steps=2)
+    for role in (config["actor_train"], config["actor_infer"], *config["rewards"].values()):
+        role["environment"] = str(python)
+    result = runs.ok(config)
+    record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
+    assert record["executor"] == "ray"
+    assert record["weight_transports"] == {"actor_train -> actor_infer": "shm"}
+    roles = {"actor_train", "actor_infer", *(f"rewards.{name}" for name in config["rewards"])}
+    assert record["environments"].keys() == roles
+    for found in record["environments"].values():
+        assert found.pop("executable") == str(python)
+        assert found == {name: record["versions"][name] for name in found}
+        assert {"python", "roll-core", "torch"} <= found.keys()
+    local = runs.ok(runs.rlvr(executor="local", max_steps=2))
+    for here, there in zip(runs.timeless(local), runs.timeless(result), strict=True):
+        for name in ("score/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
+            assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name
+
+
+def test_one_process_has_one_environment(runs, python):
+    config = runs.rlvr(executor="local")
+    config["actor_infer"]["environment"] = str(python)
+    with pytest.raises(ConfigError, match="actor_infer has a Python environment of its own: leave executor out"):
+        runs.run(config)
+
+
+def test_check_says_that_an_environment_does_not_exist(runs, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = runs.rlvr(executor="auto")
+    config["actor_infer"]["environment"] = {"python": "/nowhere/env"}
+    with pytest.raises(ConfigError) as caught:
+        runs.run(config)
+    found = [(problem.key, problem.message) for problem in caught.value.problems]
+    assert found == [("actor_infer.environment.python", "there is no /nowhere/env")]
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"packages": []}, "needs python, an interpreter or the folder of a virtual environment, or packages"),
+        ({"python": "python3", "exclude": ["x"]}, "exclude would not be used"),
+        ({"pakages": ["x"], "python": "python3"}, "packages"),
+    ],
+)
+def test_an_environment_that_says_nothing_useful_is_refused(runs, environment, words):
+    config = runs.rlvr(executor="auto")
+    config["actor_infer"]["environment"] = environment
+    with pytest.raises(ConfigError, match=words):
+        runs.run(config)
