@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roll_core.errors import TrackerError
 from roll_core.runtime.jsonlines import LineWriter, encode, number, read_lines
-from roll_core.runtime.tracking import MetricsFile, Trackers, read_metrics
+from roll_core.runtime.tracking import MetricsFile, Trackers, read_metrics, repeatable
 from roll_core.spec.tracker import Tracker
 
 
@@ -121,6 +121,18 @@ def test_steps_are_read_in_order_and_later_lines_complete_earlier_ones(tmp_path:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 2, "a": 1}\n{"step": 1, "a": 0}\n{"step": 2, "b": 5, "a": 3}\n')
     assert read_metrics(path) == [{"step": 1, "a": 0}, {"step": 2, "a": 3, "b": 5}]
+
+
+def test_what_a_run_has_again_is_what_was_computed() -> None:
+    computed = {"step": 3, "actor/loss": 0.5, "weight_sync/version": 2.0, "tokens/trained": 7.0}
+    timing = {
+        "time": 1.5,
+        "time/rollout": 0.1,
+        "tokens_per_s/step": 9.0,
+        "weight_sync/seconds": 0.2,
+        "engine/actor_infer/running/max": 4.0,
+    }
+    assert repeatable(computed | timing) == computed
 
 
 def test_all_trackers_get_everything_and_are_closed_once() -> None:

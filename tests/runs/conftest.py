@@ -17,6 +17,7 @@ from roll_core.config import load
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.console import Console
 from roll_core.runtime.loop import RunResult, execute
+from roll_core.runtime.tracking import repeatable
 
 TINY = {
     "model_type": "qwen3",
@@ -117,9 +118,8 @@ class Runs:
         return [json.loads(line) for line in result.run_dir.metrics.read_text(encoding="utf-8").splitlines()]
 
     def timeless(self, result: RunResult) -> list[dict[str, float]]:
-        """The same without what depends on the clock."""
-        clocks = ("time", "tokens_per_s", "weight_sync/seconds")
-        return [{k: v for k, v in line.items() if not k.startswith(clocks)} for line in self.metrics(result)]
+        """The same without what depends on the clock, and on how engines batched."""
+        return [repeatable(line) for line in self.metrics(result)]
 
     def ok(self, config: dict[str, Any], *overrides: str) -> RunResult:
         result = self.run(config, *overrides)

@@ -72,6 +72,18 @@ def test_engine_and_trainer_agree_on_the_probe(runs):
 
 
 @pytest.mark.on_ray
+def test_engines_say_in_each_step_what_they_did(runs):
+    """The run itself counts the tokens of its samples."""
+    config = runs.rlvr(max_steps=2, eval_steps=0, guards={"logprob_probe": "off"})
+    lines = runs.metrics(runs.ok(config))
+    assert len(lines) == 2
+    for line in lines:
+        engine = {name.removeprefix("engine/actor_infer/"): value for name, value in line.items() if "engine/" in name}
+        assert engine["generated_tokens"] == line["tokens/generated"]
+        assert 1 <= engine["running/mean"] <= engine["running/max"] <= 16
+        assert engine["decode_seconds"] > 0
+
+
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
     recipe = RECIPES["ppo"] | {"norm_mean_type": "running", "norm_std_type": "running"}
     whole = runs.ok(runs.rlvr(exp_name="whole", max_steps=4, **recipe))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.runtime.roles import GroupInferRole, GroupTrainRole, average, even_chunks
+from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
 from roll_core.spec.train import StepStats
@@ -167,6 +168,16 @@ def test_requests_go_to_the_replica_with_the_fewest_outputs():
     group = FakeInferGroup(2)
     asyncio.run(GroupInferRole("actor_infer", InferWorkerConfig(), group).generate(requests([8, 2, 2, 2, 2, 4])))
     assert group.submitted == [["0", "5"], ["1", "2", "3", "4"]]
+
+
+def test_metrics_of_replicas_become_one_by_their_kinds():
+    kinds = {"running/mean": "mean", "running/max": "max"}
+    one = EngineReading(values={"tokens": 7, "running/mean": 2.0, "running/max": 5}, kinds=kinds)
+    other = EngineReading(values={"tokens": 4, "running/mean": 4.0, "running/max": 4}, kinds=kinds)
+    third = EngineReading(values={"tokens": 0}, kinds={})
+    found = join_readings([one, other, third])
+    assert found == {"tokens": 11.0, "running/mean": 3.0, "running/max": 5.0}
+    assert join_readings([]) == {}
 
 
 def test_the_failure_of_one_request_is_raised_as_it_is():

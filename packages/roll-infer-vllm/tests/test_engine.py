@@ -217,8 +217,10 @@ def test_metrics_are_counted_between_two_looks(live):
     live.generate("counted", [4, 5, 6], max_new_tokens=7)
     found = live.strategy.metrics()
     assert (found["prompt_tokens"], found["generated_tokens"], found["preemptions"]) == (3, 7, 0)
-    assert found["running"] == found["waiting"] == found["kv_cache_usage"] == 0
-    assert "generated_tokens" not in live.strategy.metrics()
+    assert found["running/mean"] == found["running/max"] == 1
+    assert 0 < found["kv_cache_usage/mean"] <= found["kv_cache_usage/max"] < 1
+    assert set(live.strategy.metrics()) == set(found)
+    assert live.strategy.metrics()["generated_tokens"] == 0
 
 
 def test_vllm_still_has_no_logprobs_at_the_temperature():

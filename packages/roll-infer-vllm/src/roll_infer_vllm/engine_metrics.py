@@ -1,42 +1,69 @@
-"""vLLM's own counters, summed up between two looks."""
+"""What vLLM says of each of its steps, summed up between two looks."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from roll_core.spec.infer import MetricKind
+
+COUNTED = (
+    "steps",
+    "prompt_tokens",
+    "generated_tokens",
+    "preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+)
+LEVELS = ("running", "waiting", "kv_cache_usage")
+"""How things stood in a step."""
+_JOINED: tuple[MetricKind, ...] = ("mean", "max")
+KINDS: Mapping[str, MetricKind] = MappingProxyType({f"{name}/{kind}": kind for name in LEVELS for kind in _JOINED})
 
 
 class EngineMetrics:
     """Written by vLLM after each step, read by the run."""
 
     def __init__(self) -> None:
-        self._counters: defaultdict[str, float] = defaultdict(float)
-        self._gauges: dict[str, float] = {"running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0}
+        self._clear()
 
     def note(self, scheduler: Any, iteration: Any) -> None:
         """What one step was."""
         if scheduler is not None:
-            self._gauges["running"] = float(scheduler.num_running_reqs)
-            self._gauges["waiting"] = float(scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs)
-            self._gauges["kv_cache_usage"] = float(scheduler.kv_cache_usage)
-            self._counters["prefix_cache_queries"] += scheduler.prefix_cache_stats.queries
-            self._counters["prefix_cache_hits"] += scheduler.prefix_cache_stats.hits
+            waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
+            now = {
+                "running": scheduler.num_running_reqs,
+                "waiting": waiting,
+                "kv_cache_usage": scheduler.kv_cache_usage,
+            }
+            self._num_levels += 1
+            for name, value in now.items():
+                self._sums[name] += value
+                self._most[name] = max(self._most[name], value)
+            self._counted["prefix_cache_queries"] += scheduler.prefix_cache_stats.queries
+            self._counted["prefix_cache_hits"] += scheduler.prefix_cache_stats.hits
         if iteration is not None:
-            self._counters["steps"] += 1
-            self._counters["prompt_tokens"] += iteration.num_prompt_tokens
-            self._counters["generated_tokens"] += iteration.num_generation_tokens
-            self._counters["preemptions"] += iteration.num_preempted_reqs
+            self._counted["steps"] += 1
+            self._counted["prompt_tokens"] += iteration.num_prompt_tokens
+            self._counted["generated_tokens"] += iteration.num_generation_tokens
+            self._counted["preemptions"] += iteration.num_preempted_reqs
 
-    def take(self, *, idle: bool) -> Mapping[str, float]:
-        """Counters since the last call, and how things are now: vLLM says nothing more when the last request is done,
-        which is when the engine is `idle`."""
-        if idle:
-            self._gauges = dict.fromkeys(self._gauges, 0.0)
-        counters, self._counters = self._counters, defaultdict(float)
-        return {**counters, **self._gauges}
+    def take(self) -> Mapping[str, float]:
+        """What happened since the last call; zeros where nothing did."""
+        found = dict(self._counted)
+        for name in LEVELS:
+            found[f"{name}/mean"] = self._sums[name] / max(self._num_levels, 1)
+            found[f"{name}/max"] = self._most[name]
+        self._clear()
+        return found
+
+    def _clear(self) -> None:
+        self._counted = dict.fromkeys(COUNTED, 0.0)
+        self._sums, self._most = dict.fromkeys(LEVELS, 0.0), dict.fromkeys(LEVELS, 0.0)
+        self._num_levels = 0
 
 
 def stat_logger(metrics: EngineMetrics) -> Any:

@@ -37,7 +37,7 @@ from roll_core.types import Completion, WeightReceipt
 from roll_infer_vllm.buckets import BucketWriter
 from roll_infer_vllm.config import VllmConfig
 from roll_infer_vllm.engine_environment import engine_environment, environment
-from roll_infer_vllm.engine_metrics import EngineMetrics, stat_logger
+from roll_infer_vllm.engine_metrics import KINDS, EngineMetrics, stat_logger
 from roll_infer_vllm.model_files import ModelFiles, model_files
 from roll_infer_vllm.plugin import CAPABILITIES
 from roll_infer_vllm.registration import TRANSFER
@@ -64,6 +64,7 @@ class VllmStrategy(InferStrategy):
     """See the module. All methods are called on one event loop."""
 
     capabilities = CAPABILITIES
+    metric_kinds = KINDS
 
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
@@ -212,7 +213,7 @@ class VllmStrategy(InferStrategy):
 
     @override
     def metrics(self) -> Mapping[str, float]:
-        return self._metrics.take(idle=not self._running)
+        return self._metrics.take()
 
     async def _complete(self, request: GenerateRequest) -> Completion:
         names = [f"{request.id}/{index}" for index in range(request.n)]

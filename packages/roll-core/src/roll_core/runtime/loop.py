@@ -261,6 +261,7 @@ class _Driver:
         if config.eval_steps and run.step == 0:
             ledger.start_step()
             if metrics := await self._evaluate(run):
+                metrics |= await run.engine_metrics()
                 self._record(0, metrics | ledger.step_times(), metrics_file, trackers)
         while run.step < num_steps:
             if self.stop.asked:
@@ -283,6 +284,7 @@ class _Driver:
             self._count_tokens(metrics)
             if config.eval_steps and (run.step % config.eval_steps == 0 or last):
                 metrics |= await self._evaluate(run)
+            metrics |= await run.engine_metrics()
             metrics |= ledger.step_times()
             self._record(run.step, metrics, metrics_file, trackers)
             self.console.step(run.step, metrics)

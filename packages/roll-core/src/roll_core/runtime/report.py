@@ -71,6 +71,7 @@ SECTIONS = {
     "prompt_length": "Lengths and tokens",
     "tokens": "Lengths and tokens",
     "tokens_per_s": "Throughput",
+    "engine": "Engines",
     "weight_sync": _WEIGHTS,
 }
 """Where the curves of a prefix stand, in this order; other prefixes get sections of their own behind."""

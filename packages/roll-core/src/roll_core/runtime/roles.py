@@ -15,6 +15,7 @@ from roll_core.runtime.concurrency import gather
 from roll_core.runtime.placement import slots_of
 from roll_core.runtime.portable_state import FOLDER
 from roll_core.runtime.turns import SlotTurns
+from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
 from roll_core.spec.train import Want
@@ -267,6 +268,11 @@ class GroupInferRole(InferRole):
                     " publish_weights before it generates"
                 )
             return await self._generate(requests, on_completion)
+
+    async def engine_metrics(self) -> dict[str, float]:
+        """What the engines did since the last call, over all replicas."""
+        readings: list[EngineReading] = await self.group.call("metrics")
+        return join_readings(readings)
 
     async def _generate(
         self, requests: Sequence[GenerateRequest], on_completion: Callable[[Completion], None] | None

@@ -88,6 +88,14 @@ class ActiveRun(Run):
         taken, self._metrics = self._metrics, {}
         return taken
 
+    async def engine_metrics(self) -> dict[str, float]:
+        """What the engines did since the last call, as `engine/<role>/<name>`."""
+        return {
+            f"engine/{role}/{name}": value
+            for role, engine in self.infer_roles.items()
+            for name, value in (await engine.engine_metrics()).items()
+        }
+
     @override
     def log_samples(self, samples: Sequence[Sample], *, split: Split = "train") -> None:
         self._samples.write(self.step + (split == "train"), samples, split=split)

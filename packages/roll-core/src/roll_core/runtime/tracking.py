@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RESERVED = ("step", "time")
+_TIMING = ("time", "tokens_per_s/", "weight_sync/seconds", "engine/")
 
 
 class MetricsFile:
@@ -45,6 +46,15 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file; may be called more than once."""
         self._writer.close()
+
+
+def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that a run with the same seed has again, bit for bit: what was computed.
+
+    Left out is what says how long it took, and what engines say of their work: how they batch, wait and cache depends
+    on when requests arrive.
+    """
+    return {name: value for name, value in metrics.items() if not name.startswith(_TIMING)}
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

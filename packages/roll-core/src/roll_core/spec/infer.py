@@ -11,7 +11,8 @@ on what else is in the batch where `params.seed` is set.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,11 +25,18 @@ if TYPE_CHECKING:
     from roll_core.types import Completion, GenerateRequest, WeightManifest, WeightReceipt
 
 
+MetricKind = Literal["sum", "mean", "max"]
+"""How an engine's metric becomes one number where a role has several replicas."""
+
+
 class InferStrategy(ABC):
     """One replica of an inference engine, in a worker of its own."""
 
     capabilities: InferCapabilities
     """The same that the provider's record declares."""
+
+    metric_kinds: ClassVar[Mapping[str, MetricKind]] = MappingProxyType({})
+    """Of those `metrics` that are no counts; what is not named here is added up over replicas."""
 
     def __init__(self, config: StrategyConfig) -> None:
         """Keep the configuration; touch no device."""
@@ -79,7 +87,12 @@ class InferStrategy(ABC):
         return None
 
     def metrics(self) -> Mapping[str, float]:
-        """Counters since the last call (tokens, batch fill, cache use), for the run's metrics."""
+        """What the engine did since the last call, by name; a run shows it as `engine/<role>/<name>`.
+
+        Names that engines share: `prompt_tokens` and `generated_tokens` that were computed; `running/mean` and
+        `running/max`, sequences in a step; `waiting/max`; `kv_cache_usage/max`, from 0 to 1; `preemptions`;
+        `prefix_cache_queries` and `prefix_cache_hits`, in tokens. A name is there whether or not anything happened.
+        """
         return {}
 
     @abstractmethod

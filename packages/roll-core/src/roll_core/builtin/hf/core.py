@@ -28,6 +28,18 @@ if TYPE_CHECKING:
     from roll_core.builtin.hf.sequence import RunningRequest, Sequence
 
 
+COUNTED = (
+    "prompt_tokens",
+    "shared_prompt_tokens",
+    "generated_tokens",
+    "decode_steps",
+    "prefill_seconds",
+    "decode_seconds",
+    "running/max",
+    "waiting/max",
+)
+
+
 class EngineCore:
     """Owns the requests between submission and completion."""
 
@@ -41,7 +53,7 @@ class EngineCore:
         self._unfinished: dict[str, RunningRequest] = {}
         self._some_ended = False
         self.version = 0
-        self.counters: dict[str, float] = defaultdict(float)
+        self._counters: dict[str, float] = defaultdict(float)
 
     @property
     def busy(self) -> bool:
@@ -56,19 +68,21 @@ class EngineCore:
     def step(self) -> list[RunningRequest]:
         """Prompts within the token budget, then one token for each running row. Returns requests that are done."""
         started = time.perf_counter()
+        self._note_most("waiting/max", len(self._scheduler.waiting))
         if self._scheduler.waiting:
             self._scheduler.enter(len(self._batch), self._batch.longest(), self._batch.tokens)
         pieces = self._scheduler.pieces()
         if pieces:
             self._prefill(pieces)
-            self.counters["prefill_seconds"] += time.perf_counter() - started
+            self._counters["prefill_seconds"] += time.perf_counter() - started
         started = time.perf_counter()
         if len(self._batch):
             num = len(self._batch)
             self._advance(self.runner.decode(self._batch.last_tokens()), 0)
-            self.counters["decode_steps"] += 1
-            self.counters["decode_rows"] += num
-            self.counters["decode_seconds"] += time.perf_counter() - started
+            self._counters["decode_steps"] += 1
+            self._counters["decode_rows"] += num
+            self._note_most("running/max", num)
+            self._counters["decode_seconds"] += time.perf_counter() - started
         return self._take_done()
 
     def abort(self, ids: Iterable[str]) -> list[RunningRequest]:
@@ -109,15 +123,21 @@ class EngineCore:
         self._scheduler.release()
         self.runner.release()
 
-    def gauges(self) -> dict[str, float]:
-        """Rows and queues right now."""
-        return {"running": float(len(self._batch)), "waiting": float(len(self._scheduler.waiting))}
+    def take_metrics(self) -> dict[str, float]:
+        """What was done since the last call."""
+        counters, self._counters = self._counters, defaultdict(float)
+        found = {name: counters[name] for name in COUNTED}
+        found["running/mean"] = counters["decode_rows"] / max(counters["decode_steps"], 1)
+        return found
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _note_most(self, name: str, value: int) -> None:
+        self._counters[name] = max(self._counters[name], value)
+
     def _prefill(self, pieces: list[Piece]) -> None:
         logits = self.runner.prefill(pieces)
-        self.counters["prompt_tokens"] += sum(each.end - each.begin for each in pieces)
+        self._counters["prompt_tokens"] += sum(each.end - each.begin for each in pieces)
         complete = self._scheduler.ready(pieces)
         sequences: list[Sequence] = []
         prompts: list[Prompt] = []
@@ -134,7 +154,7 @@ class EngineCore:
                 sequences.append(each)
                 prompts.append(prompt)
                 sources.append(source)
-        self.counters["shared_prompt_tokens"] += sum(len(each) for each in prompts) - sum(
+        self._counters["shared_prompt_tokens"] += sum(len(each) for each in prompts) - sum(
             len(prompt) - prompt.donated for prompt, _ in complete
         )
         if sequences:
@@ -146,7 +166,7 @@ class EngineCore:
 
     def _advance(self, logits: Tensor, first: int) -> None:
         kept, broken = self._batch.draw(logits, first, self.version)
-        self.counters["generated_tokens"] += len(self._batch) - first
+        self._counters["generated_tokens"] += len(self._batch) - first
         if len(broken):
             self.runner.scrub(broken)
             requests = {id(self._batch.rows[row].request): self._batch.rows[row].request for row in broken}

@@ -17,9 +17,10 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from roll_core.builtin.hf.sequence import RunningRequest
     from roll_core.builtin.hf.stopping import StopStrings
     from roll_core.spec.config import StrategyConfig
+    from roll_core.spec.infer import MetricKind
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.types import Completion, GenerateRequest, WeightManifest, WeightReceipt
 
@@ -69,6 +71,9 @@ class HFInferStrategy(InferStrategy):
         self._arrivals = itertools.count()
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
 
+    metric_kinds: ClassVar[Mapping[str, MetricKind]] = MappingProxyType(
+        {"running/mean": "mean", "running/max": "max", "waiting/max": "max"}
+    )
     capabilities = InferCapabilities(
         sleeps=True, prompt_logprobs=True, in_flight_update=True, weight_transports=("shared", "shm", "collective")
     )
@@ -119,13 +124,8 @@ class HFInferStrategy(InferStrategy):
         await self._ask(self._release)
 
     def metrics(self) -> Mapping[str, float]:
-        """Counters since the last call, rows and queues now."""
-        core = self._ready_core
-        counters, core.counters = core.counters, defaultdict(float)
-        found = dict(counters)
-        if found.get("decode_steps"):
-            found["rows_per_step"] = found.pop("decode_rows") / found["decode_steps"]
-        return {**found, **core.gauges()}
+        """Tokens, steps and seconds, and how full the batch was."""
+        return self._ready_core.take_metrics()
 
     async def stop(self) -> None:
         """Cancel what waits, end the thread, drop the model."""

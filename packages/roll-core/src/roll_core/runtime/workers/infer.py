@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RollError
@@ -12,14 +14,34 @@ from roll_core.runtime.weight_sync import WeightReceiver
 from roll_core.runtime.workers.mesh import mesh_info
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.runtime.executors.base import Peers, Place
     from roll_core.runtime.weight_sync import Offer, ReceiveOutcome, SyncPlan
-    from roll_core.spec.infer import InferStrategy
+    from roll_core.spec.infer import InferStrategy, MetricKind
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import InferProvider
     from roll_core.types import Completion, GenerateRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReading:
+    """One replica's metrics, and how they join those of others."""
+
+    values: Mapping[str, float]
+    kinds: Mapping[str, MetricKind]
+
+
+def join_readings(readings: Sequence[EngineReading]) -> dict[str, float]:
+    """The metrics of a role's replicas as one; a mean is over the replicas that have it."""
+    found: dict[str, list[float]] = {}
+    kinds: dict[str, MetricKind] = {}
+    for reading in readings:
+        kinds.update(reading.kinds)
+        for name, value in reading.values.items():
+            found.setdefault(name, []).append(float(value))
+    join: dict[MetricKind, Callable[[list[float]], float]] = {"sum": sum, "mean": fmean, "max": max}
+    return {name: join[kinds.get(name, "sum")](values) for name, values in found.items()}
 
 
 class InferWorker:
@@ -89,9 +111,9 @@ class InferWorker:
         """Take published weights and answer with what the engine holds."""
         return await self.receiver.receive(plan, offer)
 
-    async def metrics(self) -> Mapping[str, float]:
-        """The engine's counters since the last call."""
-        return self.strategy.metrics()
+    async def metrics(self) -> EngineReading:
+        """What the engine did since the last call."""
+        return EngineReading(values=dict(self.strategy.metrics()), kinds=dict(self.strategy.metric_kinds))
 
     async def close(self) -> None:
         """End the engine and whatever it was working on."""

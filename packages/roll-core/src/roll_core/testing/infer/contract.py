@@ -71,12 +71,19 @@ class ContractTests(InferSubject):
                 )
 
     def test_metrics_are_numbers(self, engine: Engine) -> None:
-        """By their names, finite; asked for twice around a request."""
+        """By their names, finite; asked for twice around a request, with the same names. Kinds are those of metrics
+        that there are."""
+        names: set[str] = set()
         for _ in range(2):
             found = engine.run(lambda: _at_once(lambda: dict(engine.strategy.metrics())))
             wrong = {name: value for name, value in found.items() if not math.isfinite(float(value))}
             if wrong:
                 raise AssertionError(f"metrics have to be finite: {wrong}")
+            if unknown := set(engine.strategy.metric_kinds) - set(found):
+                raise AssertionError(f"metric_kinds names {sorted(unknown)}, which metrics() does not have")
+            if names and names != set(found):
+                raise AssertionError(f"metrics change their names: {sorted(names ^ set(found))}")
+            names = set(found)
             engine.generate(ask(self.prompt(3)))
 
     # -- what is declared, and what is refused -------------------------------------------------------------------------

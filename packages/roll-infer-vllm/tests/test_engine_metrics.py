@@ -1,0 +1,59 @@
+"""What vLLM says of its steps, as a run sees it: without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from roll_infer_vllm.engine_metrics import KINDS, EngineMetrics
+
+
+def scheduler(running, waiting, usage, queries=0, hits=0, skipped=0):
+    return SimpleNamespace(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_skipped_waiting_reqs=skipped,
+        kv_cache_usage=usage,
+        prefix_cache_stats=SimpleNamespace(queries=queries, hits=hits),
+    )
+
+
+def iteration(prompt, generated, preempted=0):
+    return SimpleNamespace(num_prompt_tokens=prompt, num_generation_tokens=generated, num_preempted_reqs=preempted)
+
+
+def test_steps_are_summed_up_and_levels_averaged():
+    metrics = EngineMetrics()
+    metrics.note(scheduler(4, 3, 0.5, queries=20, hits=8, skipped=2), iteration(20, 4))
+    metrics.note(scheduler(2, 0, 0.25), iteration(0, 2, preempted=1))
+    metrics.note(None, iteration(0, 2))
+    assert metrics.take() == pytest.approx(
+        {
+            "steps": 3,
+            "prompt_tokens": 20,
+            "generated_tokens": 8,
+            "preemptions": 1,
+            "prefix_cache_queries": 20,
+            "prefix_cache_hits": 8,
+            "running/mean": 3,
+            "running/max": 4,
+            "waiting/mean": 2.5,
+            "waiting/max": 5,
+            "kv_cache_usage/mean": 0.375,
+            "kv_cache_usage/max": 0.5,
+        }
+    )
+
+
+def test_nothing_is_told_twice():
+    metrics = EngineMetrics()
+    metrics.note(scheduler(4, 3, 0.5), iteration(20, 4))
+    first = metrics.take()
+    assert set(metrics.take()) == set(first)
+    assert not any(metrics.take().values())
+
+
+def test_kinds_are_those_of_levels():
+    assert set(KINDS) < set(EngineMetrics().take())
+    assert {name.rpartition("/")[2]: kind for name, kind in KINDS.items()} == {"mean": "mean", "max": "max"}
