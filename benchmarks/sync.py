@@ -1,11 +1,12 @@
 """How long it takes to bring 100 M parameters from a trainer to an engine, and what the proof costs.
 
-    ./run bench sync [--rounds N]
+    ./run bench sync [--rounds N] [--receivers N ...]
 
-`shared` runs in this process, `shm` and `collective` between two Ray workers on this host, with the runtime's own
-sender, receiver and publisher. Trainer and engine are as simple as can be: named tensors. Publishes with and without
-digests alternate with a memcpy of as many bytes, so that a noisy machine is noisy for all of them. Times of the clock
-are compared, and the CPU time of either end, which does not depend on who else uses the machine.
+`shared` runs in this process, the others between Ray workers on this host, a trainer and any number of engines, with
+the runtime's own sender, receiver and publisher; `disk` through a folder for temporary files. Trainer and engines are
+as simple as can be: named tensors. Publishes with and without digests alternate with a memcpy of as many bytes, so that
+a noisy machine is noisy for all of them. Times of the clock are compared, and the CPU time of either end (the slowest
+engine's), which does not depend on who else uses the machine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import os
 import statistics
+import tempfile
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -156,17 +158,20 @@ class Memcpy:
         return MEMCPY_BYTES / (time.perf_counter() - begun)
 
 
-async def measure(transport: Any, dtype: str, rounds: int, memcpy: Memcpy) -> dict[str, Any]:
+async def measure(
+    transport: Any, dtype: str, receivers: int, rounds: int, memcpy: Memcpy, directory: str
+) -> dict[str, Any]:
     """Publishes with and without digests, in turn."""
-    place = Place(rank=0, world_size=1, num_threads=1)
-    specs = [
-        GroupSpec(role=role, kind=kind, target=f"sync:{worker}", places=(place,), args={"dtype": dtype})
-        for role, kind, worker in (("actor_train", "train", "Trainer"), ("actor_infer", "generate", "Engine"))
-    ]
+
+    def spec(role: str, kind: Any, worker: str, size: int) -> GroupSpec:
+        places = tuple(Place(rank=rank, world_size=size, num_threads=1) for rank in range(size))
+        return GroupSpec(role=role, kind=kind, target=f"sync:{worker}", places=places, args={"dtype": dtype})
+
+    specs = [spec("actor_train", "train", "Trainer", 1), spec("actor_infer", "generate", "Engine", receivers)]
     async with make_executor("local" if transport == "shared" else "ray", CpuPlatform(), slots_per_node=2) as executor:
         groups = await executor.start(specs)
         train, infer = groups["actor_train"], groups["actor_infer"]
-        publisher = WeightPublisher(train, infer, transport)
+        publisher = WeightPublisher(train, infer, transport, directory=directory)
         cold = await publisher.publish(0)
         seconds: dict[bool, list[float]] = {True: [], False: []}
         cpu: dict[str, dict[bool, list[float]]] = {"send": {True: [], False: []}, "receive": {True: [], False: []}}
@@ -185,11 +190,13 @@ async def measure(transport: Any, dtype: str, rounds: int, memcpy: Memcpy) -> di
             seconds[digests].append(report.seconds)
             proof_s.append(report.proof_s)
             for side, group in (("send", train), ("receive", infer)):
-                cpu[side][digests].append((await group.call("last_cpu_s"))[0])
-        same_memory = (await train.call("pointers")) == (await infer.call("pointers"))
+                cpu[side][digests].append(max(await group.call("last_cpu_s")))
+        (live,) = await train.call("pointers")
+        same_memory = all(held == live for held in await infer.call("pointers"))
     found: dict[str, Any] = {
         "transport": transport,
         "dtype": dtype,
+        "receivers": receivers,
         "parameters": sum(_count(shape) for _, shape in shapes()),
         "weight_bytes": report.weight_bytes,
         "copied_bytes": report.copied_bytes,
@@ -208,6 +215,7 @@ async def measure(transport: Any, dtype: str, rounds: int, memcpy: Memcpy) -> di
     }
     return found | {
         "bytes_per_s": bandwidth,
+        "delivered_bytes_per_s": {which: receivers * each for which, each in bandwidth.items()},
         "of_memcpy": {which: bandwidth[which] / found["memcpy_bytes_per_s"][which] for which in bandwidth},
         "without_digests": {"median_s": statistics.median(seconds[False]), "best_s": min(seconds[False])},
         "proof_of_sync": {
@@ -231,15 +239,18 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [
         "Milliseconds and ratios as median, best.",
         "",
-        "| transport | dtype | weights | sender copies | sync | first sync | share of memcpy's bandwidth | proof |",
-        "|---|---|---|---|---|---|---|---|",
+        "| transport | dtype | engines | weights | sender copies | sync | first sync | share of memcpy's bandwidth"
+        " | delivered to all | proof |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in results:
         if each["transport"] == "shared":
             share = f"no copy; same memory on both sides: {'yes' if each['same_memory'] else 'NO'}"
+            delivered = "–"
             proof = f"{each['proof_s'] * 1e3:.1f}, {each['best_proof_s'] * 1e3:.1f} ms"
         else:
             share = f"{each['of_memcpy']['median']:.0%}, {each['of_memcpy']['best']:.0%}"
+            delivered = f"{each['delivered_bytes_per_s']['median'] / 1e9:.2f} GB/s"
             cost, cpu = each["proof_of_sync"], each["cpu_s"]
             proof = (
                 f"{cost['median']:.1%}, {cost['best']:.1%} of the sync; {cost['cpu']:.1%} of its CPU time (send"
@@ -247,16 +258,16 @@ def table(results: list[dict[str, Any]]) -> str:
                 f" {cpu['receive']['without'] * 1e3:.0f} → {cpu['receive']['with'] * 1e3:.0f} ms)"
             )
         lines.append(
-            f"| {each['transport']} | {each['dtype']} | {each['weight_bytes'] / 1e6:.0f} MB"
+            f"| {each['transport']} | {each['dtype']} | {each['receivers']} | {each['weight_bytes'] / 1e6:.0f} MB"
             f" | {each['copied_bytes'] / 1e6:.0f} MB | {each['median_s'] * 1e3:.1f}, {each['best_s'] * 1e3:.1f} ms"
-            f" | {each['first_s'] * 1e3:.0f} ms | {share} | {proof} |"
+            f" | {each['first_s'] * 1e3:.0f} ms | {share} | {delivered} | {proof} |"
         )
     return "\n".join(lines)
 
 
 def notes(results: list[dict[str, Any]], load: float) -> str:
     """What the targets were, by how much they are missed, and why."""
-    copying = [each for each in results if each["transport"] != "shared"]
+    copying = [each for each in results if each["transport"] in ("shm", "collective") and each["receivers"] == 1]
     shm = [each for each in copying if each["transport"] == "shm"]
     lines = ["", f"Load of the machine over the last minute, before the benchmark: {load:.1f}."]
     lines += [
@@ -270,6 +281,11 @@ def notes(results: list[dict[str, Any]], load: float) -> str:
         f" {each['proof_of_sync']['median']:.1%} by the clock, {each['proof_of_sync']['cpu']:.1%} of its CPU time."
         for each in copying
     ]
+    if any(each["receivers"] > 1 for each in results):
+        lines.append(
+            "Several engines share this host's cores and memory with the trainer: where their number passes that of the"
+            " cores, the times say how they take turns, and not what as many hosts would do."
+        )
     lines.append(
         "By the clock `shm` needs a free core for each end: on a busy machine the ends take turns on one, and the times"
         " are the sum of both instead of the larger."
@@ -292,17 +308,21 @@ def _bandwidth_by_cpu(each: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", choices=["shared", "shm", "collective"])
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1], help="numbers of engines")
+    parser.add_argument("--only", choices=["shared", "shm", "collective", "disk"])
     # Ray gives its workers a lower priority than the process that measures memcpy; on a busy machine they would starve.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    rounds, only = parser.parse_args().rounds, parser.parse_args().only
+    arguments = parser.parse_args()
+    only = arguments.only
     memcpy, load = Memcpy(), os.getloadavg()[0]
-    results = [
-        asyncio.run(measure(transport, dtype, rounds, memcpy))
-        for transport in ("shared", "shm", "collective")
-        for dtype in ("F32", "BF16")
-        if only in (None, transport)
-    ]
+    with tempfile.TemporaryDirectory() as directory:
+        results = [
+            asyncio.run(measure(transport, dtype, receivers, arguments.rounds, memcpy, directory))
+            for transport in ("shared", "shm", "collective", "disk")
+            for dtype in ("F32", "BF16")
+            for receivers in arguments.receivers
+            if only in (None, transport)
+        ]
     text = table(results) + "\n" + notes(results, load)
     print(text)
     if only is None:

@@ -1,4 +1,4 @@
-"""Runs whose roles live in Python environments of their own."""
+"""Runs whose roles live in Python environments of their own, and whose weights travel through a folder."""
 
 import json
 import sys
@@ -21,15 +21,16 @@ def python(tmp_path: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def test_roles_of_other_environments_give_the_numbers_of_this_one(ray_runs, python):
+def test_roles_of_other_environments_give_the_numbers_of_this_one(ray_runs, python, tmp_path):
     runs = ray_runs
-    config = runs.rlvr(executor="auto", max_steps=2)
+    config = runs.rlvr(executor="auto", max_steps=2, model_update_dir=str(tmp_path / "weights"))
     for role in (config["actor_train"], config["actor_infer"], *config["rewards"].values()):
         role["environment"] = str(python)
     result = runs.ok(config)
     record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
     assert record["executor"] == "ray"
-    assert record["weight_transports"] == {"actor_train -> actor_infer": "shm"}
+    assert record["weight_transports"] == {"actor_train -> actor_infer": "disk"}
+    assert list((tmp_path / "weights").iterdir()) == []
     roles = {"actor_train", "actor_infer", *(f"rewards.{name}" for name in config["rewards"])}
     assert record["environments"].keys() == roles
     for found in record["environments"].values():

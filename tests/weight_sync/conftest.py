@@ -15,13 +15,19 @@ from roll_core.runtime.weight_sync import WeightPublisher
 class Duo:
     """A train group, an infer group and what brings weights from one to the other."""
 
-    def __init__(self, transport, train, infer, close):
+    def __init__(self, transport, train, infer, close, directory=""):
         self.transport, self.train, self.infer, self._close = transport, train, infer, close
-        self.publisher = WeightPublisher(train, infer, transport, bucket_bytes=64 << 10, deadline_s=20)
+        self._directory = str(directory)
+        self.deadline(20)
 
     def deadline(self, seconds):
         self.publisher = WeightPublisher(
-            self.train, self.infer, self.transport, bucket_bytes=64 << 10, deadline_s=seconds
+            self.train,
+            self.infer,
+            self.transport,
+            bucket_bytes=64 << 10,
+            deadline_s=seconds,
+            directory=self._directory,
         )
 
     async def fault(self, fault, *ranks):
@@ -59,14 +65,14 @@ class Processes:
     def __init__(self):
         self.groups = ()
 
-    async def duo(self, transport):
+    async def duo(self, transport, directory):
         if not self.groups or not all(group.usable for group in self.groups):
             self.close()
             self.groups = (ProcessGroup("actor_train", "train", 1), ProcessGroup("actor_infer", "generate", 2))
         for group in self.groups:
             await group.call("close")
             await group.call("begin")
-        return Duo(transport, *self.groups, lambda: asyncio.sleep(0))
+        return Duo(transport, *self.groups, lambda: asyncio.sleep(0), directory)
 
     def close(self):
         for group in self.groups:
@@ -82,12 +88,12 @@ def processes():
 
 
 @pytest.fixture
-def with_duo(processes):
+def with_duo(processes, tmp_path):
     """Runs `scenario(duo)` on an event loop, with new strategies in the workers."""
 
     def run(transport, scenario, receivers=2):
         async def whole():
-            duo = await (local_duo(receivers) if transport == "shared" else processes.duo(transport))
+            duo = await (local_duo(receivers) if transport == "shared" else processes.duo(transport, tmp_path))
             try:
                 return await scenario(duo)
             finally:

@@ -35,3 +35,21 @@ def test_where_nothing_fits_each_declared_transport_has_its_reason():
 def test_strategies_that_declare_nothing_are_told_so():
     with pytest.raises(UnsupportedError, match="neither declares any"):
         choose_transport(TrainCapabilities(), InferCapabilities(), ONE_HOST)
+
+
+def test_a_folder_is_a_wish_for_disk():
+    infer = InferCapabilities(weight_transports=("shared", "shm", "collective", "disk"))
+    facts = PlacementFacts(same_process=False, same_host=True, directory="s3://weights")
+    assert choose_transport(TRAIN, infer, facts) == "disk"
+    assert choose_transport(TRAIN, infer, ONE_HOST) == "shm"
+    with pytest.raises(UnsupportedError, match="shm: model_update_dir asks for disk"):
+        choose_transport(TRAIN, INFER, facts)
+    alone = PlacementFacts(same_process=True, same_host=True, directory="/weights")
+    with pytest.raises(UnsupportedError, match="disk: the workers are in one process"):
+        choose_transport(TRAIN, infer, alone)
+
+
+def test_disk_without_a_folder_says_which_key_names_one():
+    only = InferCapabilities(weight_transports=("disk",))
+    with pytest.raises(UnsupportedError, match="disk: model_update_dir names no folder"):
+        choose_transport(TRAIN, only, HOSTS)

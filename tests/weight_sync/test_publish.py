@@ -1,5 +1,6 @@
 import os
 import time
+from pathlib import Path
 
 import pytest
 from sync_workers import same_values
@@ -16,8 +17,8 @@ from roll_core.errors import (
     WorkerError,
 )
 
-EVERYWHERE = pytest.mark.parametrize("transport", ["shared", "shm", "collective"])
-BETWEEN_PROCESSES = pytest.mark.parametrize("transport", ["shm", "collective"])
+EVERYWHERE = pytest.mark.parametrize("transport", ["shared", "shm", "collective", "disk"])
+BETWEEN_PROCESSES = pytest.mark.parametrize("transport", ["shm", "collective", "disk"])
 
 
 @EVERYWHERE
@@ -267,3 +268,34 @@ def test_nothing_is_left_in_shared_memory_whoever_is_killed(with_duo, fault):
 
     with_duo("shm", scenario)
     assert {name for name in os.listdir("/dev/shm") if "roll" in name} <= before
+
+
+@pytest.mark.parametrize("fault", ["", "die:left", "sleep:left", "refuse:left", "crash"])
+def test_nothing_is_left_on_the_disk_whoever_fails(with_duo, tmp_path, monkeypatch, fault):
+    async def scenario(duo):
+        await duo.publisher.publish(0)
+        assert len(list(Path(duo.publisher._directory).iterdir())) == 1  # open, for the next publish
+        duo.deadline(1.0)
+        await duo.step()
+        await (duo.train.call("set_fault", fault) if fault.startswith("die") else duo.fault(fault))
+        try:
+            await duo.publisher.publish(1)
+        except (WorkerDiedError, WorkerError, WeightSyncError):
+            assert fault
+        else:
+            assert not fault
+            await duo.train.call("close")
+        return Path(duo.publisher._directory)
+
+    assert list(with_duo("disk", scenario).iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(with_duo):
+    async def scenario(duo):
+        duo.publisher._directory = "/proc/nowhere"
+        with pytest.raises(
+            WeightSyncError, match=r"actor_train rank 0 .* written to /proc/nowhere.* \(model_update_dir\)"
+        ):
+            await duo.publisher.publish(0)
+
+    with_duo("disk", scenario)

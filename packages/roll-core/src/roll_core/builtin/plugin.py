@@ -34,13 +34,13 @@ HF_TRAIN = TrainCapabilities(
     topk=True,
     portable_state=True,
     any_world_size=True,
-    weight_transports=("shared", "shm", "collective"),
+    weight_transports=("shared", "shm", "collective", "disk"),
 )
 HF_INFER = InferCapabilities(
     sleeps=True,
     prompt_logprobs=True,
     in_flight_update=True,
-    weight_transports=("shared", "shm", "collective"),
+    weight_transports=("shared", "shm", "collective", "disk"),
 )
 
 

@@ -87,7 +87,9 @@ class Publishing:
         run = self._run
         trainer, engine = run.train_role(source), run.infer_role(target)
         train, infer = self._capabilities(source), self._capabilities(target)
-        facts = PlacementFacts.of(trainer.group, engine.group, shares_memory=self._executor.shares_memory)
+        directory = run.config.model_update_dir or ""
+        shares_memory = self._executor.shares_memory
+        facts = PlacementFacts.of(trainer.group, engine.group, shares_memory=shares_memory, directory=directory)
         transport = choose_transport(train, infer, facts)  # type: ignore[arg-type]
         publisher = WeightPublisher(
             trainer.group,
@@ -96,6 +98,7 @@ class Publishing:
             dtype=DTYPE_NAMES[engine.config.model_args.dtype],
             bucket_bytes=run.config.model_update_buffer_size_mb << 20,
             deadline_s=run.config.model_update_timeout,
+            directory=directory,
         )
         self._record.weight_transport(source, target, transport)
         link = self._links[source, target] = _Link(publisher, getattr(infer, "prompt_logprobs", False))

@@ -549,6 +549,9 @@ class RunConfig(Config):
     """Seconds within which every engine must have proved that it holds the published weights."""
     model_update_buffer_size_mb: PositiveInt = 1024
     """Largest bucket in which weights travel."""
+    model_update_dir: str | None = None
+    """Weights travel as files in this folder, or below this URL (`s3://…`, whatever fsspec reads), which trainer and
+    engines reach: the transport `disk`, for hosts between which no connection can be made."""
     system_envs: EnvVars = {}
     """Environment variables of every role's workers."""
     guards: GuardsConfig = GuardsConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from roll_core.runtime.weight_sync.plan import Deadline, SyncPlan
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from roll_core.spec.train import TrainStrategy
     from roll_core.testing.bench import Step
 
-IMPLEMENTED: tuple[Transport, ...] = ("shared", "shm", "collective")
+IMPLEMENTED: tuple[Transport, ...] = ("shared", "shm", "collective", "disk")
 """Transports that this version of the runtime has."""
 DEADLINE_S = 60.0
 BUCKET_BYTES = 4096
@@ -36,6 +37,7 @@ def published(
     """After each step: digests of what the receiver holds, and of what the strategy exports right then."""
     sender = WeightSender(strategy, role=ROLE, rank=rank)
     receiver = Receiver()
+    directory = TemporaryDirectory()
     try:
         for version, step in enumerate(steps, 1):
             take_step(strategy, step)
@@ -45,6 +47,7 @@ def published(
                 num_receivers=1,
                 sender_hosts=("127.0.0.1",) * (rank + 1),
                 bucket_bytes=BUCKET_BYTES,
+                directory=directory.name,
                 deadline_s=DEADLINE_S,
             )
             offer = sender.prepare(plan)
@@ -60,6 +63,7 @@ def published(
     finally:
         sender.close()
         receiver.close()
+        directory.cleanup()
 
 
 class Receiver:

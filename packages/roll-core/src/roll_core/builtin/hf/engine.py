@@ -75,7 +75,10 @@ class HFInferStrategy(InferStrategy):
         {"running/mean": "mean", "running/max": "max", "waiting/max": "max"}
     )
     capabilities = InferCapabilities(
-        sleeps=True, prompt_logprobs=True, in_flight_update=True, weight_transports=("shared", "shm", "collective")
+        sleeps=True,
+        prompt_logprobs=True,
+        in_flight_update=True,
+        weight_transports=("shared", "shm", "collective", "disk"),
     )
 
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:

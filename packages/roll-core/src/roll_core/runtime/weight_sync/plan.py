@@ -29,6 +29,8 @@ class SyncPlan:
     """Floating-point tensors travel as this (safetensors' name, `BF16`); empty leaves them as they are."""
     bucket_bytes: int = 1 << 30
     """Largest bucket; a larger tensor travels alone."""
+    directory: str = ""
+    """Folder or URL that both ends reach, for the transport `disk`."""
     deadline_s: float = 60.0
     """From when the sender begins until all receivers must have taken everything."""
 

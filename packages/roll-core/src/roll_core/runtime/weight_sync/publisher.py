@@ -70,10 +70,12 @@ class WeightPublisher:
         dtype: str = "",
         bucket_bytes: int = 1 << 30,
         deadline_s: float = 60.0,
+        directory: str = "",
     ) -> None:
         self._train, self._infer = train, infer
         self.transport: Transport = transport
         self._dtype, self._bucket_bytes, self._deadline_s = dtype, bucket_bytes, deadline_s
+        self._directory = directory
         self._previous: WeightManifest | None = None
         self._previous_sample = ""
 
@@ -121,6 +123,7 @@ class WeightPublisher:
             sender_hosts=tuple("127.0.0.1" if one_host else member.address for member in self._train.members),
             dtype=self._dtype,
             bucket_bytes=self._bucket_bytes,
+            directory=self._directory,
             deadline_s=self._deadline_s,
         )
 
@@ -147,9 +150,15 @@ class WeightPublisher:
         try:
             done, pending = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if pending:
-                await asyncio.wait(pending, timeout=_patience_s(done))
+                patience_s = _patience_s(done)
+                if patience_s is not None:
+                    await _call_off(plan, offer)
+                await asyncio.wait(pending, timeout=patience_s)
             self._raise_first_cause(plan, sending, receiving)
             return sending.result(), _receipts(receiving.result())
+        except BaseException:
+            await _call_off(plan, offer)
+            raise
         finally:
             for future in both:
                 future.cancel()
@@ -224,6 +233,14 @@ class WeightPublisher:
         if sampled:  # equal samples: names and values are what they were, as far as they were read
             previous = replace(previous, tensors=sent.tensors)
         require_change(sent, previous, role=self._train.role, rank=rank)
+
+
+async def _call_off(plan: SyncPlan, offer: Offer) -> None:
+    """Tell ends that have no connection, by whose end they would learn it, that the publish has failed."""
+    if plan.transport == "disk":
+        from roll_core.runtime.weight_sync.disk import call_off
+
+        await asyncio.to_thread(call_off, offer.address)
 
 
 def _patience_s(done: set[asyncio.Future[object]]) -> float | None:

@@ -91,4 +91,8 @@ def open_receiving_end(plan: SyncPlan, address: str, rank: int, deadline: Deadli
         from roll_core.runtime.weight_sync.collective import CollectiveReceiver
 
         return CollectiveReceiver(address, rank, plan.num_receivers, plan.bucket_bytes, deadline)
+    if plan.transport == "disk":
+        from roll_core.runtime.weight_sync.disk import DiskReceiver
+
+        return DiskReceiver(address, rank, plan.bucket_bytes)
     raise UnsupportedError(f"this version of roll-core has no weight transport {plan.transport}")

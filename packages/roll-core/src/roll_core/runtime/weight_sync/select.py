@@ -18,15 +18,19 @@ class PlacementFacts:
 
     same_process: bool
     same_host: bool
+    directory: str = ""
+    """Where weights shall travel through files; empty if they need not."""
 
     @classmethod
-    def of(cls, train: WorkerGroup, infer: WorkerGroup, *, shares_memory: bool) -> PlacementFacts:
+    def of(cls, train: WorkerGroup, infer: WorkerGroup, *, shares_memory: bool, directory: str = "") -> PlacementFacts:
         """Facts about two running groups; `shares_memory` is the executor's."""
         hosts = {(member.node, member.host) for group in (train, infer) for member in group.members}
-        return cls(same_process=shares_memory, same_host=len(hosts) == 1)
+        return cls(same_process=shares_memory, same_host=len(hosts) == 1, directory=directory)
 
     def obstacle(self, transport: Transport) -> str:
         """Why `transport` cannot work here, empty if it can."""
+        if self.directory and transport != "disk":
+            return "model_update_dir asks for disk"
         match transport:
             case "shared":
                 return "" if self.same_process else "the workers are in different processes"
@@ -34,7 +38,9 @@ class PlacementFacts:
                 if self.same_process:
                     return "the workers are in one process"
                 return "" if self.same_host else "the workers are on different hosts"
-            case "collective":
+            case "disk" if not self.directory:
+                return "model_update_dir names no folder"
+            case "collective" | "disk":
                 return "the workers are in one process" if self.same_process else ""
             case _:
                 return "this version of roll-core has no such transport"

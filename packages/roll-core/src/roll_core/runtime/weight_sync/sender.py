@@ -103,7 +103,7 @@ class WeightSender:
 
     def _channel(self, plan: SyncPlan) -> SendingEnd:
         host = plan.sender_hosts[self._rank]
-        wanted = (plan.transport, plan.num_receivers, plan.bucket_bytes, host)
+        wanted = (plan.transport, plan.num_receivers, plan.bucket_bytes, host, plan.directory)
         if self._end is None or self._end_plan != wanted:
             self._hang_up()
             self._end, self._end_plan = open_sending_end(plan, host), wanted
@@ -129,6 +129,10 @@ def open_sending_end(plan: SyncPlan, host: str) -> SendingEnd:
         from roll_core.runtime.weight_sync.collective import CollectiveSender
 
         return CollectiveSender(plan.num_receivers, plan.bucket_bytes, host)
+    if plan.transport == "disk":
+        from roll_core.runtime.weight_sync.disk import DiskSender
+
+        return DiskSender(plan.num_receivers, plan.bucket_bytes, plan.directory)
     raise UnsupportedError(f"this version of roll-core has no weight transport {plan.transport}")
 
 

@@ -22,6 +22,7 @@ from roll_core.types import DataRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -160,7 +161,7 @@ class WeightTests(InferSubject):
             raise AssertionError(f"an update wrote into the trainer's {changed[0]}")
 
     def test_weights_arrive_by_every_transport(
-        self, engine: Engine, setup: Setup, answers: Answers, transport: Transport
+        self, engine: Engine, setup: Setup, answers: Answers, transport: Transport, tmp_path: Path
     ) -> None:
         """That is declared and that the runtime has, by the runtime's own two ends, in many buckets; twice."""
         if transport not in IMPLEMENTED:
@@ -171,7 +172,7 @@ class WeightTests(InferSubject):
         try:
             for seed in (14, 15):
                 exporter.weights = self._moved(setup, seed)
-                receipt = self._publish(engine, sender, receiver, transport)
+                receipt = self._publish(engine, sender, receiver, transport, tmp_path)
                 _has_digests(receipt, exporter.weights, "what was exported")
                 self.check_answers(engine, setup, answers, exporter.weights)
         finally:
@@ -188,7 +189,7 @@ class WeightTests(InferSubject):
         return self.published(moved(self.stored(setup), seed), setup.model)
 
     def _publish(
-        self, engine: Engine, sender: WeightSender, receiver: WeightReceiver, transport: Transport
+        self, engine: Engine, sender: WeightSender, receiver: WeightReceiver, transport: Transport, directory: Path
     ) -> WeightReceipt:
         """As a run does."""
         engine.version += 1
@@ -198,6 +199,7 @@ class WeightTests(InferSubject):
             transport=transport,
             num_receivers=1,
             bucket_bytes=BUCKET_BYTES,
+            directory=str(directory),
             deadline_s=DEADLINE_S,
         )
         offer = sender.prepare(plan)

@@ -1,0 +1,157 @@
+import os
+import subprocess
+import sys
+import threading
+
+import fsspec
+import pytest
+import torch
+
+from roll_core.errors import WeightSyncError
+from roll_core.runtime.host import hostname
+from roll_core.runtime.weight_sync import disk
+from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
+from roll_core.runtime.weight_sync.plan import Deadline
+from roll_core.spec.weights import make_manifest
+
+TENSORS = {
+    "a": torch.randn(300, 20),
+    "b": torch.randn(4000).bfloat16(),
+    "none": torch.zeros(0, 3),
+    "c": torch.tensor(3),
+}
+MANIFEST = make_manifest(1, TENSORS.items())
+BUCKET = 16 << 10
+
+
+def receive_in_thread(address, rank, found, publishes=2):
+    def work():
+        receiver = disk.DiskReceiver(address, rank, BUCKET)
+        for _ in range(publishes):
+            found.append({name: tensor.clone() for name, tensor in receiver.receive(MANIFEST, Deadline(10))})
+        receiver.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.fixture(params=["a folder", "a store"])
+def where(request, tmp_path):
+    if request.param == "a folder":
+        yield str(tmp_path)
+        return
+    yield "memory://weights"
+    fsspec.filesystem("memory").store.clear()
+
+
+def files_below(where):
+    files, path = fsspec.core.url_to_fs(where)
+    return files.find(path)
+
+
+def test_two_receivers_read_what_was_written_publish_after_publish(where):
+    sender = disk.DiskSender(2, BUCKET, where)
+    found = [[], []]
+    threads = [receive_in_thread(sender.address, rank, found[rank]) for rank in range(2)]
+    for _ in range(2):
+        sent = sender.send(MANIFEST, iter(TENSORS.items()), Deadline(10))
+        assert [entry.digest for entry in sent] == [entry.digest for entry in MANIFEST.tensors]
+    for thread in threads:
+        thread.join()
+    assert [file.rpartition("/")[2] for file in files_below(where)] == [disk.OPEN]
+    sender.close()
+    assert files_below(where) == []
+    for held in (each for publishes in found for each in publishes):
+        assert held.keys() == TENSORS.keys()
+        assert all(torch.equal(held[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_receivers_that_never_come_are_named(where):
+    sender = disk.DiskSender(3, BUCKET, where)
+    found = []
+    thread = receive_in_thread(sender.address, 1, found, publishes=1)
+    with pytest.raises(ReceiversLostError) as caught:
+        sender.send(MANIFEST, iter(TENSORS.items()), Deadline(0.5))
+    thread.join()
+    assert (caught.value.silent, caught.value.gone) == ((0, 2), ())
+    sender.close()
+
+
+def test_a_receiver_that_hangs_up_half_way_ends_the_sending(where):
+    sender = disk.DiskSender(1, BUCKET, where)
+    outcome = []
+
+    def send():
+        with pytest.raises(ReceiversLostError) as caught:
+            sender.send(MANIFEST, iter(TENSORS.items()), Deadline(10))
+        outcome.append(caught.value.gone)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
+    next(receiver.receive(MANIFEST, Deadline(10)))
+    receiver.close()
+    thread.join()
+    assert outcome == [(0,)]
+    sender.close()
+
+
+def test_a_sender_that_closes_frees_receivers_that_wait(where):
+    sender = disk.DiskSender(1, BUCKET, where)
+    receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
+    threading.Timer(0.2, sender.close).start()
+    with pytest.raises(SenderLostError, match="hung up before bucket-0"):
+        list(receiver.receive(MANIFEST, Deadline(10)))
+    receiver.close()
+    assert files_below(where) == []
+
+
+def test_a_sender_that_writes_nothing_is_not_waited_for_after_the_deadline(where):
+    sender = disk.DiskSender(1, BUCKET, where)
+    receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
+    with pytest.raises(SenderLostError, match="had not written bucket-0 when the deadline passed"):
+        list(receiver.receive(MANIFEST, Deadline(0.2)))
+    sender.close()
+
+
+def test_the_driver_can_call_off_what_both_ends_wait_for(where):
+    sender = disk.DiskSender(1, BUCKET, where)
+    threading.Timer(0.2, disk.call_off, [sender.address]).start()
+    with pytest.raises(ReceiversLostError) as caught:
+        sender.send(MANIFEST, iter(TENSORS.items()), Deadline(10))
+    assert caught.value.gone == (0,)
+    sender.close()
+    assert files_below(where) == []
+
+
+def test_a_bucket_that_was_cut_short_is_not_taken_for_whole(tmp_path):
+    sender = disk.DiskSender(1, BUCKET, str(tmp_path))
+    folder = disk.Folder(sender.address)
+    folder.write("1/bucket-0", b"short")
+    receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
+    with pytest.raises(SenderLostError, match="bucket-0 ends after 5 of"):
+        list(receiver.receive(MANIFEST, Deadline(5)))
+    sender.close()
+
+
+def test_only_what_the_dead_of_this_host_left_is_removed(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    ours = f"{disk.PREFIX}{hostname()}"
+    kept = [f"{ours}-{os.getpid()}-ab", f"{disk.PREFIX}elsewhere-{gone.pid}-ab", "results", f"{ours}-x-ab"]
+    for name in (f"{ours}-{gone.pid}-ab", *kept):
+        (tmp_path / name / "1").mkdir(parents=True)
+    disk.DiskSender(1, BUCKET, str(tmp_path)).close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_full_disk_is_an_error_of_the_sync(tmp_path, monkeypatch):
+    sender = disk.DiskSender(1, BUCKET, str(tmp_path))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.Folder, "write", full)
+    with pytest.raises(WeightSyncError, match=r"\(model_update_dir\): .*No space left"):
+        sender.send(MANIFEST, iter(TENSORS.items()), Deadline(5))
