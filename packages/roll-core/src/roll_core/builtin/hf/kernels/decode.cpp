@@ -10,12 +10,12 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 namespace {
 
 constexpr int64_t PARALLEL_FROM = 1 << 14;  // numbers touched; below, waking the other threads costs more
-constexpr int64_t TILE = 64;                // positions whose keys stay in the first-level cache for all query heads
 
 struct BFloat16 {
   uint16_t bits;
@@ -121,29 +121,145 @@ inline void turn(const T* head, const float* weight, const float* cos, const flo
   }
 }
 
-// SIZE > 0 is a head size that the compiler knows, so that sums stay in registers; 0 takes `any_size`.
-template <int64_t SIZE, typename T>
-inline float product(const float* __restrict x, const T* __restrict y, int64_t any_size) {
-  float sum = 0;
-  const int64_t size = SIZE > 0 ? SIZE : any_size;
-  for (int64_t d = 0; d < size; ++d) sum += x[d] * load(y[d]);
-  return sum;
+// As many floats as a register holds.
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16;
+#elif defined(__AVX__)
+constexpr int64_t LANES = 8;
+#else
+constexpr int64_t LANES = 4;
+#endif
+typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Places __attribute__((vector_size(LANES * sizeof(int32_t))));
+
+inline Lanes load_lanes(const float* from) {
+  Lanes found;
+  std::memcpy(&found, from, sizeof found);
+  return found;
 }
 
-// out [D] += weights [num] @ values [num, D].
-template <int64_t SIZE, typename T>
-inline void add_weighted(const float* __restrict weights, const T* __restrict values, int64_t num, int64_t any_size,
-                         float* __restrict out) {
-  if constexpr (SIZE > 0) {
-    float sums[SIZE];
-    for (int64_t d = 0; d < SIZE; ++d) sums[d] = out[d];
-    for (int64_t w = 0; w < num; ++w) {
-      for (int64_t d = 0; d < SIZE; ++d) sums[d] += weights[w] * load(values[w * SIZE + d]);
-    }
-    for (int64_t d = 0; d < SIZE; ++d) out[d] = sums[d];
+inline Lanes load_lanes(const BFloat16* from) {
+  typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
+  typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
+  Halves bits;
+  std::memcpy(&bits, from, sizeof bits);
+  const Words words = __builtin_convertvector(bits, Words) << 16;
+  Lanes found;
+  std::memcpy(&found, &words, sizeof found);
+  return found;
+}
+
+// Of each 2 * STEP lanes the sums of x's first and second half, then those of y's.
+template <int64_t STEP, size_t... I>
+inline Lanes halves_added(Lanes x, Lanes y, std::index_sequence<I...>) {
+#define ROLL_PLACE (I / (2 * STEP) * 2 * STEP + I % (2 * STEP) + (I % (2 * STEP) < STEP ? 0 : LANES - STEP))
+#if defined(__clang__)
+  return __builtin_shufflevector(x, y, ROLL_PLACE...) + __builtin_shufflevector(x, y, (ROLL_PLACE + STEP)...);
+#else
+  constexpr Places low = {static_cast<int32_t>(ROLL_PLACE)...};
+  constexpr Places high = {static_cast<int32_t>(ROLL_PLACE + STEP)...};
+  return __builtin_shuffle(x, y, low) + __builtin_shuffle(x, y, high);
+#endif
+#undef ROLL_PLACE
+}
+
+// The sums of LANES vectors as the lanes of one; `parts` is overwritten.
+template <int64_t STEP = 1>
+inline Lanes sums_of(Lanes* parts) {
+  constexpr int64_t num = LANES / STEP;
+  if constexpr (num == 1) {
+    return parts[0];
   } else {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < num / 2; ++i) {
+      parts[i] = halves_added<STEP>(parts[2 * i], parts[2 * i + 1], std::make_index_sequence<LANES>());
+    }
+    return sums_of<2 * STEP>(parts);
+  }
+}
+
+// Asks for memory that is needed next, while something else is computed; never faults. The keys of one head of one row
+// are too short a stream for the processor to notice by itself. Into the second-level cache: keys and values of two
+// heads do not fit in the first.
+inline void fetch(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
+}
+
+// HEADS query heads against LANES / HEADS positions: `out` of a head is `out_stride` behind that of the one before.
+template <int64_t SIZE, int64_t HEADS, typename T>
+inline void score_block(const float* query, const T* keys, float scale, float* out, int64_t out_stride) {
+  constexpr int64_t positions = LANES / HEADS;
+  Lanes parts[LANES] = {};
+#pragma GCC unroll 1
+  for (int64_t d = 0; d < SIZE; d += LANES) {
+    Lanes asked[HEADS];
+#pragma GCC unroll 2
+    for (int64_t h = 0; h < HEADS; ++h) asked[h] = load_lanes(query + h * SIZE + d);
+#pragma GCC unroll 16
+    for (int64_t w = 0; w < positions; ++w) {
+      const Lanes key = load_lanes(keys + w * SIZE + d);
+#pragma GCC unroll 2
+      for (int64_t h = 0; h < HEADS; ++h) parts[h * positions + w] += asked[h] * key;
+    }
+  }
+  const Lanes found = scale * sums_of(parts);
+  for (int64_t h = 0; h < HEADS; ++h) {
+    std::memcpy(out + h * out_stride, reinterpret_cast<const float*>(&found) + h * positions,
+                positions * sizeof(float));
+  }
+}
+
+// out [HEADS, num], of stride `out_stride`, = scale * query [HEADS, D] @ keys [num, D]. SIZE > 0 is a head size that
+// the compiler knows, a multiple of LANES, so that sums stay in registers; 0 takes `any_size`. `next` is read later.
+template <int64_t SIZE, int64_t HEADS, typename T>
+inline void score(const float* query, const T* keys, const T* next, int64_t num, int64_t any_size, float scale,
+                  float* out, int64_t out_stride) {
+  constexpr int64_t positions = LANES / HEADS;
+  int64_t w = 0;
+  if constexpr (SIZE > 0) {
+    for (; w + positions <= num; w += positions) {
+      fetch(next + w * SIZE, positions * SIZE * sizeof(T));
+      score_block<SIZE, HEADS>(query, keys + w * SIZE, scale, out + w, out_stride);
+    }
+    if (w < num && num >= positions) {  // the last ones together with some that were computed already
+      w = num - positions;
+      score_block<SIZE, HEADS>(query, keys + w * SIZE, scale, out + w, out_stride);
+      return;
+    }
+  }
+  const int64_t size = SIZE > 0 ? SIZE : any_size;
+  for (; w < num; ++w) {
+    for (int64_t h = 0; h < HEADS; ++h) {
+      float sum = 0;
+      for (int64_t d = 0; d < size; ++d) sum += query[h * size + d] * load(keys[w * size + d]);
+      out[h * out_stride + w] = scale * sum;
+    }
+  }
+}
+
+// out [HEADS, D] = weights [HEADS, num], of stride `stride`, @ values [num, D]. `next` is read after this.
+template <int64_t SIZE, int64_t HEADS, typename T>
+inline void weigh(const float* weights, int64_t stride, const T* values, const T* next, int64_t num, int64_t any_size,
+                  float* out) {
+  if constexpr (SIZE > 0) {
+    Lanes sums[HEADS][SIZE / LANES] = {};
     for (int64_t w = 0; w < num; ++w) {
-      for (int64_t d = 0; d < any_size; ++d) out[d] += weights[w] * load(values[w * any_size + d]);
+      fetch(next + w * SIZE, SIZE * sizeof(T));
+#pragma GCC unroll 16
+      for (int64_t d = 0; d < SIZE / LANES; ++d) {
+        const Lanes value = load_lanes(values + w * SIZE + d * LANES);
+#pragma GCC unroll 2
+        for (int64_t h = 0; h < HEADS; ++h) sums[h][d] += weights[h * stride + w] * value;
+      }
+    }
+    std::memcpy(out, sums, sizeof sums);
+  } else {
+    std::fill(out, out + HEADS * any_size, 0.0f);
+    for (int64_t w = 0; w < num; ++w) {
+      for (int64_t h = 0; h < HEADS; ++h) {
+        const float weight = weights[h * stride + w];
+        for (int64_t d = 0; d < any_size; ++d) out[h * any_size + d] += weight * load(values[w * any_size + d]);
+      }
     }
   }
 }
@@ -160,31 +276,31 @@ inline void softmax(float* __restrict row, int64_t width) {
   for (int64_t w = 0; w < width; ++w) row[w] *= inverse;
 }
 
-// One key/value head of one row, all its query heads. `query` is [G, D], `weights` room for [G, width].
+// HEADS of the query heads of one key/value head of one row; `weights` is room for [HEADS, width].
+template <int64_t SIZE, int64_t HEADS, typename T>
+inline void attend_heads(const float* query, const T* keys, const T* values, const T* next, int64_t width, int64_t size,
+                         float scale, float* weights, float* out) {
+  score<SIZE, HEADS>(query, keys, values, width, size, scale, weights, width);
+  for (int64_t h = 0; h < HEADS; ++h) softmax(weights + h * width, width);
+  weigh<SIZE, HEADS>(weights, width, values, next, width, size, out);
+}
+
+// One key/value head of one row, all its query heads [G, D], two at a time, which share what is loaded. `weights` is
+// room for [2, width]; at `next` are the keys of the head after this.
 template <int64_t SIZE, typename T>
-void attend_head(const float* query, const T* keys, const T* values, int64_t width, int64_t groups, int64_t any_size,
-                 float scale, float* weights, float* out) {
-  const int64_t size = SIZE > 0 ? SIZE : any_size;
-  for (int64_t start = 0; start < width; start += TILE) {
-    const int64_t end = std::min(width, start + TILE);
-    for (int64_t g = 0; g < groups; ++g) {
-      for (int64_t w = start; w < end; ++w) {
-        weights[g * width + w] = scale * product<SIZE>(query + g * size, keys + w * size, size);
-      }
-    }
+void attend_head(const float* query, const T* keys, const T* values, const T* next, int64_t width, int64_t groups,
+                 int64_t any_size, float scale, float* weights, float* out) {
+  const int64_t size = SIZE > 0 ? SIZE : any_size, even = groups / 2 * 2;
+  for (int64_t g = 0; g < even; g += 2) {
+    attend_heads<SIZE, 2>(query + g * size, keys, values, next, width, size, scale, weights, out + g * size);
   }
-  for (int64_t g = 0; g < groups; ++g) softmax(weights + g * width, width);
-  std::fill(out, out + groups * size, 0.0f);
-  for (int64_t start = 0; start < width; start += TILE) {
-    const int64_t num = std::min(width - start, TILE);
-    for (int64_t g = 0; g < groups; ++g) {
-      add_weighted<SIZE>(weights + g * width + start, values + start * size, num, size, out + g * size);
-    }
+  if (even < groups) {
+    attend_heads<SIZE, 1>(query + even * size, keys, values, next, width, size, scale, weights, out + even * size);
   }
 }
 
 template <typename T>
-using AttendHead = void (*)(const float*, const T*, const T*, int64_t, int64_t, int64_t, float, float*, float*);
+using AttendHead = decltype(&attend_head<0, T>);
 
 template <typename T>
 AttendHead<T> attend_head_of(int64_t size) {
@@ -213,6 +329,8 @@ void attend(const Attention& a, const T* qkv, const float* norm, const float* co
         const int64_t at = lengths[n], width = at + 1;
         T* row_keys = keys + n * a.row_stride + k * a.head_stride;
         T* row_values = values + n * a.row_stride + k * a.head_stride;
+        const bool same_row = k + 1 < a.num_kv_heads;
+        const T* next = keys + (same_row ? n : n + 1) * a.row_stride + (same_row ? k + 1 : 0) * a.head_stride;
         const auto turned = [&](int64_t head, float* into) {
           turn(qkv + (n * heads + head) * size, norm == nullptr ? nullptr : norm + head * size, cos + at * size,
                sin + at * size, a.epsilon, size, into);
@@ -224,8 +342,9 @@ void attend(const Attention& a, const T* qkv, const float* norm, const float* co
           row_keys[at * size + d] = rounded<T>(key[d]);
           row_values[at * size + d] = value[d];
         }
-        if (static_cast<int64_t>(weights.size()) < groups * width) weights.resize(2 * groups * width);
-        attend_one(query.data(), row_keys, row_values, width, groups, size, a.scale, weights.data(), found.data());
+        if (static_cast<int64_t>(weights.size()) < 2 * width) weights.resize(4 * width);
+        attend_one(query.data(), row_keys, row_values, next, width, groups, size, a.scale, weights.data(),
+                   found.data());
         T* target = out + (n * a.num_heads + k * groups) * size;
         for (int64_t i = 0; i < groups * size; ++i) target[i] = rounded<T>(found[i]);
       }
