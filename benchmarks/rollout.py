@@ -176,6 +176,7 @@ def _one_work(contestants: Sequence[Contestant], task: dict[str, Any], kind: str
             for name in CONTESTANTS[1:]
         },
     }
+    cell["parts"] = contestants[0].ask({**task, "parts": True})
     if gemm:
         cell["gemm_seconds"] = {name: [round(x, 4) for x in min(found)] for name, found in gemm.items()}
         own = [(run["seconds"], run["cpu_seconds"]) for run in runs["roll"]]
@@ -204,13 +205,12 @@ def table(cells: dict[str, Any]) -> str:
         "of the ratios of one round: of wall time, and (in brackets) of CPU time. The GEMM bound is the time of the",
         "matrix products alone, in the model's order on its own weights: `linear` is torch's default kernel, `onednn`",
         "another that it has, `packed` the same on weights that it has laid out for itself beforehand, as ours are.",
-        "`kernels`: what our engine computes with between the products, its own or torch's; rows with torch's",
-        "were measured before there were others.",
+        "`time goes to`: shares of our wall time, measured in one more round with a clock around each part.",
         "`spread` is the slowest round over the fastest, of the contestant where that is largest: near 1 if quiet.",
         "",
         "| model | vocabulary | dtype | work | threads | kernels | roll | transformers | vLLM"
-        " | × transformers | × vLLM | spread | of the GEMM bound |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        " | × transformers | × vLLM | spread | of the GEMM bound | time goes to |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in sorted(cells):
         size, vocabulary, dtype, kind, threads = name.split("/")
@@ -224,9 +224,15 @@ def table(cells: dict[str, Any]) -> str:
             f"| {size} | {vocabulary} | {dtype} | {kind} | {threads} | {cell['kernels']}"
             f" | {speed['roll']} | {speed['transformers']} | {speed['vllm']}"
             f" | {ratio['transformers']:.2f} ({cpu['transformers']:.2f}) | {ratio['vllm']:.2f} ({cpu['vllm']:.2f})"
-            f" | {spread:.1f} | {bound} |"
+            f" | {spread:.1f} | {bound} | {where(cell)} |"
         )
     return "\n".join([*lines, "", *misses(cells)])
+
+
+def where(cell: dict[str, Any]) -> str:
+    """The parts of our time, the largest first."""
+    parts = sorted(cell["parts"].items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {share:.0%}" for name, share in parts)
 
 
 def misses(cells: dict[str, Any]) -> list[str]:
@@ -249,9 +255,9 @@ def misses(cells: dict[str, Any]) -> list[str]:
         "",
         *found,
         "",
-        "Before there were compiled kernels, a third of a step at 512 × 8 in float32 lay between the matrix products:",
-        "attention 22 %, norms, rope and activations the rest. With them most of that is gone, and keys and values are",
-        "read once, at the memory's speed. Where the rest of a step goes has not been profiled again.",
+        "What stands between a step and the bound is in the last column: prompts and draws are outside of the bound,",
+        "attention reads the keys and values of all rows from memory, and `products` take longer between other work,",
+        "which leaves their inputs in other caches, than one after another as the bound has them.",
     ]
 
 

@@ -4,8 +4,9 @@ python rollout_contestant.py roll|transformers|vllm MODEL_DIRECTORY fp32|bf16 TH
 
 Work comes as one JSON object per line on the standard input: `{"prompts": [[id, ...], ...], "lengths": [n, ...]}`,
 one response of exactly so many tokens for each prompt, drawn from the softmax, with the logprob of each token. The
-answer is one JSON line: seconds, CPU seconds, and the lengths of what was generated. `{"gemm_rows": M}` asks the
-contestant `roll` for the seconds that the matrix products alone of one decoding step of M rows take, by kernel.
+answer is one JSON line: seconds, CPU seconds, and the lengths of what was generated. The contestant `roll` is also
+asked for the seconds that the matrix products alone of one decoding step of M rows take, by kernel
+(`{"gemm_rows": M}`), and for where the seconds of the work go (`"parts": true` beside the work).
 """
 
 from __future__ import annotations
@@ -51,6 +52,47 @@ class Roll:
             return [len(each.outputs[0].logprobs) for each in completions]
 
         return self.loop.run_until_complete(generate())
+
+    def parts(self, prompts: list[list[int]], lengths: list[int]) -> dict[str, float]:
+        """Shares of the wall time of this work, by a clock around each part; the rest is Python between them."""
+        from collections import defaultdict
+        from unittest.mock import patch
+
+        from roll_core.builtin.hf.linear import Projection
+
+        seconds: defaultdict[str, float] = defaultdict(float)
+        core: Any = self.engine._ready_core
+        inside: list[str] = []
+
+        def clocked(name: str, call: Any) -> Any:
+            def timed(*given: Any, **named: Any) -> Any:
+                if inside:
+                    return call(*given, **named)
+                inside.append(name)
+                began = time.perf_counter()
+                try:
+                    return call(*given, **named)
+                finally:
+                    seconds[name] += time.perf_counter() - began
+                    inside.pop()
+
+            return timed
+
+        parts = [(core.runner, "prefill", "prompts"), (core._batch, "draw", "draws")]
+        parts += [(Projection, "__call__", "products")]
+        if kernels := getattr(core.runner, "_kernels", None):
+            parts += [(kernels, "attend", "attention"), (kernels, "add_norm", "norms"), (kernels, "gate", "gates")]
+        patches = [patch.object(owner, method, clocked(name, getattr(owner, method))) for owner, method, name in parts]
+        for each in patches:
+            each.start()
+        try:
+            began = time.perf_counter()
+            self.work(prompts, lengths)
+            whole = time.perf_counter() - began
+        finally:
+            for each in patches:
+                each.stop()
+        return {name: round(part / whole, 3) for name, part in seconds.items()}
 
     def gemm_seconds(self, num_rows: int) -> dict[str, tuple[float, float]]:
         """Wall and CPU seconds of one step, lower quartiles, on the model's own weights in the model's own order."""
@@ -197,6 +239,8 @@ def main() -> None:
         task = json.loads(line)
         if "gemm_rows" in task:
             answer: dict[str, Any] = contestant.gemm_seconds(task["gemm_rows"])  # type: ignore[union-attr]
+        elif task.get("parts"):
+            answer = contestant.parts(task["prompts"], task["lengths"])  # type: ignore[union-attr]
         else:
             wall, cpu = time.perf_counter(), time.process_time()
             lengths = contestant.work(task["prompts"], task["lengths"])
