@@ -29,6 +29,14 @@ sft_train:
   data_args: {file_name: rows.jsonl}
   strategy_args: {strategy_name: hf_train}
 """
+RANDOM = """\
+pipeline: sft
+tokenizer: {kind: byte}
+sft_train:
+  model_args: {random_init: {model_type: qwen3, hidden_size: 64, num_hidden_layers: 2}}
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
 RLVR = """\
 defaults: [common, _self_]
 pipeline: rlvr
@@ -52,6 +60,7 @@ CASES = {
     "plugins -v": (["plugins", "-v"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 190),
     "plugins --json": (["plugins", "--json"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 190),
     "check": (["check", "plain.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
+    "plan": (["plan", "random.yaml"], ("hydra", "omegaconf", "numpy"), 450),
     "check with a mistake": (["check", "wrong.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
     "checkpoint list": (["checkpoint", "list", "run"], ("pluggy", "rich", "hydra", "omegaconf", "numpy"), 250),
     "checkpoint verify": (["checkpoint", "verify", "run"], ("pluggy", "rich", "hydra", "omegaconf", "numpy"), 250),
@@ -62,6 +71,7 @@ CASES = {
 @pytest.mark.parametrize(("arguments", "forbidden", "budget"), CASES.values(), ids=CASES.keys())
 def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, budget):
     (tmp_path / "plain.yaml").write_text(SFT)
+    (tmp_path / "random.yaml").write_text(RANDOM)
     (tmp_path / "wrong.yaml").write_text(SFT + "sede: 1\n")
     (tmp_path / "composed.yaml").write_text(RLVR)
     (tmp_path / "common.yaml").write_text("seed: 7\n")

@@ -25,9 +25,9 @@ HOOKS = {
 BASE = ["name", "target", "summary", "config", "needs"]
 RECORDS = {
     "PlatformProvider": [*BASE, "priority"],
-    "TrainProvider": [*BASE, "capabilities", "platforms", "forward_only"],
-    "InferProvider": [*BASE, "capabilities", "platforms"],
-    "PipelineProvider": BASE,
+    "TrainProvider": [*BASE, "capabilities", "platforms", "forward_only", "memory"],
+    "InferProvider": [*BASE, "capabilities", "platforms", "memory"],
+    "PipelineProvider": [*BASE, "plan"],
     "RewardProvider": BASE,
     "TrackerProvider": BASE,
     "AdvantageProvider": [*BASE, "needs_critic"],

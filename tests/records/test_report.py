@@ -29,6 +29,15 @@ ROWS = [
 ]
 
 
+MIB = 2**20
+MEMORY = [
+    {"roles": ["actor_train"], "ranks": [0], "host": "here", "pid": 7, "measured_bytes": 1000 * MIB,
+     "predicted_bytes": 1100 * MIB, "device_measured_bytes": 4000 * MIB, "device_predicted_bytes": 3000 * MIB},
+    {"roles": ["actor_infer"], "ranks": [0], "host": "here", "pid": 8, "measured_bytes": 50 * MIB,
+     "predicted_bytes": None, "device_measured_bytes": None, "device_predicted_bytes": None},
+]  # fmt: skip
+
+
 class Page(HTMLParser):
     """What a browser would find: elements, text outside scripts, and the samples."""
 
@@ -72,6 +81,7 @@ def make_run(output: Path, *, ends: bool = True, error: BaseException | None = N
     record = RunRecord(run.record, facts)
     record.weight_transport("actor_train", "actor_infer", "shared")
     record.guard_event(GuardEvent(guard="logprob_gap", action="warn", message="gap of 0.2", step=4, time=1.0))
+    record.update(memory=MEMORY)
     metrics = MetricsFile(run.metrics)
     for step in range(21):
         row = {"score/mean": step / 20, "score/min": 0.0, "score/max": 1.0 + step, "actor/loss": -0.5, "kl/coef": 0.1}
@@ -114,6 +124,8 @@ def test_the_report_shows_the_whole_run(tmp_path: Path) -> None:
         "actor_train -> actor_infer shared",
         "checkpoints/step-10", "roll-infer-acme 1.2", "infer: acme", "pipeline: rlvr", "INFO the last line", "custom",
         "kl/coef 0.1", "1 not finite",
+        "actor_train 7 on here host 1,100 MiB 1,000 MiB +10%", "actor_train 7 on here device 3,000 MiB 4,000 MiB -25%",
+        "actor_infer 8 on here host not known 50 MiB",
     ):  # fmt: skip
         assert part in page.text, part
     charts = " ".join(page.charts())
@@ -216,12 +228,13 @@ def test_files_that_are_cut_off_or_damaged_anywhere_still_make_a_report(
 
 FIELDS = [
     "name", "pipeline", "outcome", "error", "started", "ended", "steps_done", "steps_asked", "weight_transports",
-    "guards", "time", "versions", "git", "host", "process", "plugins", "argv", "cwd", "resumed_from",
+    "guards", "time", "versions", "git", "host", "process", "plugins", "argv", "cwd", "resumed_from", "memory",
 ]  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["NaN", "Infinity", "x", "1e400"]),
     lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["stage", "seconds", "a"]), inner, max_size=2)
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["stage", "seconds", "roles", "measured_bytes"]), inner, max_size=2)
     ),
     max_leaves=6,
 )

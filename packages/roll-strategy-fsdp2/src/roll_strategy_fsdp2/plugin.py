@@ -42,6 +42,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         summary="Trains Hugging Face models sharded over ranks by torch's FSDP2",
         needs=NEEDS,
         capabilities=CAPABILITIES,
+        memory="roll_strategy_fsdp2.memory:memory",
     )
     yield TrainProvider(
         name="fsdp2_infer",
@@ -50,5 +51,6 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         summary="fsdp2_train without optimizer, for roles that only score",
         needs=NEEDS,
         capabilities=CAPABILITIES,
+        memory="roll_strategy_fsdp2.memory:memory",
         forward_only=True,
     )

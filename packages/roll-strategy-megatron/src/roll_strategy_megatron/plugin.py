@@ -41,6 +41,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         summary="Trains Hugging Face models with Megatron-Core: tensor, pipeline, context and expert parallel",
         needs=NEEDS,
         capabilities=CAPABILITIES,
+        memory="roll_strategy_megatron.memory:memory",
         platforms=("cuda",),
     )
     yield TrainProvider(
@@ -50,6 +51,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         summary="megatron_train without optimizer, for roles that only score",
         needs=NEEDS,
         capabilities=CAPABILITIES,
+        memory="roll_strategy_megatron.memory:memory",
         platforms=("cuda",),
         forward_only=True,
     )

@@ -61,6 +61,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         config="roll_core.builtin.hf.config:HFTrainConfig",
         summary="Trains Hugging Face models, one process per replica",
         capabilities=HF_TRAIN,
+        memory="roll_core.builtin.hf.memory:training",
     )
     yield TrainProvider(
         name="hf_infer",
@@ -68,6 +69,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         config="roll_core.builtin.hf.config:HFTrainConfig",
         summary="hf_train without optimizer, for roles that only score",
         capabilities=HF_TRAIN,
+        memory="roll_core.builtin.hf.memory:training",
         forward_only=True,
     )
 
@@ -81,6 +83,7 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         config="roll_core.builtin.hf.config:HFInferConfig",
         summary="Embedded engine for Hugging Face models: continuous batching with a KV cache",
         capabilities=HF_INFER,
+        memory="roll_core.builtin.hf.memory:engine",
     )
 
 
@@ -91,12 +94,14 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         name="sft",
         target="roll_core.pipelines.sft:SFTPipeline",
         config="roll_core.pipelines.config:SFTConfig",
+        plan="roll_core.pipelines.plans:sft",
         summary="Supervised fine-tuning on prompts and responses, or chats",
     )
     yield PipelineProvider(
         name="rlvr",
         target="roll_core.pipelines.rlvr:RLVRPipeline",
         config="roll_core.pipelines.config:RLVRConfig",
+        plan="roll_core.pipelines.plans:rlvr",
         summary="Reinforcement learning with verifiable rewards: GRPO, PPO, REINFORCE, RLOO",
     )
 

@@ -21,6 +21,7 @@ Post-train language models: reinforcement learning and supervised fine-tuning.
 commands:
   run CONFIG... [key=value ...]     one run per config, in order
   check CONFIG... [key=value ...]   every mistake in the configs at once; starts nothing
+  plan CONFIG [key=value ...]       who sits where, what memory each phase takes, whether it fits
   doctor [CONFIG] [--json]          what is wrong with this machine and its software, and what to do
   plugins [--json | -v] [--check]   what is installed, what it offers, what is broken
   report RUN                        write the report of a run directory again
@@ -81,6 +82,38 @@ def _check(words: list[str]) -> int:
     from roll_core.cli.check import check_configs
 
     return check_configs(configs, overrides, disabled)
+
+
+def _plan(words: list[str]) -> int:
+    parser = _parser(
+        "plan",
+        "Show where every worker would sit and how much memory each role takes in each phase, before anything starts."
+        " The exit code is 1 if the run would not start or not fit.",
+    )
+    parser.add_argument("--json", action="store_true", help="everything, for programs")
+    parser.add_argument("-v", "--verbose", action="store_true", help="the formula of every amount, with its numbers")
+    parser.add_argument("--nodes", metavar="N", type=int, help="nodes that there are; this host where not given")
+    parser.add_argument(
+        "--slot-memory", metavar="GIB", type=float, help="free memory of a slot, else what is found here"
+    )
+    parser.add_argument(
+        "--host-memory", metavar="GIB", type=float, help="free memory of a host, else what is found here"
+    )
+    configs, overrides, disabled, options = _words(parser, words, nargs="+")
+    if len(configs) != 1:
+        parser.error("name one config file")
+    from roll_core.cli.plan import plan
+
+    return plan(
+        configs[0],
+        overrides,
+        disabled,
+        nodes=options.nodes,
+        slot_gib=options.slot_memory,
+        host_gib=options.host_memory,
+        as_json=options.json,
+        verbose=options.verbose,
+    )
 
 
 def _doctor(words: list[str]) -> int:
@@ -155,6 +188,7 @@ def _checkpoint(words: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "check": _check,
+    "plan": _plan,
     "doctor": _doctor,
     "plugins": _plugins,
     "report": _report,

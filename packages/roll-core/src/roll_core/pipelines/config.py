@@ -233,6 +233,13 @@ class RLVRConfig(_Judged):
         """Whether the distance to a reference is penalised."""
         return self.use_kl_loss or self.add_token_level_kl
 
+    @property
+    def recomputes_logprobs(self) -> bool:
+        """Whether the trainer computes the old policy's logprobs before it trains."""
+        if self.force_disable_old_logprobs_recompute:
+            return False
+        return self.steps_per_batch(self.actor_train) > 1 or self.add_token_level_kl
+
     def clip_range(self) -> tuple[float, float]:
         """PPO's clip range, downwards and upwards."""
         return (self.pg_clip_low, self.pg_clip_high) if self.use_pg_clip_range else (self.pg_clip, self.pg_clip)

@@ -22,16 +22,18 @@ from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, ma
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.pipelines.experience import Experience, logprob_gap, sample_metrics
 from roll_core.pipelines.messages import skipped
+from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder
 from roll_core.pipelines.sampling import sampling_params
 from roll_core.pipelines.validation import Validation
 from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
-from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
+from roll_core.spec.pipeline import Pipeline, Run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.spec.algorithms import AdvantageEstimator
+    from roll_core.spec.pipeline import RoleSpec
 
 
 class RLVRPipeline(Pipeline[RLVRConfig]):
@@ -72,23 +74,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     @override
     def roles(self) -> Sequence[RoleSpec]:
-        config = self.config
-        roles = [
-            RoleSpec(
-                name="actor_train",
-                kind="train",
-                num_steps=(config.max_steps - config.critic_warmup) * config.steps_per_batch(config.actor_train),
-            ),
-            RoleSpec(name="actor_infer", kind="generate", model_from="actor_train"),
-        ]
-        if config.reference is not None:
-            roles.append(RoleSpec(name="reference", kind="score", model_from="actor_train"))
-        if config.critic is not None:
-            num_steps = config.max_steps * config.steps_per_batch(config.critic)
-            roles.append(
-                RoleSpec(name="critic", kind="train", task="value", num_steps=num_steps, model_from="actor_train")
-            )
-        return [*roles, *(RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards)]
+        return rlvr(self.config).roles
 
     @override
     async def step(self, run: Run) -> None:
@@ -133,10 +119,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         """Logprobs under the policy as it is now, logprobs under the reference, values under the critic."""
         config = self.config
         sequences = experience.sequences
-        several_steps = config.steps_per_batch(config.actor_train) > 1
         if config.force_disable_old_logprobs_recompute:
             experience = experience.with_rows(old_logprobs=[s.behaviour_logprobs for s in sequences])  # type: ignore[misc]
-        elif several_steps or config.add_token_level_kl:
+        elif config.recomputes_logprobs:
             scored = await run.train_role("actor_train").score(sequences, logprobs=True, temperature=self.temperature)
             experience = experience.with_rows(old_logprobs=scored.logprobs)
             gap = logprob_gap(experience)

@@ -7,6 +7,7 @@ for batch in rows, in an order drawn anew for each epoch:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -15,12 +16,14 @@ from roll_core.algorithms.losses import SFTObjective
 from roll_core.data.order import RowOrder
 from roll_core.pipelines.config import SFTConfig, sequences_per_step
 from roll_core.pipelines.messages import skipped
+from roll_core.pipelines.plans import sft
 from roll_core.pipelines.validation import Validation
-from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
+from roll_core.spec.pipeline import Pipeline, Run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from roll_core.spec.pipeline import RoleSpec
     from roll_core.types import TrainSequence
 
 
@@ -42,11 +45,8 @@ class SFTPipeline(Pipeline[SFTConfig]):
 
     @override
     def roles(self) -> Sequence[RoleSpec]:
-        roles = [RoleSpec(name="sft_train", kind="train", num_steps=self.steps)]
-        if self.config.actor_infer is not None:
-            roles.append(RoleSpec(name="actor_infer", kind="generate", model_from="sft_train"))
-            roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in self.config.rewards]
-        return roles
+        planned = sft(self.config).roles
+        return [replace(role, num_steps=self.steps) if role.kind == "train" else role for role in planned]
 
     @override
     async def step(self, run: Run) -> None:

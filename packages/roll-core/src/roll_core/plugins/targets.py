@@ -91,6 +91,10 @@ def check_part(record: Provider, *, owner: str) -> None:
         raise PluginLoadError(f"{owner}: {record.target} has other capabilities than its record: {actual}, {declared}")
     if record.config:
         load_class(record.config, _schema(record), owner=owner)
+    for field in ("memory", "plan"):
+        asked = getattr(record, field, "")
+        if asked and not callable(load_target(asked, owner=owner)):
+            raise PluginLoadError(f"{owner}: {asked} is not callable")
 
 
 def _contract(record: Provider) -> type | None:

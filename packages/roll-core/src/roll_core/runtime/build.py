@@ -1,4 +1,7 @@
-"""From a config to what the executor starts: the model, the optimizer's settings and the places of each role."""
+"""From a config to what the executor starts: the model, the optimizer's settings and the places of each role.
+
+What the workers need is imported where it is made: `roll-core plan` asks here too, and loads nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
 from roll_core.plugins.targets import load_class
-from roll_core.runtime.executors.base import GroupSpec
 from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.python_environments.spec import environment_spec
-from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.config import RewardConfig, StrategyConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.providers import InferCapabilities, InferProvider, RewardProvider, TrainProvider
-from roll_core.spec.train import TrainingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.executors.base import Place
+    from roll_core.runtime.executors.base import GroupSpec
+    from roll_core.runtime.placement import Place
     from roll_core.runtime.python_environments.spec import EnvironmentSpec
     from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WorkerConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import Provider
+    from roll_core.spec.train import TrainingSpec
 
 WORKERS = {
     "train": "roll_core.runtime.workers.train:TrainWorker",
@@ -90,6 +92,8 @@ def lora_spec(args: ModelArguments) -> LoraSpec | None:
 
 def training_spec(args: TrainingArguments, num_steps: int, max_grad_norm: float) -> TrainingSpec:
     """The optimizer's settings, warm-up in steps."""
+    from roll_core.spec.train import TrainingSpec
+
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * num_steps)
     return TrainingSpec(
         learning_rate=args.learning_rate,
@@ -114,6 +118,8 @@ def group_specs(
     tokenizer: Path,
 ) -> list[GroupSpec]:
     """What the executor starts, one entry per role."""
+    from roll_core.runtime.executors.base import GroupSpec
+
     specs = []
     for role in roles:
         worker = role_config(config, role.name)
@@ -209,6 +215,8 @@ def _model_args(
     }
     if role.kind == "generate":
         return common
+    from roll_core.runtime.workers.train import BatchLimits
+
     trained = role.kind == "train"
     return common | {
         "training": training_spec(worker.training_args, role.num_steps, config.max_grad_norm) if trained else None,

@@ -28,7 +28,9 @@ from roll_core.runtime.guards import Guards
 from roll_core.runtime.judging import Judges
 from roll_core.runtime.ledger import Ledger
 from roll_core.runtime.logs import run_logging
+from roll_core.runtime.memory_use import forget_peak
 from roll_core.runtime.placement import place_roles, slots_per_node
+from roll_core.runtime.planning.comparing import compared, plan_of_run
 from roll_core.runtime.platform import select_platform
 from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.record import RunFacts, RunRecord
@@ -49,10 +51,12 @@ if TYPE_CHECKING:
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.executors.base import Executor
+    from roll_core.runtime.planning.plan import Plan
     from roll_core.runtime.record import Outcome
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import Pipeline
     from roll_core.spec.platform import Platform
+    from roll_core.spec.providers import PipelineProvider
     from roll_core.spec.tracker import Tracker
 
 log = logging.getLogger(__name__)
@@ -102,6 +106,7 @@ def execute(
     driver = _Driver(
         config=config,
         pipeline=pipeline,
+        pipeline_record=loaded.pipeline,
         registry=registry,
         run_dir=run_dir,
         record=record,
@@ -147,6 +152,7 @@ class _Driver:
 
     config: RunConfig
     pipeline: Pipeline[Any]
+    pipeline_record: PipelineProvider
     registry: Registry
     run_dir: RunDir
     record: RunRecord
@@ -155,6 +161,8 @@ class _Driver:
     redactor: Redactor
     stop: StopSignals
     adopt_logs: Callable[[], None] = lambda: None
+    plan: Plan | None = None
+    """What it was expected to take."""
     steps_done: int = 0
     last_metrics: dict[str, float] = field(default_factory=dict)
 
@@ -236,6 +244,7 @@ class _Driver:
                 events.run_started(run)
                 await self._steps(run, num_steps, executor, guards, metrics_file, trackers, events)
                 await self._export(run)
+                await self._measure_memory(run)
             except BaseException as error:
                 failure = error
                 raise
@@ -308,6 +317,8 @@ class _Driver:
         per_node = slots_per_node(platform, config.num_gpus_per_node)
         executor = await stack.enter_async_context(make_executor(executor_name, platform, slots_per_node=per_node))
         self.record.update(executor=executor_name)
+        self.plan = plan_of_run(config, self.registry, self.pipeline_record, roles, platform, executor_name, places)
+        forget_peak()
         log.info("executor %s on platform %s", executor_name, platform.name)
         tokenizer = self.run_dir.tokenizer
         groups = await executor.start(group_specs(roles, config, self.registry, platform, places, tokenizer))
@@ -364,6 +375,12 @@ class _Driver:
         if self.config.export_model and name:
             with self.ledger.stage("export"):
                 await run.train_role(name).export(self.run_dir.export)
+
+    async def _measure_memory(self, run: ActiveRun) -> None:
+        """Into the record, beside what was predicted. Rewards have no model and are not asked."""
+        groups = [role.group for role in run.train_roles.values()] + [role.group for role in run.infer_roles.values()]
+        measured = {group.role: await group.call("memory_use") for group in groups}
+        self.record.update(memory=compared(self.plan, measured))
 
     def _tracker_factories(self) -> dict[str, Callable[[], Tracker]]:
         config = self.config

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from roll_core.errors import PlacementError
+from roll_core.errors import PlacementError, UnsupportedError
 from roll_core.runtime.host import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from roll_core.spec.config import WorkerConfig
-    from roll_core.spec.platform import Platform
+    from roll_core.spec.platform import Platform, RoleKind
 
 HOST_DEVICE = "cpu"
 """Torch device of workers without slots."""
@@ -108,6 +108,21 @@ def overlap(first: Iterable[Place], second: Iterable[Place]) -> Overlap:
 def slots_of(places: Iterable[Place]) -> frozenset[int]:
     """All slots of a role."""
     return frozenset(slot for place in places for slot in place.slots)
+
+
+def check_local(role: str, kind: RoleKind, places: Sequence[Place], platform: Platform, per_node: int) -> None:
+    """Whether the local executor, one process on this host, can have the workers of a role. Raises `UnsupportedError`,
+    `PlacementError`."""
+    if kind in ("train", "score") and len(places) > 1:
+        raise UnsupportedError(
+            f"{role} has {len(places)} workers, but the local executor has one process, and so one worker for a role"
+            " that trains or scores: set executor: ray, or give it one slot"
+        )
+    here = per_node if platform.slots_share_cores else min(per_node, platform.device_count())
+    for place in places:
+        for slot in place.slots:
+            if slot >= here:
+                raise PlacementError(no_such_slot(role, slot, platform, here, 1))
 
 
 def _slots_of_workers(

@@ -79,6 +79,7 @@ class RunRecord:
             "weight_transports": {},
             "guards": {"counts": {}, "events": []},
             "time": None,
+            "memory": None,
             "versions": versions(),
             "environments": {},
             "git": git_state(Path.cwd()),

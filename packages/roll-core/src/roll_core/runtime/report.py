@@ -127,6 +127,7 @@ class _Page:
     sections: list[_Section]
     weight_charts: list[Chart]
     time: TimeAccount | None
+    memory: list[dict[str, str]]
     samples_json: str
     num_samples: int
     samples_left_out: int
@@ -192,6 +193,7 @@ def _page(run_dir: RunDir) -> _Page:
         sections=[section for section in sections if section is not weights],
         weight_charts=weights.charts,
         time=_time(record, metrics),
+        memory=_memory(record),
         samples_json=_for_script(samples),
         num_samples=len(samples),
         samples_left_out=left_out,
@@ -402,6 +404,36 @@ def _time_rows(record: Mapping[str, Any], metrics: Sequence[Mapping[str, float]]
         [{"stage": name, "seconds": total[name], "entries": entries[name], "tokens": 0} for name in order],
         "Only what the steps recorded: the run has not written its whole account (yet).",
     )
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _memory(record: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What each process was expected to take beside what it took."""
+    rows = []
+    for row in _dicts(record.get("memory")):
+        roles = row.get("roles")
+        for where, prefix in (("host", ""), ("device", "device_")):
+            measured = finite_number(row.get(f"{prefix}measured_bytes"))
+            predicted = finite_number(row.get(f"{prefix}predicted_bytes"))
+            if measured is None:
+                continue
+            rows.append(
+                {
+                    "roles": ", ".join(map(str, roles)) if isinstance(roles, list) else "",
+                    "process": f"{row.get('pid', '?')} on {row.get('host', '?')}",
+                    "where": where,
+                    "predicted": "not known" if predicted is None else _mib(predicted),
+                    "measured": _mib(measured),
+                    "error": f"{predicted / measured - 1:+.0%}" if predicted is not None and measured > 0 else "",
+                }
+            )
+    return rows
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.0f} MiB"
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

@@ -98,6 +98,8 @@ class TrainProvider(Provider):
     """Names of the platforms it runs on; empty means every platform."""
     forward_only: bool = False
     """A twin without optimizer, for roles that only score."""
+    memory: str = ""
+    """`"module:function"` that says how much memory a worker takes: `roll_core.spec.plan`; empty if nobody knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +109,17 @@ class InferProvider(Provider):
     capabilities: InferCapabilities = field(default_factory=InferCapabilities)
     platforms: tuple[str, ...] = ()
     """Names of the platforms it runs on; empty means every platform."""
+    memory: str = ""
+    """`"module:function"` that says how much memory a worker takes: `roll_core.spec.plan`; empty if nobody knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineProvider(Provider):
     """Offers a pipeline; `target` is a subclass of `roll_core.spec.pipeline.Pipeline`, `config` of `RunConfig`."""
+
+    plan: str = ""
+    """`"module:function"` that says which roles it has and what they do in a step, see `roll_core.spec.plan`; where it
+    is empty every role of the config is taken to work by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

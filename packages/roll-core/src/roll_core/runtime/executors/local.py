@@ -11,14 +11,14 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import PlacementError, UnsupportedError
+from roll_core.errors import UnsupportedError
 from roll_core.runtime import openmp
 from roll_core.runtime.executors.base import Executor, Member, Peers, WorkerGroup
 from roll_core.runtime.executors.calls import collect
 from roll_core.runtime.executors.environment import EnvironmentChange
 from roll_core.runtime.executors.host import WorkerHost
 from roll_core.runtime.host import hostname
-from roll_core.runtime.placement import no_such_slot
+from roll_core.runtime.placement import check_local
 from roll_core.runtime.platform import environment_of
 
 if TYPE_CHECKING:
@@ -89,18 +89,7 @@ class LocalExecutor(Executor):
                 f"{spec.role} has a Python environment of its own, but the local executor keeps every worker in this"
                 " process: set executor: ray"
             )
-        if spec.kind in ("train", "score") and len(spec.places) > 1:
-            raise UnsupportedError(
-                f"{spec.role} has {len(spec.places)} workers, but the local executor has one process, and so one worker"
-                " for a role that trains or scores: set executor: ray, or give it one slot"
-            )
-        here = self._slots_per_node
-        if not self._platform.slots_share_cores:
-            here = min(here, self._platform.device_count())
-        for place in spec.places:
-            for slot in place.slots:
-                if slot >= here:
-                    raise PlacementError(no_such_slot(spec.role, slot, self._platform, here, 1))
+        check_local(spec.role, spec.kind, spec.places, self._platform, self._slots_per_node)
 
 
 class LocalGroup(WorkerGroup):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.errors import RollError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
+from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.weight_sync import WeightReceiver
 from roll_core.runtime.workers.mesh import mesh_info
 
@@ -73,6 +74,7 @@ class InferWorker:
 
     async def start(self) -> None:
         """Make the engine ready."""
+        self.watch = MemoryWatch(self.mesh.device)
         await self.strategy.start(self.model, self.mesh)
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -114,6 +116,10 @@ class InferWorker:
     async def metrics(self) -> EngineReading:
         """What the engine did since the last call."""
         return EngineReading(values=dict(self.strategy.metrics()), kinds=dict(self.strategy.metric_kinds))
+
+    async def memory_use(self) -> MemoryUse | None:
+        """Of its process, since `start`; engines that compute in processes of their own have more in those."""
+        return self.watch.use()
 
     async def close(self) -> None:
         """End the engine and whatever it was working on."""

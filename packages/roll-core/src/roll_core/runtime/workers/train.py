@@ -11,6 +11,7 @@ import numpy as np
 from roll_core.data.pack import pack
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
+from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.portable_state import opened_portable_state, write_portable_state
 from roll_core.runtime.weight_sync import WeightSender
 from roll_core.runtime.workers.mesh import mesh_info
@@ -97,6 +98,7 @@ class TrainWorker:
         import torch
 
         torch.use_deterministic_algorithms(self.deterministic)
+        self.watch = MemoryWatch(self.place.device)
         # Filling fresh memory guards against reading it uninitialised, at a cost; nothing here does.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.strategy.build(self.model, self.mesh)
@@ -171,6 +173,10 @@ class TrainWorker:
         """Write a directory that transformers loads."""
         Path(path).mkdir(parents=True, exist_ok=True)
         self.strategy.export_model(Path(path))
+
+    def memory_use(self) -> MemoryUse | None:
+        """Of its process, since `start`."""
+        return self.watch.use()
 
     def close(self) -> None:
         """Give everything back."""

@@ -1,0 +1,267 @@
+"""`roll-core plan CONFIG`: who sits where, what each role and phase takes, whether it fits, and what to change."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from roll_core.config import load
+from roll_core.plugins.registry import load_registry
+from roll_core.runtime.planning import make_plan
+from roll_core.runtime.planning.levers import explained, smallest_change
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from roll_core.runtime.placement import Place
+    from roll_core.runtime.planning import Plan
+    from roll_core.runtime.planning.levers import Proposal
+    from roll_core.runtime.planning.plan import Load
+    from roll_core.runtime.planning.predicting import RoleMemory
+
+GIB = 2**30
+WIDTH = 140
+"""Where there is no terminal that has one."""
+
+
+def plan(
+    config: Path,
+    overrides: Sequence[str],
+    disabled_plugins: Sequence[str],
+    *,
+    nodes: int | None,
+    slot_gib: float | None,
+    host_gib: float | None,
+    as_json: bool,
+    verbose: bool,
+) -> int:
+    """Show the plan. The exit code is 1 where the run would not start or would not fit, 2 for a mistake."""
+    registry = load_registry(disabled_plugins)
+    loaded = load(config, overrides, registry)
+    found = make_plan(loaded, registry, num_nodes=nodes, slot_bytes=_bytes(slot_gib), host_bytes=_bytes(host_gib))
+    proposal = smallest_change(loaded.config, registry, found) if found.over else None
+    if as_json:
+        sys.stdout.write(json.dumps(_plain(found, proposal), indent=2) + "\n")
+    else:
+        _show(found, proposal, loaded.config.pipeline, verbose=verbose)
+    return 0 if found.starts and not found.over else 1
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def _show(found: Plan, proposal: Proposal | None, pipeline: str, *, verbose: bool) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
+    placing = found.placing
+    nodes = len(placing.nodes)
+    console.print(
+        f"{pipeline} on platform {placing.platform.name}, executor {placing.executor}:"
+        f" {nodes} node{'' if nodes == 1 else 's'} of {placing.per_node} slot{'' if placing.per_node == 1 else 's'}"
+    )
+    _show_places(console, found)
+    _show_memory(console, found, verbose=verbose)
+    _show_phases(console, found)
+    for line in _verdict(found, proposal):
+        console.print(line)
+
+
+def _table(
+    console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = ()
+) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim", padding=(0, 3, 0, 0))
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="right" if index in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print()
+    console.print(table)
+
+
+def _show_places(console: Console, found: Plan) -> None:
+    """Slots that hold the same roles side by side are one line."""
+    placing = found.placing
+    roles = [name for name, workers in placing.places.items() if any(each.slots for each in workers)]
+    rows = [
+        [f"{slots[0] // placing.per_node} · {_range(slots)}", *(_ranks(placing.places[role], slots) for role in roles)]
+        for slots in _runs(placing.places, placing.per_node)
+    ]
+    if rows:
+        _table(console, ["node · slots", *roles], rows)
+    for name, workers in placing.places.items():
+        if not any(each.slots for each in workers):
+            count = f"{len(workers)} worker{'' if len(workers) == 1 else 's'}"
+            console.print(f"{name}: {count} without slots, on the hosts")
+
+
+def _runs(places: Mapping[str, tuple[Place, ...]], per_node: int) -> Iterator[list[int]]:
+    """Neighbouring slots of a node that hold the same roles."""
+    holders: dict[int, tuple[str, ...]] = {}
+    for role, workers in places.items():
+        for worker in workers:
+            for slot in worker.slots:
+                holders[slot] = (*holders.get(slot, ()), role)
+    run: list[int] = []
+    for slot in sorted(holders):
+        if run and (
+            slot != run[-1] + 1 or slot // per_node != run[-1] // per_node or holders[slot] != holders[run[-1]]
+        ):
+            yield run
+            run = []
+        run.append(slot)
+    if run:
+        yield run
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
+
+
+def _ranks(workers: tuple[Place, ...], slots: Sequence[int]) -> str:
+    wanted = set(slots)
+    here = [worker for worker in workers if wanted & set(worker.slots)]
+    if not here:
+        return ""
+    ranks = sorted(worker.rank for worker in here)
+    together = ranks == list(range(ranks[0], ranks[-1] + 1))
+    shown = _range(ranks) if together else ", ".join(map(str, ranks))
+    each = len(here[0].slots)
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}" + (f", {each} slots each" if each > 1 else "")
+
+
+def _show_memory(console: Console, found: Plan, *, verbose: bool) -> None:
+    shared = found.placing.platform.slots_share_cores
+    titles = ["one worker of", "strategy", "does", *(["GiB"] if shared else ["device, GiB", "host, GiB"]), "of which"]
+    rows: list[list[str]] = []
+    for role in found.memory:
+        if role.unknown:
+            rows.append([role.role, role.strategy, "", *([""] if shared else ["", ""]), f"not known: {role.unknown}"])
+            continue
+        for act in role.acts:
+            amounts = [role.num_bytes(act)] if shared else [role.num_bytes(act, "device"), role.num_bytes(act, "host")]
+            first = act == role.acts[0]
+            label = f"{role.role} ({role.parameters / 1e6:.1f} M)" if first else ""
+            parts = _parts(role, act, verbose=verbose)
+            rows.append([label, role.strategy if first else "", act, *map(_gib, amounts), parts])
+    if rows:
+        _table(console, titles, rows, numbers=(3,) if shared else (3, 4))
+
+
+def _parts(role: RoleMemory, act: Any, *, verbose: bool) -> str:
+    taken = sorted(role.taken(act), key=lambda use: -use.num_bytes)
+    if verbose:
+        return "\n".join(f"{use.what} {_gib(use.num_bytes)} = {use.formula}" for use in taken)
+    total: dict[str, int] = {}
+    for use in taken:
+        total[use.what] = total.get(use.what, 0) + use.num_bytes
+    return ", ".join(
+        f"{what} {_gib(count)}" for what, count in sorted(total.items(), key=lambda each: -each[1]) if count
+    )
+
+
+def _show_phases(console: Console, found: Plan) -> None:
+    """In order, and of each kind of memory the one that is fullest."""
+    rows: dict[str, dict[str, Load]] = {}
+    for each in found.loads:
+        kind = "slot" if "slot" in each.where else "node"
+        row = rows.setdefault(each.phase, {})
+        if kind not in row or each.num_bytes > row[kind].num_bytes:
+            row[kind] = each
+    acts = {phase.name: phase.acts for phase in found.placing.pipeline.phases}
+    kinds = ["node"] if found.placing.platform.slots_share_cores else ["slot", "node"]
+    shown = [
+        [
+            name,
+            ", ".join(f"{role}: {act}" for role, act in acts.get(name, {}).items()),
+            *(_gib(row[kind].num_bytes) if kind in row else "" for kind in kinds),
+        ]
+        for name, row in rows.items()
+    ]
+    titles = {"slot": "fullest slot, GiB", "node": "fullest host, GiB"}
+    if shown:
+        _table(console, ["phase", "who works", *(titles[kind] for kind in kinds)], shown, numbers=(2, 3))
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f}"
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def _verdict(found: Plan, proposal: Proposal | None) -> Iterator[str]:
+    yield ""
+    for problem in found.placing.problems:
+        yield f"✗ the run would not start: {problem}"
+    for note in found.placing.notes:
+        yield f"· {note}"
+    unknown = [role.role for role in found.memory if role.unknown]
+    if unknown:
+        yield f"· what {' and '.join(unknown)} take is not known (see above) and is not counted in what follows"
+    for each in found.fullest:
+        yield _sentence(each)
+    if not found.over:
+        return
+    if proposal is None:
+        yield "  nothing that could be changed here would make it less"
+        return
+    whole = "it fits with" if not proposal.over else f"still {_gib(proposal.over)} GiB too much, but nearest, is"
+    yield f"  {whole}: {' '.join(proposal.overrides)}"
+    for costs in explained(proposal.changes):
+        yield f"    cost: {costs}"
+
+
+def _sentence(load: Load) -> str:
+    amount = f"{_gib(load.num_bytes)} GiB in {load.phase!r} ({load.where})"
+    if load.free is None:
+        return f"· wants {amount}; how much is there is not known: --slot-memory and --host-memory say it"
+    if load.over:
+        return f"✗ does not fit by {_gib(load.over)} GiB: wants {amount}, and {_gib(load.free)} GiB are free"
+    return f"✓ fits: at most {amount} of {_gib(load.free)} GiB that are free"
+
+
+# -- for programs ------------------------------------------------------------------------------------------------------
+
+
+def _plain(found: Plan, proposal: Proposal | None) -> dict[str, Any]:
+    placing = found.placing
+    return {
+        "starts": found.starts,
+        "fits": not found.over and found.known,
+        "known": found.known,
+        "over_bytes": found.over,
+        "platform": placing.platform.name,
+        "executor": placing.executor,
+        "slots_per_node": placing.per_node,
+        "problems": list(placing.problems),
+        "notes": list(placing.notes),
+        "places": {role: [asdict(each) for each in workers] for role, workers in placing.places.items()},
+        "memory": [
+            {
+                "role": role.role,
+                "strategy": role.strategy,
+                "workers": role.workers,
+                "parameters": role.parameters,
+                "unknown": role.unknown,
+                "uses": [asdict(use) for use in role.uses],
+                "acts": {act: {on: role.num_bytes(act, on) for on in ("device", "host")} for act in role.acts},
+            }
+            for role in found.memory
+        ],
+        "loads": [asdict(load) | {"over": load.over} for load in found.loads],
+        "proposal": None
+        if proposal is None
+        else {"overrides": proposal.overrides, "over_bytes": proposal.over, "costs": explained(proposal.changes)},
+    }

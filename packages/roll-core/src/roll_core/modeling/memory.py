@@ -1,0 +1,147 @@
+"""How much memory it takes to hold and to train a Hugging Face model, for the formulas of strategies that wrap one.
+
+Arithmetic on sizes, derived in docs/plan.md. Light: no torch.
+
+Nothing here says what is sharded: that is the strategies' own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.plan import DTYPE_BYTES, Use
+
+if TYPE_CHECKING:
+    from roll_core.spec.plan import LayerSize, MemoryQuestion
+
+CHUNK_ELEMENTS = 1 << 22
+KEPT_ELEMENTS = 1 << 23
+"""Of logits: as `roll_core.modeling.logprobs` has them."""
+LONGEST_BLOCKED, BLOCK = 512, 64
+"""As `roll_core.modeling.blocked_attention` has them."""
+MOMENT_BYTES = 8
+"""AdamW's two, in float32."""
+MASTER_BYTES = 4
+
+
+def millions(count: int) -> str:
+    """`494.0 M`."""
+    return f"{count / 1e6:.1f} M"
+
+
+def largest_matrix(question: MemoryQuestion) -> int:
+    """Elements of the largest weight that has a gradient of its own on the way."""
+    model = question.model
+    layers = (linear.outputs * linear.inputs for layer in model.layers for linear in layer.linears)
+    return max([model.embedding, *layers])
+
+
+def computation(question: MemoryQuestion, *, fused: bool, chunk_tokens: int | None, shards: int = 1) -> tuple[Use, ...]:
+    """What exists only while a microbatch is computed: activations and logits, of training and of scoring. `shards` are
+    ranks that share the tokens of a microbatch."""
+    uses = [*_scoring(question, chunk_tokens, shards)]
+    if question.trains:
+        uses += _training(question, fused, chunk_tokens, shards)
+    return tuple(uses)
+
+
+def _training(question: MemoryQuestion, fused: bool, chunk_tokens: int | None, shards: int) -> tuple[Use, ...]:
+    tokens, model, size = -(-question.train_tokens // shards), question.model, DTYPE_BYTES[question.dtype]
+    per_layer = [layer_bytes(question, layer, tokens, fused=fused) for layer in model.layers]
+    if question.gradient_checkpointing:
+        inputs = len(model.layers) * tokens * model.hidden_size * size
+        kept = inputs + max(per_layer, default=0)
+        how = f"{len(model.layers)} layers' inputs of {tokens} tokens and one layer computed again"
+    else:
+        kept = sum(per_layer)
+        how = f"{len(model.layers)} layers of {tokens} tokens"
+    backward = max((_backward_bytes(question, layer, tokens) for layer in model.layers), default=0)
+    return (
+        Use(what="activations", num_bytes=kept + backward, formula=how, during=("backward",)),
+        Use(
+            what="logits",
+            num_bytes=head_bytes(question, tokens, chunk_tokens, backward=True),
+            formula=_head_formula(question, tokens, chunk_tokens),
+            during=("backward",),
+        ),
+    )
+
+
+def _scoring(question: MemoryQuestion, chunk_tokens: int | None, shards: int) -> tuple[Use, ...]:
+    tokens, model, size = -(-question.score_tokens // shards), question.model, DTYPE_BYTES[question.dtype]
+    width = max((layer.active_width for layer in model.layers), default=0)
+    live = 3 * model.hidden_size + max(2 * model.query_width + 2 * model.key_width, 3 * width)
+    return (
+        Use(
+            what="activations",
+            num_bytes=tokens * live * size,
+            formula=f"what one layer has at a time, of {tokens} tokens",
+            during=("score",),
+        ),
+        Use(
+            what="logits",
+            num_bytes=head_bytes(question, tokens, chunk_tokens, backward=False),
+            formula=_head_formula(question, tokens, chunk_tokens),
+            during=("score",),
+        ),
+    )
+
+
+def layer_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int, *, fused: bool) -> int:
+    """What a layer keeps for its backward pass."""
+    model, size = question.model, DTYPE_BYTES[question.dtype]
+    hidden, query, key, width = model.hidden_size, model.query_width, model.key_width, layer.active_width
+    # A norm keeps its input (unfused: in float32, and the normed one again), and its output is the input of products.
+    norm = size if fused else 4 + (0 if size == 4 else size)
+    normed = norm + (0 if fused else size if size == 4 else 0)
+    per_token = 2 * hidden * (normed + size)
+    if model.normed_heads:
+        per_token += (query + key) * normed
+    per_token += size * (2 * query + 2 * key) + _attention_bytes(question)
+    per_token += size * width * (3 if fused else 4)
+    per_token += size * layer.chosen * 3 * hidden
+    return tokens * per_token
+
+
+def _attention_bytes(question: MemoryQuestion) -> int:
+    """Per token: the attention weights of short sequences on the host, else one number per head and another copy of
+    what was attended."""
+    model, longest = question.model, question.longest
+    if question.on_host and question.dtype == "fp32" and longest <= LONGEST_BLOCKED:
+        seen = longest if longest <= BLOCK else (longest + BLOCK) // 2
+        return 4 * model.num_heads * seen
+    return 4 * model.num_heads + DTYPE_BYTES[question.dtype] * model.query_width
+
+
+def _backward_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int) -> int:
+    """Gradients of a layer's activations, and of its largest matrix, on the way."""
+    model, size = question.model, DTYPE_BYTES[question.dtype]
+    widest = max((linear.outputs * linear.inputs for linear in layer.linears), default=0)
+    gradients = tokens * (3 * layer.active_width + 2 * model.hidden_size) * size
+    return gradients + (size * widest if question.trained_parameters else 0)
+
+
+def head_bytes(question: MemoryQuestion, tokens: int, chunk_tokens: int | None, *, backward: bool) -> int:
+    """Hidden states given to the head, the logits that exist at once, and the gradients of both."""
+    model, size = question.model, DTYPE_BYTES[question.dtype]
+    states = tokens * model.hidden_size * size
+    if question.task != "causal_lm":
+        return states * (2 if backward else 1)
+    chunk = min(tokens, chunk_tokens or max(16, CHUNK_ELEMENTS // model.vocab_size))
+    logits = 4 * chunk * model.vocab_size * (3 if backward else 2)
+    if not backward:
+        return states + logits
+    everything = tokens * model.vocab_size
+    kept = 4 * everything if everything <= KEPT_ELEMENTS else 0
+    # The weight's gradient is added up in float32. A tied one waits for the embedding's, which is as large.
+    trained = question.trained_parameters > question.added_parameters
+    gradient = model.vocab_size * model.hidden_size * (4 + (size if model.tied or size != 4 else 0)) if trained else 0
+    return 3 * states + logits + kept + gradient
+
+
+def _head_formula(question: MemoryQuestion, tokens: int, chunk_tokens: int | None) -> str:
+    if question.task != "causal_lm":
+        return f"hidden states of {tokens} tokens"
+    vocab = question.model.vocab_size
+    chunk = min(tokens, chunk_tokens or max(16, CHUNK_ELEMENTS // vocab))
+    return f"{chunk} tokens × {vocab} logits at a time, hidden states of {tokens} tokens"

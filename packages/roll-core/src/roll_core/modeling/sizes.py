@@ -1,0 +1,193 @@
+"""The size of a model from its `config.json`, without loading it: parameters by part, as transformers would make them.
+
+A table knows the architectures whose layers are attention and a gated feed-forward part; of any other that lies here,
+the headers of its safetensors files say how many parameters it has, and its config how wide it is. Light: no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import ModelError
+from roll_core.spec.plan import LayerSize, Linear, ModelSize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from roll_core.spec.providers import Task
+
+_LLAMA = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048,
+}  # fmt: skip
+_QWEN = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+}  # fmt: skip
+_MISTRAL = _LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+    "qwen3_moe": _QWEN
+    | {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    },
+    "mixtral": _MISTRAL | {"num_experts": 8, "num_experts_per_tok": 2},
+}  # fmt: skip
+"""What transformers takes for keys that a config does not have, by `model_type`. All are needed but what is 0 or no."""
+QKV_BIAS = frozenset({"qwen2"})
+"""Always; in others `attention_bias` gives biases to all four matrices."""
+HONOURS_ATTENTION_BIAS = frozenset({"llama", "qwen3", "qwen3_moe"})
+NORMED_HEADS = frozenset({"qwen3", "qwen3_moe"})
+_HEADER = struct.Struct("<Q")
+_LONGEST_HEADER = 100_000_000
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.|(?:^|\.)h\.(\d+)\.")
+_READ_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def model_size(config: Mapping[str, Any], *, task: Task = "causal_lm", folder: Path | None = None) -> ModelSize:
+    """The size of the model that a transformers config describes, with the head of `task`.
+
+    `folder` is where its files lie, if it lies anywhere. Raises `ModelError` for an architecture that is not known and
+    has no files here.
+    """
+    model_type = str(config.get("model_type", ""))
+    nested = config.get("text_config")
+    if model_type in ARCHITECTURES:
+        return _of_table(model_type, config, task)
+    if folder is not None and any(folder.glob("*.safetensors")):
+        return _of_files(folder, nested if isinstance(nested, dict) else config, model_type, task)
+    raise ModelError(
+        f"the size of a model of type {model_type or '(none given)'} is not known: roll-core counts"
+        f" {', '.join(ARCHITECTURES)} by their config, and any model whose safetensors files lie here"
+    )
+
+
+def _of_table(model_type: str, config: Mapping[str, Any], task: Task) -> ModelSize:
+    keys = {**ARCHITECTURES[model_type], **{key: each for key, each in config.items() if each is not None}}
+    keys["num_experts"] = config.get("num_local_experts") or keys.get("num_experts", 0)
+    hidden, heads, vocab = keys["hidden_size"], keys["num_attention_heads"], keys["vocab_size"]
+    size = keys.get("head_dim") or hidden // heads
+    layers = tuple(_layer(model_type, keys, index, size) for index in range(keys["num_hidden_layers"]))
+    return ModelSize(
+        model_type=model_type,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        query_width=heads * size,
+        key_width=(keys.get("num_key_value_heads") or heads) * size,
+        num_heads=heads,
+        normed_heads=model_type in NORMED_HEADS,
+        max_positions=keys["max_position_embeddings"],
+        layers=layers,
+        embedding=vocab * hidden,
+        head=_head(task, vocab * hidden, hidden, tied=bool(keys.get("tie_word_embeddings"))),
+        final_norm=hidden,
+    )
+
+
+def _head(task: Task, language: int, hidden: int, *, tied: bool) -> int:
+    if task == "causal_lm":
+        return 0 if tied else language
+    return hidden  # one output, without bias
+
+
+def _layer(model_type: str, keys: Mapping[str, Any], index: int, size: int) -> LayerSize:
+    hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
+    query, key = heads * size, (keys.get("num_key_value_heads") or heads) * size
+    linears = [
+        Linear(path="self_attn.q_proj", outputs=query, inputs=hidden),
+        Linear(path="self_attn.k_proj", outputs=key, inputs=hidden),
+        Linear(path="self_attn.v_proj", outputs=key, inputs=hidden),
+        Linear(path="self_attn.o_proj", outputs=hidden, inputs=query),
+    ]
+    biases = query + 2 * key if model_type in QKV_BIAS else 0
+    if model_type in HONOURS_ATTENTION_BIAS and keys.get("attention_bias"):
+        biases += query + 2 * key + hidden
+    norms = 2 * hidden + (2 * size if model_type in NORMED_HEADS else 0)
+    experts = chosen = 0
+    if _is_mixture(keys, index):
+        width = keys.get("moe_intermediate_size") or keys["intermediate_size"]
+        experts = keys["num_experts"] * 3 * hidden * width
+        biases += keys["num_experts"] * hidden  # the router
+        chosen = keys["num_experts_per_tok"]
+        active = chosen * width
+    else:
+        active = keys["intermediate_size"]
+        for name in ("gate_proj", "up_proj"):
+            linears.append(Linear(path=f"mlp.{name}", outputs=active, inputs=hidden))
+        linears.append(Linear(path="mlp.down_proj", outputs=hidden, inputs=active))
+        if model_type == "llama" and keys.get("mlp_bias"):
+            biases += 2 * active + hidden
+    return LayerSize(
+        parameters=sum(each.outputs * each.inputs for each in linears) + biases + norms + experts,
+        linears=tuple(linears),
+        active_width=active,
+        experts=experts,
+        chosen=chosen,
+    )
+
+
+def _is_mixture(keys: Mapping[str, Any], index: int) -> bool:
+    every = keys.get("decoder_sparse_step", 1)
+    return bool(keys["num_experts"]) and index not in (keys.get("mlp_only_layers") or ()) and (index + 1) % every == 0
+
+
+# -- models that only their files describe ----------------------------------------------------------------------------
+
+
+def _of_files(folder: Path, config: Mapping[str, Any], model_type: str, task: Task) -> ModelSize:
+    """Parameters from the files' headers, widths from the config."""
+    missing = [key for key in _READ_KEYS if not isinstance(config.get(key), int)]
+    if missing:
+        raise ModelError(f"{folder}: its config.json has no {missing[0]}, without which activations cannot be counted")
+    layers = [0] * config["num_hidden_layers"]
+    embedding = head = rest = 0
+    for name, shape in _shapes(folder):
+        count, found = math.prod(shape), _LAYER.search(name)
+        if found is not None and (index := int(found[1] or found[2])) < len(layers):
+            layers[index] += count
+        elif name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
+            embedding += count
+        elif "head" in name.rpartition(".")[0].rpartition(".")[2] or name.startswith("embed_out"):
+            head += count
+        else:
+            rest += count
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    width = config.get("intermediate_size") or 4 * hidden
+    return ModelSize(
+        model_type=model_type,
+        vocab_size=config["vocab_size"],
+        hidden_size=hidden,
+        query_width=heads * size,
+        key_width=(config.get("num_key_value_heads") or heads) * size,
+        num_heads=heads,
+        normed_heads=False,
+        max_positions=config.get("max_position_embeddings") or 0,
+        layers=tuple(LayerSize(parameters=each, active_width=width) for each in layers),
+        embedding=embedding,
+        head=head if task == "causal_lm" else hidden,
+        final_norm=rest,
+    )
+
+
+def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """Names and shapes in all files, by their headers: eight bytes of length, then JSON."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                (length,) = _HEADER.unpack(opened.read(_HEADER.size))
+                if length > _LONGEST_HEADER:
+                    raise ModelError(f"{file} is no safetensors file: its header would take {length} bytes")
+                header = json.loads(opened.read(length))
+            yield from ((name, each["shape"]) for name, each in header.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, struct.error) as error:
+            raise ModelError(f"{file}: its header cannot be read: {error}") from error

@@ -1,0 +1,69 @@
+"""The roles of the core's pipelines and what they do in a step, from the config alone.
+
+For the pipelines themselves, and for `roll-core plan`. Light: nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.pipeline import RoleSpec
+from roll_core.spec.plan import Phase, PipelinePlan
+
+if TYPE_CHECKING:
+    from roll_core.pipelines.config import RLVRConfig, SFTConfig
+
+
+def sft(config: SFTConfig) -> PipelinePlan:
+    """The optimizer steps of the schedule are known once the data are read: 0 here."""
+    roles = [RoleSpec(name="sft_train", kind="train")]
+    phases = _training("train", "sft_train")
+    if config.save_steps:
+        phases.append(Phase(name="checkpoint", acts={"sft_train": "save"}))
+    if config.validation is not None:
+        phases.append(Phase(name="held-out loss", acts={"sft_train": "score"}))
+    if config.actor_infer is not None:
+        roles.append(RoleSpec(name="actor_infer", kind="generate", model_from="sft_train"))
+        roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
+        phases.append(Phase(name="publish", acts={"sft_train": "publish", "actor_infer": "receive"}))
+        phases.append(Phase(name="held-out answers", acts={"actor_infer": "generate"}))
+    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
+
+
+def rlvr(config: RLVRConfig) -> PipelinePlan:
+    """As the stages of `RLVRPipeline.step` follow each other."""
+    steps = config.max_steps
+    roles = [
+        RoleSpec(
+            name="actor_train",
+            kind="train",
+            num_steps=(steps - config.critic_warmup) * config.steps_per_batch(config.actor_train),
+        ),
+        RoleSpec(name="actor_infer", kind="generate", model_from="actor_train"),
+    ]
+    phases = [
+        Phase(name="publish", acts={"actor_train": "publish", "actor_infer": "receive"}),
+        Phase(name="rollout", acts={"actor_infer": "generate"}),
+    ]
+    if config.recomputes_logprobs or (config.stays_close and config.reference is None):
+        phases.append(Phase(name="logprobs of the policy", acts={"actor_train": "score"}))
+    if config.reference is not None:
+        roles.append(RoleSpec(name="reference", kind="score", model_from="actor_train"))
+        phases.append(Phase(name="logprobs of the reference", acts={"reference": "score"}))
+    if config.critic is not None:
+        num_steps = steps * config.steps_per_batch(config.critic)
+        roles.append(RoleSpec(name="critic", kind="train", task="value", num_steps=num_steps, model_from="actor_train"))
+        phases.append(Phase(name="values", acts={"critic": "score"}))
+        phases += _training("train the critic", "critic")
+    phases += _training("train", "actor_train")
+    if config.save_steps:
+        trained = [role.name for role in roles if role.kind == "train"]
+        phases += [Phase(name=f"checkpoint of {name}", acts={name: "save"}) for name in trained]
+    roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
+    outputs = config.rollout_batch_size * config.num_return_sequences_in_group
+    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs)
+
+
+def _training(name: str, role: str) -> list[Phase]:
+    """Its microbatches, and then its step."""
+    return [Phase(name=name, acts={role: "backward"}), Phase(name=f"{name}: step", acts={role: "step"})]

@@ -1,0 +1,188 @@
+"""Who will sit where: what a run would find when it starts, put into words before it does.
+
+The places are `place_roles`', the executor `choose_executor`'s, and the roles those of the pipeline's plan.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from roll_core.errors import PlacementError, PluginError, RollError
+from roll_core.plugins.targets import load_target
+from roll_core.runtime.build import slots_per_worker
+from roll_core.runtime.executors import choose_executor
+from roll_core.runtime.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
+from roll_core.runtime.platform import select_platform
+from roll_core.spec.pipeline import RoleSpec
+from roll_core.spec.plan import UPDATE, Phase, PipelinePlan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.config import LoadedConfig
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.executors import ExecutorName
+    from roll_core.runtime.placement import Place
+    from roll_core.spec.config import RunConfig, WorkerConfig
+    from roll_core.spec.plan import Act
+    from roll_core.spec.platform import Platform
+    from roll_core.spec.providers import PipelineProvider
+
+WAITING_S = 120
+"""For which a run waits until Ray has its slots free (`ray_executor.PLACEMENT_S`)."""
+HARDEST: dict[str, tuple[Act, ...]] = {"train": UPDATE, "score": ("score",), "generate": ("generate",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placing:
+    """Every worker's place, and what stands against it."""
+
+    pipeline: PipelinePlan
+    platform: Platform
+    per_node: int
+    """Slots of a node."""
+    num_nodes: int | None
+    """Nodes that are there; None where only a cluster knows that nobody has asked."""
+    executor: ExecutorName
+    places: Mapping[str, tuple[Place, ...]]
+    problems: tuple[str, ...] = ()
+    """Why the run would not start."""
+    notes: tuple[str, ...] = ()
+    """What it would wait for."""
+    here: bool = field(default=True)
+    """The platform is on this host, so that its memory can be asked for."""
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Those that are used, by number."""
+        return tuple(sorted({place.node for workers in self.places.values() for place in workers}))
+
+
+def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = None) -> Placing:
+    """Where the workers of a config go. `num_nodes` is how many there are, where the user says so.
+
+    Raises `PlacementError` where not even a picture can be drawn.
+    """
+    config = loaded.config
+    pipeline = pipeline_plan(loaded.pipeline, config)
+    problems: list[str] = []
+    clustered = os.environ.get("RAY_ADDRESS", "local") not in ("", "local") and config.executor != "local"
+    try:
+        platform = select_platform(registry, config.platform, elsewhere=clustered)
+        here = not clustered
+    except PlacementError as error:
+        if config.platform is None:
+            raise
+        platform, here = select_platform(registry, config.platform, elsewhere=True), False
+        if num_nodes is None:
+            problems.append(str(error))
+    per_node = slots_per_node(platform, config.num_gpus_per_node)
+    workers = {role.name: config.roles()[role.name] for role in pipeline.roles}
+    places = place_roles(
+        workers,
+        platform,
+        num_gpus_per_node=config.num_gpus_per_node,
+        slots_per_worker=slots_per_worker(pipeline.roles, config, registry),
+    )
+    executor = choose_executor(config, places)
+    if num_nodes is None and not clustered and here:
+        num_nodes = 1
+    if executor == "local":
+        problems += _refused_locally(workers, places, platform, per_node) if here else ()
+    elif num_nodes is not None:
+        problems += _missing(places, platform, per_node, num_nodes)
+        if here and num_nodes == 1:
+            problems += _not_on_this_host(places, platform, per_node)
+    return Placing(
+        pipeline=pipeline,
+        platform=platform,
+        per_node=per_node,
+        num_nodes=num_nodes,
+        executor=executor,
+        places=places,
+        problems=tuple(problems),
+        notes=_waiting(places, platform, per_node, num_nodes) if executor == "ray" and not problems else (),
+        here=here,
+    )
+
+
+def pipeline_plan(provider: PipelineProvider, config: RunConfig) -> PipelinePlan:
+    """What a pipeline says of itself; where it says nothing, its roles work one after the other."""
+    if provider.plan:
+        make = load_target(provider.plan, owner=f"pipeline {provider.name}")
+        try:
+            found: PipelinePlan = make(config)
+        except Exception as error:  # foreign code
+            raise PluginError(
+                f"pipeline {provider.name}: {provider.plan} failed: {type(error).__name__}: {error}"
+            ) from error
+        return found
+    roles = tuple(RoleSpec(name=name, kind=worker.kind) for name, worker in config.roles().items())
+    each = [(role.name, act) for role in roles for act in HARDEST.get(role.kind, ())]
+    return PipelinePlan(roles=roles, phases=tuple(Phase(name=f"{name}: {act}", acts={name: act}) for name, act in each))
+
+
+def _refused_locally(
+    workers: Mapping[str, WorkerConfig], places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int
+) -> list[str]:
+    found = []
+    for role, each in places.items():
+        try:
+            check_local(role, workers[role].kind, each, platform, per_node)
+        except RollError as error:
+            found.append(str(error))
+    return found
+
+
+def _missing(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int, num_nodes: int) -> list[str]:
+    """Of each role the first slot that no node has, and how many workers that leaves without a place."""
+    found = []
+    for role, workers in places.items():
+        homeless = [each for each in workers if each.node >= num_nodes and each.slots]
+        if homeless:
+            slot = next(slot for slot in homeless[0].slots if slot >= num_nodes * per_node)
+            count = f"{len(homeless)} of {len(workers)} workers of {role} would have no place"
+            found.append(f"{count}: {no_such_slot(role, slot, platform, per_node, num_nodes)}")
+    return found
+
+
+def _not_on_this_host(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int) -> list[str]:
+    """`num_gpus_per_node` may say more than there is."""
+    here = per_node if platform.slots_share_cores else platform.device_count()
+    if here >= per_node:
+        return []
+    lacking = {
+        role: min(s for s in slots_of(each) if s >= here)
+        for role, each in places.items()
+        if any(s >= here for s in slots_of(each))
+    }
+    return [
+        f"{role} asks for slot {slot}, but this host has {here} of platform {platform.name} (num_gpus_per_node says"
+        f" {per_node})"
+        for role, slot in lacking.items()
+        if slot < per_node
+    ]
+
+
+def _waiting(
+    places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int, num_nodes: int | None
+) -> tuple[str, ...]:
+    """A run takes all of its slots together or none."""
+    highest: dict[int, int] = {}
+    for workers in places.values():
+        for each in workers:
+            if each.slots:
+                highest[each.node] = max(highest.get(each.node, 0), max(each.local_indices) + 1)
+    if not highest or platform.slots_share_cores:
+        return ()
+    resource = platform.ray_resource
+    wanted = ", ".join(f"{highest[node]}" for node in sorted(highest))
+    nodes = f"{len(highest)} nodes" if len(highest) > 1 else "one node"
+    unknown = "" if num_nodes is not None else " (how many nodes the cluster has is not asked: --nodes N says it)"
+    return (
+        f"Ray reserves {resource} {wanted} on {nodes} together before any role starts{unknown}. Where they exist but"
+        f" other jobs have them, every role waits, for at most {WAITING_S} s; then the run ends and says what is"
+        " missing",
+    )

@@ -1,0 +1,212 @@
+"""What each role takes while it does each thing: the strategies' formulas, asked with the numbers of a config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.config.loading import strategy_config
+from roll_core.errors import PluginError, RollError
+from roll_core.modeling.memory import largest_matrix
+from roll_core.plugins.targets import load_target
+from roll_core.runtime.build import makes_room, model_spec, provider_of
+from roll_core.runtime.planning.models import adapter_parameters, size_of
+from roll_core.spec.plan import DTYPE_BYTES, MemoryQuestion, Use
+
+if TYPE_CHECKING:
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.planning.placing import Placing
+    from roll_core.spec.config import RunConfig, WorkerConfig
+    from roll_core.spec.pipeline import RoleSpec
+    from roll_core.spec.plan import Act, Lever, MemoryAnswer, ModelSize
+    from roll_core.spec.providers import InferProvider, TrainProvider
+
+SHM_BYTES = 64 << 20
+SHM_BUCKET_BYTES = 2 << 20
+"""Of the transport `shm`: all slots beyond two of the largest bucket, and a bucket (`weight_sync.shm`)."""
+ACTS: dict[str, tuple[Act, ...]] = {
+    "train": ("start", "score", "publish", "backward", "step", "save"),
+    "score": ("start", "score"),
+    "generate": ("start", "receive", "generate"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleMemory:
+    """What one worker of a role takes; of several the one that takes most."""
+
+    role: str
+    kind: str
+    strategy: str
+    workers: int
+    parameters: int = 0
+    uses: tuple[Use, ...] = ()
+    levers: tuple[Lever, ...] = ()
+    makes_room: bool = False
+    """It moves what it can to the host, or gives it up, while others use its slots."""
+    unknown: str = ""
+    """Why nothing is said."""
+
+    def taken(self, act: Act) -> list[Use]:
+        """While it does this."""
+        return [use for use in self.uses if not use.during or act in use.during]
+
+    def num_bytes(self, act: Act, on: str = "") -> int:
+        """On the device or on the host; on both where not given."""
+        return sum(use.num_bytes for use in self.taken(act) if not on or use.on == on)
+
+    @property
+    def acts(self) -> tuple[Act, ...]:
+        """What a role of its kind does."""
+        return ACTS.get(self.kind, ())
+
+
+def predict(config: RunConfig, registry: Registry, placing: Placing, slot_bytes: int | None) -> tuple[RoleMemory, ...]:
+    """Of every role that has a model."""
+    return tuple(
+        _role_memory(role, config, registry, placing, slot_bytes)
+        for role in placing.pipeline.roles
+        if role.kind != "reward"
+    )
+
+
+def _role_memory(
+    role: RoleSpec, config: RunConfig, registry: Registry, placing: Placing, slot_bytes: int | None
+) -> RoleMemory:
+    worker = config.roles()[role.name]
+    provider = provider_of(role, worker, registry)
+    found = RoleMemory(role=role.name, kind=role.kind, strategy=provider.name, workers=len(placing.places[role.name]))
+    if not provider.memory:
+        return _replace(found, unknown=f"{registry.owner(provider)} does not say how much memory it takes")
+    try:
+        question = _question(role, worker, config, registry, placing, provider, slot_bytes)
+        answer = _ask(provider, question, owner=registry.owner(provider))
+    except RollError as error:
+        return _replace(found, unknown=str(error))
+    return RoleMemory(
+        role=found.role,
+        kind=found.kind,
+        strategy=found.strategy,
+        workers=found.workers,
+        parameters=question.model.parameters,
+        uses=(*answer.uses, *_sync_buffers(role, config, registry, placing, question)),
+        levers=answer.levers,
+        makes_room=makes_room(role, config, registry, placing.platform),
+    )
+
+
+def _ask(provider: TrainProvider | InferProvider, question: MemoryQuestion, *, owner: str) -> MemoryAnswer:
+    formula = load_target(provider.memory, owner=owner)
+    try:
+        answer: MemoryAnswer = formula(question)
+    except Exception as error:  # foreign arithmetic ends neither a plan nor a run
+        raise PluginError(f"{owner}: {provider.memory} failed: {type(error).__name__}: {error}") from error
+    return answer
+
+
+def _replace(found: RoleMemory, *, unknown: str) -> RoleMemory:
+    return RoleMemory(role=found.role, kind=found.kind, strategy=found.strategy, workers=found.workers, unknown=unknown)
+
+
+def _question(
+    role: RoleSpec,
+    worker: WorkerConfig,
+    config: RunConfig,
+    registry: Registry,
+    placing: Placing,
+    provider: TrainProvider | InferProvider,
+    slot_bytes: int | None,
+) -> MemoryQuestion:
+    spec = model_spec(role, config, Path())
+    size = size_of(spec, config)
+    added = adapter_parameters(size, spec.lora) if spec.lora is not None else 0
+    keys = worker.strategy_args.strategy_config if worker.strategy_args is not None else {}
+    batch = _Batches(role, worker, config, placing, size)
+    places = placing.places[role.name]
+    return MemoryQuestion(
+        model=size,
+        config=strategy_config(provider, keys, owner=registry.owner(provider)),
+        task=role.task,
+        dtype=spec.dtype,
+        trains=role.kind == "train",
+        trained_parameters=0 if role.kind != "train" else (added or size.parameters),
+        added_parameters=added,
+        gradient_checkpointing=spec.gradient_checkpointing,
+        on_host=placing.platform.slots_share_cores or not any(place.slots for place in places),
+        slot_bytes=slot_bytes,
+        world_size=len(places),
+        train_tokens=batch.train_tokens,
+        train_sequences=batch.train_sequences,
+        num_micro_batches=batch.num_micro_batches,
+        score_tokens=batch.score_tokens,
+        longest=batch.longest,
+        prompt_tokens=config.prompt_length,
+        outputs=math.ceil(placing.pipeline.outputs / len(places)),
+        random_weights=spec.random_init is not None,
+        borrows_weights=_borrows(role, config, registry, placing),
+    )
+
+
+def _sync_buffers(
+    role: RoleSpec, config: RunConfig, registry: Registry, placing: Placing, question: MemoryQuestion
+) -> tuple[Use, ...]:
+    """Of weights that travel between processes: slots of shared memory on one host, else a bucket."""
+    takers = [each for each in placing.pipeline.roles if each.kind == "generate" and each.model_from]
+    links = [(each.model_from, each.name) for each in takers if role.name in (each.name, each.model_from)]
+    if not links or placing.executor == "local":
+        return ()
+    source, taker = links[0]
+    roles = {each.name: each for each in placing.pipeline.roles}
+    nodes = {place.node for name in (source, taker) for place in placing.places[name]}
+    ends = [provider_of(roles[name], config.roles()[name], registry) for name in (source, taker)]
+    size = DTYPE_BYTES[config.roles()[taker].model_args.dtype]
+    whole = size * question.model.parameters
+    act: Act = "receive" if role.kind == "generate" else "publish"
+    if len(nodes) == 1 and all("shm" in end.capabilities.weight_transports for end in ends):
+        bucket = max(SHM_BUCKET_BYTES, size * largest_matrix(question))
+        num_bytes, how = min(whole + bucket, SHM_BYTES + 2 * bucket), "slots of shared memory"
+        return (Use(what="sync buffers", num_bytes=num_bytes, formula=how, during=(act,), on="host"),)
+    num_bytes = min(whole, config.model_update_buffer_size_mb << 20)
+    return (Use(what="sync buffers", num_bytes=num_bytes, formula="a bucket of weights", during=(act,)),)
+
+
+class _Batches:
+    """How much is computed at a time, at most: every sequence as long as the config allows."""
+
+    def __init__(
+        self, role: RoleSpec, worker: WorkerConfig, config: RunConfig, placing: Placing, size: ModelSize
+    ) -> None:
+        args = worker.training_args
+        answer = worker.generating_args.max_new_tokens if role.kind == "generate" else None
+        self.longest = config.prompt_length + (answer or config.response_length)
+        if size.max_positions:
+            self.longest = min(self.longest, size.max_positions)
+        per_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        budget = worker.max_tokens_per_microbatch_in_train if worker.use_dynamic_batching_in_train else None
+        if budget is None:
+            self.train_sequences = args.per_device_train_batch_size
+        else:
+            self.train_sequences = max(1, min(per_rank, budget // self.longest))
+        self.train_tokens = self.train_sequences * self.longest
+        self.num_micro_batches = math.ceil(per_rank / self.train_sequences)
+        replicas = max(1, len(placing.places[role.name]) // (worker.ranks_per_replica or 1))
+        at_once = math.ceil(placing.pipeline.outputs / replicas) or worker.infer_batch_size
+        budget = worker.max_tokens_per_microbatch_in_infer if worker.use_dynamic_batching_in_infer else None
+        sequences = worker.infer_batch_size if budget is None else max(1, budget // self.longest)
+        self.score_tokens = min(sequences, at_once) * self.longest
+
+
+def _borrows(role: RoleSpec, config: RunConfig, registry: Registry, placing: Placing) -> bool:
+    """Whether an engine gets the trainer's own tensors: transport `shared`, and nothing to be cast or merged."""
+    if role.kind != "generate" or not role.model_from or placing.executor != "local":
+        return False
+    source = next(each for each in placing.pipeline.roles if each.name == role.model_from)
+    trainer, engine = config.roles()[source.name], config.roles()[role.name]
+    both = (provider_of(source, trainer, registry), provider_of(role, engine, registry))
+    return (
+        all("shared" in each.capabilities.weight_transports for each in both)
+        and trainer.model_args.dtype == engine.model_args.dtype
+        and not trainer.model_args.trains_adapters
+    )

@@ -1,0 +1,67 @@
+"""How much memory a slot of the engine vLLM takes: the formulas of docs/plan.md. Light."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.modeling.memory import millions
+from roll_core.spec.plan import DTYPE_BYTES, Lever, MemoryAnswer, Use
+from roll_infer_vllm.config import VllmConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.plan import MemoryQuestion
+
+UTILIZATION = 0.9
+"""vLLM's `gpu_memory_utilization` where it is not given."""
+HOST_CACHE_BYTES = 4 << 30
+"""Of the cache on a host where the config says nothing."""
+
+
+def memory(question: MemoryQuestion) -> MemoryAnswer:
+    """Weights, and the cache that takes what is left of the engine's share, all of it from the start."""
+    config = question.config
+    if not isinstance(config, VllmConfig):
+        raise TypeError(f"the engine vLLM takes a VllmConfig, not a {type(config).__name__}")
+    size, model = DTYPE_BYTES[question.dtype], question.model
+    slots = config.tensor_parallel_size * config.pipeline_parallel_size
+    weights = size * model.parameters // slots
+    cache, how = _cache(question, config, weights)
+    return MemoryAnswer(
+        uses=(
+            Use(what="weights", num_bytes=weights, formula=f"{size} × {millions(model.parameters)} / {slots} slots"),
+            Use(what="kv cache", num_bytes=cache, formula=how),
+            Use(
+                what="buffers",
+                num_bytes=config.bucket_mib << 20,
+                formula=f"bucket_mib {config.bucket_mib} of weights on their way in",
+                during=("receive",),
+            ),
+        ),
+        levers=tuple(_levers(question, config, cache)),
+    )
+
+
+def _cache(question: MemoryQuestion, config: VllmConfig, weights: int) -> tuple[int, str]:
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    share = config.gpu_memory_utilization
+    if question.on_host and share is None:
+        return HOST_CACHE_BYTES, "4 GiB, where neither kv_cache_memory_bytes nor gpu_memory_utilization is given"
+    share = UTILIZATION if share is None else share
+    if question.slot_bytes is None:
+        return 0, f"gpu_memory_utilization {share:g} of a memory that is not known, less the weights"
+    left = int(share * question.slot_bytes) - weights
+    return max(0, left), f"gpu_memory_utilization {share:g} of the memory, less the weights"
+
+
+def _levers(question: MemoryQuestion, config: VllmConfig, cache: int) -> Iterator[Lever]:
+    if question.on_host or config.kv_cache_memory_bytes is not None:
+        for halvings in (1, 2, 3):
+            keys = {"kv_cache_memory_bytes": cache >> halvings}
+            yield Lever(keys=keys, costs="fewer sequences are decoded together")
+        return
+    for share in (0.7, 0.5, 0.35, 0.2):
+        if share < (config.gpu_memory_utilization or UTILIZATION):
+            yield Lever(keys={"gpu_memory_utilization": share}, costs="fewer sequences are decoded together")

@@ -1,0 +1,133 @@
+"""How much memory a rank of the DeepSpeed strategies takes: the formulas of docs/plan.md. Light."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, largest_matrix, millions
+from roll_core.spec.plan import DTYPE_BYTES, LATER, UPDATE, Lever, MemoryAnswer, Use
+from roll_strategy_deepspeed.config import DeepSpeedConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.plan import Memory, MemoryQuestion
+    from roll_strategy_deepspeed.config import Elements
+
+REDUCE_ELEMENTS = 500_000_000
+"""DeepSpeed's `reduce_bucket_size` where it is not given."""
+LIVE_ELEMENTS = 1_000_000_000
+"""DeepSpeed's `stage3_max_live_parameters` and `stage3_max_reuse_distance` where they are not given."""
+
+
+def memory(question: MemoryQuestion) -> MemoryAnswer:
+    """Of the rank that takes most; all take about the same."""
+    config = question.config
+    if not isinstance(config, DeepSpeedConfig):
+        raise TypeError(f"the DeepSpeed strategies take a DeepSpeedConfig, not a {type(config).__name__}")
+    uses = [*_weights(question, config)]
+    if question.trains:
+        uses += [*_optimizer(question, config), *_gradients(question, config)]
+    fused = config.fused and question.on_host and question.dtype == "fp32"
+    uses += computation(question, fused=fused, chunk_tokens=config.logprob_chunk_tokens)
+    return MemoryAnswer(uses=tuple(uses), levers=tuple(_levers(question, config)))
+
+
+def _weights(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]:
+    zero, size = config.zero_optimization, DTYPE_BYTES[question.dtype]
+    count, ranks = question.model.parameters + question.added_parameters, question.world_size
+    shards = ranks if zero.stage == 3 else 1
+    share = size * count // shards
+    on: Memory = "host" if zero.offload_param.device == "cpu" else "device"
+    yield Use(what="weights", num_bytes=share, formula=f"{size} × {millions(count)} / {shards}", on=on, leaves=True)
+    drawn = 4 if question.random_weights else size
+    if zero.stage == 3 or drawn != size or not question.on_host:
+        more = drawn * count - (share if question.on_host and zero.stage == 3 else 0)
+        formula = f"{drawn} × {millions(count)}, drawn or read before it is cut"
+        yield Use(what="weights", num_bytes=max(0, more), formula=formula, during=("start",), on="host")
+    if zero.stage in (1, 2) and question.trains:
+        formula = f"{size} × {millions(count)}, laid side by side"
+        yield Use(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host")
+    if zero.stage == 3:
+        live = min(count, _elements(zero.stage3_max_live_parameters, LIVE_ELEMENTS))
+        formula = f"gathered: {size} × {millions(live)} (stage3_max_live_parameters)"
+        yield Use(what="buffers", num_bytes=size * live, formula=formula, during=("score", "backward", "step"))
+        largest = largest_matrix(question)
+        formula = f"gathered: {size} × {millions(largest)}"
+        yield Use(what="buffers", num_bytes=size * largest, formula=formula, during=("publish",))
+
+
+def _optimizer(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]:
+    """Moments, and a float32 copy: of 16-bit weights, and from stage 1 on always."""
+    zero, trained = config.zero_optimization, question.trained_parameters
+    shards = question.world_size if zero.stage else 1
+    masters = MASTER_BYTES if zero.stage or question.dtype != "fp32" else 0
+    on: Memory = "host" if zero.offload_optimizer.device == "cpu" else "device"
+    if masters:
+        formula = f"{masters} × {millions(trained)} / {shards}"
+        yield Use(what="optimizer", num_bytes=masters * trained // shards, formula=formula, on=on, leaves=True)
+    formula = f"moments of {MOMENT_BYTES} × {millions(trained)} / {shards}"
+    yield Use(
+        what="optimizer", num_bytes=MOMENT_BYTES * trained // shards, formula=formula, during=LATER, on=on, leaves=True
+    )
+
+
+def _gradients(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]:
+    """As they come: stage 0 has them where torch puts them, later stages copy them into a bucket, which takes their
+    place. Then, for the step, what of them is this rank's."""
+    zero, trained, ranks = config.zero_optimization, question.trained_parameters, question.world_size
+    size, travel = DTYPE_BYTES[question.dtype], DTYPE_BYTES[config.communication_data_type]
+    on: Memory = "host" if zero.offload_optimizer.device == "cpu" else "device"
+    if zero.stage == 0:
+        yield Use(what="gradients", num_bytes=size * trained, formula=f"{size} × {millions(trained)}", during=UPDATE)
+        if size != 4:
+            formula = f"4 × {millions(trained)} for the step"
+            yield Use(what="gradients", num_bytes=4 * trained, formula=formula, during=("step",))
+        if ranks > 1:
+            bucket = min(REDUCE_ELEMENTS, trained)
+            formula = f"{travel} × {millions(bucket)} on their way"
+            yield Use(what="buffers", num_bytes=travel * bucket, formula=formula, during=("step",))
+        return
+    wanted = _elements(zero.reduce_bucket_size, REDUCE_ELEMENTS)
+    if zero.stage == 1:
+        # They stay whole until the last microbatch; in the bucket they are no others.
+        yield Use(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", during=UPDATE)
+        wanted = 0 if question.on_host else wanted
+    elif question.on_host:
+        # Memory of a host that nothing was written to is not taken; a device's is.
+        wanted = min(wanted, trained)
+    during = UPDATE if zero.stage == 2 or question.on_host else LATER
+    formula = f"{size} × {millions(wanted)}, a bucket (reduce_bucket_size)"
+    yield Use(what="buffers", num_bytes=size * wanted, formula=formula, during=during)
+    if zero.stage == 3:
+        formula = f"4 × {millions(trained)} / {ranks} added up"
+        num_bytes = 4 * trained // ranks
+        yield Use(what="gradients", num_bytes=num_bytes, formula=formula, during=LATER, on=on, leaves=True)
+        bucket = min(wanted, trained)
+        formula = f"{travel} × {millions(bucket)} on their way"
+        yield Use(what="buffers", num_bytes=travel * bucket, formula=formula, during=("step",))
+    else:
+        formula = f"2 × 4 × {millions(trained)} / {ranks}, on their way or added up, and laid side by side"
+        yield Use(what="gradients", num_bytes=8 * trained // ranks, formula=formula, during=("step",), on=on)
+
+
+def _elements(value: Elements | int, otherwise: int) -> int:
+    return otherwise if value == "auto" else int(value)
+
+
+def _levers(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Lever]:
+    zero = config.zero_optimization
+    if not question.trains:
+        return
+    small = 50_000_000
+    if zero.stage and _elements(zero.reduce_bucket_size, REDUCE_ELEMENTS) > small:
+        yield Lever(
+            keys={"zero_optimization.reduce_bucket_size": small}, costs="gradients travel in more and smaller pieces"
+        )
+    if question.world_size > 1:
+        what = {1: "optimizer state", 2: "gradients as well", 3: "parameters as well"}
+        for stage in range(zero.stage + 1, 4):
+            costs = f"{what[stage]} spread over ranks: more communication"
+            yield Lever(keys={"zero_optimization.stage": stage}, costs=costs)
+    if zero.stage and zero.offload_optimizer.device == "none" and not question.on_host:
+        yield Lever(keys={"zero_optimization.offload_optimizer.device": "cpu"}, costs="steps are taken on the host")

@@ -1,0 +1,98 @@
+"""How much memory a rank of the Megatron strategies takes: the formulas of docs/plan.md. Light."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from roll_core.modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions
+from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_strategy_megatron.config import MegatronConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.plan import MemoryQuestion, ModelSize
+
+
+def memory(question: MemoryQuestion) -> MemoryAnswer:
+    """Of a rank of the first or last pipeline stage, whichever holds more."""
+    config = question.config
+    if not isinstance(config, MegatronConfig):
+        raise TypeError(f"the Megatron strategies take a MegatronConfig, not a {type(config).__name__}")
+    size = DTYPE_BYTES[question.dtype]
+    dense, experts = _parameters(question.model, config)
+    held = dense + experts
+    uses = [
+        Use(what="weights", num_bytes=size * held, formula=f"{size} × {millions(held)} on a rank", leaves=False),
+        *_start(question),
+    ]
+    if question.trains:
+        uses += _trained(question, config, dense, experts)
+    uses += computation(_stage(question, config), fused=False, chunk_tokens=config.logprob_chunk_tokens)
+    return MemoryAnswer(uses=tuple(uses), levers=tuple(_levers(question, config)))
+
+
+def _parameters(model: ModelSize, config: MegatronConfig) -> tuple[int, int]:
+    """Of a rank: dense ones are cut by tensor parallelism, experts by their own; layers by stages. Each end has one of
+    the two matrices of the vocabulary."""
+    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or tensor)
+    layers = sum(layer.parameters - layer.experts for layer in model.layers)
+    experts = sum(layer.experts for layer in model.layers)
+    ends = model.embedding if stages > 1 else model.embedding + model.head
+    return layers // (tensor * stages) + max(ends, model.head) // tensor, experts // (expert_ranks * stages)
+
+
+def _start(question: MemoryQuestion) -> Iterator[Use]:
+    """A model that is drawn is drawn whole on every rank; one that is read is read tensor by tensor."""
+    if question.random_weights:
+        count = question.model.parameters
+        formula = f"4 × {millions(count)}, drawn before it is cut"
+        yield Use(what="weights", num_bytes=4 * count, formula=formula, during=("start",), on="host")
+
+
+def _trained(question: MemoryQuestion, config: MegatronConfig, dense: int, experts: int) -> Iterator[Use]:
+    """Gradients of all that a rank holds, in float32; AdamW's state of a share of it."""
+    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    replicas = max(1, question.world_size // (tensor * stages))  # over data and context parallel ranks
+    expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or tensor)
+    expert_replicas = max(1, question.world_size // (expert_ranks * stages))
+    yield Use(what="gradients", num_bytes=4 * (dense + experts), formula=f"4 × {millions(dense + experts)} on a rank")
+    state = MOMENT_BYTES + (MASTER_BYTES if question.dtype != "fp32" else 0)
+    share = dense // replicas + experts // expert_replicas
+    formula = f"{state} × {millions(share)}, a rank's share"
+    yield Use(what="optimizer", num_bytes=state * share, formula=formula, during=LATER)
+
+
+def _stage(question: MemoryQuestion, config: MegatronConfig) -> MemoryQuestion:
+    """What a rank of the first stage computes: its layers, of as many microbatches as there are stages, which are on
+    their way before the first comes back."""
+    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    model = question.model
+    layers = tuple(replace(layer, active_width=layer.active_width // tensor) for layer in model.layers)
+    cut = replace(
+        model,
+        query_width=model.query_width // tensor,
+        key_width=model.key_width // tensor,
+        num_heads=max(1, model.num_heads // tensor),
+        vocab_size=-(-model.vocab_size // tensor),
+        layers=layers[: -(-len(layers) // stages)],
+    )
+    tokens = -(-question.train_tokens // config.context_parallel_size)
+    return replace(
+        question,
+        model=cut,
+        on_host=False,
+        train_tokens=tokens * min(stages, question.num_micro_batches),
+        score_tokens=-(-question.score_tokens // config.context_parallel_size),
+        gradient_checkpointing=question.gradient_checkpointing and config.recompute_granularity != "selective",
+    )
+
+
+def _levers(question: MemoryQuestion, config: MegatronConfig) -> Iterator[Lever]:
+    if question.trains and question.gradient_checkpointing and config.recompute_granularity == "selective":
+        yield Lever(
+            keys={"recompute_granularity": "full", "recompute_modules": None},
+            costs="activations are computed twice: about a third more time in training",
+        )

@@ -1,0 +1,77 @@
+"""`roll-core plan`: what is shown, and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from roll_core.cli import main as cli
+
+SFT = """\
+pipeline: sft
+num_gpus_per_node: 4
+tokenizer: {kind: byte}
+sft_train:
+  model_args: {dtype: fp32, random_init: {model_type: llama, hidden_size: 256, num_hidden_layers: 2,
+    intermediate_size: 512, num_attention_heads: 4}}
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+  device_mapping: [0, 1, 2]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROLL_PLUGINS", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "run.yaml").write_text(SFT)
+
+
+def test_a_run_that_fits_is_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "run.yaml", "--host-memory", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "sft on platform cpu, executor ray: 1 node of 4 slots" in shown
+    assert "0 · 0–2        ranks 0–2" in shown
+    assert "✓ fits: at most" in shown
+
+
+def test_formulas_are_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "run.yaml", "-v", "--host-memory", "8"]) == 0
+    assert "optimizer 0.01 = moments of 8 × 1.4 M" in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_fit_is_1_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "run.yaml", "--host-memory", "2.5", "response_length=4096"]) == 1
+    shown = capsys.readouterr().out
+    assert "✗ does not fit by" in shown
+    assert "it fits with: sft_train.training_args.per_device_train_batch_size=" in shown
+
+
+def test_a_run_that_would_not_start_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "run.yaml", "sft_train.device_mapping=[4]"]) == 1
+    assert "✗ the run would not start: 1 of 1 workers of sft_train would have no place" in capsys.readouterr().out
+
+
+def test_a_mistake_is_2_and_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "run.yaml", "sede=1"]) == 2
+    assert "sede" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "run.yaml", "other.yaml"])
+    assert ended.value.code == 2
+    assert os.listdir() == ["run.yaml"]
+
+
+def test_everything_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "run.yaml", "--json", "--host-memory", "1.5"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["starts"], found["fits"], found["known"]) == (True, False, True)
+    (role,) = found["memory"]
+    assert role["parameters"] == 2 * 258 * 256 + 256 + 2 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256)
+    assert role["acts"]["backward"]["device"] == sum(
+        use["num_bytes"] for use in role["uses"] if not use["during"] or "backward" in use["during"]
+    )
+    assert found["proposal"] is None or found["proposal"]["over_bytes"] < found["over_bytes"]

@@ -1,0 +1,75 @@
+"""The smallest change that fits."""
+
+from roll_core.runtime.planning import make_plan
+from roll_core.runtime.planning.levers import changed, smallest_change
+from roll_core.runtime.planning.plan import PROCESS_BYTES
+
+LONG = (
+    "prompt_length=200",
+    "response_length=312",
+    "actor_train.model_args.disable_gradient_checkpointing=true",
+    "actor_infer.strategy_args.strategy_config.max_num_seqs=1",
+    "actor_train.infer_batch_size=1",
+)
+
+
+def proposal(loaded, registry, *overrides, host_bytes):
+    each = loaded(*overrides)
+    plan = make_plan(each, registry, host_bytes=host_bytes)
+    return plan, smallest_change(each.config, registry, plan)
+
+
+def most(plan):
+    return max(load.num_bytes for load in plan.loads)
+
+
+def test_the_weakest_setting_that_fits_is_proposed_and_a_new_plan_agrees(loaded, registry, planned):
+    everything = most(planned(*LONG))
+    quarter = most(
+        planned(
+            *LONG,
+            "actor_train.training_args.per_device_train_batch_size=2",
+            "actor_train.training_args.gradient_accumulation_steps=4",
+        )
+    )
+    plan, found = proposal(loaded, registry, *LONG, host_bytes=quarter)
+    assert plan.over == everything - quarter
+    assert found.over == 0
+    assert found.overrides == [
+        "actor_train.training_args.per_device_train_batch_size=2",
+        "actor_train.training_args.gradient_accumulation_steps=4",
+    ]
+    assert planned(*LONG, *found.overrides, host_bytes=quarter).over == 0
+
+
+def test_two_levers_where_one_does_not_do(loaded, registry, planned):
+    both = most(
+        planned(
+            *LONG,
+            "actor_train.training_args.per_device_train_batch_size=1",
+            "actor_train.training_args.gradient_accumulation_steps=8",
+            "actor_train.model_args.disable_gradient_checkpointing=false",
+        )
+    )
+    _, found = proposal(loaded, registry, *LONG, host_bytes=both)
+    assert found.over == 0
+    assert len(found.changes) == 2
+    assert planned(*LONG, *found.overrides, host_bytes=both).over == 0
+
+
+def test_where_nothing_does_the_nearest_is_said(loaded, registry):
+    plan, found = proposal(loaded, registry, *LONG, host_bytes=PROCESS_BYTES)
+    assert 0 < found.over < plan.over
+
+
+def test_a_plan_that_fits_needs_no_change(planned):
+    assert planned(*LONG).over == 0
+
+
+def test_a_change_keeps_the_rest(loaded):
+    config = loaded().config
+    other = changed(config, {"actor_infer.strategy_args.strategy_config.kv_cache_gib": 0.5})
+    assert other.actor_infer.strategy_args.strategy_config == {"kv_cache_gib": 0.5}
+    assert other.actor_infer.strategy_args.strategy_name == "hf_infer"
+    assert other.actor_train == config.actor_train
+    assert config.actor_infer.strategy_args.strategy_config == {}

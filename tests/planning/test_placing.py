@@ -1,0 +1,111 @@
+"""Who would sit where, what a run would refuse, and what it would wait for."""
+
+import pytest
+
+from roll_core.errors import PlacementError
+from roll_core.plugins.targets import load_target
+from roll_core.runtime.build import slots_per_worker
+from roll_core.runtime.executors import choose_executor
+from roll_core.runtime.placement import place_roles
+from roll_core.runtime.planning.placing import pipeline_plan
+
+ACC = ("platform=acc", "executor=ray")
+SIXTEEN = ("actor_train.device_mapping=list(range(0,16))", "actor_infer.device_mapping=[0]", "rollout_batch_size=32")
+
+
+def test_places_and_executor_are_those_that_a_run_asks_for(loaded, registry, planned):
+    overrides = (*ACC, "actor_train.device_mapping=list(range(0,8))", "actor_infer.device_mapping=list(range(4,8))")
+    found, config = planned(*overrides).placing, loaded(*overrides).config
+    roles = found.pipeline.roles
+    expected = place_roles(
+        {role.name: config.roles()[role.name] for role in roles},
+        found.platform,
+        slots_per_worker=slots_per_worker(roles, config, registry),
+    )
+    assert found.places == expected
+    assert found.executor == choose_executor(config, expected)
+    assert [place.slots for place in found.places["actor_infer"]] == [(4,), (5,), (6,), (7,)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("+reference.strategy_args.strategy_name=hf_infer", "use_kl_loss=true"),
+        ("+critic.strategy_args.strategy_name=hf_train", "adv_estimator=gae"),
+    ],
+)
+def test_roles_are_those_of_the_pipeline(loaded, overrides):
+    each = loaded(*overrides)
+    pipeline = load_target(each.pipeline.target, owner="test")(each.config)
+    assert tuple(pipeline.roles()) == pipeline_plan(each.pipeline, each.config).roles
+    acting = {role for phase in pipeline_plan(each.pipeline, each.config).phases for role in phase.acts}
+    assert acting == {role.name for role in pipeline.roles() if role.kind != "reward"}
+
+
+def test_a_slot_that_this_host_lacks_is_what_a_run_says(planned):
+    found = planned(*ACC, *SIXTEEN)
+    assert not found.starts
+    (problem,) = found.placing.problems
+    assert problem.startswith("8 of 16 workers of actor_train would have no place: actor_train asks for slot 8")
+    assert "there are 8 slots (0 to 7) on one node" in problem
+
+
+def test_with_another_node_every_role_has_its_place_and_waits_for_both(planned):
+    found = planned(*ACC, *SIXTEEN, num_nodes=2)
+    assert found.starts
+    (note,) = found.placing.notes
+    assert "GPU 8, 8 on 2 nodes together" in note
+    assert "waits, for at most 120 s" in note
+
+
+def test_nodes_of_a_cluster_are_not_asked_for(planned, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    found = planned(*ACC, "actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[0]")
+    assert found.starts
+    assert "--nodes N" in found.placing.notes[0]
+
+
+def test_more_slots_than_this_host_has_are_named(planned):
+    found = planned(*ACC, "num_gpus_per_node=16", "actor_train.device_mapping=[9]", "actor_infer.device_mapping=[0]")
+    assert found.placing.problems == (
+        "actor_train asks for slot 9, but this host has 8 of platform acc (num_gpus_per_node says 16)",
+    )
+
+
+def test_what_the_local_executor_refuses_is_a_problem(planned):
+    found = planned("executor=local", "num_gpus_per_node=2", "actor_train.device_mapping=[0,1]")
+    (problem,) = found.placing.problems
+    assert "actor_train has 2 workers, but the local executor has one process" in problem
+
+
+def test_a_platform_that_is_not_here_is_drawn_all_the_same(planned, registry):
+    found = planned("platform=cuda", "num_gpus_per_node=8", "actor_train.device_mapping=list(range(0,8))")
+    assert "platform cuda is asked for but not here" in found.placing.problems[0]
+    assert len(found.placing.places["actor_train"]) == 8
+    assert planned(
+        "platform=cuda", "num_gpus_per_node=8", "actor_train.device_mapping=list(range(0,8))", num_nodes=1
+    ).starts
+
+
+def test_without_slots_to_count_there_is_no_picture(planned):
+    with pytest.raises(PlacementError, match="give num_gpus_per_node"):
+        planned("platform=cuda")
+
+
+def test_a_pipeline_that_says_nothing_has_its_roles_at_work_one_after_the_other(loaded):
+    from dataclasses import replace
+
+    each = loaded()
+    silent = replace(each, pipeline=replace(each.pipeline, plan=""))
+    found = pipeline_plan(silent.pipeline, silent.config)
+    assert {role.name: role.kind for role in found.roles} == {
+        "actor_train": "train",
+        "actor_infer": "generate",
+        "rewards.math": "reward",
+    }
+    assert [dict(phase.acts) for phase in found.phases] == [
+        {"actor_train": "backward"},
+        {"actor_train": "step"},
+        {"actor_infer": "generate"},
+    ]

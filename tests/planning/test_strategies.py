@@ -1,0 +1,127 @@
+"""The formulas of the plugins' strategies, by hand on a model of round numbers."""
+
+import pytest
+
+from roll_core.config.loading import strategy_config
+from roll_core.modeling.sizes import model_size
+from roll_core.plugins.registry import load_registry
+from roll_core.plugins.targets import load_target
+from roll_core.spec.plan import MemoryQuestion
+from roll_core.spec.providers import InferProvider, TrainProvider
+
+MODEL = model_size(
+    {
+        "model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    }
+)  # fmt: skip
+LAYER = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+P = 2 * 64_000 + 64 + 4 * LAYER
+REST = 2 * 64_000 + 64
+
+
+def uses(kind, name, keys, act, **more):
+    """Bytes by what, of one act."""
+    registry = load_registry()
+    provider = registry.find(kind, name)
+    numbers = {
+        "model": MODEL, "dtype": "fp32", "trains": True, "trained_parameters": P, "world_size": 2,
+        "train_tokens": 8, "score_tokens": 8, "longest": 8, "on_host": True,
+    }  # fmt: skip
+    question = MemoryQuestion(config=strategy_config(provider, keys, owner=name), **{**numbers, **more})
+    found: dict[str, int] = {}
+    for use in load_target(provider.memory, owner=name)(question).uses:
+        if not use.during or act in use.during:
+            found[use.what] = found.get(use.what, 0) + use.num_bytes
+    return found
+
+
+def train(name, keys, act="backward", **more):
+    return uses(TrainProvider, name, keys, act, **more)
+
+
+def test_every_strategy_here_says_what_it_takes():
+    registry = load_registry()
+    for kind in (TrainProvider, InferProvider):
+        assert not [each.name for each in registry.providers(kind) if not each.memory]
+
+
+def test_fsdp2_shares_everything_but_what_is_gathered():
+    found = train("fsdp2_train", {})
+    assert MODEL.parameters == P
+    assert found["weights"] == 4 * P // 2
+    assert found["optimizer"] == 8 * P // 2
+    assert found["gradients"] == 4 * P // 2 + 4 * (REST + LAYER)
+    assert found["buffers"] == 4 * (REST + 2 * LAYER) + 4 * REST
+
+
+def test_fsdp2_adds_whole_gradients_up_over_microbatches_unless_told_otherwise():
+    assert train("fsdp2_train", {}, num_micro_batches=3)["gradients"] == 4 * P // 2 + 4 * P
+    eager = {"reduce_scatter_during_grad_accumulation": True}
+    assert train("fsdp2_train", eager, num_micro_batches=3)["gradients"] == 4 * P // 2 + 4 * (REST + LAYER)
+
+
+def test_fsdp2_cuts_layers_by_tensor_parallelism():
+    keys = {"tensor_model_parallel_size": 2, "fsdp_size": 2}
+    found = train("fsdp2_train", keys, world_size=8)
+    assert found["weights"] == 4 * P // 4
+    assert found["buffers"] == 4 * (REST + 2 * (LAYER // 2)) + 4 * REST
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "optimizer", "gradients", "buffers"),
+    [
+        (0, 4 * P, 8 * P, 4 * P, 4 * P),
+        (1, 4 * P, 12 * P // 2, 4 * P + 8 * P // 2, 0),
+        (2, 4 * P, 12 * P // 2, 8 * P // 2, 4 * P),
+        (3, 4 * P // 2, 12 * P // 2, 4 * P // 2, 4 * P + 4 * P + 4 * P),
+    ],
+)
+def test_deepspeed_spreads_what_its_stage_says(stage, weights, optimizer, gradients, buffers):
+    found = train("deepspeed_train", {"zero_optimization": {"stage": stage}}, "step")
+    assert {name: found[name] for name in ("weights", "optimizer", "gradients", "buffers")} == {
+        "weights": weights,
+        "optimizer": optimizer,
+        "gradients": gradients,
+        "buffers": buffers,
+    }
+
+
+def test_deepspeeds_bucket_is_whole_on_an_accelerator():
+    keys = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10_000_000}}
+    assert train("deepspeed_train", keys, on_host=False, dtype="bf16")["buffers"] == 2 * 10_000_000
+
+
+def test_megatron_cuts_by_tensor_and_pipeline_and_spreads_state_over_replicas():
+    keys = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    found = train("megatron_train", keys, world_size=8, on_host=False, dtype="bf16")
+    held = 4 * LAYER // 4 + 64_000 // 2
+    assert found["weights"] == 2 * held
+    assert found["gradients"] == 4 * held
+    assert found["optimizer"] == 12 * (held // 2)
+
+
+def test_megatron_spreads_experts_by_their_own_parallelism():
+    mixture = model_size(
+        {
+            "model_type": "mixtral", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8,
+        }
+    )  # fmt: skip
+    experts = 2 * 8 * 3 * 64 * 128
+    found = train("megatron_train", {"expert_model_parallel_size": 4}, model=mixture, world_size=4, on_host=False)
+    assert found["weights"] == 4 * (mixture.parameters - experts - mixture.final_norm + experts // 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "more", "cache"),
+    [
+        ({"kv_cache_memory_bytes": 12345}, {}, 12345),
+        ({}, {}, 4 << 30),
+        ({"gpu_memory_utilization": 0.5}, {"on_host": False, "slot_bytes": 1 << 30}, (1 << 29) - 4 * P),
+        ({}, {"on_host": False, "slot_bytes": 1 << 30}, int(0.9 * (1 << 30)) - 4 * P),
+    ],
+)
+def test_vllm_takes_the_share_that_it_is_given(keys, more, cache):
+    found = uses(InferProvider, "vllm", keys, "generate", trains=False, **more)
+    assert found == {"weights": 4 * P, "kv cache": cache}

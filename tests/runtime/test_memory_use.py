@@ -1,0 +1,55 @@
+"""What a process has held at most, asked of one that holds known amounts."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+ASK = """
+import json, mmap, sys, tempfile
+from roll_core.runtime.memory_use import MemoryWatch, forget_peak
+MIB = 2**20
+{before}
+watch = MemoryWatch("cpu")
+{between}
+use = watch.use()
+print(json.dumps([use.begun_bytes, use.peak_bytes, use.device_bytes]))
+"""
+FILE = """
+file = tempfile.TemporaryFile()
+file.write(b"x" * MIB * 64)
+file.flush()
+mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+sum(mapped[::4096])
+"""
+
+
+def grown(before="", between=""):
+    """MiB that were taken at most."""
+    script = ASK.format(before=before, between=between)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    begun, peak, device = json.loads(done.stdout)
+    assert device is None
+    return (peak - begun) / 2**20
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts are read from /proc")
+
+
+def test_memory_that_was_given_back_counts():
+    assert 64 <= grown(between="held = b'x' * MIB * 64; del held") < 80
+
+
+def test_what_was_there_before_does_not_count():
+    assert grown(before="before = b'x' * MIB * 64") < 16
+
+
+def test_a_peak_of_before_is_forgotten():
+    assert grown(before="held = b'x' * MIB * 64; del held; forget_peak()") < 16
+
+
+def test_shared_memory_counts_and_pages_of_files_do_not():
+    assert 64 <= grown(between="held = mmap.mmap(-1, 64 * MIB); [held.write(b'x' * MIB) for _ in range(64)]") < 80
+    # What is read from the file in between is a copy of 16 KiB, and the 64 MiB that are written to it are freed.
+    assert grown(before=FILE.replace("sum(mapped[::4096])", "forget_peak()"), between="sum(mapped[::4096])") < 16
