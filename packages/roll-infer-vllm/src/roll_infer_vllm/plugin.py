@@ -18,7 +18,7 @@ CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
     prompt_logprobs=True,
     in_flight_update=True,
-    weight_transports=("shm", "collective", "shared"),
+    weight_transports=("shm", "collective", "shared", "disk"),
 )
 
 

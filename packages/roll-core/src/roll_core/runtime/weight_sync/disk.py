@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 64 << 20
 """Buckets are no larger than this unless a tensor is: receivers read one while the next is written."""
 FIRST_LOOK_S = 0.002
-LONGEST_LOOK_S = 0.5
-"""Between two looks; stores that are asked over a network charge for each."""
+LONGEST_LOOK_S, LONGEST_LOCAL_LOOK_S = 0.5, 0.02
+"""Between two looks; stores that are asked over a network charge for each, file systems do not."""
 PREFIX = "roll-weights-"
 OPEN = "open"
 
@@ -54,6 +54,16 @@ class Folder:
         self.url = url.rstrip("/")
         self._files, self._path = fsspec.core.url_to_fs(self.url)
         self.is_local = isinstance(self._files, LocalFileSystem)
+
+    def wait(self, there: Callable[[], bool], deadline: Deadline) -> bool:
+        """Look, ever less often, until it is there; false where the deadline passes first."""
+        pause_s = FIRST_LOOK_S
+        while not there():
+            if deadline.left == 0:
+                return False
+            time.sleep(min(pause_s, max(deadline.left, FIRST_LOOK_S)))
+            pause_s = min(2 * pause_s, LONGEST_LOCAL_LOOK_S if self.is_local else LONGEST_LOOK_S)
+        return True
 
     def write(self, name: str, data: object) -> None:
         """A file that is seen complete or not at all: stores show what is closed, file systems what is renamed."""
@@ -133,7 +143,7 @@ class DiskSender(SendingEnd):
             self._all_have_taken(bucket.first)
         nothing_left(exported)
         first = buckets[0].first if buckets else ""
-        if not _wait(lambda: self._all_have_taken(first), deadline):
+        if not self._folder.wait(lambda: self._all_have_taken(first), deadline):
             raise ReceiversLostError(first, silent=self._without("taken"))
         self._folder.remove(str(self._number))
         return sent
@@ -208,7 +218,7 @@ class DiskReceiver(ReceivingEnd):
                 raise SenderLostError(f"the sender hung up before {name}")
             return name in self._folder.names(str(self._number))
 
-        if not _wait(is_there, deadline):
+        if not self._folder.wait(is_there, deadline):
             raise SenderLostError(f"the sender had not written {name} when the deadline passed")
 
 
@@ -230,14 +240,3 @@ def remove_what_the_dead_left(directory: Folder) -> None:
 
 def _unwritable(where: str, error: OSError) -> WeightSyncError:
     return WeightSyncError(f"weights cannot be written to {where} (model_update_dir): {error}")
-
-
-def _wait(there: Callable[[], bool], deadline: Deadline) -> bool:
-    """Look until it is there, or the deadline passes."""
-    pause_s = FIRST_LOOK_S
-    while not there():
-        if deadline.left == 0:
-            return False
-        time.sleep(min(pause_s, max(deadline.left, FIRST_LOOK_S)))
-        pause_s = min(2 * pause_s, LONGEST_LOOK_S)
-    return True
