@@ -14,7 +14,7 @@ NAMES = {
 }
 """Engines, backends and platforms. Whether something is done may depend on what a part can do, never on its name."""
 FORBIDDEN_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "yaml.load", "cloudpickle.loads"}
-OUR_OWN = {("ray_host.py", "cloudpickle.loads")}
+OUR_OWN = {("codecs.py", "cloudpickle.loads")}
 """Messages between a driver and the workers that it started are not foreign; Ray itself carries them that way."""
 HEAVY = {"torch", "ray", "transformers", "datasets", "tensorboard", "math_verify"}
 LIGHT = ("spec", "config", "plugins", "cli")
