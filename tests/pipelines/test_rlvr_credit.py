@@ -2,6 +2,8 @@
 
 import asyncio
 from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,7 +91,14 @@ class FakeRun:
     async def publish_weights(self, source, target):
         self.published.append((source, target))
 
-    async def rollout(self, role, prompts, params, *, n, split="train"):
+    def infer_role(self, name):
+        return SimpleNamespace(weight_version=0)
+
+    def rollouts(self, role, plan):
+        self.plan = plan
+        return self
+
+    async def batch(self):
         return self.groups
 
 
@@ -117,6 +126,7 @@ def step(groups, roles=None, **given):
     run = FakeRun(groups, {"actor_train": FakeRole()} | (roles or {}))
     pipeline = RLVRPipeline(config(**given))
     pipeline.num_steps(run)
+    asyncio.run(pipeline.setup(run))
     asyncio.run(pipeline.step(run))
     return run, run.roles["actor_train"].updates[0][0] if run.roles["actor_train"].updates else []
 
@@ -285,3 +295,63 @@ def test_flat_and_rows_are_inverse():
 def test_contradictions_are_refused_with_what_to_do(given, message):
     with pytest.raises(ValueError, match=message):
         config(**given)
+
+
+OLDER = {"async_generation_ratio": 1.0, "actor_infer": {"device_mapping": [1]}}
+
+
+def test_what_is_drawn_ahead_is_scored_by_the_policy_as_it_is_now_and_the_gap_is_that_of_fresh_tokens():
+    groups = groups_of((1.0, 0.0))
+    old = groups[0].samples[1]
+    stale = replace(old, versions=np.array([-1, -1], dtype=np.int32), logprobs=np.array([-3.0, -1.0], dtype=np.float32))
+    groups = [Group(id="0", samples=(groups[0].samples[0], stale))]
+    run, sequences = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, **OLDER)
+    assert run.metrics["actor/logprob_gap"] == pytest.approx(0.2)  # |-0.7 + 0.5|
+    assert run.metrics["actor/logprob_lag"] == pytest.approx((2.3 + 0.3) / 2)
+    assert sequences[1].old_logprobs[2:].tolist() == pytest.approx([-0.7, -0.7])
+    assert (run.plan.ahead, run.plan.concurrent) == (1.0, True)
+
+
+def test_corrections_weigh_advantages_and_take_tokens_out_of_the_loss():
+    groups = groups_of((1.0, 0.0))
+    drawn = np.array([-0.5, -2.5], dtype=np.float32)
+    groups = [Group(id="0", samples=tuple(replace(each, logprobs=drawn) for each in groups[0].samples))]
+    plain = step(groups, {"actor_train": FakeRole(logprob=-0.7)})[1]
+    correction = {
+        "is_weight": {"enabled": True, "upper_bound": 3.0},
+        "filters": [
+            {"enabled": True, "ratio_low": 0.5, "ratio_high": 2.0},
+            {"enabled": False, "ratio_low": 5.0, "ratio_high": 6.0},
+        ],
+    }
+    run, sequences = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, train_infer_correction=correction)
+    # exp(-0.7 + 0.5) = 0.819 is kept as it is, exp(-0.7 + 2.5) = 6.05 is bounded by 3 and outside of the band.
+    for before, after in zip(plain, sequences, strict=True):
+        assert after.advantages[2] == pytest.approx(before.advantages[2] * np.exp(-0.2))
+        assert after.advantages[3] == pytest.approx(before.advantages[3] * 3.0)
+        assert after.loss_mask.tolist() == [False, False, True, False]
+    assert run.metrics["correction/kept_share"] == 0.5
+    assert run.metrics["correction/bounded_share"] == 0.5
+    assert run.metrics["correction/weight/mean"] == pytest.approx((np.exp(-0.2) + 3.0) / 2)
+
+
+def test_a_correction_that_leaves_no_token_leaves_the_sample_out():
+    groups = groups_of((1.0, 0.0))
+    far = replace(groups[0].samples[0], logprobs=np.full(2, -9.0, dtype=np.float32))
+    groups = [Group(id="0", samples=(far, groups[0].samples[1]))]
+    correction = {"filters": [{"enabled": True, "agg_type": "sequence"}]}
+    _, sequences = step(groups, {"actor_train": FakeRole(logprob=-0.5)}, train_infer_correction=correction)
+    assert [sequence.id for sequence in sequences] == ["0/1"]
+
+
+def test_a_batch_from_which_everything_was_left_out_learns_nothing_and_says_so():
+    run, sequences = step([])
+    assert [name for name, _ in run.tripped] == ["all_groups_filtered"]
+    assert sequences == []
+
+
+def test_the_plan_says_what_the_config_says():
+    run, _ = step(groups_of((1.0, 0.0)))
+    assert (run.plan.ahead, run.plan.concurrent, run.plan.keep) == (0.0, False, None)
+    run, _ = step(groups_of((1.0, 0.0)), is_use_additional_prompts=True, max_additional_running_prompts=3)
+    assert (run.plan.ahead * config().rollout_batch_size, run.plan.concurrent) == (3.0, False)

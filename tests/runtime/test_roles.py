@@ -13,7 +13,7 @@ from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
 from roll_core.spec.train import StepStats
-from roll_core.types import Completion, DataRank, GenerateRequest, SamplingParams, TrainSequence
+from roll_core.types import Completion, CompletionOutput, DataRank, GenerateRequest, SamplingParams, TrainSequence
 
 
 def sequence(number: int, length: int) -> TrainSequence:
@@ -133,20 +133,31 @@ class FakeInferGroup:
     """Replicas that answer in an order of their own."""
 
     def __init__(self, world_size: int, delays: dict[str, float] | None = None, fails: str = "") -> None:
-        self.world_size, self.delays, self.fails = world_size, delays or {}, fails
-        self.submitted: list[list[str]] = []
+        self.role, self.world_size, self.delays, self.fails = "actor_infer", world_size, delays or {}, fails
+        self.submitted: list[list[str]] = [[] for _ in range(world_size)]
+        self.sizes: dict[str, int] = {}
+        self.forgotten: list[str] = []
 
-    async def call_each(self, method, args_by_rank, deadline_s=None):
-        assert method == "submit"
-        self.submitted = [[request.id for request in share] for (share,) in args_by_rank]
-
-    async def call_rank(self, rank, method, request_id, deadline_s=None):
+    async def call_rank(self, rank, method, argument, deadline_s=None):
+        if method == "submit":
+            self.submitted[rank] += [request.id for request in argument]
+            self.sizes |= {request.id: request.n for request in argument}
+            return None
+        if method == "forget":
+            self.forgotten += argument
+            return None
         assert method == "result"
-        assert request_id in self.submitted[rank]
-        await asyncio.sleep(self.delays.get(request_id, 0))
-        if request_id == self.fails:
-            raise ValueError(f"{request_id} broke")
-        return Completion(id=request_id, outputs=())
+        assert argument in self.submitted[rank]
+        await asyncio.sleep(self.delays.get(argument, 0))
+        if argument == self.fails:
+            raise ValueError(f"{argument} broke")
+        output = CompletionOutput(
+            token_ids=np.array([7]),
+            logprobs=np.zeros(1, dtype=np.float32),
+            versions=np.zeros(1, dtype=np.int32),
+            finish_reason="stop",
+        )
+        return Completion(id=argument, outputs=(output,) * self.sizes[argument])
 
 
 def requests(counts: list[int]) -> list[GenerateRequest]:
@@ -181,9 +192,16 @@ def test_metrics_of_replicas_become_one_by_their_kinds():
 
 
 def test_the_failure_of_one_request_is_raised_as_it_is():
-    role = GroupInferRole("actor_infer", InferWorkerConfig(), FakeInferGroup(1, fails="1"))
-    with pytest.raises(ValueError, match="1 broke"):
-        asyncio.run(role.generate(requests([1, 1, 1])))
+    group = FakeInferGroup(1, delays={"0": 30, "2": 30}, fails="1")
+
+    async def fail():
+        role = GroupInferRole("actor_infer", InferWorkerConfig(), group)
+        with pytest.raises(ValueError, match="1 broke"):
+            await role.generate(requests([1, 1, 1]))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(fail())
+    assert sorted(group.forgotten) == ["0", "2"]  # nobody waits for the others any more
 
 
 def test_a_step_that_lowered_the_scale_of_the_loss_is_counted_and_trips_no_guard():

@@ -10,7 +10,8 @@ from roll_core.errors import DataError, RewardFailure
 from roll_core.runtime.executors.base import Peers
 from roll_core.runtime.judging import Judges
 from roll_core.runtime.placement import Place
-from roll_core.runtime.rollout import roll_out, stable_seed
+from roll_core.runtime.rollout.groups import stable_seed
+from roll_core.runtime.rollout.of_run import roll_out
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.pipeline import Prompt

@@ -5,7 +5,7 @@ import numpy as np
 from roll_core.data.sequences import sequence_of
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.runtime.judging import request_of
-from roll_core.runtime.rollout import group_of
+from roll_core.runtime.rollout.groups import group_of
 from roll_core.runtime.run import token_problem
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.pipeline import Prompt

@@ -48,6 +48,6 @@ class RowOrder:
         return _permutation(self.num_rows, self.seed, epoch) if self.shuffle else np.arange(self.num_rows)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _permutation(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)

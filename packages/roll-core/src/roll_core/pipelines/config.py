@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializeAsAny, model_validator
 
 from roll_core.spec.config import (
+    Config,
     Fraction,
     InferWorkerConfig,
     NonNegativeFloat,
@@ -23,6 +24,7 @@ from roll_core.spec.config import (
 
 Rewards = dict[str, SerializeAsAny[RewardConfig]]
 NormType = Literal["batch", "group", "running"]
+Level = Literal["token", "segment", "geometric", "sequence"]
 
 
 def num_workers(role: WorkerConfig) -> int:
@@ -77,6 +79,54 @@ class SFTConfig(_Judged):
         return self
 
 
+class ImportanceWeightConfig(Config):
+    """`train_infer_correction.is_weight`: advantages are multiplied by how much likelier the trainer finds a token than
+    the engine that drew it."""
+
+    enabled: bool = False
+    """Whether they are."""
+    weight_type: Level = "token"
+    """Ratio of the token, of its segment or sequence as a geometric mean (`segment`, `geometric`), or of its whole
+    sequence."""
+    upper_bound: PositiveFloat = 1.2
+    """Largest weight."""
+
+
+class CorrectionFilterConfig(Config):
+    """`train_infer_correction.filters`: tokens outside of a band take no part in the loss."""
+
+    enabled: bool = False
+    """Whether this filter is applied."""
+    agg_type: Level = "token"
+    """What the band looks at, as `weight_type`."""
+    ratio_enabled: bool = True
+    """Compare the ratio of the trainer's probability to the engine's."""
+    ratio_low: NonNegativeFloat = 0.8
+    """Smallest ratio that is kept."""
+    ratio_high: PositiveFloat = 1.2
+    """Largest ratio that is kept."""
+    diff_enabled: bool = False
+    """Compare the difference of the probabilities, averaged over what `agg_type` spans."""
+    diff_low: float = -0.2
+    """Smallest difference that is kept."""
+    diff_high: float = 0.2
+    """Largest difference that is kept."""
+
+
+class TrainInferCorrectionConfig(Config):
+    """`train_infer_correction`: for tokens that the trained policy itself would have drawn with another probability."""
+
+    is_weight: ImportanceWeightConfig = ImportanceWeightConfig()
+    """Importance weights."""
+    filters: list[CorrectionFilterConfig] = Field(default_factory=list)
+    """Bands; a token must be inside all of them."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is corrected."""
+        return self.is_weight.enabled or any(each.enabled for each in self.filters)
+
+
 class RLVRConfig(_Judged):
     """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and their kin)."""
 
@@ -98,6 +148,26 @@ class RLVRConfig(_Judged):
     """Answers per prompt: a group."""
     ppo_epochs: PositiveInt = 1
     """Passes over a batch."""
+
+    async_generation_ratio: NonNegativeFloat = 0.0
+    """Batches that are generated while earlier ones are trained on: 0 is synchronous, 0.5 half a batch, 2 two. No group
+    is trained on more steps after it was begun than this, rounded up. `actor_infer` needs slots of its own."""
+    is_use_additional_prompts: bool = False
+    """In synchronous training keep the engine full with prompts of the next batch while the last answers of this one
+    are drawn."""
+    max_additional_running_prompts: PositiveInt = 16
+    """So many."""
+    partial_rollout: bool = True
+    """What is unfinished when a batch is complete goes on in the next step from its last token; otherwise it is drawn
+    anew."""
+    stale_groups: Literal["drop", "reuse"] = "drop"
+    """Groups of a resumed run that are older than `async_generation_ratio` allows now: ask their prompts again, or
+    train on them nevertheless."""
+    dynamic_sampling_max_tries: Annotated[float, Field(ge=1)] = 10.0
+    """With a `query_filter_config`: for one batch at most this times `rollout_batch_size` prompts are asked. What is
+    left then is trained on."""
+    train_infer_correction: TrainInferCorrectionConfig = TrainInferCorrectionConfig()
+    """For tokens that were drawn under older weights, or by an engine that computes a little differently."""
 
     adv_estimator: str = "grpo"
     """How credit is given: grpo, reinforce, rloo, gae, or a plugin's."""
@@ -199,6 +269,33 @@ class RLVRConfig(_Judged):
         return self
 
     @model_validator(mode="after")
+    def _ahead_of_training(self) -> RLVRConfig:
+        ratio = self.async_generation_ratio
+        if ratio and self.is_use_additional_prompts:
+            raise ValueError(
+                "is_use_additional_prompts is for synchronous training; async_generation_ratio keeps the engine full"
+            )
+        if 0 < ratio * self.rollout_batch_size < 1:
+            raise ValueError(
+                f"async_generation_ratio {ratio:g} × rollout_batch_size {self.rollout_batch_size} ="
+                f" {ratio * self.rollout_batch_size:g} prompts: less than one is none"
+            )
+        mine = set(self.actor_infer.device_mapping or ())
+        for name, role in self.roles().items() if ratio else ():
+            shared = sorted(mine.intersection(role.device_mapping or ()))
+            if name != "actor_infer" and shared:
+                raise ValueError(
+                    f"async_generation_ratio {ratio:g} lets actor_infer generate while others work, so it needs slots"
+                    f" of its own: {name} has slot {shared[0]} too"
+                )
+        if self.train_infer_correction.enabled and self.force_disable_old_logprobs_recompute:
+            raise ValueError(
+                "train_infer_correction compares the trainer's logprobs with the engine's:"
+                " force_disable_old_logprobs_recompute leaves nothing to compare"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reference_is_used(self) -> RLVRConfig:
         if self.stays_close and self.reference is None and not self.actor_train.model_args.trains_adapters:
             key = "use_kl_loss" if self.use_kl_loss else "add_token_level_kl"
@@ -229,6 +326,18 @@ class RLVRConfig(_Judged):
         return self
 
     @property
+    def ahead(self) -> float:
+        """Batches that may be generated beyond the one that is trained on next."""
+        if self.is_use_additional_prompts:
+            return self.max_additional_running_prompts / self.rollout_batch_size
+        return self.async_generation_ratio
+
+    @property
+    def filters(self) -> bool:
+        """Whether groups are left out by their rewards."""
+        return any(reward.query_filter_config.type != "no_filter" for reward in self.rewards.values())
+
+    @property
     def stays_close(self) -> bool:
         """Whether the distance to a reference is penalised."""
         return self.use_kl_loss or self.add_token_level_kl
@@ -238,7 +347,9 @@ class RLVRConfig(_Judged):
         """Whether the trainer computes the old policy's logprobs before it trains."""
         if self.force_disable_old_logprobs_recompute:
             return False
-        return self.steps_per_batch(self.actor_train) > 1 or self.add_token_level_kl
+        several_steps = self.steps_per_batch(self.actor_train) > 1
+        older_tokens = self.ahead > 0 or self.train_infer_correction.enabled
+        return several_steps or self.add_token_level_kl or older_tokens
 
     def clip_range(self) -> tuple[float, float]:
         """PPO's clip range, downwards and upwards."""

@@ -96,12 +96,21 @@ class Experience:
         )
 
 
-def logprob_gap(experience: Experience) -> float:
-    """Mean over drawn tokens of |old logprob - engine's logprob|."""
+def logprob_gaps(experience: Experience, version: int) -> tuple[float | None, float | None]:
+    """Means over drawn tokens of |old logprob - engine's logprob|: of those drawn under the weights of `version`, which
+    the trainer has, and of older ones. None where there are none."""
     old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
     if old_T is None or behaviour_T is None:
-        return 0.0
-    return float((old_T - behaviour_T)[experience.mask_T].abs().mean())
+        return None, None
+    gap_T = (old_T - behaviour_T).abs()
+    drawn_T = torch.from_numpy(
+        np.concatenate(
+            [np.concatenate([np.full(len(s.prompt_ids), -1, dtype=np.int32), s.versions]) for s in experience.samples]
+        )
+    )
+    now_N = gap_T[experience.mask_T & (drawn_T == version)]
+    before_N = gap_T[experience.mask_T & (drawn_T != version)]
+    return (float(now_N.mean()) if len(now_N) else None), (float(before_N.mean()) if len(before_N) else None)
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Which prompts a step takes: each domain its share of the batch, its rows in an order drawn anew every epoch.
+"""Which prompts come when: each domain has its share of a batch, and its rows an order drawn anew every epoch.
 
-The batch is a pure function of the step, so a resumed run goes on exactly where the other one would have.
+The prompt at a position is a pure function of it, so a resumed run goes on exactly where the other one would have.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.data.order import RowOrder
 from roll_core.errors import DataError
-from roll_core.runtime.rollout import stable_seed
+from roll_core.runtime.rollout.groups import stable_seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PromptOrder:
-    """Batches of `size` prompts."""
+    """The prompts of a run. `counts` are each tag's of a batch of `size`."""
 
     def __init__(self, prompts: Sequence[Prompt], *, size: int, shares: Mapping[str, float], seed: int) -> None:
         """`shares` by tag; empty takes each domain in proportion to its rows.
@@ -44,14 +44,11 @@ class PromptOrder:
             tag: RowOrder(len(rows), seed=stable_seed(seed, "domain", tag)) for tag, rows in self.rows.items()
         }
 
-    def batch(self, step: int) -> list[Prompt]:
-        """The prompts of step `step`, counted from 0; ids are unique, `<row>/<epoch>`."""
-        chosen: list[Prompt] = []
-        for tag, count in self.counts.items():
-            rows = self.rows[tag]
-            for place, index in enumerate(self.orders[tag].batch(step, count), start=step * count):
-                chosen.append(replace(rows[index], id=f"{rows[index].id}/{place // len(rows)}"))
-        return chosen
+    def prompt(self, tag: str, position: int) -> Prompt:
+        """At a position of the endless order of a tag's rows, counted from 0; ids are unique, `<row>/<epoch>`."""
+        rows = self.rows[tag]
+        (index,) = self.orders[tag].rows(position, 1)
+        return replace(rows[index], id=f"{rows[index].id}/{position // len(rows)}")
 
 
 def apportion(size: int, weights: Mapping[str, float]) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 for step in steps:
     publish the policy's weights to the engine
-    groups      = answer each prompt n times, judge every answer
+    groups      = answer each prompt n times, judge every answer; some of it may have been done while others were
+                  trained on (`async_generation_ratio`), which is all that makes a run asynchronous
     experience  = answers that were judged, with logprobs of policy and reference, values of the critic
     advantages  = estimator(rewards, normalised by group, batch or history, less the KL to the reference)
     update the critic, then the policy, on mini-batches of the experience
@@ -20,14 +21,16 @@ from roll_core.algorithms.losses import PolicyObjective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
 from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, token_rewards
 from roll_core.pipelines.config import RLVRConfig
-from roll_core.pipelines.experience import Experience, logprob_gap, sample_metrics
+from roll_core.pipelines.correction import correct
+from roll_core.pipelines.experience import Experience, logprob_gaps, sample_metrics
+from roll_core.pipelines.filters import group_filter
 from roll_core.pipelines.messages import skipped
 from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder
 from roll_core.pipelines.sampling import sampling_params
 from roll_core.pipelines.validation import Validation
 from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
-from roll_core.spec.pipeline import Pipeline, Run
+from roll_core.spec.pipeline import Pipeline, RolloutPlan, Run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,12 +80,29 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return rlvr(self.config).roles
 
     @override
-    async def step(self, run: Run) -> None:
+    async def setup(self, run: Run) -> None:
         config = self.config
-        await run.publish_weights("actor_train", "actor_infer")
-        groups = await run.rollout(
-            "actor_infer", self.order.batch(run.step), self.sampling, n=config.num_return_sequences_in_group
+        plan = RolloutPlan(
+            counts=self.order.counts,
+            params=self.sampling,
+            n=config.num_return_sequences_in_group,
+            prompt=self.order.prompt,
+            keep=group_filter(config.rewards) if config.filters else None,
+            max_tries=config.dynamic_sampling_max_tries,
+            ahead=config.ahead,
+            concurrent=config.async_generation_ratio > 0,
+            keep_partials=config.partial_rollout,
+            stale=config.stale_groups,
         )
+        self.rollouts = run.rollouts("actor_infer", plan)
+
+    @override
+    async def step(self, run: Run) -> None:
+        await run.publish_weights("actor_train", "actor_infer")
+        groups = await self.rollouts.batch()
+        if not groups:
+            run.guard("all_groups_filtered", False, f"step {run.step + 1}: query_filter_config left out every group")
+            return
         run.log_samples([sample for group in groups for sample in group.samples])
         run.log(sample_metrics(groups))
         experience = Experience.of(groups)
@@ -102,12 +122,13 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     @override
     def state(self) -> Mapping[str, Any]:
-        return {"kl": self.kl.state(), "normaliser": self.normaliser.state()}
+        return {"kl": self.kl.state(), "normaliser": self.normaliser.state(), "rollouts": self.rollouts.state()}
 
     @override
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.kl.load_state(state["kl"])
         self.normaliser.load_state(state["normaliser"])
+        self.rollouts.load_state(state["rollouts"])
 
     @override
     def export_role(self) -> str:
@@ -124,8 +145,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         elif config.recomputes_logprobs:
             scored = await run.train_role("actor_train").score(sequences, logprobs=True, temperature=self.temperature)
             experience = experience.with_rows(old_logprobs=scored.logprobs)
-            gap = logprob_gap(experience)
-            run.log({"actor/logprob_gap": gap})
+            gap, lag = logprob_gaps(experience, run.infer_role("actor_infer").weight_version)
+            run.log({"actor/logprob_gap": gap} if gap is not None else {})
+            run.log({"actor/logprob_lag": lag} if lag is not None else {})
             self._check_gap(run, gap)
         if config.stays_close:
             # Adapters leave the policy that the run began with in place, beneath them: no second copy of it is needed.
@@ -179,7 +201,12 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             bool((drawn_N != 0).any()) or config.use_kl_loss,
             f"step {run.step + 1}: every advantage is 0; all answers of each prompt have the same reward",
         )
-        return experience.with_flat(advantages=advantages_T, returns=found.returns_T).keep(self._kept(experience))
+        credited = experience.with_flat(advantages=advantages_T, returns=found.returns_T).keep(self._kept(experience))
+        if not config.train_infer_correction.enabled or not credited.sequences:
+            return credited
+        corrected, metrics = correct(credited, config.train_infer_correction)
+        run.log(metrics)
+        return corrected
 
     def _penalty(self, run: Run, experience: Experience) -> torch.Tensor:
         """Per-token KL of the policy to the reference, and the controller's next coefficient."""

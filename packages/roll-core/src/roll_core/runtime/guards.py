@@ -31,6 +31,7 @@ REMEDIES = {
     "reward_failures": "mend the reward, or give it more time (timeout_s); failed samples are never trained on",
     "non_finite": "lower learning_rate, clip gradients (max_grad_norm), or compute in bf16 or fp32 instead of fp16",
     "zero_steps": "raise max_steps above the step that was resumed from, or leave out resume_from_checkpoint",
+    "staleness": "report this: generation runs no further ahead of training than it is allowed to",
     "token_round_trip": "report this: the ids that an engine drew must reach the trainer as they are",
     "all_groups_filtered": "the prompts are too easy or too hard for the model: change the data or the reward",
     "dead_worker": "look for its end in log.txt and in the system's log; exhausted memory is the usual cause",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import DataError
 from roll_core.spec.reward import RewardRequest
+from roll_core.types import Group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.runtime.roles import RewardRole
-    from roll_core.types import Group, Sample
+    from roll_core.spec.pipeline import Prompt
+    from roll_core.types import Sample
 
 
 class Judges:
@@ -37,11 +39,12 @@ class Judges:
             )
         return self._by_tag[tag]
 
-    async def judge(self, group: Group, prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """The group's samples with their rewards, in order."""
-        role = self._roles[self.domain_of(group.samples[0].tag)]
-        rewards = await role.score([request_of(sample, prompt, tokenizer) for sample in group.samples])
-        return [sample.with_reward(reward) for sample, reward in zip(group.samples, rewards, strict=True)]
+    async def judged(self, prompt: Prompt, group: Group, tokenizer: PreTrainedTokenizerBase) -> Group:
+        """The group with its samples' rewards."""
+        role = self._roles[self.domain_of(prompt.tag)]
+        rewards = await role.score([request_of(sample, prompt.text, tokenizer) for sample in group.samples])
+        samples = (sample.with_reward(reward) for sample, reward in zip(group.samples, rewards, strict=True))
+        return Group(id=group.id, samples=tuple(samples))
 
 
 def request_of(sample: Sample, prompt: str, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:

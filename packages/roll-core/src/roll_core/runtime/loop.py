@@ -37,6 +37,7 @@ from roll_core.runtime.record import RunFacts, RunRecord
 from roll_core.runtime.report import write_report
 from roll_core.runtime.resuming import check_fits, load_run, save_run
 from roll_core.runtime.roles import GroupInferRole, GroupTrainRole, RewardRole
+from roll_core.runtime.rollout.drafts import stop_finder
 from roll_core.runtime.run import ActiveRun
 from roll_core.runtime.run_dir import RunDir, find_checkpoint
 from roll_core.runtime.samples import SamplesFile
@@ -333,7 +334,18 @@ class _Driver:
             moves = makes_room(role, config, self.registry, platform)
             if role.kind == "generate":
                 fed = bool(role.model_from)
-                engine = GroupInferRole(name, worker, group, turns=run.turns, sleeps=moves, fed=fed)
+                engine = GroupInferRole(
+                    name,
+                    worker,
+                    group,
+                    turns=run.turns,
+                    sleeps=moves,
+                    fed=fed,
+                    routing=config.router_args.router_name,
+                    max_running=config.max_running_requests,
+                    expand=config.is_num_return_sequences_expand,
+                    find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
+                )
                 run.infer_roles[name] = engine
                 await run.turns.admit(engine)
             else:
@@ -344,6 +356,7 @@ class _Driver:
         if judges:
             tags = {domain: configs[f"rewards.{domain}"].tag_included for domain in judges}  # type: ignore[attr-defined]
             run.judges = Judges(judges, tags)
+        stack.push_async_callback(run.close)
         run.publishing = Publishing(run, roles, self.registry, executor, self.record)
         return executor
 

@@ -35,6 +35,8 @@ class _Link:
     publisher: WeightPublisher
     probes: bool
     """The engine can say what it thinks of given tokens."""
+    in_flight: bool
+    """The engine takes weights while requests run."""
     version: int = -1
     """Last version that the engine has proved to hold."""
 
@@ -60,9 +62,12 @@ class Publishing:
 
     async def _publish(self, link: _Link, source: str, target: str, version: int) -> dict[str, float]:
         guards = self._run.guards
+        engine = self._run.infer_role(target)
         metrics: dict[str, float] = {}
         try:
-            report = await link.publisher.publish(version)
+            # What is being drawn goes on under the new weights: as it is, or cut short and continued.
+            async with engine.dispatcher.paused(in_flight=link.in_flight):
+                report = await link.publisher.publish(version)
         except WeightsUnchangedError as error:
             guards.failed("weights_unchanged", error)
         except WeightSyncError as error:
@@ -74,8 +79,8 @@ class Publishing:
                 "weight_sync/copied_bytes": report.copied_bytes,
             }
         link.version = version
-        self._run.infer_role(target).received(version)
-        if link.publisher.transport == "shared":
+        engine.received(version)
+        if link.publisher.transport == "shared" and target not in self._run.busy_roles:
             self._run.turns.lend(source, WEIGHTS, target)
         # By the step and not by counting, so that a resumed run is probed when the uninterrupted one would be.
         due = self._run.step % guards.config.logprob_probe.every == 0
@@ -99,9 +104,14 @@ class Publishing:
             bucket_bytes=run.config.model_update_buffer_size_mb << 20,
             deadline_s=run.config.model_update_timeout,
             directory=directory,
+            lends=target not in run.busy_roles,
         )
         self._record.weight_transport(source, target, transport)
-        link = self._links[source, target] = _Link(publisher, getattr(infer, "prompt_logprobs", False))
+        link = self._links[source, target] = _Link(
+            publisher,
+            probes=getattr(infer, "prompt_logprobs", False),
+            in_flight=getattr(infer, "in_flight_update", False),
+        )
         return link
 
     async def _probe(self, source: str, target: str) -> dict[str, float]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from roll_core.data.pack import balance, totals
 from roll_core.errors import RollError, UnsupportedError
-from roll_core.runtime.concurrency import gather
 from roll_core.runtime.placement import slots_of
 from roll_core.runtime.portable_state import FOLDER
+from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.workers import WorkerReplica
 from roll_core.runtime.turns import SlotTurns
 from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
@@ -21,11 +22,13 @@ from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, Updat
 from roll_core.spec.train import Want
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.runtime.rollout.drafts import FindStop
+    from roll_core.runtime.rollout.routing import Routing
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.reward import RewardRequest
     from roll_core.spec.train import LossFn, LossMetrics, StepStats
@@ -194,14 +197,6 @@ class GroupTrainRole(TrainRole):
             await self.group.call("export", str(path))
 
 
-@dataclass
-class _Replica:
-    """How much one replica has to do."""
-
-    rank: int
-    outputs: int = 0
-
-
 class GroupInferRole(InferRole):
     """A role with an infer strategy on any number of replicas."""
 
@@ -214,10 +209,21 @@ class GroupInferRole(InferRole):
         turns: SlotTurns | None = None,
         sleeps: bool = False,
         fed: bool = False,
+        routing: Routing = "least_loaded",
+        max_running: int | None = None,
+        expand: bool = False,
+        find_stop: FindStop | None = None,
     ) -> None:
         """One that `sleeps` makes room for others between its `turns` and loses its weights by that; so it does once
-        it is `fed`, which is to say that weights are published to it."""
+        it is `fed`, which is to say that weights are published to it. The rest is for its `Dispatcher`."""
         self.name, self.config, self.group = name, config, group
+        self.dispatcher = Dispatcher(
+            [WorkerReplica(group, rank) for rank in range(group.world_size)],
+            routing=routing,
+            max_running=max_running,
+            expand=expand,
+            find_stop=find_stop,
+        )
         self._turns, self._sleeps, self._fed = turns or SlotTurns(), sleeps, fed
         self._version = 0
         self.holds_weights = True
@@ -261,44 +267,24 @@ class GroupInferRole(InferRole):
         requests: Sequence[GenerateRequest],
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
+        async with self.turn():
+            return await self.dispatcher.generate(requests, on_completion)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """A turn in which it generates."""
         async with self._turns.take({self.name: ENGINE}):
             if not self.holds_weights:
                 raise RollError(
                     f"{self.name} has slept since weights were last published to it, while others used its slots:"
                     " publish_weights before it generates"
                 )
-            return await self._generate(requests, on_completion)
+            yield
 
     async def engine_metrics(self) -> dict[str, float]:
         """What the engines did since the last call, over all replicas."""
         readings: list[EngineReading] = await self.group.call("metrics")
         return join_readings(readings)
-
-    async def _generate(
-        self, requests: Sequence[GenerateRequest], on_completion: Callable[[Completion], None] | None
-    ) -> list[Completion]:
-        shares = self._spread(requests)
-        await self.group.call_each("submit", [(share,) for share in shares])
-
-        async def answer(rank: int, request: GenerateRequest) -> Completion:
-            completion: Completion = await self.group.call_rank(rank, "result", request.id)
-            if on_completion is not None:
-                on_completion(completion)
-            return completion
-
-        found = await gather([answer(rank, request) for rank, share in enumerate(shares) for request in share])
-        by_id = {completion.id: completion for completion in found}
-        return [by_id[request.id] for request in requests]
-
-    def _spread(self, requests: Sequence[GenerateRequest]) -> list[list[GenerateRequest]]:
-        """Each request to the replica with the fewest outputs to draw; ties go to the lower rank: repeatable."""
-        replicas = [_Replica(rank) for rank in range(self.group.world_size)]
-        shares: list[list[GenerateRequest]] = [[] for _ in replicas]
-        for request in requests:
-            replica = min(replicas, key=lambda each: each.outputs)
-            replica.outputs += request.n
-            shares[replica.rank].append(request)
-        return shares
 
 
 class RewardRole:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from roll_core.errors import RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.rollout import roll_out
+from roll_core.runtime.rollout.of_run import RunRollouts, roll_out
 from roll_core.runtime.turns import SlotTurns
 from roll_core.spec.pipeline import Run
 from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.samples import SamplesFile
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig
-    from roll_core.spec.pipeline import Prompt, Split
+    from roll_core.spec.pipeline import Prompt, RolloutPlan, Split
     from roll_core.types import Group, Sample, SamplingParams, TrainSequence
 
 T = TypeVar("T")
@@ -62,6 +62,9 @@ class ActiveRun(Run):
         self.train_roles: dict[str, GroupTrainRole] = {}
         self.infer_roles: dict[str, GroupInferRole] = {}
         self.judges: Judges | None = None
+        self.busy_roles: set[str] = set()
+        """Roles that generate while others train."""
+        self._rollouts: list[RunRollouts] = []
         self.publishing: Publishing
         self.guards = guards
         self._registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
@@ -123,18 +126,35 @@ class ActiveRun(Run):
                 judges=self.judges,
                 tokenizer=self.tokenizer,
             )
-        self._check_tokens(role, groups)
-        self._check_rewards(groups)
+        self.check_tokens(role, groups)
+        self.check_rewards(groups)
         return groups
 
-    def _check_tokens(self, role: str, groups: Sequence[Group]) -> None:
-        """What the engine drew must be what can be trained on: ids that exist, a logprob and a version for each."""
+    @override
+    def rollouts(self, role: str, plan: RolloutPlan) -> RunRollouts:
+        if plan.concurrent:
+            self.busy_roles.add(role)
+        self._rollouts.append(RunRollouts(self, self.infer_role(role), plan))
+        return self._rollouts[-1]
+
+    async def close(self) -> None:
+        """End what is being generated, while the workers still live."""
+        for rollouts in self._rollouts:
+            await rollouts.close()
+        for role in self.infer_roles.values():
+            await role.dispatcher.close()
+
+    def check_tokens(self, role: str, groups: Sequence[Group], *, mixed: bool = False) -> None:
+        """What the engine drew must be what can be trained on: ids that exist, a logprob and a version for each.
+
+        Of the weights that it holds now, unless versions may be `mixed`: then of these or earlier ones.
+        """
         size, version = len(self.tokenizer), self.infer_role(role).weight_version
         for sample in (sample for group in groups for sample in group.samples):
-            if problem := token_problem(sample, vocab_size=size, version=version):
+            if problem := token_problem(sample, vocab_size=size, version=version, mixed=mixed):
                 self.guards.check("token_round_trip", False, f"sample {sample.id}: {problem}")
 
-    def _check_rewards(self, groups: Sequence[Group]) -> None:
+    def check_rewards(self, groups: Sequence[Group]) -> None:
         """A judge that fails too often is broken, whatever it says of the rest."""
         rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
         failures = [reward.failure for reward in rewards if reward.failed]
@@ -178,8 +198,9 @@ class ActiveRun(Run):
         return self._registry.find(PolicyLossProvider, name).target
 
 
-def token_problem(sample: Sample, *, vocab_size: int, version: int) -> str:
-    """What is wrong with the tokens of a sample that was drawn at one weight version; empty if nothing is."""
+def token_problem(sample: Sample, *, vocab_size: int, version: int, mixed: bool = False) -> str:
+    """What is wrong with the tokens of a sample that was drawn at one weight version, or at several up to it; empty if
+    nothing is."""
     ids, drawn = sample.response_ids, sample.loss_mask
     for name in ("logprobs", "loss_mask", "versions"):
         if len(getattr(sample, name)) != len(ids):
@@ -188,7 +209,10 @@ def token_problem(sample: Sample, *, vocab_size: int, version: int) -> str:
         return f"token ids from {ids.min()} to {ids.max()}, but the tokenizer has {vocab_size}"
     if not np.isfinite(sample.logprobs).all() or (sample.logprobs > 1e-3).any():
         return "logprobs that are not the logarithms of probabilities"
-    if (sample.versions[drawn] != version).any():
+    versions = sample.versions[drawn]
+    if mixed and len(versions) and versions.max() <= version and (np.diff(versions) >= 0).all():
+        return ""
+    if (versions != version).any():
         return f"tokens drawn at weight versions {sorted(set(sample.versions[drawn].tolist()))}, not at {version}"
     return ""
 

@@ -376,6 +376,37 @@ class InferWorkerConfig(WorkerConfig):
     kind: ClassVar[RoleKind] = "generate"
 
 
+class FilterArguments(Config):
+    """`query_filter_config.filter_args`: what a group must be like to be trained on."""
+
+    threshold_down: float = 0.0
+    """`mean_filter`: the mean reward must be above this,"""
+    threshold_up: float = 1.0
+    """and below this."""
+    std_threshold: NonNegativeFloat = 0.0
+    """`std_filter`: the standard deviation of the rewards must be above this."""
+
+
+class QueryFilterConfig(Config):
+    """`rewards.<domain>.query_filter_config`: which groups are worth training on (dynamic sampling)."""
+
+    type: Literal["no_filter", "mean_filter", "std_filter"] = "no_filter"
+    """By the mean or the standard deviation of a group's rewards. A group that is left out is replaced by the next
+    prompt of its domain."""
+    filter_args: FilterArguments = FilterArguments()
+    """Thresholds, exclusive."""
+
+    @model_validator(mode="after")
+    def _band(self) -> QueryFilterConfig:
+        args = self.filter_args
+        if self.type == "mean_filter" and args.threshold_down >= args.threshold_up:
+            raise ValueError(
+                f"mean_filter keeps means between threshold_down {args.threshold_down:g} and threshold_up"
+                f" {args.threshold_up:g}: there are none"
+            )
+        return self
+
+
 class RewardConfig(WorkerConfig):
     """`rewards.<domain>`: one judge. Schemas of other rewards subclass this."""
 
@@ -389,6 +420,8 @@ class RewardConfig(WorkerConfig):
     """Factor on the value."""
     timeout_s: PositiveFloat = 10.0
     """Seconds after which judging one sample is given up, as a failure."""
+    query_filter_config: QueryFilterConfig = QueryFilterConfig()
+    """Which of its groups are worth training on."""
 
 
 class TokenizerConfig(Config):
@@ -480,12 +513,22 @@ class GuardsConfig(Config):
     """A loss, gradient or logprob is NaN or infinite."""
     zero_steps: GuardConfig = GuardConfig()
     """The run has nothing to do: it asks for no step, or was resumed at or behind its last one."""
+    staleness: GuardConfig = GuardConfig()
+    """A group is trained on more steps after it was begun than `async_generation_ratio` allows."""
     token_round_trip: GuardConfig = GuardConfig()
     """The tokens or the mask that go to the trainer are not those that the engine drew."""
     all_groups_filtered: WarningGuardConfig = WarningGuardConfig()
     """No group of a step is left to learn from: all were filtered, failed, or have equal rewards."""
     dead_worker: GuardConfig = GuardConfig()
     """A worker's process is gone or has stopped answering."""
+
+
+class RouterArguments(Config):
+    """`router_args`: how requests are spread over the replicas of an engine."""
+
+    router_name: Literal["least_loaded", "prompt_affinity", "sticky"] = "least_loaded"
+    """`least_loaded`: where the fewest outputs run; `prompt_affinity`: where the prompt was before, unless that replica
+    is full; `sticky`: there, whatever else."""
 
 
 class RunConfig(Config):
@@ -545,6 +588,13 @@ class RunConfig(Config):
     host, and engines sleep. False keeps everything where it is: faster where it all fits."""
     rpc_timeout: PositiveFloat = 3600.0
     """Seconds until a worker that does not answer is an error."""
+    router_args: RouterArguments = RouterArguments()
+    """Which replica of an engine a request goes to."""
+    max_running_requests: PositiveInt | None = None
+    """Responses that one replica of an engine is given at once; the others wait, and go where there is room first. All
+    at once where not given: the engine queues them."""
+    is_num_return_sequences_expand: bool = False
+    """Ask for each response of a group by itself: a group spreads over replicas, each of which computes the prompt."""
     model_update_timeout: PositiveFloat = 120.0
     """Seconds within which every engine must have proved that it holds the published weights."""
     model_update_buffer_size_mb: PositiveInt = 1024

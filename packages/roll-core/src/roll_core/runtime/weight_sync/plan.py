@@ -33,6 +33,9 @@ class SyncPlan:
     """Folder or URL that both ends reach, for the transport `disk`."""
     deadline_s: float = 60.0
     """From when the sender begins until all receivers must have taken everything."""
+    lends: bool = True
+    """With the transport `shared`: receivers use the very tensors. False where they copy, because the trainer goes on
+    while they generate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

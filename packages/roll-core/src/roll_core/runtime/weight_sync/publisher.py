@@ -71,7 +71,10 @@ class WeightPublisher:
         bucket_bytes: int = 1 << 30,
         deadline_s: float = 60.0,
         directory: str = "",
+        lends: bool = True,
     ) -> None:
+        """`lends`: see `SyncPlan`."""
+        self._lends = lends
         self._train, self._infer = train, infer
         self.transport: Transport = transport
         self._dtype, self._bucket_bytes, self._deadline_s = dtype, bucket_bytes, deadline_s
@@ -125,6 +128,7 @@ class WeightPublisher:
             bucket_bytes=self._bucket_bytes,
             directory=self._directory,
             deadline_s=self._deadline_s,
+            lends=self._lends,
         )
 
     async def _prepare(self, plan: SyncPlan) -> tuple[int, Offer]:

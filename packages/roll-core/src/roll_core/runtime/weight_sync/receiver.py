@@ -64,7 +64,7 @@ class WeightReceiver:
         if self._version is not None and version < self._version:
             raise StaleWeightsError(f"was sent weight version {version} but already holds version {self._version}")
         receipt = await self._strategy.update_weights(
-            version, offer.manifest, tensors, shared=plan.transport == "shared"
+            version, offer.manifest, tensors, shared=plan.transport == "shared" and plan.lends
         )
         for _ in tensors:  # what the engine left unread: the sender waits until all is taken
             pass

@@ -93,7 +93,15 @@ class InferWorker:
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """End requests now; their `result` has what there is."""
+        await asyncio.sleep(0)  # what was admitted in this turn of the event loop reaches the engine first
         return await self.strategy.abort(ids)
+
+    async def forget(self, ids: Sequence[str]) -> None:
+        """End requests whose `result` nobody will ask for."""
+        for id in ids:
+            task = self.running.pop(id, None)
+            if task is not None:
+                task.cancel()
 
     async def sleep(self) -> None:
         """Give the device's memory back. Requests that nobody waits for any more, as those of an evaluation that was

@@ -1,0 +1,50 @@
+"""What the dispatcher knows of a request, and of what of it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Mapping
+
+    from roll_core.runtime.rollout.drafts import Draft
+    from roll_core.runtime.rollout.replica import Answered
+    from roll_core.types import CompletionOutput, Floats, GenerateRequest
+
+
+@dataclass(eq=False, slots=True)
+class Errand:
+    """One request that somebody waits for."""
+
+    request: GenerateRequest
+    order: int
+    answered: Answered
+    drafts: list[Draft]
+    pieces: int = 0
+    """That run."""
+    prompt_logprobs: Floats | None = None
+    recalled: asyncio.Future[None] | None = None
+    """Set while it is taken back: nothing of it begins any more."""
+    over: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """Outputs of one request that are drawn together: all of them at first, single ones where they go on."""
+
+    errand: Errand
+    drafts: list[Draft]
+    known: Mapping[int, CompletionOutput] = field(default_factory=dict)
+    """By place in `drafts`: what the replica told of its progress."""
+
+    @property
+    def size(self) -> int:
+        """Outputs."""
+        return len(self.drafts)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing of the whole request is drawn yet: it may be asked as it is."""
+        return self.size == self.errand.request.n and not any(draft.num_tokens for draft in self.drafts)

@@ -1,0 +1,120 @@
+"""Rollouts as a run has them: accounted for in its ledger, watched by its guards, told in its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.runtime.rollout.groups import group_of, request_for
+from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.spec.pipeline import Rollouts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.runtime.judging import Judges
+    from roll_core.runtime.roles import GroupInferRole
+    from roll_core.runtime.rollout.scheduler import BatchFacts
+    from roll_core.runtime.run import ActiveRun
+    from roll_core.spec.pipeline import Prompt, RolloutPlan
+    from roll_core.types import Completion, Group, SamplingParams
+
+
+async def roll_out(
+    role: GroupInferRole,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    n: int,
+    seed_of: tuple[int | str, ...],
+    judges: Judges | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Group]:
+    """One group per prompt, in prompt order, nothing left out and nothing ahead: as an evaluation wants them.
+
+    Answers are judged as they come; without judges the samples have no reward.
+    """
+    by_id = {prompt.id: prompt for prompt in prompts}
+    judging: list[asyncio.Task[Group]] = []
+
+    async def judge(completion: Completion) -> Group:
+        prompt = by_id[completion.id]
+        group = group_of(prompt, completion)
+        return group if judges is None else await judges.judged(prompt, group, tokenizer)
+
+    requests = [request_for(prompt, params, n=n, seed_of=seed_of) for prompt in prompts]
+    try:
+        await role.generate(requests, lambda completion: judging.append(asyncio.create_task(judge(completion))))
+        groups = {group.id: group for group in await asyncio.gather(*judging)}
+    finally:
+        for task in judging:
+            task.cancel()
+    return [groups[prompt.id] for prompt in prompts]
+
+
+class RunRollouts(Rollouts):
+    """The scheduler of one role of a run."""
+
+    def __init__(self, run: ActiveRun, role: GroupInferRole, plan: RolloutPlan) -> None:
+        self._run, self._role, self._plan = run, role, plan
+        judges = run.judges
+
+        async def judge(prompt: Prompt, group: Group) -> Group:
+            return group if judges is None else await judges.judged(prompt, group, run.tokenizer)
+
+        self._scheduler = RolloutScheduler(plan, role.dispatcher, judge, seed=run.config.seed, turn=role.turn)
+
+    @override
+    async def batch(self) -> list[Group]:
+        run = self._run
+        with run.stage("rollout"):
+            groups, facts = await self._scheduler.batch(run.step)
+        run.check_tokens(self._role.name, groups, mixed=self._plan.ahead > 0)
+        run.check_rewards(groups)
+        bound = math.ceil(self._plan.ahead)
+        oldest = max(facts.ages, default=0)
+        run.guard(
+            "staleness",
+            oldest <= bound or self._plan.stale == "reuse",
+            f"step {run.step + 1}: a group was begun {oldest} steps ago, {bound} are allowed",
+        )
+        run.log(self._metrics(groups, facts))
+        return groups
+
+    @override
+    def state(self) -> Mapping[str, Any]:
+        return self._scheduler.state()
+
+    @override
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._scheduler.load_state(state)
+
+    async def close(self) -> None:
+        """End what is being generated."""
+        await self._scheduler.close()
+
+    def _metrics(self, groups: Sequence[Group], facts: BatchFacts) -> dict[str, float]:
+        """Nothing where batches are simply what was asked."""
+        found: dict[str, float] = {}
+        if self._plan.keep is not None:
+            found["rollout/left_out_groups"] = float(facts.left_out)
+        if self._plan.ahead:
+            samples = [sample for group in groups for sample in group.samples if len(sample.versions)]
+            found |= {
+                "rollout/surplus_groups": float(facts.surplus),
+                "rollout/stale_groups": float(facts.stale),
+                "rollout/staleness/mean": statistics.fmean(facts.ages) if facts.ages else 0.0,
+                "rollout/staleness/max": float(max(facts.ages, default=0)),
+                "rollout/mixed_version_share": statistics.fmean(
+                    bool(sample.versions.min() != sample.versions.max()) for sample in samples
+                )
+                if samples
+                else 0.0,
+            }
+        return found

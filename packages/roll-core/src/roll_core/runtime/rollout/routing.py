@@ -1,0 +1,104 @@
+"""Which replica a request goes to."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from roll_core.runtime.rollout.replica import Replica
+
+Routing = Literal["least_loaded", "prompt_affinity", "sticky"]
+"""`least_loaded`: where the fewest outputs run. `prompt_affinity`: where the prompt has been before, whose keys and
+values may still be there, unless that replica is full. `sticky`: there, and it waits for room."""
+
+REMEMBERED = 1 << 16
+"""Prompts whose place is remembered; the longest unused are forgotten first."""
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """A replica that lives, and what runs on it."""
+
+    replica: Replica
+    number: int
+    """In order of arrival: ties go to the lower one, so that routing is repeatable."""
+    running: dict[str, Any] = field(default_factory=dict)
+    """By id of the request that the replica knows."""
+    load: int = 0
+    """Outputs."""
+    alive: bool = True
+    waiting: deque[Any] = field(default_factory=deque)
+    """What will run here and nowhere else."""
+
+
+class Router:
+    """Chooses seats. Loads are told to it, so that a choice costs the logarithm of the number of replicas."""
+
+    def __init__(self, routing: Routing, max_running: int | None) -> None:
+        """At most `max_running` outputs on a replica; one request that is larger still may run alone."""
+        self._routing, self._max = routing, max_running
+        self._seats: dict[int, Seat] = {}
+        self._heap: list[tuple[int, int]] = []
+        """Load and number, with stale entries: one counts if it tells the seat's load."""
+        self._homes: OrderedDict[str, Seat] = OrderedDict()
+        """By key, the latest used last."""
+
+    def add(self, seat: Seat) -> None:
+        """A replica is there."""
+        self._seats[seat.number] = seat
+        heapq.heappush(self._heap, (seat.load, seat.number))
+
+    def remove(self, seat: Seat) -> None:
+        """A replica is gone."""
+        seat.alive = False
+        self._seats.pop(seat.number, None)
+
+    def change(self, seat: Seat, by: int) -> None:
+        """Outputs began or ended."""
+        seat.load += by
+        if seat.alive:
+            heapq.heappush(self._heap, (seat.load, seat.number))
+            if len(self._heap) > 64 + 8 * len(self._seats):
+                self._heap = [(each.load, each.number) for each in self._seats.values()]
+                heapq.heapify(self._heap)
+
+    def has_room(self, seat: Seat, size: int) -> bool:
+        """Whether `size` more outputs may run there."""
+        return self._max is None or seat.load == 0 or seat.load + size <= self._max
+
+    def home(self, key: str) -> Seat | None:
+        """Where this key has to wait for room; None if it may run anywhere."""
+        seat = self._homes.get(key) if self._routing == "sticky" else None
+        return seat if seat is not None and seat.alive else None
+
+    def choose(self, key: str, size: int) -> Seat | None:
+        """A seat with room for `size` outputs; None if there is none."""
+        if self._routing != "least_loaded":
+            seat = self._homes.get(key)
+            if seat is not None and seat.alive:
+                self._homes.move_to_end(key)
+                if self.has_room(seat, size):
+                    return seat
+                if self._routing == "sticky":
+                    return None
+        seat = self._least()
+        if seat is None or not self.has_room(seat, size):
+            return None
+        if self._routing != "least_loaded":
+            self._homes[key] = seat
+            self._homes.move_to_end(key)
+            if len(self._homes) > REMEMBERED:
+                self._homes.popitem(last=False)
+        return seat
+
+    def _least(self) -> Seat | None:
+        while self._heap:
+            load, number = self._heap[0]
+            seat = self._seats.get(number)
+            if seat is not None and seat.load == load:
+                return seat
+            heapq.heappop(self._heap)
+        return None

@@ -1,0 +1,75 @@
+"""A replica that is a worker of a role, behind any executor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from roll_core.errors import RollError
+from roll_core.runtime.rollout.replica import Replica
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.runtime.rollout.replica import Answered
+    from roll_core.types import Completion, GenerateRequest
+
+log = logging.getLogger(__name__)
+
+
+class WorkerReplica(Replica):
+    """One rank of a group of `InferWorker`s."""
+
+    def __init__(self, group: WorkerGroup, rank: int) -> None:
+        self.name = f"{group.role} rank {rank}"
+        self._group, self._rank = group, rank
+        self._entering: set[asyncio.Future[None]] = set()
+        self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._forgetting: set[asyncio.Task[None]] = set()
+
+    @override
+    def begin(self, requests: Sequence[GenerateRequest], answered: Answered) -> None:
+        entering = asyncio.ensure_future(self._group.call_rank(self._rank, "submit", list(requests)))
+        self._entering.add(entering)
+        entering.add_done_callback(self._entering.discard)
+        for request in requests:
+            self._waiting[request.id] = asyncio.create_task(self._wait(entering, request.id, answered))
+
+    async def _wait(self, entering: asyncio.Future[None], id: str, answered: Answered) -> None:
+        outcome: Completion | BaseException
+        try:
+            await asyncio.shield(entering)
+            outcome = await self._group.call_rank(self._rank, "result", id)
+        except Exception as error:  # whoever asked decides what it means
+            outcome = error
+        if self._waiting.get(id) is asyncio.current_task():
+            del self._waiting[id]
+        answered(id, outcome)
+
+    @override
+    async def abort(self, ids: Sequence[str]) -> None:
+        if self._entering:
+            await asyncio.wait(list(self._entering))
+        await self._group.call_rank(self._rank, "abort", list(ids))
+
+    @override
+    def forget(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            task = self._waiting.pop(id, None)
+            if task is not None:
+                task.cancel()
+        task = asyncio.ensure_future(self._forget(list(ids)))
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, ids: Sequence[str]) -> None:
+        try:
+            if self._entering:
+                await asyncio.wait(list(self._entering))
+            await self._group.call_rank(self._rank, "forget", ids)
+        except RollError as error:  # it dies, or the run ends: nobody waits for them there either
+            log.debug("%s: %s", self.name, error)

@@ -1,0 +1,6 @@
+"""The tests here share simulated engines."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

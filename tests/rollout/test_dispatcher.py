@@ -1,0 +1,341 @@
+"""Requests over replicas in virtual time: every output is what it would have been, however often it was cut short."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+from rollout_fleet import PROMPT, engine, in_virtual_time, request, right_tokens
+
+from roll_core.errors import DataError, RollError, WorkerDiedError
+from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.testing.simulation import SimulatedEngine, Speed
+
+
+def check(completion, n):
+    assert [output.token_ids.tolist() for output in completion.outputs] == [
+        right_tokens(completion.id, index) for index in range(n)
+    ]
+    assert all(output.finish_reason == "stop" for output in completion.outputs)
+
+
+@pytest.mark.parametrize("routing", ["least_loaded", "prompt_affinity", "sticky"])
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("max_running", [None, 1, 6])
+def test_every_request_is_answered_in_order(routing, expand, max_running):
+    async def main():
+        dispatcher = Dispatcher(
+            [engine(str(i)) for i in range(3)], routing=routing, expand=expand, max_running=max_running
+        )
+        found = await dispatcher.generate([request(f"r{i}", n=i % 4 + 1) for i in range(20)])
+        assert [completion.id for completion in found] == [f"r{i}" for i in range(20)]
+        for i, completion in enumerate(found):
+            check(completion, i % 4 + 1)
+        assert dispatcher.num_running == 0
+        assert dispatcher.accounts.ended == {"answered": 20}
+
+    in_virtual_time(main)
+
+
+def test_no_replica_has_more_than_it_may_have_unless_one_request_alone_is_more():
+    async def main():
+        replicas = [engine(str(i)) for i in range(2)]
+        dispatcher = Dispatcher(replicas, max_running=6)
+        dispatcher.ask([request(f"r{i}", n=4) for i in range(6)] + [request("big", n=9)], lambda id, outcome: None)
+        most = 0
+        while dispatcher.num_open:
+            for replica in replicas:
+                rows = [len(each.rows) for each in replica._requests.values()]
+                most = max(most, sum(rows))
+                assert sum(rows) <= 6 or rows == [9]
+            await asyncio.sleep(0.05)
+        assert most == 9
+
+    in_virtual_time(main)
+
+
+def test_with_affinity_what_goes_on_goes_to_where_it_was_and_sticky_waits_for_room_there():
+    async def places(routing):
+        replicas = [engine(str(i)) for i in range(3)]
+        dispatcher = Dispatcher(replicas, routing=routing, max_running=2)
+        dispatcher.ask([request(f"r{i}", n=2) for i in range(3)], lambda id, outcome: None)
+        before = {id: replica.name for replica in replicas for id in replica._requests}
+        async with dispatcher.paused(in_flight=False):
+            pass
+        dispatcher.ask([request("other", n=2)], lambda id, outcome: None)
+        after = {id.partition("#")[0]: replica.name for replica in replicas for id in replica._requests}
+        await dispatcher.close()
+        return before, after
+
+    async def main():
+        for routing in ("prompt_affinity", "sticky"):
+            before, after = await places(routing)
+            assert after == before
+
+    in_virtual_time(main)
+
+
+def test_a_request_that_fails_ends_alone_for_who_asks_and_together_for_who_waits():
+    class Fussy(SimulatedEngine):
+        def begin(self, requests, answered):
+            bad = [each for each in requests if each.id == "bad"]
+            super().begin([each for each in requests if each.id != "bad"], answered)
+            for each in bad:
+                asyncio.get_running_loop().call_soon(answered, each.id, DataError("too long"))
+
+    async def main():
+        dispatcher = Dispatcher([Fussy("f", Speed(), lambda id, index: 9, prompt_tokens=10)])
+        found = {}
+        dispatcher.ask([request("good"), request("bad")], found.__setitem__)
+        await asyncio.sleep(60)
+        assert len(found["good"].outputs[0].token_ids) == 9
+        assert isinstance(found["bad"], DataError)
+        with pytest.raises(DataError, match="too long"):
+            await dispatcher.generate([request("good"), request("bad")])
+        assert dispatcher.num_open == dispatcher.num_running == 0
+        assert dispatcher.accounts.ended == {"answered": 1, "failed": 2, "forgotten": 1}
+
+    in_virtual_time(main)
+
+
+def test_one_id_twice_at_once_is_refused():
+    async def main():
+        dispatcher = Dispatcher([engine("0")])
+        dispatcher.ask([request("r")], lambda id, outcome: None)
+        with pytest.raises(RollError, match="'r' is asked for twice"):
+            dispatcher.ask([request("r")], lambda id, outcome: None)
+        await dispatcher.close()
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_nothing_begins_while_weights_are_replaced_and_everything_goes_on_afterwards(in_flight):
+    async def main():
+        replicas = [engine(str(i)) for i in range(2)]
+        dispatcher = Dispatcher(replicas)
+        found = {}
+        dispatcher.ask([request(f"r{i}", n=3) for i in range(6)], found.__setitem__)
+        for version in range(1, 4):
+            await asyncio.sleep(2)
+            async with dispatcher.paused(in_flight=in_flight):
+                running = {id for replica in replicas for id in replica._requests}
+                assert in_flight or not running
+                dispatcher.ask([request(f"late{version}")], found.__setitem__)
+                await asyncio.sleep(0.1)
+                assert {id for replica in replicas for id in replica._requests} <= running
+                for replica in replicas:
+                    replica.version = version
+        while dispatcher.num_open:
+            await asyncio.sleep(1)
+        for id, completion in found.items():
+            check(completion, 1 if id.startswith("late") else 3)
+            for output in completion.outputs:
+                assert (np.diff(output.versions) >= 0).all()
+        if not in_flight:
+            versions = {tuple(sorted(set(out.versions.tolist()))) for each in found.values() for out in each.outputs}
+            assert any(len(each) > 1 for each in versions)
+
+    in_virtual_time(main)
+
+
+def test_what_is_taken_back_goes_on_from_its_last_token_when_it_is_asked_again():
+    async def main():
+        dispatcher = Dispatcher([engine(str(i)) for i in range(2)], max_running=8)
+        requests = [request(f"r{i}", n=4) for i in range(8)]
+        found = {}
+        dispatcher.ask(requests, found.__setitem__)
+        open_requests = requests
+        for _ in range(50):
+            await asyncio.sleep(1.5)
+            drawn = await dispatcher.take_back([each.id for each in open_requests])
+            assert drawn.keys().isdisjoint(found)
+            assert dispatcher.num_running == dispatcher.num_open == 0
+            open_requests = [each for each in requests if each.id in drawn]
+            dispatcher.ask(open_requests, found.__setitem__, drawn)
+            if not open_requests:
+                break
+        assert len(found) == 8
+        for completion in found.values():
+            check(completion, 4)
+        dispatcher.accounts.check()
+        assert dispatcher.accounts.ended["answered"] == 8
+
+    in_virtual_time(main)
+
+
+def test_an_abort_that_overtakes_its_request_is_asked_again():
+    class Deaf(SimulatedEngine):
+        """Does not hear the first abort."""
+
+        heard = 0
+
+        async def abort(self, ids):
+            self.heard += 1
+            if self.heard > 1:
+                await super().abort(ids)
+
+    async def main():
+        replica = Deaf("deaf", Speed(), lambda id, index: 10**6, prompt_tokens=10)
+        dispatcher = Dispatcher([replica])
+        dispatcher.ask([request("r", max_new_tokens=10**6)], lambda id, outcome: None)
+        await asyncio.sleep(1)
+        drawn = await dispatcher.take_back(["r"])
+        assert replica.heard == 2
+        assert drawn["r"][0].finish_reason == "abort"
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("replaced", [True, False])
+def test_replicas_that_die_at_any_moment_lose_nothing_and_nothing_counts_twice(seed, replaced):
+    """Every output is drawn to its end exactly once, token by token, and the ledger agrees."""
+
+    async def main():
+        rng = random.Random(seed)
+        living = [engine(f"e{i}") for i in range(4)]
+        made, busy_victims = len(living), 0
+
+        async def another(lost):
+            nonlocal made
+            await asyncio.sleep(rng.uniform(0, 3))
+            made += 1
+            living.append(engine(f"e{made}"))
+            return living[-1]
+
+        dispatcher = Dispatcher(
+            living,
+            replace=another if replaced else None,
+            progress_s=rng.choice([0.0, 0.3]),
+            max_running=rng.choice([None, 12]),
+            routing=rng.choice(["least_loaded", "prompt_affinity", "sticky"]),
+            expand=rng.random() < 0.5,
+        )
+        answers: dict[str, list] = {}
+
+        def answered(id, outcome):
+            answers.setdefault(id, []).append(outcome)
+
+        asked = [request(f"r{i}", n=rng.randint(1, 6)) for i in range(40)]
+        for start in range(0, 40, 10):
+            dispatcher.ask(asked[start : start + 10], answered)
+            await asyncio.sleep(rng.uniform(0, 1))
+            if replaced or len(living) > 1:
+                victim = living.pop(rng.randrange(len(living)))
+                busy_victims += bool(victim._requests)  # one that has nothing to do is not missed
+                victim.kill()
+            if rng.random() < 0.5:
+                async with dispatcher.paused(in_flight=rng.random() < 0.5):
+                    await asyncio.sleep(0.1)
+        while dispatcher.num_open:
+            await asyncio.sleep(1)
+        await dispatcher.close()
+        assert sorted(answers) == sorted(each.id for each in asked)
+        for each in asked:
+            (completion,) = answers[each.id]
+            check(completion, each.n)
+        dispatcher.accounts.check()
+        assert dispatcher.accounts.ended == {"answered": 40}
+        assert dispatcher.accounts.lost_replicas in range(max(1, busy_victims), 5)
+        assert not dispatcher.accounts.open
+
+    in_virtual_time(main)
+
+
+def test_tokens_that_were_told_before_a_death_are_not_drawn_again():
+    async def main():
+        first, second = engine("0", max_rows=64), engine("1", max_rows=64)
+        dispatcher = Dispatcher([first], progress_s=0.5)
+        found = {}
+        dispatcher.ask([request(f"r{i}") for i in range(10)], found.__setitem__)
+        await asyncio.sleep(3.1)
+        dispatcher.add(second)
+        first.kill()
+        while dispatcher.num_open:
+            await asyncio.sleep(1)
+        await dispatcher.close()
+        # Of each that still ran nothing is drawn twice but what came after the last report, at 3 seconds.
+        told_by = 2.99 / (0.02 + 0.0001 * 10)
+        assert second.tokens <= sum(max(0, len(right_tokens(f"r{i}", 0)) - int(told_by)) for i in range(10))
+        for completion in found.values():
+            check(completion, 1)
+
+    in_virtual_time(main)
+
+
+def test_when_the_last_replica_dies_everybody_who_waits_is_told():
+    async def main():
+        replica = engine("0")
+        dispatcher = Dispatcher([replica])
+        waiting = asyncio.ensure_future(dispatcher.generate([request("a"), request("b")]))
+        await asyncio.sleep(0.1)
+        replica.kill()
+        with pytest.raises(WorkerDiedError, match="it was killed"):
+            await waiting
+        assert dispatcher.accounts.ended == {"failed": 2}
+        with pytest.raises(WorkerDiedError):  # nobody is there, so nobody waits for ever
+            await dispatcher.generate([request("c")])
+
+    in_virtual_time(main)
+
+
+def test_a_replica_that_cannot_be_replaced_is_an_error_only_when_none_is_left():
+    async def cannot(lost):
+        raise RollError("no slot is free")
+
+    async def main():
+        one, other = engine("0"), engine("1")
+        dispatcher = Dispatcher([one, other], replace=cannot)
+        waiting = asyncio.ensure_future(dispatcher.generate([request(f"r{i}") for i in range(4)]))
+        await asyncio.sleep(0.1)
+        one.kill()
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        other.kill()
+        with pytest.raises(RollError, match="no slot is free"):
+            await waiting
+
+    in_virtual_time(main)
+
+
+def test_who_does_not_wait_any_more_costs_nothing():
+    async def main():
+        replica = engine("0", max_rows=2)
+        dispatcher = Dispatcher([replica])
+        waiting = asyncio.ensure_future(dispatcher.generate([request(f"r{i}", n=2) for i in range(5)]))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.sleep(0.01)
+        assert not replica._requests
+        assert dispatcher.num_running == 0
+        await dispatcher.generate([request("r0", n=2)])
+
+    in_virtual_time(main)
+
+
+def test_seeds_of_what_goes_on_are_new_and_repeatable():
+    class Recording(SimulatedEngine):
+        def begin(self, requests, answered):
+            for each in requests:
+                seen.append((each.params.seed, len(each.prompt_ids) - len(PROMPT), each.params.max_new_tokens))
+            super().begin(requests, answered)
+
+    async def main():
+        dispatcher = Dispatcher([Recording("0", Speed(), lambda id, index: 100, prompt_tokens=10)])
+        waiting = asyncio.ensure_future(dispatcher.generate([request("r", n=2, seed=5)]))
+        await asyncio.sleep(1)
+        async with dispatcher.paused(in_flight=False):
+            pass
+        await waiting
+
+    runs = []
+    for _ in range(2):
+        seen: list[tuple[int, int, int]] = []
+        in_virtual_time(main)
+        runs.append(seen)
+    assert runs[0] == runs[1]
+    seeds = [seed for seed, _, _ in runs[0]]
+    assert len(set(seeds)) == len(seeds) == 3
+    for _, drawn, left in runs[0]:
+        assert drawn + left == 500

@@ -1,0 +1,81 @@
+"""Outputs in pieces."""
+
+import numpy as np
+import pytest
+
+from roll_core.runtime.rollout.drafts import Draft, rest_of, stop_finder
+from roll_core.types import CompletionOutput, GenerateRequest, SamplingParams
+
+
+def part(*tokens, version=0, finish="abort", stop=None):
+    return CompletionOutput(
+        token_ids=np.array(tokens, dtype=np.int64),
+        logprobs=np.full(len(tokens), -0.5, dtype=np.float32),
+        versions=np.full(len(tokens), version, dtype=np.int32),
+        finish_reason=finish,
+        stop=stop,
+    )
+
+
+def test_parts_make_one_output_that_ends_as_the_last_does():
+    draft = Draft(0)
+    draft.add(part(1, 2, version=3), 10)
+    assert not draft.complete
+    draft.add(part(version=4), 10)
+    draft.add(part(5, version=5, finish="stop", stop=5), 10)
+    assert draft.complete
+    assert draft.drawn.token_ids.tolist() == [1, 2, 5]
+    assert draft.drawn.versions.tolist() == [3, 3, 5]
+    assert (draft.drawn.finish_reason, draft.drawn.stop) == ("stop", 5)
+    assert draft.drawn.token_ids.dtype == np.int64
+    assert draft.drawn.logprobs.dtype == np.float32
+
+
+def test_an_output_that_is_cut_at_its_last_token_is_as_long_as_it_may_be():
+    draft = Draft(0)
+    draft.add(part(1, 2), 3)
+    draft.add(part(3), 3)
+    assert draft.complete
+    assert draft.drawn.finish_reason == "length"
+
+
+def test_what_is_left_has_the_tokens_in_its_prompt_and_a_seed_of_its_own():
+    params = SamplingParams(max_new_tokens=10, min_new_tokens=3, seed=4, temperature=0.5)
+    request = GenerateRequest(id="r", prompt_ids=np.array([8, 9]), params=params, n=3, prompt_logprobs=True, priority=2)
+    draft = Draft(1)
+    draft.add(part(1, 2), 10)
+    rest = rest_of(request, draft, "r#1")
+    assert rest.prompt_ids.tolist() == [8, 9, 1, 2]
+    assert (rest.n, rest.priority, rest.prompt_logprobs) == (1, 2, False)
+    assert (rest.params.max_new_tokens, rest.params.min_new_tokens, rest.params.temperature) == (8, 1, 0.5)
+    seeds = {rest.params.seed, params.seed}
+    for other in (Draft(1), Draft(2)):
+        seeds.add(rest_of(request, other, "x").params.seed)
+    assert len(seeds) == 4
+    assert rest_of(request, draft, "again").params.seed == rest.params.seed
+
+
+def letters(ids):
+    return "".join(chr(i) for i in ids)
+
+
+def tokens(text):
+    return np.array([ord(c) for c in text])
+
+
+@pytest.mark.parametrize(
+    ("text", "seam", "stops", "found"),
+    [
+        ("hello END of", 8, ["END"], (9, "END")),  # "hello EN|D of"
+        ("hello END of", 7, ["END"], (9, "END")),
+        ("hello END of", 6, ["END"], None),  # the engine saw it whole
+        ("hello END of", 9, ["END"], None),  # it was there before the cut, where the engine had seen it
+        ("hello of", 4, ["END"], None),
+        ("abcd", 2, ["bcd", "bc"], (3, "bc")),
+        ("abab", 2, ["ba"], (3, "ba")),
+        ("ab", 0, ["a"], None),
+        ("ab", 2, ["ab"], None),
+    ],
+)
+def test_a_stop_string_that_reaches_over_a_cut_is_found_where_it_is_complete(text, seam, stops, found):
+    assert stop_finder(letters)(tokens(text), seam, stops) == found

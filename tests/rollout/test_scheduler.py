@@ -1,0 +1,317 @@
+"""Batches in virtual time: which groups they hold, how old these are, and what a resumed run makes of it."""
+
+import asyncio
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_fleet import engine, in_virtual_time, length_of, plan, prompt, right_tokens
+
+from roll_core.errors import CheckpointMismatchError
+from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.types import Group, Reward
+
+
+def fleet(count=3, **given):
+    return Dispatcher([engine(str(i)) for i in range(count)], **given)
+
+
+def ids(groups):
+    return [group.id for group in groups]
+
+
+def check(groups):
+    for group in groups:
+        for index, sample in enumerate(group.samples):
+            assert sample.id == f"{group.id}/{index}"
+            assert sample.response_ids.tolist() == right_tokens(group.id, index)
+
+
+async def train(dispatcher, seconds=3.0, in_flight=False):
+    """What happens between two batches: training, then new weights."""
+    await asyncio.sleep(seconds)
+    async with dispatcher.paused(in_flight=in_flight):
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.5, 1.0, 2.5])
+@pytest.mark.parametrize("concurrent", [True, False])
+@pytest.mark.parametrize("keep_partials", [True, False])
+def test_batches_are_in_prompt_order_and_never_older_than_allowed(ahead, concurrent, keep_partials):
+    async def main():
+        dispatcher = fleet()
+        scheduler = RolloutScheduler(
+            plan(counts={"a": 6, "b": 2}, ahead=ahead, concurrent=concurrent, keep_partials=keep_partials),
+            dispatcher,
+            None,
+            seed=1,
+        )
+        for step in range(6):
+            groups, facts = await scheduler.batch(step)
+            check(groups)
+            assert ids(groups) == [f"a{6 * step + i}" for i in range(6)] + [f"b{2 * step + i}" for i in range(2)]
+            assert max(facts.ages) <= math.ceil(ahead)
+            assert facts.surplus == (math.floor(6 * ahead) + math.floor(2 * ahead))
+            assert facts.stale == 0
+            assert (dispatcher.num_running == 0) or concurrent
+            await train(dispatcher)
+        if ahead >= 1 and concurrent:
+            assert min(facts.ages) >= 1  # all of it was begun while others were trained on
+        await scheduler.close()
+        assert dispatcher.num_open == dispatcher.num_running == 0
+        dispatcher.accounts.check()
+
+    in_virtual_time(main)
+
+
+def test_generation_ahead_saves_the_time_in_which_engines_would_wait():
+    async def seconds(**given):
+        dispatcher = fleet()
+        scheduler = RolloutScheduler(plan(counts={"a": 12}, **given), dispatcher, None, seed=1)
+        for step in range(12):
+            await scheduler.batch(step)
+            await train(dispatcher, 5.0, in_flight=True)
+        await scheduler.close()
+        return asyncio.get_running_loop().time()
+
+    spent = {}
+
+    def run(name, **given):
+        async def main():
+            spent[name] = await seconds(**given)
+
+        in_virtual_time(main)
+
+    run("sync")
+    run("surplus", ahead=0.5)
+    run("async", ahead=1.0, concurrent=True)
+    assert spent["surplus"] < 0.95 * spent["sync"]
+    assert spent["async"] < 0.75 * spent["sync"]
+
+
+def judged(dispatcher_rng):
+    """A judge that takes its time, and gives the position of the prompt as the reward."""
+
+    async def judge(prompt, group):
+        await asyncio.sleep(dispatcher_rng.uniform(0, 4))
+        value = float(int(prompt.id[1:]))
+        return Group(id=group.id, samples=tuple(sample.with_reward(Reward(value=value)) for sample in group.samples))
+
+    return judge
+
+
+@given(st.sets(st.integers(0, 60)), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.booleans(), st.integers(0, 5))
+@settings(max_examples=25, deadline=None)
+def test_a_batch_has_the_first_prompts_that_pass_whatever_is_ready_first(unwanted, ahead, concurrent, seed):
+    async def main():
+        dispatcher = fleet()
+        chosen = plan(
+            ahead=ahead,
+            concurrent=concurrent,
+            max_tries=1000,
+            keep=lambda group: group.samples[0].reward.value not in unwanted,
+        )
+        scheduler = RolloutScheduler(chosen, dispatcher, judged(random.Random(seed)), seed=1)
+        wanted = (position for position in range(1000) if position not in unwanted)
+        left_out = 0
+        for step in range(4):
+            groups, facts = await scheduler.batch(step)
+            assert ids(groups) == [f"a{next(wanted)}" for _ in range(6)]
+            assert max(facts.ages) <= math.ceil(ahead)
+            check(groups)
+            left_out += facts.left_out
+            await train(dispatcher, 1.0)
+        if not ahead:
+            last = int(groups[-1].id[1:])
+            assert left_out == len([each for each in unwanted if each <= last])
+        await scheduler.close()
+        dispatcher.accounts.check()
+
+    in_virtual_time(main)
+
+
+def test_without_anything_ahead_prompts_are_replaced_round_by_round():
+    """What runs together must not depend on who is judged first."""
+
+    def rounds(seed):
+        asked = []
+
+        class Recording(Dispatcher):
+            def ask(self, requests, answered, drawn=None):
+                asked.append([each.id for each in requests])
+                super().ask(requests, answered, drawn)
+
+        async def main():
+            dispatcher = Recording([engine("0")])
+            keep = lambda group: int(group.id[1:]) % 3 != 0  # noqa: E731
+            scheduler = RolloutScheduler(plan(keep=keep), dispatcher, judged(random.Random(seed)), seed=1)
+            await scheduler.batch(0)
+
+        in_virtual_time(main)
+        return asked
+
+    assert (
+        rounds(0)
+        == rounds(1)
+        == [
+            [f"train/0/a{i}" for i in range(6)],
+            ["train/0/a6", "train/0/a7"],
+            ["train/0/a8"],
+        ]
+    )
+
+
+def test_a_filter_that_nothing_passes_ends_with_what_there_is():
+    async def main():
+        dispatcher = fleet()
+        tried = []
+
+        def keep(group):
+            tried.append(group.id)
+            return group.id == "a3"
+
+        scheduler = RolloutScheduler(plan(keep=keep, max_tries=2.5), dispatcher, None, seed=1)
+        groups, facts = await scheduler.batch(0)
+        assert ids(groups) == ["a3"]
+        assert len(tried) == 15
+        assert facts.left_out == 14
+        groups, _ = await scheduler.batch(1)
+        assert groups == []
+        assert len(tried) == 30
+
+    in_virtual_time(main)
+
+
+def test_a_judge_that_raises_ends_the_batch_with_its_error_and_leaves_nothing_running():
+    async def judge(prompt, group):
+        if prompt.id == "a2":
+            raise ValueError("no such judge")
+        return group
+
+    async def main():
+        dispatcher = fleet()
+        scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), dispatcher, judge, seed=1)
+        with pytest.raises(ValueError, match="no such judge"):
+            await scheduler.batch(0)
+        assert dispatcher.num_running == dispatcher.num_open == 0
+
+    in_virtual_time(main)
+
+
+def test_a_batch_that_is_called_off_leaves_nothing_running():
+    async def main():
+        dispatcher = fleet()
+        scheduler = RolloutScheduler(plan(ahead=0.5), dispatcher, None, seed=1)
+        waiting = asyncio.ensure_future(scheduler.batch(0))
+        await asyncio.sleep(1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert dispatcher.num_running == dispatcher.num_open == 0
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+@pytest.mark.parametrize("ahead", [0.0, 0.5, 2.0])
+def test_a_resumed_scheduler_goes_on_with_the_prompts_and_groups_that_were_saved(ahead, concurrent):
+    async def main():
+        keep = lambda group: int(group.id[1:]) % 4 != 1  # noqa: E731
+        wanted = (position for position in range(1000) if position % 4 != 1)
+        chosen = plan(ahead=ahead, concurrent=concurrent, keep=keep)
+        dispatcher = fleet()
+        scheduler = RolloutScheduler(chosen, dispatcher, judged(random.Random(0)), seed=1)
+        kept = 0
+        for step in range(8):
+            groups, facts = await scheduler.batch(step)
+            assert ids(groups) == [f"a{next(wanted)}" for _ in range(6)]
+            assert max(facts.ages) <= math.ceil(ahead)
+            check(groups)
+            await asyncio.sleep(1.0)
+            state = json.loads(json.dumps(scheduler.state()))
+            kept += sum(each["group"] is not None or each["drawn"] is not None for each in state["a"]["kept"])
+            await scheduler.close()
+            dispatcher = fleet()
+            scheduler = RolloutScheduler(chosen, dispatcher, judged(random.Random(step)), seed=1)
+            scheduler.load_state(state)
+        assert bool(kept) == bool(ahead)
+        await scheduler.close()
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("stale", ["drop", "reuse"])
+def test_groups_that_a_smaller_bound_makes_too_old_are_dropped_or_reused(stale):
+    async def main():
+        dispatcher = fleet()
+        before = RolloutScheduler(plan(ahead=3.0, concurrent=True), dispatcher, None, seed=1)
+        for step in range(4):
+            await before.batch(step)
+            await train(dispatcher, 60)
+        state = before.state()
+        await before.close()
+        after = RolloutScheduler(plan(ahead=1.0, concurrent=True, stale=stale), fleet(), None, seed=1)
+        after.load_state(state)
+        seen, stales, oldest = [], 0, 0
+        for step in range(4, 8):
+            groups, facts = await after.batch(step)
+            check(groups)
+            seen += ids(groups)
+            stales += facts.stale
+            oldest = max(oldest, *facts.ages)
+        assert seen == [f"a{i}" for i in range(24, 48)]  # no prompt is lost
+        assert (oldest > 1, stales > 0) == ((False, True) if stale == "drop" else (True, False))
+        await after.close()
+
+    in_virtual_time(main)
+
+
+def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused():
+    async def main():
+        dispatcher = fleet()
+        scheduler = RolloutScheduler(plan(ahead=1.0), dispatcher, None, seed=1)
+        await scheduler.batch(0)
+        state = scheduler.state()
+        for each in state["a"]["kept"]:
+            each["drawn"] = None
+        state["a"]["kept"] = [each for each in state["a"]["kept"] if each["group"] is not None]
+        assert state["a"]["kept"]
+        other = RolloutScheduler(plan(ahead=1.0, n=5), dispatcher, None, seed=1)
+        with pytest.raises(CheckpointMismatchError, match="keeps 4 answers to prompt a6, this config asks for 5"):
+            other.load_state(state)
+        with pytest.raises(CheckpointMismatchError, match="saved rollouts of 'a' cannot be read"):
+            other.load_state({"a": {"next": 3}})
+
+    in_virtual_time(main)
+
+
+def test_draws_depend_on_the_step_in_which_a_group_was_begun_and_not_on_what_else_runs():
+    seeds = {}
+
+    class Recording(Dispatcher):
+        def ask(self, requests, answered, drawn=None):
+            seeds.setdefault(self.label, {}).update({each.id: each.params.seed for each in requests})
+            super().ask(requests, answered, drawn)
+
+    async def main():
+        for label in ("one", "other"):
+            dispatcher = Recording([engine("0")])
+            dispatcher.label = label
+            scheduler = RolloutScheduler(plan(), dispatcher, None, seed=7)
+            for step in (0, 1) if label == "one" else (1,):
+                if label == "other":
+                    scheduler.load_state({"a": {"next": 6, "kept": []}})
+                await scheduler.batch(step)
+
+    in_virtual_time(main)
+    assert seeds["other"].items() <= seeds["one"].items()
+    assert len(set(seeds["one"].values())) == 12
+
+
+def test_the_lengths_of_the_fleet_differ():
+    """So that groups of these tests really finish out of order."""
+    assert len({length_of(prompt("a", i).id, j) for i in range(10) for j in range(4)}) > 30

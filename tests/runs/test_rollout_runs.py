@@ -1,0 +1,210 @@
+"""Whole runs whose rollouts are more than batch after batch: dynamic sampling, surplus, asynchronous training."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+STD_FILTER = {"type": "std_filter", "filter_args": {"std_threshold": 0.45}}
+
+
+def judges(**given):
+    return {"digits": {"reward": "function", "function": "rollrewards:share_of_digits", **given}}
+
+
+def asynchronous(runs, ratio=1.0, **given):
+    config = runs.rlvr(num_gpus_per_node=2, async_generation_ratio=ratio, **given)
+    config["actor_infer"]["device_mapping"] = [1]
+    return config
+
+
+def saved(result, step):
+    state = json.loads((result.run_dir.checkpoints / f"step-{step}" / "state.json").read_text(encoding="utf-8"))
+    return state["pipeline_state"]["rollouts"]
+
+
+def trained_prompts(runs, result):
+    """Ids of the groups of which `samples.jsonl` has samples, by step."""
+    found = {}
+    for line in result.run_dir.samples.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["split"] == "train":
+            found.setdefault(row["step"], []).append(row["group"])
+    return found
+
+
+def same_model(one, other):
+    ours = load_file(one.run_dir.export / "model.safetensors")
+    theirs = load_file(other.run_dir.export / "model.safetensors")
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.on_ray
+def test_groups_that_teach_nothing_are_replaced_and_a_resumed_run_goes_on_bit_for_bit(runs):
+    recipe = {"rewards": judges(query_filter_config=STD_FILTER), "max_steps": 4}
+    whole = runs.ok(runs.rlvr(exp_name="whole", **recipe))
+    lines = runs.metrics(whole)
+    assert sum(line["rollout/left_out_groups"] for line in lines) > 0
+    assert all(line["groups/mixed_share"] == 1 for line in lines)
+    first = runs.ok(runs.rlvr(exp_name="halves", save_steps=2, **recipe))
+    checkpoint = first.run_dir.checkpoints / "step-2"
+    assert saved(first, 2)[""]["kept"] == []
+    assert saved(first, 2)[""]["next"] > 8  # 2 × 4 prompts, and those that were left out
+    second = runs.ok(runs.rlvr(exp_name="halves", resume_from_checkpoint=str(checkpoint), **recipe))
+    assert runs.timeless(second)[2:] == runs.timeless(whole)[2:]
+    assert same_model(whole, second)
+
+
+def test_a_filter_that_nothing_passes_is_pointed_out_and_the_run_goes_on(local_runs):
+    rewards = {"digits": {"reward": "function", "function": "rollrewards:constant", "query_filter_config": STD_FILTER}}
+    result = local_runs.ok(
+        local_runs.rlvr(max_steps=2, rewards=rewards, dynamic_sampling_max_tries=2, guards={"weights_unchanged": "off"})
+    )
+    record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
+    assert record["guards"]["counts"] == {"all_groups_filtered": 2}
+    assert result.steps_done == 2
+
+
+@pytest.mark.on_ray
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+def test_generation_goes_on_while_training_does_and_nothing_is_older_than_allowed(runs, ratio):
+    result = runs.ok(
+        asynchronous(
+            runs,
+            ratio,
+            max_steps=5,
+            eval_steps=2,
+            validation={"data_args": {"file_name": str(runs.folder / "val.jsonl")}},
+            guards={"logprob_probe": {"every": 1}, "logprob_gap": {"action": "error", "threshold": 1e-3}},
+        )
+    )
+    lines = [line for line in runs.metrics(result) if line["step"]]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    bound = -(-ratio // 1)
+    assert lines[0]["rollout/staleness/max"] == 0
+    assert max(line["rollout/staleness/max"] for line in lines) == bound
+    assert all(line["rollout/surplus_groups"] == 4 * ratio for line in lines)
+    if ratio >= 1:
+        assert lines[-1]["rollout/staleness/mean"] >= 1
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    # Weights that an evaluation has brought are not brought again.
+    published = [line for line in lines if "weight_sync/version" in line]
+    assert [line["weight_sync/version"] for line in published] == [4, 8, 10]
+    assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in published)
+    # Older weights than the trainer's: their logprobs differ, and that trips no guard.
+    assert max(line["actor/logprob_lag"] for line in lines if "actor/logprob_lag" in line) > 1e-3
+    seen = trained_prompts(runs, result)
+    assert len({group for groups in seen.values() for group in groups}) > 5
+
+
+def test_an_asynchronous_run_resumes_with_the_groups_that_it_had(local_runs):
+    first = local_runs.ok(asynchronous(local_runs, 1.0, exp_name="one", max_steps=3, save_steps=3))
+    state = saved(first, 3)[""]
+    assert state["next"] == 16
+    assert [entry["position"] for entry in state["kept"]] == [12, 13, 14, 15]
+    checkpoint = str(first.run_dir.checkpoints / "step-3")
+    config = asynchronous(local_runs, 1.0, exp_name="two", max_steps=5, resume_from_checkpoint=checkpoint)
+    second = local_runs.ok(config)
+    lines = local_runs.metrics(second)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[-1]["rollout/staleness/max"] <= 1
+
+
+def test_a_run_may_go_on_synchronously_from_an_asynchronous_one(local_runs):
+    first = local_runs.ok(asynchronous(local_runs, 2.0, exp_name="one", max_steps=3, save_steps=3))
+    kept = saved(first, 3)[""]["kept"]
+    assert len(kept) == 8
+    checkpoint = str(first.run_dir.checkpoints / "step-3")
+    second = local_runs.ok(local_runs.rlvr(exp_name="two", max_steps=6, resume_from_checkpoint=checkpoint))
+    assert all(line["actor/logprob_gap"] < 1e-4 for line in local_runs.metrics(second)[3:])
+
+
+def test_surplus_prompts_wait_for_the_next_batch_with_what_is_drawn_of_them(local_runs):
+    recipe = {"is_use_additional_prompts": True, "max_additional_running_prompts": 4, "max_steps": 4, "save_steps": 1}
+    whole = local_runs.ok(local_runs.rlvr(**recipe))
+    lines = local_runs.metrics(whole)
+    assert all(line["rollout/surplus_groups"] == 4 for line in lines)
+    assert max(line["rollout/staleness/max"] for line in lines) == 1
+    kept = saved(whole, 1)[""]["kept"]
+    assert [entry["position"] for entry in kept] == [4, 5, 6, 7]
+    assert all(entry["group"] is not None or entry["drawn"] is not None for entry in kept)
+    checkpoint = str(whole.run_dir.checkpoints / "step-1")
+    second = local_runs.ok(local_runs.rlvr(exp_name="second", resume_from_checkpoint=checkpoint, **recipe))
+    assert [line["step"] for line in local_runs.metrics(second)] == [1, 2, 3, 4]
+
+
+def test_partial_answers_are_drawn_anew_where_they_are_not_to_be_kept(local_runs):
+    recipe = {"is_use_additional_prompts": True, "max_additional_running_prompts": 4, "partial_rollout": False}
+    lines = local_runs.metrics(local_runs.ok(local_runs.rlvr(**recipe)))
+    assert all(line["rollout/mixed_version_share"] == 0 for line in lines)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_corrections_reach_the_loss(local_runs, level):
+    correction = {
+        "is_weight": {"enabled": True, "weight_type": level, "upper_bound": 1.05},
+        "filters": [{"enabled": True, "agg_type": "token", "ratio_low": 0.9, "ratio_high": 1.1}],
+    }
+    lines = local_runs.metrics(
+        local_runs.ok(asynchronous(local_runs, 1.0, max_steps=4, train_infer_correction=correction))
+    )
+    assert lines[0]["correction/weight/mean"] == pytest.approx(1.0, abs=1e-4)
+    assert lines[0]["correction/kept_share"] == 1.0
+    assert lines[-1]["correction/kept_share"] < 1.0
+    assert max(line["correction/bounded_share"] for line in lines) > 0
+
+
+def test_bounded_and_single_requests_train_as_well(local_runs):
+    lines = local_runs.metrics(
+        local_runs.ok(
+            local_runs.rlvr(
+                max_running_requests=3,
+                is_num_return_sequences_expand=True,
+                router_args={"router_name": "prompt_affinity"},
+            )
+        )
+    )
+    assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
+
+
+def test_a_worker_that_generates_ahead_and_fails_ends_the_run_with_its_error(local_runs, monkeypatch):
+    from roll_core.builtin.hf.core import EngineCore
+    from roll_core.errors import NonFiniteError
+
+    step = EngineCore.step
+
+    def broken(self):
+        if self.version >= 2:
+            raise NonFiniteError("the engine is out")
+        return step(self)
+
+    monkeypatch.setattr(EngineCore, "step", broken)
+    result = local_runs.run(asynchronous(local_runs, 1.0, max_steps=6))
+    assert result.outcome == "failed"
+    assert "the engine is out" in str(result.error)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"async_generation_ratio": 1}, "needs slots of its own: actor_train has slot 0 too"),
+        ({"async_generation_ratio": 0.1}, "async_generation_ratio 0.1 × rollout_batch_size 4 = 0.4 prompts"),
+        (
+            {"async_generation_ratio": 1, "is_use_additional_prompts": True},
+            "is_use_additional_prompts is for synchronous training",
+        ),
+        (
+            {
+                "force_disable_old_logprobs_recompute": True,
+                "train_infer_correction": {"is_weight": {"enabled": True}},
+            },
+            "leaves nothing to compare",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(local_runs, given, message):
+    from roll_core.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=message):
+        local_runs.run(local_runs.rlvr(**given))
