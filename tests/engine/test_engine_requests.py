@@ -299,6 +299,32 @@ def test_an_aborted_request_returns_what_it_has_and_others_go_on_as_if_it_were_n
     assert tokens([other]) == tokens([reference[1]])
 
 
+def test_progress_tells_what_running_requests_have_and_ends_nothing(with_engine):
+    requests = [
+        request("long", [3, 4], n=2, max_new_tokens=120, seed=1),
+        request("waits", [5], max_new_tokens=20, seed=2),
+    ]
+
+    async def act(engine):
+        assert await engine.progress() == []
+        tasks = [asyncio.create_task(engine.generate(each)) for each in requests]
+        while engine.metrics().get("generated_tokens", 0) == 0:
+            await asyncio.sleep(0.001)
+        return await engine.progress(), await asyncio.gather(*tasks)
+
+    told, whole = with_engine(act, max_num_seqs=2)
+    assert [each.id for each in told] == ["long", "waits"]
+    assert told[1].outputs[0].token_ids.tolist() == []
+    for part, output in zip(told[0].outputs, whole[0].outputs, strict=True):
+        assert part.finish_reason == "abort"
+        num = len(part.token_ids)
+        assert 0 < num < 120
+        assert part.token_ids.tolist() == output.token_ids[:num].tolist()
+        assert part.logprobs.tobytes() == output.logprobs[:num].tobytes()
+        assert part.versions.tolist() == [0] * num
+    assert tokens(whole) == tokens(with_engine(together(requests), max_num_seqs=2))
+
+
 def test_a_waiting_request_can_be_aborted(with_engine):
     async def act(engine):
         tasks = [asyncio.create_task(engine.generate(request(f"{i}", [3], max_new_tokens=100))) for i in range(2)]

@@ -81,6 +81,7 @@ METHODS = {
         "start!": "(self, model, mesh)",
         "generate!": "(self, request)",
         "abort!": "(self, ids)",
+        "progress": "(self)",
         "update_weights!": "(self, version, manifest, tensors, *, shared=False)",
         "sleep": "(self)",
         "wake": "(self)",

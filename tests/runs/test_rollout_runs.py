@@ -1,7 +1,12 @@
 """Whole runs whose rollouts are more than batch after batch: dynamic sampling, surplus, asynchronous training."""
 
 import json
+import os
+import signal
+import threading
+import time
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +19,7 @@ def judges(**given):
 
 
 def asynchronous(runs, ratio=1.0, **given):
-    config = runs.rlvr(num_gpus_per_node=2, async_generation_ratio=ratio, **given)
+    config = runs.rlvr(**({"num_gpus_per_node": 2, "async_generation_ratio": ratio} | given))
     config["actor_infer"]["device_mapping"] = [1]
     return config
 
@@ -208,3 +213,46 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(local_runs, given
 
     with pytest.raises(ConfigError, match=message):
         local_runs.run(local_runs.rlvr(**given))
+
+
+def process_of(name):
+    """The process of a worker, which has its name in its environment."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("WORKER_NAME") == name:
+                return process.pid
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return 0
+
+
+def test_a_replica_that_is_killed_is_replaced_and_nothing_of_the_run_is_lost(ray_runs):
+    """Its answers are drawn to their end by the other one, and from the next weights on there are two again."""
+    runs, killed = ray_runs, []
+    config = asynchronous(runs, 1.0, max_steps=8, num_gpus_per_node=4, response_length=48)
+    config["actor_infer"]["device_mapping"] = [1, 2]
+
+    def kill_when_it_trains():
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            found = sorted((runs.folder / "output").rglob("metrics.jsonl"))
+            if found and len(found[0].read_text(encoding="utf-8").splitlines()) >= 2:
+                if victim := process_of("actor_infer-1"):
+                    os.kill(victim, signal.SIGKILL)
+                    killed.append(victim)
+                return
+            time.sleep(0.05)
+
+    killer = threading.Thread(target=kill_when_it_trains)
+    killer.start()
+    result = runs.ok(config)
+    killer.join()
+    assert killed
+    lines = runs.metrics(result)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[-1]["rollout/lost_replicas"] == 1
+    assert all(line["tokens/generated"] > 0 for line in lines)
+    assert max(line["rollout/staleness/max"] for line in lines) <= 1
+    log = result.run_dir.log.read_text(encoding="utf-8")
+    assert "actor_infer rank 1" in log
+    assert "is there instead of the one that died" in log

@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PROGRESS_S = 2.0
+"""How often replicas tell what they have drawn. What a replica drew since then is drawn again if it dies."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
@@ -344,6 +347,7 @@ class _Driver:
                     routing=config.router_args.router_name,
                     max_running=config.max_running_requests,
                     expand=config.is_num_return_sequences_expand,
+                    progress_s=PROGRESS_S if group.spec.survives else 0.0,
                     find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
                 )
                 run.infer_roles[name] = engine

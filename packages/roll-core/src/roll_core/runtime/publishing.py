@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_core.errors import WeightsUnchangedError, WeightSyncError
+from roll_core.errors import WeightsUnchangedError, WeightSyncError, WorkerDiedError
 from roll_core.runtime.build import provider_of
 from roll_core.runtime.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.executors.base import Executor
     from roll_core.runtime.record import RunRecord
+    from roll_core.runtime.roles import GroupInferRole
     from roll_core.runtime.run import ActiveRun
+    from roll_core.runtime.weight_sync.publisher import SyncReport
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.providers import InferCapabilities, TrainCapabilities
     from roll_core.types import TokenIds
 
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 PROBE_TOKENS = 32
+ATTEMPTS = 3
+"""Publishes of one version, where replicas die meanwhile."""
 
 
 @dataclass
@@ -65,9 +69,7 @@ class Publishing:
         engine = self._run.infer_role(target)
         metrics: dict[str, float] = {}
         try:
-            # What is being drawn goes on under the new weights: as it is, or cut short and continued.
-            async with engine.dispatcher.paused(in_flight=link.in_flight):
-                report = await link.publisher.publish(version)
+            report = await self._until_nobody_dies(engine, link, version)
         except WeightsUnchangedError as error:
             guards.failed("weights_unchanged", error)
         except WeightSyncError as error:
@@ -87,6 +89,21 @@ class Publishing:
         if due and link.probes and guards.active("logprob_probe"):
             metrics |= await self._probe(source, target)
         return metrics
+
+    async def _until_nobody_dies(self, engine: GroupInferRole, link: _Link, version: int) -> SyncReport:
+        """Publish to every replica; those that have died are made anew before.
+
+        What is being drawn goes on under the new weights: as it is, or cut short and continued.
+        """
+        for left in reversed(range(ATTEMPTS)):
+            await engine.revive()
+            try:
+                async with engine.dispatcher.paused(in_flight=link.in_flight):
+                    return await link.publisher.publish(version)
+            except WorkerDiedError:
+                if not (left and engine.group.lost):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     def _connect(self, source: str, target: str) -> _Link:
         run = self._run

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.data.pack import balance, totals
-from roll_core.errors import RollError, UnsupportedError
+from roll_core.errors import RollError, UnsupportedError, WorkerDiedError
 from roll_core.runtime.placement import slots_of
 from roll_core.runtime.portable_state import FOLDER
 from roll_core.runtime.rollout.dispatcher import Dispatcher
@@ -213,16 +213,21 @@ class GroupInferRole(InferRole):
         max_running: int | None = None,
         expand: bool = False,
         find_stop: FindStop | None = None,
+        progress_s: float = 0.0,
     ) -> None:
         """One that `sleeps` makes room for others between its `turns` and loses its weights by that; so it does once
         it is `fed`, which is to say that weights are published to it. The rest is for its `Dispatcher`."""
         self.name, self.config, self.group = name, config, group
+        self._replicas = {rank: WorkerReplica(group, rank) for rank in range(group.world_size)}
+        self._waiting: list[int] = []
+        """Ranks that were made anew and have no weights yet."""
         self.dispatcher = Dispatcher(
-            [WorkerReplica(group, rank) for rank in range(group.world_size)],
+            self._replicas.values(),
             routing=routing,
             max_running=max_running,
             expand=expand,
             find_stop=find_stop,
+            progress_s=progress_s,
         )
         self._turns, self._sleeps, self._fed = turns or SlotTurns(), sleeps, fed
         self._version = 0
@@ -252,9 +257,21 @@ class GroupInferRole(InferRole):
         """Make every engine ready."""
         await self.group.call("start")
 
+    async def revive(self) -> None:
+        """Make replicas anew that have died. They are given requests once weights have been published."""
+        for rank in sorted(self.group.lost):
+            self.dispatcher.remove(self._replicas[rank])
+            await self.group.replace(rank)
+            await self.group.call_rank(rank, "start")
+            self._waiting.append(rank)
+
     def received(self, version: int) -> None:
         """Weights of this version were published to it."""
         self._version, self._fed, self.holds_weights = version, True, True
+        while self._waiting:
+            rank = self._waiting.pop()
+            self._replicas[rank] = WorkerReplica(self.group, rank)
+            self.dispatcher.add(self._replicas[rank])
 
     @property
     @override
@@ -283,7 +300,12 @@ class GroupInferRole(InferRole):
 
     async def engine_metrics(self) -> dict[str, float]:
         """What the engines did since the last call, over all replicas."""
-        readings: list[EngineReading] = await self.group.call("metrics")
+        try:
+            readings: list[EngineReading] = await self.group.call("metrics")
+        except WorkerDiedError:
+            if not self.group.lost:
+                raise
+            return {}  # the others go on, and tell the next time
         return join_readings(readings)
 
 

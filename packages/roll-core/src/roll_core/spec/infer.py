@@ -56,6 +56,12 @@ class InferStrategy(ABC):
         """End requests now. Their partial outputs are returned here and by their `generate` calls, with
         `finish_reason == "abort"`. Unknown and finished ids are ignored."""
 
+    async def progress(self) -> list[Completion]:
+        """What running requests have drawn so far, cut short (`finish_reason == "abort"`) unless an output is complete;
+        nothing is ended. Asked every few seconds: it is what is left of them if this process dies. By default nothing
+        is known, and what a dead engine was drawing is drawn anew."""
+        return []
+
     @abstractmethod
     async def update_weights(
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False

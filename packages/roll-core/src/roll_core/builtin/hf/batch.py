@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from roll_core.types import FinishReason, TokenIds
+    from roll_core.types import CompletionOutput, FinishReason, TokenIds
 
 
 class Batch:
@@ -78,17 +78,21 @@ class Batch:
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop: str | int | None = None) -> None:
         """Make the output of what was generated so far and give up the slot; its row is for the caller to drop."""
+        sequence.output = self.output_of(sequence, reason, stop)
+        self.give_up(sequence)
+
+    def output_of(self, sequence: Sequence, reason: FinishReason, stop: str | int | None = None) -> CompletionOutput:
+        """What was generated so far."""
         slot = sequence.slot
         num = int(self._counts_S[slot]) if slot >= 0 else 0
         at = max(slot, 0)
-        sequence.output = make_output(
+        return make_output(
             self._tokens_ST[at : at + 1, :num].reshape(-1),
             self._logprobs_ST[at : at + 1, :num].reshape(-1),
             self._versions_ST[at : at + 1, :num].reshape(-1),
             reason,
             stop,
         )
-        self.give_up(sequence)
 
     def give_up(self, sequence: Sequence) -> None:
         """Free the slot."""

@@ -16,6 +16,7 @@ import numpy as np
 from roll_core.builtin.hf.batch import Batch
 from roll_core.builtin.hf.scheduler import Scheduler
 from roll_core.errors import NonFiniteError
+from roll_core.types import Completion
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,6 +100,19 @@ class EngineCore:
         self._drop(kept)
         self._scheduler.release()
         return self._take_done()
+
+    def progress(self) -> list[Completion]:
+        """What unfinished requests have so far."""
+        return [
+            Completion(
+                id=request.request.id,
+                outputs=tuple(
+                    sequence.output or self._batch.output_of(sequence, "abort") for sequence in request.sequences
+                ),
+            )
+            for request in self._unfinished.values()
+            if request.error is None
+        ]
 
     def fail_all(self, error: Exception) -> list[RunningRequest]:
         """End every request with `error`, and forget all rows."""

@@ -112,6 +112,11 @@ class HFInferStrategy(InferStrategy):
         self._resolve(done)
         return [each.completion() for each in done if each.error is None]
 
+    async def progress(self) -> list[Completion]:
+        """Between two steps."""
+        found: list[Completion] = await self._ask(self._ready_core.progress)
+        return found
+
     async def update_weights(
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
     ) -> WeightReceipt:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from roll_core.errors import UnsupportedError
 from roll_core.runtime.executors.calls import collect
 from roll_core.runtime.placement import Place
 
@@ -51,6 +52,9 @@ class GroupSpec:
     """The Python environment of its workers; the driver's where not given."""
     timeout_s: float = 3600.0
     """Deadline of calls that state none, and of starting."""
+    survives: bool = False
+    """When one of its workers dies the others go on, and `WorkerGroup.replace` makes it anew. Otherwise, and when none
+    is left, a death ends everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +90,23 @@ class WorkerGroup(ABC):
         self.role = spec.role
         self.world_size = len(spec.places)
         self.members = tuple(members)
+        self.replaced = 0
+        """Workers that were made anew: connections to those before are no good."""
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks that have died, of a group that survives it."""
+        return frozenset()
+
+    async def replace(self, rank: int) -> None:
+        """Make the worker of a lost rank anew, in its place; it is as it was before its first call."""
+        raise UnsupportedError(f"{self.role}: this executor's workers do not die")
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
-        """Call every rank with the same arguments; results by rank. See `call_each` for errors."""
+        """Call every rank that lives with the same arguments; results by rank. See `call_each` for errors."""
         arguments = self._encode(method, args)
-        return await self._collect(method, dict.fromkeys(range(self.world_size), arguments), deadline_s)
+        living = [rank for rank in range(self.world_size) if rank not in self.lost]
+        return await self._collect(method, dict.fromkeys(living, arguments), deadline_s)
 
     async def call_each(
         self, method: str, args_by_rank: Sequence[tuple[Any, ...]], deadline_s: float | None = None

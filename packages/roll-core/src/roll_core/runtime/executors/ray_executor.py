@@ -5,7 +5,8 @@
                      future ◄─────────────────── bytes
     RayWorker.lifeline ◄── ends when the process does ──► every pending call, of any role, raises WorkerDiedError
 
-After a death all calls raise: whatever a role does next, it may wait for the dead worker in a collective.
+After a death all calls raise: whatever a role does next, it may wait for the dead worker in a collective. Groups that
+survive a death (replicas of an engine) are an exception: only calls to that worker raise, until it is replaced.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class RayExecutor(Executor):
             greetings = {spec.role: await self._greet(spec, workers[spec.role]) for spec in specs}
             self.fingerprints = {spec.role: greetings[spec.role][0].fingerprint for spec in specs if spec.environment}
             await gather([self._make(spec, workers[spec.role], greetings[spec.role][0]) for spec in specs])
-            return {spec.role: RayGroup(spec, workers[spec.role]) for spec in specs}
+            return {spec.role: RayGroup(self, spec, workers[spec.role]) for spec in specs}
         except BaseException:
             await self.close()
             raise
@@ -119,18 +120,38 @@ class RayExecutor(Executor):
             self._instance.close()
 
     def death_of(self, worker: RayWorker, error: BaseException) -> None:
-        """A worker's process is gone: fail every call that is pending, and all later ones."""
+        """A worker's process is gone: fail every call that is pending, and all later ones; only those to it where its
+        group survives that."""
         if self.is_closing or self._death is not None:
             return
-        self._death = worker.describe_death(error)
+        death = worker.describe_death(error)
+        if worker.spec.survives and any(each.spec is worker.spec and each.death is None for each in self._workers):
+            log.warning("%s; the others of its role go on", death)
+            worker.death = death
+            worker.fail_pending(death)
+            return
+        self._death = death
         log.info("%s", self._death)
         self._died.set()
         for each in self._workers:
             each.fail_pending(self._death)
 
+    async def replace(self, dead: RayWorker) -> RayWorker:
+        """Start another process in the place of one that has died, and make the worker in it."""
+        if dead in self._workers:
+            self._workers.remove(dead)
+            dead.kill()
+        spec = dead.spec
+        worker = self._host(spec, spec.places[dead.place.rank])
+        if spec.environment:
+            await self._prepare(spec, [worker])
+        (greeting,) = await self._greet(spec, [worker])
+        await self._make(spec, [worker], greeting)
+        return worker
+
     @property
     def death(self) -> WorkerDiedError | None:
-        """The first death."""
+        """The first death that ends everything."""
         return self._death
 
     def _host(self, spec: GroupSpec, place: Place) -> RayWorker:
@@ -214,9 +235,22 @@ class RayExecutor(Executor):
 class RayGroup(WorkerGroup):
     """The actors of a role."""
 
-    def __init__(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> None:
+    def __init__(self, executor: RayExecutor, spec: GroupSpec, workers: Sequence[RayWorker]) -> None:
         super().__init__(spec, [worker.member for worker in workers])
-        self._workers = tuple(workers)
+        self._executor = executor
+        self._workers = list(workers)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """See `WorkerGroup.lost`."""
+        return frozenset(rank for rank, worker in enumerate(self._workers) if worker.death is not None)
+
+    async def replace(self, rank: int) -> None:
+        """See `WorkerGroup.replace`."""
+        self._workers[rank] = await self._executor.replace(self._workers[rank])
+        self.members = tuple(worker.member for worker in self._workers)
+        self.replaced += 1
+        log.info("%s %s is there instead of the one that died", self.role, self.members[rank])
 
     def _encode(self, method: str, args: tuple[Any, ...]) -> Any:
         import ray
@@ -244,7 +278,7 @@ class RayWorker:
         self.place = place
         self.member = Member(rank=place.rank, host="?", pid=0, node=place.node, slots=place.slots)
         self._executor = executor
-        self._spec = spec
+        self.spec = spec
         self._codec = codec_of(spec)
         self._handle = handle
         self._crash_file = crash_file
@@ -255,6 +289,8 @@ class RayWorker:
         """Who waits, and for which method."""
         self._unanswered = 0
         self.is_dead = False
+        self.death: WorkerDiedError | None = None
+        """How it died, where its group survives that."""
         self._on_answer(handle.lifeline.remote(), self._lifeline_ended)
 
     @property
@@ -274,7 +310,7 @@ class RayWorker:
         """Make the worker in it."""
         self.place = place
         env = {"MASTER_ADDR": peers.master_addr, "MASTER_PORT": str(peers.master_port)}
-        spec = self._spec
+        spec = self.spec
         try:
             payload = self._codec.dumps((spec.target, place, peers, dict(spec.args), env, import_path(spec)))
         except Exception as error:
@@ -283,12 +319,12 @@ class RayWorker:
 
     def begin(self, method: str, payload: Any) -> asyncio.Future[Any]:
         """Begin a call. See `WorkerGroup._begin`."""
-        if self._executor.death is not None:
-            return self._dead_already(self._executor.death)
+        if death := self._executor.death or self.death:
+            return self._dead_already(death)
         if self._executor.is_closing:
             member = self.member
             return self._dead_already(
-                WorkerDiedError(self._spec.role, member.rank, member.host, "", "its executor was closed")
+                WorkerDiedError(self.spec.role, member.rank, member.host, "", "its executor was closed")
             )
         number, self._number = self._number, self._number + 1
         future = self._ask(method, self._handle.call.remote(number, method, payload), self._codec)
@@ -342,7 +378,7 @@ class RayWorker:
             cause = f"{process} is gone, and the kernel killed {struck} processes for want of memory (SIGKILL)"
         else:
             cause = f"{process} is gone, most likely killed (SIGKILL): {_first_words(error)}"
-        return WorkerDiedError(self._spec.role, self.place.rank, self.member.host, method, cause, trace or str(error))
+        return WorkerDiedError(self.spec.role, self.place.rank, self.member.host, method, cause, trace or str(error))
 
     def _ask(self, method: str, ref: Any, codec: Codec | None = None) -> asyncio.Future[Any]:
         """The answer to a call that was made, as it is where it has no codec."""

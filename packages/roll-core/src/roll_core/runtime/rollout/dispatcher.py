@@ -17,7 +17,7 @@ import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll_core.errors import WorkerDiedError
+from roll_core.errors import RollError, WorkerDiedError
 from roll_core.runtime.rollout.accounts import Accounts
 from roll_core.runtime.rollout.drafts import Draft, cut_at, rest_of
 from roll_core.runtime.rollout.errands import Errand, Piece
@@ -201,6 +201,14 @@ class Dispatcher:
         self._seats.append(seat)
         self._router.add(seat)
         self._dispatch()
+
+    def remove(self, replica: Replica) -> None:
+        """It is gone; one that had nothing to do may not have been missed. Unknown ones are ignored."""
+        for seat in self._seats:
+            if seat.replica is replica:
+                self._lost(seat, WorkerDiedError(replica.name, 0, "", "", "it is gone", ""))
+                self._dispatch()
+                return
 
     def _lost(self, seat: Seat, error: WorkerDiedError) -> None:
         """Everything that ran there goes on elsewhere, from the last token that is known."""
@@ -404,8 +412,9 @@ class Dispatcher:
             for seat in list(self._seats):
                 try:
                     told = await seat.replica.progress()
-                except WorkerDiedError:
-                    continue  # every request that ran there is answered with it
+                except RollError as error:  # if it died, every request that ran there is answered with that
+                    log.debug("%s did not tell its progress: %s", seat.replica.name, error)
+                    continue
                 for completion in told:
                     piece = seat.running.get(completion.id)
                     if piece is not None:

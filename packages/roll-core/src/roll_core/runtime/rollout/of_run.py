@@ -102,6 +102,8 @@ class RunRollouts(Rollouts):
     def _metrics(self, groups: Sequence[Group], facts: BatchFacts) -> dict[str, float]:
         """Nothing where batches are simply what was asked."""
         found: dict[str, float] = {}
+        if lost := self._role.dispatcher.accounts.lost_replicas:
+            found["rollout/lost_replicas"] = float(lost)
         if self._plan.keep is not None:
             found["rollout/left_out_groups"] = float(facts.left_out)
         if self._plan.ahead:

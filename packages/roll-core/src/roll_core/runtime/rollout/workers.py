@@ -57,6 +57,11 @@ class WorkerReplica(Replica):
         await self._group.call_rank(self._rank, "abort", list(ids))
 
     @override
+    async def progress(self) -> list[Completion]:
+        found: list[Completion] = await self._group.call_rank(self._rank, "progress")
+        return found
+
+    @override
     def forget(self, ids: Sequence[str]) -> None:
         for id in ids:
             task = self._waiting.pop(id, None)

@@ -33,6 +33,8 @@ class SyncPlan:
     """Folder or URL that both ends reach, for the transport `disk`."""
     deadline_s: float = 60.0
     """From when the sender begins until all receivers must have taken everything."""
+    replaced: int = 0
+    """Receivers that were made anew so far: what is connected to those before is of no use."""
     lends: bool = True
     """With the transport `shared`: receivers use the very tensors. False where they copy, because the trainer goes on
     while they generate."""

@@ -129,6 +129,7 @@ class WeightPublisher:
             directory=self._directory,
             deadline_s=self._deadline_s,
             lends=self._lends,
+            replaced=self._infer.replaced,
         )
 
     async def _prepare(self, plan: SyncPlan) -> tuple[int, Offer]:

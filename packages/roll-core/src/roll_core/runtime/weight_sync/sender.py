@@ -103,7 +103,7 @@ class WeightSender:
 
     def _channel(self, plan: SyncPlan) -> SendingEnd:
         host = plan.sender_hosts[self._rank]
-        wanted = (plan.transport, plan.num_receivers, plan.bucket_bytes, host, plan.directory)
+        wanted = (plan.transport, plan.num_receivers, plan.replaced, plan.bucket_bytes, host, plan.directory)
         if self._end is None or self._end_plan != wanted:
             self._hang_up()
             self._end, self._end_plan = open_sending_end(plan, host), wanted

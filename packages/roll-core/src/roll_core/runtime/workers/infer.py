@@ -96,6 +96,10 @@ class InferWorker:
         await asyncio.sleep(0)  # what was admitted in this turn of the event loop reaches the engine first
         return await self.strategy.abort(ids)
 
+    async def progress(self) -> list[Completion]:
+        """What running requests have drawn so far, as far as the engine tells."""
+        return await self.strategy.progress()
+
     async def forget(self, ids: Sequence[str]) -> None:
         """End requests whose `result` nobody will ask for."""
         for id in ids:
