@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -215,20 +214,18 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(local_runs, given
         local_runs.run(local_runs.rlvr(**given))
 
 
-def process_of(name):
-    """The process of a worker, which has its name in its environment."""
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("WORKER_NAME") == name:
-                return process.pid
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return 0
-
-
-def test_a_replica_that_is_killed_is_replaced_and_nothing_of_the_run_is_lost(ray_runs):
+def test_a_replica_that_is_killed_is_replaced_and_nothing_of_the_run_is_lost(ray_runs, monkeypatch):
     """Its answers are drawn to their end by the other one, and from the next weights on there are two again."""
-    runs, killed = ray_runs, []
+    from roll_core.runtime.executors.ray_executor import RayGroup
+
+    runs, killed, pids = ray_runs, [], {}
+    begin = RayGroup.__init__
+
+    def remember(self, executor, spec, workers):
+        begin(self, executor, spec, workers)
+        pids[spec.role] = [member.pid for member in self.members]
+
+    monkeypatch.setattr(RayGroup, "__init__", remember)
     config = asynchronous(runs, 1.0, max_steps=8, num_gpus_per_node=4, response_length=48)
     config["actor_infer"]["device_mapping"] = [1, 2]
 
@@ -237,9 +234,8 @@ def test_a_replica_that_is_killed_is_replaced_and_nothing_of_the_run_is_lost(ray
         while time.monotonic() < deadline:
             found = sorted((runs.folder / "output").rglob("metrics.jsonl"))
             if found and len(found[0].read_text(encoding="utf-8").splitlines()) >= 2:
-                if victim := process_of("actor_infer-1"):
-                    os.kill(victim, signal.SIGKILL)
-                    killed.append(victim)
+                killed.append(pids["actor_infer"][1])
+                os.kill(killed[0], signal.SIGKILL)
                 return
             time.sleep(0.05)
 
