@@ -44,7 +44,6 @@ def same_model(one, other):
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.on_ray
 def test_groups_that_teach_nothing_are_replaced_and_a_resumed_run_goes_on_bit_for_bit(runs):
     recipe = {"rewards": judges(query_filter_config=STD_FILTER), "max_steps": 4}
     whole = runs.ok(runs.rlvr(exp_name="whole", **recipe))
@@ -70,8 +69,7 @@ def test_a_filter_that_nothing_passes_is_pointed_out_and_the_run_goes_on(local_r
     assert result.steps_done == 2
 
 
-@pytest.mark.on_ray
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("ratio", [0.5, pytest.param(1.0, marks=pytest.mark.on_ray), 2.0])
 def test_generation_goes_on_while_training_does_and_nothing_is_older_than_allowed(runs, ratio):
     result = runs.ok(
         asynchronous(
