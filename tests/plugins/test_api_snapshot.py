@@ -42,8 +42,8 @@ CHECKS = {
 CAPABILITIES = {
     "TrainCapabilities": [
         "tasks", "dtypes", "packing", "gradient_checkpointing", "data_parallel", "tensor_parallel",
-        "pipeline_parallel", "context_parallel", "expert_parallel", "lora", "offload", "topk", "portable_state",
-        "any_world_size", "weight_transports",
+        "pipeline_parallel", "context_parallel", "expert_parallel", "lora", "adapter_export", "offload", "topk",
+        "portable_state", "any_world_size", "weight_transports",
     ],
     "InferCapabilities": [
         "dtypes", "sleeps", "lora", "prompt_logprobs", "in_flight_update", "endpoint", "tensor_parallel",
@@ -67,6 +67,7 @@ METHODS = {
         "forward_backward!": "(self, micros, loss)",
         "optimizer_step!": "(self)",
         "export_weights!": "(self)",
+        "export_adapters": "(self)",
         "save!": "(self, path)",
         "load!": "(self, path)",
         "export_state": "(self)",

@@ -71,6 +71,29 @@ def merged_by_hand(strategy, lora):
     return found
 
 
+def test_exported_adapters_are_those_that_are_merged(build, sequences):
+    strategy = build(lora=LORA, training=TrainingSpec(learning_rate=1e-2))
+    train(strategy, sequences)
+    exported = dict(strategy.export_adapters())
+    base = frozen(strategy)
+    layers = {name.rpartition(".lora_")[0] for name in exported}
+    assert set(exported) == {f"{layer}.lora_{side}.weight" for layer in layers for side in "AB"}
+    whole = dict(strategy.export_weights())
+    assert layers == {name.removesuffix(".weight") for name in merged_by_hand(strategy, LORA)}
+    for layer in layers:
+        a_RI, b_OR = exported[f"{layer}.lora_A.weight"], exported[f"{layer}.lora_B.weight"]
+        assert b_OR.abs().max() > 0
+        expected = base[f"{layer}.base_layer.weight"] + b_OR @ a_RI
+        torch.testing.assert_close(whole[f"{layer}.weight"], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_adapters_are_not_exported_alone_where_they_are_not_all(build):
+    with pytest.raises(UnsupportedError, match=r"norm, lm_head, embed_tokens \(additional_target\) is trained in full"):
+        next(iter(build(lora=EXTRA).export_adapters()))
+    with pytest.raises(UnsupportedError, match="trains its whole model"):
+        next(iter(build().export_adapters()))
+
+
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ HF_TRAIN = TrainCapabilities(
     data_parallel=True,
     offload=True,
     lora=True,
+    adapter_export=True,
     topk=True,
     portable_state=True,
     any_world_size=True,

@@ -141,6 +141,20 @@ class Adapters:
             else:
                 yield base_name(name), full(parameter).detach()
 
+    @torch.no_grad()
+    def exported(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
+        """What `TrainStrategy.export_adapters` yields: A is the live parameter, B a new tensor with the scale in it.
+        Raises `UnsupportedError` where modules are trained in full beside them."""
+        if self.lora.extra_modules:
+            raise UnsupportedError(
+                f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full beside the adapters: an"
+                " engine that is sent these alone would not have it"
+            )
+        for name, parameter in self.trained().items():
+            whole = full(parameter).detach()
+            scaled = whole * self.lora.scale if f".lora_B.{ADAPTER}." in name else whole
+            yield name.replace(f".{ADAPTER}.", "."), scaled
+
     def state_dict(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
         """Merged weights and the model's buffers, as transformers stores them; tied weights once."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}

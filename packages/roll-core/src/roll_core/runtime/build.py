@@ -6,6 +6,7 @@ What the workers need is imported where it is made: `roll-core plan` asks here t
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
@@ -75,6 +76,33 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         trust_remote_code=own.trust_remote_code,
         lora=lora_spec(own),
     )
+
+
+def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> LoraSpec | None:
+    """The adapters that an infer role is sent as they are; None where it gets whole weights.
+
+    Raises `UnsupportedError` where its configuration asks for adapters that nobody trains, or that cannot be had alone.
+    """
+    worker = role_config(config, role.name)
+    provider = provider_of(role, worker, registry)
+    if role.kind != "generate" or not _settings(worker, provider).serves_adapters():
+        return None
+    asks = f"{role.name}: strategy_config asks for adapters as they are"
+    source = role_config(config, role.model_from) if role.model_from else None
+    lora = lora_spec(source.model_args) if source is not None else None
+    if source is None or lora is None:
+        raise UnsupportedError(f"{asks}, but {role.model_from or 'nobody'} trains none (model_args.lora_target)")
+    if lora.extra_modules:
+        raise UnsupportedError(f"{asks}, but {role.model_from} also trains additional_target in full, beside them")
+    trainer = registry.find(TrainProvider, source.strategy_args.strategy_name if source.strategy_args else "")
+    if not trainer.capabilities.adapter_export:
+        raise UnsupportedError(f"{asks}, but strategy {trainer.name} of {role.model_from} exports merged weights only")
+    return lora
+
+
+def _settings(worker: WorkerConfig, provider: TrainProvider | InferProvider) -> StrategyConfig:
+    schema = load_class(provider.config, StrategyConfig, owner=provider.name)
+    return schema.model_validate(worker.strategy_args.strategy_config if worker.strategy_args else {})
 
 
 def lora_spec(args: ModelArguments) -> LoraSpec | None:
@@ -159,10 +187,7 @@ def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Reg
         worker = role_config(config, role.name)
         if isinstance(worker, RewardConfig):
             continue
-        provider = provider_of(role, worker, registry)
-        schema = load_class(provider.config, StrategyConfig, owner=provider.name)
-        strategy_config = worker.strategy_args.strategy_config if worker.strategy_args else {}
-        slots = schema.model_validate(strategy_config).slots_per_worker()
+        slots = _settings(worker, provider_of(role, worker, registry)).slots_per_worker()
         if slots is not None:
             found[role.name] = slots
     return found
@@ -203,6 +228,8 @@ def _model_args(
 ) -> dict[str, Any]:
     provider = provider_of(role, worker, registry)
     model = model_spec(role, config, tokenizer)
+    if (served := served_adapters(role, config, registry)) is not None:
+        model = replace(model, lora=served)
     _check_support(role, provider, model, platform)
     if role.kind == "train" and config.portable_checkpoints and not _exports_state(provider):
         raise UnsupportedError(
@@ -255,7 +282,8 @@ def _check_support(
             f"{role.name}: strategy {provider.name} computes in {supported}, but model_args.dtype is {model.dtype}"
         )
     if model.lora is not None and not provider.capabilities.lora:
-        raise UnsupportedError(f"{role.name}: strategy {provider.name} trains no adapters (model_args.lora_target)")
+        does = "serves" if role.kind == "generate" else "trains"
+        raise UnsupportedError(f"{role.name}: strategy {provider.name} {does} no adapters (model_args.lora_target)")
     if why := platform.supports(model.dtype):
         raise UnsupportedError(f"{role.name}: model_args.dtype {model.dtype}: {why}")
     forward_only = getattr(provider, "forward_only", False)

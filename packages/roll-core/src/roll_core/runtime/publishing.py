@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_core.errors import WeightsUnchangedError, WeightSyncError, WorkerDiedError
-from roll_core.runtime.build import provider_of
+from roll_core.runtime.build import provider_of, served_adapters
 from roll_core.runtime.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
 from roll_core.runtime.weight_sync.probe import logprob_probe
@@ -118,6 +118,7 @@ class Publishing:
             engine.group,
             transport,
             dtype=DTYPE_NAMES[engine.config.model_args.dtype],
+            adapters=served_adapters(self._roles[target], run.config, self._registry) is not None,
             bucket_bytes=run.config.model_update_buffer_size_mb << 20,
             deadline_s=run.config.model_update_timeout,
             directory=directory,

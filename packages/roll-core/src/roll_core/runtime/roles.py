@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from roll_core.spec.reward import RewardRequest
     from roll_core.spec.train import LossFn, LossMetrics, StepStats
     from roll_core.types import Completion, DataRank, Floats, GenerateRequest, Reward, TrainSequence
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = frozenset({"weights"})
 TRAINED = frozenset({"weights", "grads", "optimizer"})
@@ -256,6 +259,9 @@ class GroupInferRole(InferRole):
     async def start(self) -> None:
         """Make every engine ready."""
         await self.group.call("start")
+        for rank, url in enumerate(await self.group.call("endpoint")):
+            if url:
+                log.info("%s rank %d serves OpenAI's API at %s", self.name, rank, url)
 
     async def revive(self) -> None:
         """Make replicas anew that have died. They are given requests once weights have been published."""

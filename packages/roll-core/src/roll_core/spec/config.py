@@ -68,6 +68,10 @@ class StrategyConfig(Config):
         """Slots that one worker takes, where the configuration decides it (tensor × pipeline parallel); else None."""
         return None
 
+    def serves_adapters(self) -> bool:
+        """Of an infer strategy: whether it takes trained adapters as they are, not merged into the weights."""
+        return False
+
     def ranks_per_replica(self) -> int:
         """Of a train strategy: ranks over which it spreads one replica of the model, a divisor of the role's."""
         return 1

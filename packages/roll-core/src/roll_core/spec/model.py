@@ -54,7 +54,8 @@ class ModelSpec:
     """Directory that `transformers.AutoTokenizer` loads; the model's embedding has at least its size."""
     trust_remote_code: bool = False
     lora: LoraSpec | None = None
-    """Train adapters instead of the weights. Given only to strategies with `capabilities.lora`."""
+    """Train adapters instead of the weights, or serve those that another role trains. Given only to strategies with
+    `capabilities.lora`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,8 @@ class TrainCapabilities:
     expert_parallel: bool = False
     lora: bool = False
     """Trains adapters: honours `ModelSpec.lora` and `Want.base`."""
+    adapter_export: bool = False
+    """Yields them apart from the model beneath: `TrainStrategy.export_adapters`."""
     offload: bool = False
     topk: bool = False
     """Returns the top-k logprobs (distillation)."""
@@ -54,6 +56,8 @@ class InferCapabilities:
     sleeps: bool = False
     """`sleep` gives the device's memory back and `wake` takes it again."""
     lora: bool = False
+    """Serves a trained adapter on a model that stays as it is: honours `ModelSpec.lora`, and updates bring A and B
+    alone. A strategy whose configuration does not ask for it (`StrategyConfig.serves_adapters`) gets merged weights."""
     prompt_logprobs: bool = False
     in_flight_update: bool = False
     """`update_weights` may be called while requests run: they go on with the new weights."""

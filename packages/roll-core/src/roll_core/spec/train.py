@@ -271,6 +271,17 @@ class TrainStrategy(ABC):
         are trained it is the merged weight, W + scale · B A, a new tensor that is the reader's to keep; the names are
         those of the model without adapters, and the parameters stay as they are."""
 
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """A [R, I] and B [O, R] of every target, in a fixed order, as `<path of the layer>.lora_A.weight` and
+        `.lora_B.weight`, for a layer that computes x Wᵀ + (x Aᵀ) Bᵀ: the scale is in B. Iterated like
+        `export_weights`, and only with `capabilities.adapter_export`.
+
+        Raises `UnsupportedError` where modules are trained in full beside the adapters.
+        """
+        from roll_core.errors import UnsupportedError
+
+        raise UnsupportedError(f"{type(self).__name__} does not export adapters apart from the model")
+
     @abstractmethod
     def save(self, path: Path) -> None:
         """Write everything needed to continue bit for bit into the directory `path` (made by the caller)."""

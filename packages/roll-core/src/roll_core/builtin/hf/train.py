@@ -65,6 +65,7 @@ class HFTrainStrategy(TrainStrategy):
         data_parallel=True,
         offload=True,
         lora=True,
+        adapter_export=True,
         topk=True,
         portable_state=True,
         any_world_size=True,
@@ -153,6 +154,13 @@ class HFTrainStrategy(TrainStrategy):
             return
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """A and B alone, the scale in B."""
+        self.mover.need("weights")
+        if self.adapters is None:
+            raise UnsupportedError(f"role {self._mesh.role} trains its whole model: there are no adapters to export")
+        yield from self.adapters.exported()
 
     def export_model(self, path: Path) -> None:
         """Written by rank 0: the whole model, or the adapters alone where `lora_export` says so."""

@@ -27,6 +27,8 @@ class SyncPlan:
     """By rank of the train role: name or address under which receivers reach it."""
     dtype: str = ""
     """Floating-point tensors travel as this (safetensors' name, `BF16`); empty leaves them as they are."""
+    adapters: bool = False
+    """What travels is adapters alone, for receivers that have the model beneath them."""
     bucket_bytes: int = 1 << 30
     """Largest bucket; a larger tensor travels alone."""
     directory: str = ""

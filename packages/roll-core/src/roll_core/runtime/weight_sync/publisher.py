@@ -68,16 +68,18 @@ class WeightPublisher:
         transport: Transport,
         *,
         dtype: str = "",
+        adapters: bool = False,
         bucket_bytes: int = 1 << 30,
         deadline_s: float = 60.0,
         directory: str = "",
         lends: bool = True,
     ) -> None:
-        """`lends`: see `SyncPlan`."""
+        """`adapters` sends these alone, to an infer role that has the model beneath them; `lends`: see `SyncPlan`."""
         self._lends = lends
         self._train, self._infer = train, infer
         self.transport: Transport = transport
-        self._dtype, self._bucket_bytes, self._deadline_s = dtype, bucket_bytes, deadline_s
+        self._dtype, self._adapters = dtype, adapters
+        self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
         self._directory = directory
         self._previous: WeightManifest | None = None
         self._previous_sample = ""
@@ -125,6 +127,7 @@ class WeightPublisher:
             num_receivers=self._infer.world_size,
             sender_hosts=tuple("127.0.0.1" if one_host else member.address for member in self._train.members),
             dtype=self._dtype,
+            adapters=self._adapters,
             bucket_bytes=self._bucket_bytes,
             directory=self._directory,
             deadline_s=self._deadline_s,

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class WeightSender:
-    """Offers and sends what `export_weights` yields. All ranks of the role are called together; one of them sends.
+    """Offers and sends what `export_weights` yields, or `export_adapters`. All ranks of the role are called together;
+    one of them sends.
 
     Called on the strategy's thread: `prepare`, then (unless the transport is `shared`) `send`, for each publish.
     """
@@ -47,7 +48,7 @@ class WeightSender:
         Names and shapes are asked of the export once: later exports must yield the same, and are held to it.
         """
         if plan.transport == "shared":
-            tensors = [(name, _cast(tensor, plan.dtype)) for name, tensor in self._strategy.export_weights()]
+            tensors = [(name, _cast(tensor, plan.dtype)) for name, tensor in self._export(plan)]
             if not self.sends:
                 return None
             entries = tuple(tensor_entry(name, tensor, memory_token(tensor)) for name, tensor in tensors)
@@ -65,7 +66,7 @@ class WeightSender:
     def send(self, plan: SyncPlan) -> SendOutcome | None:
         """Send what was offered; None on ranks that do not send."""
         if not self.sends:
-            for _ in self._strategy.export_weights():
+            for _ in self._export(plan):
                 pass
             return None
         if self._offered is None or self._end is None:
@@ -73,7 +74,7 @@ class WeightSender:
         begun = time.perf_counter()
         manifest = WeightManifest(version=plan.version, tensors=self._offered[1])
         try:
-            sent = self._end.send(manifest, iter(self._strategy.export_weights()), Deadline(plan.deadline_s))
+            sent = self._end.send(manifest, iter(self._export(plan)), Deadline(plan.deadline_s))
         except ReceiversLostError as lost:
             self._reset()
             return SendOutcome(silent=lost.silent, gone=lost.gone, at=lost.at, seconds=time.perf_counter() - begun)
@@ -94,8 +95,11 @@ class WeightSender:
         """Hang up. May be called several times."""
         self._reset()
 
+    def _export(self, plan: SyncPlan) -> Iterator[tuple[str, Tensor]]:
+        return self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
+
     def _describe(self, plan: SyncPlan) -> Iterator[TensorEntry]:
-        for name, tensor in self._strategy.export_weights():
+        for name, tensor in self._export(plan):
             entry = tensor_entry(name, tensor, "")
             if plan.dtype and tensor.is_floating_point():
                 entry = type(entry)(name=name, dtype=plan.dtype, shape=entry.shape, digest="")

@@ -125,6 +125,10 @@ class InferWorker:
         """Take published weights and answer with what the engine holds."""
         return await self.receiver.receive(plan, offer)
 
+    async def endpoint(self) -> str | None:
+        """URL of the engine's OpenAI-compatible server, if it has one."""
+        return self.strategy.endpoint()
+
     async def metrics(self) -> EngineReading:
         """What the engine did since the last call."""
         return EngineReading(values=dict(self.strategy.metrics()), kinds=dict(self.strategy.metric_kinds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roll_core.testing.infer.adapters import AdapterTests
 from roll_core.testing.infer.contract import ContractTests
 from roll_core.testing.infer.ends import EndTests
 from roll_core.testing.infer.lifecycle import LifecycleTests
@@ -13,7 +14,15 @@ from roll_core.testing.packaging import PackagingTests
 
 
 class InferStrategyConformance(
-    PackagingTests, StartingTests, LifecycleTests, WeightTests, ContractTests, EndTests, SamplingTests, NumberTests
+    PackagingTests,
+    StartingTests,
+    AdapterTests,
+    LifecycleTests,
+    WeightTests,
+    ContractTests,
+    EndTests,
+    SamplingTests,
+    NumberTests,
 ):
     """What holds for every infer strategy.
 

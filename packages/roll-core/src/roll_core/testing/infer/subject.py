@@ -51,6 +51,9 @@ class InferSubject(Part):
     end_ids: ClassVar[tuple[int, ...]] = (END,)
     """End tokens of the model; empty where it has none."""
 
+    adapter_config: ClassVar[Mapping[str, Any]] = {}
+    """What a strategy that declares `lora` needs in its configuration to serve adapters."""
+
     _kind = InferProvider
 
     def model(self, folder: Path) -> ModelSpec:
