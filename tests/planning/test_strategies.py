@@ -125,3 +125,23 @@ def test_megatron_spreads_experts_by_their_own_parallelism():
 def test_vllm_takes_the_share_that_it_is_given(keys, more, cache):
     found = uses(InferProvider, "vllm", keys, "generate", trains=False, **more)
     assert found == {"weights": 4 * P, "kv cache": cache}
+
+
+@pytest.mark.parametrize(
+    ("keys", "on_host", "gone"),
+    [
+        ({}, True, {"kv cache"}),
+        ({}, False, {"kv cache", "weights"}),
+        ({"sleep_level": 2}, False, {"kv cache", "weights"}),
+        ({"sleep_level": 0}, False, set()),
+    ],
+)
+def test_what_vllm_gives_back_asleep(keys, on_host, gone):
+    provider = load_registry().find(InferProvider, "vllm")
+    question = MemoryQuestion(
+        config=strategy_config(provider, keys, owner="vllm"), model=MODEL, dtype="fp32", trains=False,
+        trained_parameters=0, world_size=1,
+        train_tokens=8, score_tokens=8, longest=8, on_host=on_host, slot_bytes=1 << 30,
+    )  # fmt: skip
+    answer = load_target(provider.memory, owner="vllm")(question)
+    assert {use.what for use in answer.uses if use.leaves} == gone

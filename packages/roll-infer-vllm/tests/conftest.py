@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for `vllm_live`
 
 
 def pytest_collection_modifyitems(items):

@@ -22,6 +22,7 @@ def test_the_engines_own_arguments_go_to_it_as_they_are():
 def test_what_is_not_given_is_left_to_the_engine():
     assert VllmConfig().engine_arguments() == {
         "tensor_parallel_size": 1,
+        "enable_lora": False,
         "pipeline_parallel_size": 1,
         "enable_prefix_caching": True,
         "load_format": "auto",
@@ -45,9 +46,23 @@ def test_no_argument_is_both_passed_on_and_refused():
     assert not set(PASSED_ON) & set(VllmConfig.__annotations__)
 
 
-def test_a_sleeping_engine_is_refused_in_words():
-    with pytest.raises(ValidationError, match="never put to sleep yet"):
-        VllmConfig(sleep_level=1)
+@pytest.mark.parametrize(
+    ("beside", "words"),
+    [
+        ({"load_format": "dummy"}, "random weights beneath the adapter"),
+        ({"sleep_level": 2}, "would lose the weights beneath"),
+        ({"tensor_parallel_size": 2}, "over several slots"),
+    ],
+)
+def test_adapters_are_refused_beside_what_would_break_them(beside, words):
+    with pytest.raises(ValidationError, match=f"enable_lora: .*{words}"):
+        VllmConfig.model_validate({"enable_lora": True, **beside})
+
+
+def test_adapters_are_served_only_where_it_is_asked_for():
+    assert not VllmConfig().serves_adapters()
+    assert VllmConfig(enable_lora=True).serves_adapters()
+    assert VllmConfig(enable_lora=True).engine_arguments()["enable_lora"] is True
 
 
 def test_check_names_the_nearest_argument(tmp_path, capsys):

@@ -9,6 +9,7 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
+from vllm_live import ARCHITECTURE, CACHE, Live, request
 
 from roll_core.errors import (
     CorruptTensorError,
@@ -16,78 +17,11 @@ from roll_core.errors import (
     StaleWeightsError,
     UnexpectedTensorError,
 )
-from roll_core.modeling.model import load_model
-from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import digest, make_manifest
-from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_vllm.config import VllmConfig
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-
-ARCHITECTURE = {
-    "model_type": "qwen2",  # with biases, and more query than key heads
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
-CACHE = {"kv_cache_memory_bytes": 32 << 20, "block_size": 32}
-
-
-class Live:
-    """A started engine, the loop that it lives on, and the trainer's model."""
-
-    def __init__(self, spec, config):
-        from roll_infer_vllm.strategy import VllmStrategy
-
-        self.runner = asyncio.Runner()
-        self.spec, self.version = spec, 0
-        self.model = load_model(spec)
-        self.strategy = VllmStrategy(VllmConfig.model_validate(config))
-        mesh = MeshInfo(role="actor_infer", num_threads=1)
-        try:
-            self.runner.run(self.strategy.start(spec, mesh))
-        except BaseException:
-            self.runner.close()
-            raise
-
-    def run(self, call):
-        return self.runner.run(asyncio.wait_for(call, 120))
-
-    def generate(self, name, prompt, **params):
-        return self.run(self.strategy.generate(request(name, prompt, **params)))
-
-    def publish(self, tensors=None, *, manifest=None, version=None):
-        """The trainer's weights, or others in their place; returns the manifest and the receipt."""
-        self.version = self.version + 1 if version is None else version
-        tensors = list(self.model.named_parameters()) if tensors is None else tensors
-        manifest = manifest or make_manifest(self.version, tensors)
-        receipt = self.run(self.strategy.update_weights(self.version, manifest, iter(tensors)))
-        return manifest, receipt
-
-    def step(self):
-        """Something that moves every weight of the trainer's."""
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(self.version))
-
-    def logprobs(self, tokens, skip):
-        with torch.no_grad():
-            found = self.model(torch.as_tensor(tokens)[None]).logits[0].float().log_softmax(-1)
-        return found[torch.arange(skip - 1, len(tokens) - 1), torch.as_tensor(tokens)[skip:]].numpy()
-
-    def close(self):
-        self.runner.run(self.strategy.stop())
-        self.runner.close()
-
-
-def request(name, prompt, **params):
-    limits = {"max_new_tokens": 8, "ignore_eos": True, **params}
-    return GenerateRequest(id=name, prompt_ids=np.asarray(prompt), params=SamplingParams(**limits))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +36,7 @@ def test_the_arguments_that_check_knows_are_the_engines_own():
 
     from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
 
-    ours = {"bucket_mib", "sleep_level"}
+    ours = {"bucket_mib", "sleep_level", "endpoint_host"}
     known = set(VllmConfig.model_fields) - ours
     assert known == set(PASSED_ON) | set(DECIDED_ELSEWHERE) | (set(VllmConfig.__annotations__) - ours)
     own = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
@@ -217,7 +151,7 @@ def test_metrics_are_counted_between_two_looks(live):
     live.generate("counted", [4, 5, 6], max_new_tokens=7)
     found = live.strategy.metrics()
     assert (found["prompt_tokens"], found["generated_tokens"], found["preemptions"]) == (3, 7, 0)
-    assert found["running/mean"] == found["running/max"] == 1
+    assert 0.5 < found["running/mean"] <= found["running/max"] == 1  # of the last step vLLM says that nothing runs
     assert 0 < found["kv_cache_usage/mean"] <= found["kv_cache_usage/max"] < 1
     assert set(live.strategy.metrics()) == set(found)
     assert live.strategy.metrics()["generated_tokens"] == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from roll_infer_vllm.engine_environment import engine_environment, environment
 
 
@@ -35,10 +37,14 @@ def test_an_engine_that_shall_compile_may():
     assert "TORCH_COMPILE_DISABLE" not in variables("cpu", compiles=True)
 
 
-def test_growing_segments_are_taken_from_the_allocators_options_alone():
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_growing_segments_are_taken_from_the_allocators_options_alone(name):
     options = "expandable_segments:True,max_split_size_mb:128"
-    assert variables("cuda", {"PYTORCH_CUDA_ALLOC_CONF": options})["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in variables("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"})
+    assert variables("cuda", {name: options})[name] == "max_split_size_mb:128"
+    assert variables("cuda", {name: "expandable_segments:True"})[name] == ""
+    for fine in ("max_split_size_mb:128", "expandable_segments:False", ""):
+        assert name not in variables("cuda", {name: fine})
+    assert name not in variables("cpu", {name: options})
 
 
 def test_variables_are_back_afterwards(monkeypatch):

@@ -48,28 +48,33 @@ def pretrained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("executor", "transport"), [("local", "shared"), pytest.param("ray", "shm", marks=[pytest.mark.ray])]
-)
-def test_the_quick_start_runs_on_vllm(pretrained, tmp_path, executor, transport):
+def run_grpo(pretrained, folder, *more):
+    """The lines of its metrics, and its record."""
     roll(
-        tmp_path,
+        folder,
         "run",
         str(QUICKSTART / "grpo.yaml"),
         *SHORT,
-        f"executor={executor}",
         f"pretrain={pretrained}/quickstart-sft/latest/export",
         f"actor_train.data_args.file_name={pretrained}/train.jsonl",
         f"validation.data_args.file_name={pretrained}/val.jsonl",
         "actor_infer.strategy_args.strategy_name=vllm",
         "+actor_infer.strategy_args.strategy_config.kv_cache_memory_bytes=67108864",
+        *more,
     )
-    run = tmp_path / "quickstart-grpo" / "latest"
+    run = folder / "quickstart-grpo" / "latest"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
-        assert line["tokens/generated"] > 0
+        assert line["engine/actor_infer/generated_tokens"] >= line["tokens/generated"] > 0
         assert line["actor/logprob_gap"] < 1e-4
         assert line["weight_sync/logprob_probe"] < 1e-4
-    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    return lines, json.loads((run / "run.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("executor", "transport"), [("local", "shared"), pytest.param("ray", "shm", marks=[pytest.mark.ray])]
+)
+def test_the_quick_start_runs_on_vllm(pretrained, tmp_path, executor, transport):
+    _, record = run_grpo(pretrained, tmp_path, f"executor={executor}")
     assert record["weight_transports"] == {"actor_train -> actor_infer": transport}

@@ -72,19 +72,20 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "prefill_context_parallel_size",
         "decode_context_parallel_size",
     ),
-    "is not needed: trained adapters arrive merged into the weights": (
+    "is decided by the adapter that is trained": (
+        "lora_dtype",
+        "lora_target_modules",
+        "max_cpu_loras",
+        "max_lora_rank",
+        "max_loras",
+    ),
+    "is not supported with the adapters of a policy": (
         "default_mm_loras",
-        "enable_lora",
         "enable_mixed_moe_lora_format",
         "enable_moe_shared_loras",
         "enable_tower_connector_lora",
         "fully_sharded_loras",
-        "lora_dtype",
-        "lora_target_modules",
-        "max_cpu_loras",
         "max_lora_cls_labels",
-        "max_lora_rank",
-        "max_loras",
         "specialize_active_lora",
     ),
     "is not supported: what the engine holds could not be compared with what was sent": (
@@ -100,11 +101,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "per_request_spec_decode_metrics",
     ),
     "is not supported: prompts would have wrong logprobs": ("kv_sharing_fast_prefill",),
-    "is not supported: the engine is never put to sleep yet": (
-        "enable_sleep_mode",
-        "sleep_mode_offload_cudagraph",
-        "sleep_preserve_parameter_names",
-    ),
+    "is decided by sleep_level": ("enable_sleep_mode",),
+    "is not needed: weights are published to an engine that has slept": ("sleep_preserve_parameter_names",),
 }
 DECIDED_ELSEWHERE: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
 """Arguments that a config may not give, and why."""
@@ -268,6 +266,7 @@ PASSED_ON: tuple[str, ...] = (
     "show_hidden_metrics_for_version",
     "shutdown_timeout",
     "skip_mm_profiling",
+    "sleep_mode_offload_cudagraph",
     "sparse_indexer_topk_backend",
     "stream_interval",
     "structured_outputs_config",

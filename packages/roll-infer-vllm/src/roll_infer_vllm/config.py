@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
-from roll_core.spec.config import NonNegativeInt, PositiveInt, StrategyConfig
+from roll_core.spec.config import PositiveInt, StrategyConfig
 from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
 
 if TYPE_CHECKING:
@@ -52,19 +52,38 @@ class VllmConfig(_EngineKeys):
     bucket_mib: PositiveInt = 64
     """Of published weights that are on their way into the engine's processes at a time; a larger tensor travels
     alone."""
-    sleep_level: NonNegativeInt = 0
-    """Not supported yet: only 0, which never puts the engine to sleep, is accepted."""
+    sleep_level: Literal[0, 1, 2] = 1
+    """What is given back while others use the slots: 1, keys and values, and weights to the host; 2, weights
+    altogether, which the next publish brings anyway; 0, nothing. On a CPU keys and values go, and weights stay."""
+    enable_lora: bool = False
+    """Serve the adapter that the role behind this one trains, as it is: a publish brings A and B alone, and the model
+    beneath is that of the start. Where false, weights come merged."""
+    endpoint_host: str = "127.0.0.1"
+    """Address at which the OpenAI-compatible endpoint listens; it asks nobody who they are. An address of the worker's
+    host lets other hosts in."""
 
     @model_validator(mode="after")
     def _refuse_what_others_decide(self) -> VllmConfig:
         for name in sorted(self.model_fields_set & DECIDED_ELSEWHERE.keys()):
             raise ValueError(f"{name} {DECIDED_ELSEWHERE[name]}")
-        if self.sleep_level:
-            raise ValueError(
-                f"sleep_level {self.sleep_level}: the engine is never put to sleep yet, so it keeps its memory while"
-                " others compute; leave sleep_level out, and lower gpu_memory_utilization where roles share slots"
-            )
+        if self.enable_lora:
+            self._refuse_what_adapters_lack()
         return self
+
+    def _refuse_what_adapters_lack(self) -> None:
+        problem = ""
+        if self.load_format == "dummy":
+            problem = "load_format: dummy would leave random weights beneath the adapter"
+        elif self.sleep_level == 2:
+            problem = "sleep_level 2 would lose the weights beneath the adapter, which no publish brings; 1 keeps them"
+        elif self.slots_per_worker() > 1:
+            problem = "adapters over several slots are not supported: what the engine holds could not be read back"
+        if problem:
+            raise ValueError(f"enable_lora: {problem}")
+
+    def serves_adapters(self) -> bool:
+        """`enable_lora`."""
+        return self.enable_lora
 
     def slots_per_worker(self) -> int:
         """Tensor × pipeline parallel."""
@@ -72,6 +91,6 @@ class VllmConfig(_EngineKeys):
 
     def engine_arguments(self) -> dict[str, Any]:
         """What goes to vLLM as it is: what was given, and what has a value by default."""
-        ours = {"bucket_mib", "sleep_level"}
+        ours = {"bucket_mib", "sleep_level", "endpoint_host"}
         found = {name: getattr(self, name) for name in type(self).model_fields if name not in ours}
         return {name: value for name, value in found.items() if value is not None or name in self.model_fields_set}

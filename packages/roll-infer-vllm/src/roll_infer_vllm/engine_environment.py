@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Options of torch's allocator: the old name, and the one that wins over it."""
 
 
 def engine_environment(
@@ -37,11 +38,12 @@ def engine_environment(
     if device == "cpu" and num_threads:
         # Whatever the worker's own number is: that one is for all its slots.
         found["OMP_NUM_THREADS"] = str(max(1, num_threads // num_slots))
-    options = [each for each in present.get(ALLOCATOR, "").split(",") if each]
-    kept = [each for each in options if not each.startswith("expandable_segments")]
-    if device.startswith("cuda") and kept != options:
-        # vLLM's own memory pools and segments that grow exclude each other.
-        found[ALLOCATOR] = ",".join(kept)
+    for name in ALLOCATORS if device.startswith("cuda") else ():
+        options = present.get(name, "").split(",")
+        kept = [each for each in options if each.replace(" ", "").lower() != "expandable_segments:true"]
+        if kept != options:
+            # vLLM's own memory pools, from which an engine sleeps, and segments that grow exclude each other.
+            found[name] = ",".join(kept)
     return found
 
 

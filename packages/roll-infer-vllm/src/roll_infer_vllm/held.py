@@ -68,7 +68,19 @@ class Part:
 
 def locate(model: nn.Module, name: str) -> Part | None:
     """The part of this name; None where another pipeline stage has it. Raises `KeyError` where none can have it."""
-    path, _, parameter = _rename(model, name).rpartition(".")
+    module, index = find(model, name)
+    if isinstance(module, PPMissingLayer):
+        return None
+    parameter = _rename(model, name).rpartition(".")[2]
+    if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
+        raise KeyError(name)
+    return Part(module=module, parameter=parameter, index=index)
+
+
+def find(model: nn.Module, name: str) -> tuple[Any, int | None]:
+    """The module that has the parameter of this name, and its place where it is fused with others. Raises `KeyError`
+    where there is none."""
+    path = _rename(model, name).rpartition(".")[0]
     fused, index = _fused(model, name)
     if index is not None:
         path = f"{path.rpartition('.')[0]}.{fused}"
@@ -78,10 +90,8 @@ def locate(model: nn.Module, name: str) -> Part | None:
         if module is None:
             raise KeyError(name)
         if isinstance(module, PPMissingLayer):
-            return None
-    if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
-        raise KeyError(name)
-    return Part(module=module, parameter=parameter, index=index)
+            break
+    return module, index
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, Part]]:

@@ -20,7 +20,8 @@ HOST_CACHE_BYTES = 4 << 30
 
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:
-    """Weights, and the cache that takes what is left of the engine's share, all of it from the start."""
+    """Weights, and the cache that takes what is left of the engine's share, all of it from the start. Asleep it gives
+    the cache back, and weights where they are not the host's anyway."""
     config = question.config
     if not isinstance(config, VllmConfig):
         raise TypeError(f"the engine vLLM takes a VllmConfig, not a {type(config).__name__}")
@@ -28,10 +29,16 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     slots = config.tensor_parallel_size * config.pipeline_parallel_size
     weights = size * model.parameters // slots
     cache, how = _cache(question, config, weights)
+    sleeps = config.sleep_level > 0
     return MemoryAnswer(
         uses=(
-            Use(what="weights", num_bytes=weights, formula=f"{size} × {millions(model.parameters)} / {slots} slots"),
-            Use(what="kv cache", num_bytes=cache, formula=how),
+            Use(
+                what="weights",
+                num_bytes=weights,
+                formula=f"{size} × {millions(model.parameters)} / {slots} slots",
+                leaves=sleeps and not question.on_host,
+            ),
+            Use(what="kv cache", num_bytes=cache, formula=how, leaves=sleeps),
             Use(
                 what="buffers",
                 num_bytes=config.bucket_mib << 20,

@@ -16,8 +16,11 @@ VERSIONS = ">=0.32,<0.33"
 """Of vLLM: tested at the newest; another minor version has other arguments and other insides."""
 CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
+    sleeps=True,
+    lora=True,
     prompt_logprobs=True,
     in_flight_update=True,
+    endpoint=True,
     weight_transports=("shm", "collective", "shared", "disk"),
 )
 

@@ -1,13 +1,17 @@
-"""What vLLM calls in each of its processes (entry point `vllm.general_plugins`), so that it knows our part by name."""
+"""What vLLM calls in each of its processes (entry point `vllm.general_plugins`), before it loads a model there."""
 
 from __future__ import annotations
+
+from roll_infer_vllm.lifeline import end_with_owner
 
 TRANSFER = "roll"
 """Name of the weight transfer engine in vLLM's registry."""
 
 
 def register() -> None:
-    """Name the weight transfer engine; its module is imported where an engine asks for it. May be called again."""
+    """Tie the process to the worker, and name the weight transfer engine; its module is imported where an engine asks
+    for it. May be called again."""
+    end_with_owner()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     try:

@@ -3,59 +3,45 @@
 worker (this module)                         engine's processes (vLLM's, with `worker.WorkerExtension`)
 --------------------                         ----------------------------------------------------------
 generate()         -- AsyncLLM.generate -->  one request per output
+HTTP (`serving`)   -- AsyncLLM.generate -->  the same engine, through vLLM's own server
 update_weights()   -- pause, keep -------->  nothing is computed; running requests will recompute keys and values
                    -- buckets ------------>  `transfer.BucketTransfer` loads them, layer after layer
                    <- digests -------------  `held.Reader` reads back what is there
                    -- resume ------------->  on with the new weights
+sleep()            -- pause -------------->  keys and values go; on an accelerator weights too
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import difflib
-import os
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from roll_core.errors import (
-    ConfigError,
-    ConfigProblem,
-    CorruptTensorError,
-    DataError,
-    MissingTensorError,
-    ModelError,
-    RollError,
-    StaleWeightsError,
-    UnexpectedTensorError,
-    UnsupportedError,
-)
+from roll_core.errors import DataError, RollError, UnsupportedError
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.requests import check_request
-from roll_core.types import Completion, WeightReceipt
-from roll_infer_vllm.buckets import BucketWriter
+from roll_core.types import Completion
+from roll_infer_vllm.adapter_weights import AdapterWeights
 from roll_infer_vllm.config import VllmConfig
-from roll_infer_vllm.engine_environment import engine_environment, environment
-from roll_infer_vllm.engine_metrics import KINDS, EngineMetrics, stat_logger
-from roll_infer_vllm.model_files import ModelFiles, model_files
+from roll_infer_vllm.engine_metrics import KINDS, EngineMetrics
+from roll_infer_vllm.launch import launch
+from roll_infer_vllm.model_weights import ModelWeights
 from roll_infer_vllm.plugin import CAPABILITIES
-from roll_infer_vllm.registration import TRANSFER
 from roll_infer_vllm.sampling import check_served, completion_output, flat_logprobs, sampling_params
+from roll_infer_vllm.serving import Server
+from roll_infer_vllm.updates import Loader, WeightUpdates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_core.types import GenerateRequest, WeightManifest
+    from roll_core.types import GenerateRequest, WeightManifest, WeightReceipt
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-CPU_CACHE_BYTES = 4 << 30
-"""Of keys and values on a CPU, where nothing else is said: vLLM would take nearly all of the host's memory."""
 ABORT_AGAIN_S = 0.05
 """vLLM ignores the abort of a request that it is still taking in."""
 
@@ -72,12 +58,15 @@ class VllmStrategy(InferStrategy):
             raise TypeError(f"vllm takes a VllmConfig, not a {type(config).__name__}")
         self._settings: VllmConfig = config
         self._engine: AsyncLLM | None = None
-        self._version = 0
+        self._updates: WeightUpdates | None = None
+        self._adapter: AdapterWeights | None = None
+        self._server: Server | None = None
         self._running: dict[str, asyncio.Task[Completion]] = {}
-        self._updating = asyncio.Lock()
         self._names: dict[str, list[str]] = {}
         """Of running requests, under which vLLM knows their outputs."""
         self._metrics = EngineMetrics()
+        self._asleep = self._stale = False
+        """Stale from when it sleeps until weights are published to it."""
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -86,85 +75,69 @@ class VllmStrategy(InferStrategy):
         if self._engine is not None:
             raise RuntimeError("the engine was started twice")
         self._mesh = mesh
-        await asyncio.to_thread(self._start, model)
-        self._writer = BucketWriter(self._settings.bucket_mib << 20)
-        engine = self._ready
+        # An adapter gets the role's name: nobody is to be answered by the model beneath it unawares.
+        name = mesh.role if model.lora is None else f"{mesh.role}-base"
+        self._server = Server(name, self._settings.endpoint_host)
+        self._server.listen()
+        launched = await asyncio.to_thread(launch, self._settings, model, mesh, self._metrics)
+        engine = self._engine = launched.engine
+        self._files = launched.files
+        self._max_model_len = int(engine.model_config.max_model_len)
+        loader: Loader
+        if model.lora is not None:
+            loader = self._adapter = AdapterWeights(engine, self._who, mesh.role, model.lora)
+        else:
+            loader = ModelWeights(engine, self._who, self._settings.bucket_mib << 20)
+        self._updates = WeightUpdates(engine, mesh, loader)
         await engine.collective_rpc("roll_prepare")
         await engine.update_weight_version("0")
         await engine.get_supported_tasks()  # asked once here, so that requests enter in the order in which they come
+        await self._server.start(engine, launched.arguments)
 
     @override
     async def stop(self) -> None:
         engine, self._engine = self._engine, None
-        if engine is None:
-            return
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop()
+        if engine is None:
+            return
         await asyncio.to_thread(engine.shutdown)
-        self._writer.close()
+        if self._updates is not None:
+            self._updates.close()
 
-    def _start(self, model: ModelSpec) -> None:
-        from vllm.v1.engine.async_llm import AsyncLLM
+    @override
+    async def sleep(self) -> None:
+        engine = self._ready
+        if self._asleep or not self._settings.sleep_level:
+            return
+        if self._on_host:
+            await engine.pause_generation(mode="abort", clear_cache=True)
+            await engine.collective_rpc("roll_release_cache")
+        else:
+            await engine.sleep(level=self._settings.sleep_level, mode="abort")
+        self._asleep = self._stale = True
 
-        slots = self._settings.slots_per_worker()
-        device = self._mesh.device.partition(":")[0]
-        given = self._settings.engine_arguments()
-        if device == "cpu":
-            given.setdefault("enforce_eager", True)
-            if "gpu_memory_utilization" not in given:
-                given.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
-        variables = engine_environment(
-            device,
-            os.environ,
-            num_threads=self._mesh.num_threads,
-            num_slots=slots,
-            compiles=not given.get("enforce_eager", False),
-        )
-        with environment(variables), model_files(model) as files:
-            if device == "cpu":
-                self._check_heads(files.head_size)
-            arguments = self._arguments(model, files, given)
-            self._files = files
-            try:
-                self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(self._metrics)])
-            except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
-                raise ModelError(
-                    f"{self._who}: vLLM does not start with this model and strategy_config: {error}"
-                ) from error
-        self._max_model_len = int(self._engine.model_config.max_model_len)
+    @override
+    async def wake(self) -> None:
+        engine = self._ready
+        if not self._asleep:
+            return
+        if not self._on_host:
+            await engine.wake_up()
+            await engine.pause_generation(mode="keep", clear_cache=False)
+        # It stays paused until the update that follows: weights that slept are not to answer anybody.
+        self._asleep = False
 
-    def _check_heads(self, size: int) -> None:
-        """vLLM starts with heads that it cannot compute, and dies of the first request."""
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    @override
+    def endpoint(self) -> str | None:
+        return self._server.url or None if self._server is not None else None
 
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-        if size not in sizes:
-            raise ModelError(
-                f"{self._who}: the model's attention heads have size {size}; on a CPU vLLM takes"
-                f" {', '.join(map(str, sizes))}. Another head_dim, or hf_infer, which takes any, would do"
-            )
-
-    def _arguments(self, model: ModelSpec, files: ModelFiles, given: Mapping[str, Any]) -> Any:
-        """The engine's arguments, ours and the user's."""
-        from vllm.engine.arg_utils import AsyncEngineArgs
-
-        own: dict[str, Any] = {
-            **files.arguments,
-            "dtype": DTYPES[model.dtype],
-            "seed": model.seed % 2**31,
-            "trust_remote_code": model.trust_remote_code,
-            "generation_config": "vllm",
-            "distributed_executor_backend": "mp" if self._settings.slots_per_worker() > 1 else "uni",
-            "worker_extension_cls": "roll_infer_vllm.worker.WorkerExtension",
-            "weight_transfer_config": {"backend": TRANSFER},
-            "disable_log_stats": True,  # vLLM's own loggers; ours counts
-        }
-        _check_known(given, {each.name for each in dataclasses.fields(AsyncEngineArgs)})
-        try:
-            return AsyncEngineArgs(**given, **own)
-        except (ValueError, TypeError) as error:
-            raise ModelError(f"{self._who}: vLLM refuses strategy_config: {error}") from error
+    @property
+    def _on_host(self) -> bool:
+        return self._mesh.device.partition(":")[0] == "cpu"
 
     @property
     def _who(self) -> str:
@@ -176,11 +149,26 @@ class VllmStrategy(InferStrategy):
             raise RuntimeError("the engine does not run: start it first, and not after stop")
         return self._engine
 
+    @override
+    async def update_weights(
+        self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
+    ) -> WeightReceipt:
+        _ = self._ready
+        if self._updates is None or self._asleep:
+            raise RuntimeError("the engine sleeps: wake it before its weights are updated")
+        receipt = await self._updates.apply(version, manifest, tensors)
+        if self._server is not None and self._adapter is not None:
+            self._server.serve_adapter(self._adapter.request)
+        self._stale = False
+        return receipt
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     @override
     async def generate(self, request: GenerateRequest) -> Completion:
         _ = self._ready
+        if self._stale:
+            raise RuntimeError("the engine has slept: weights have to be published to it before it generates")
         limit = f"the engine's max_model_len {self._max_model_len}"
         check_request(request, vocab_size=self._files.vocab_size, max_tokens=self._max_model_len, limit=limit)
         check_served(request)
@@ -227,7 +215,8 @@ class VllmStrategy(InferStrategy):
             await asyncio.gather(*drawing, return_exceptions=True)
             del self._names[request.id]
         prompt_logprobs = flat_logprobs(drawn[0].prompt_logprobs) if request.prompt_logprobs else None
-        outputs = tuple(completion_output(each.outputs[0], request, self._version) for each in drawn)
+        version = self._updates.version if self._updates is not None else 0
+        outputs = tuple(completion_output(each.outputs[0], request, version) for each in drawn)
         return Completion(id=request.id, outputs=outputs, prompt_logprobs=prompt_logprobs)
 
     async def _draw(self, request: GenerateRequest, index: int, name: str) -> Any:
@@ -242,6 +231,7 @@ class VllmStrategy(InferStrategy):
                 tokens_input(request.prompt_ids.tolist()),
                 sampling_params(request, index, self._files.end_ids),
                 name,
+                lora_request=self._adapter.request if self._adapter is not None else None,
                 priority=request.priority,
             ):
                 final = each
@@ -252,113 +242,3 @@ class VllmStrategy(InferStrategy):
         if final is None:
             raise RollError(f"{self._who}: vLLM ended request {name!r} without an answer")
         return final
-
-    # -- weights -------------------------------------------------------------------------------------------------------
-
-    @override
-    async def update_weights(
-        self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
-    ) -> WeightReceipt:
-        async with self._updating:
-            if version < self._version or version != manifest.version:
-                raise StaleWeightsError(
-                    f"{self._who}: was sent version {version} with a manifest of version {manifest.version}"
-                    f" while it holds version {self._version}"
-                )
-            await self._compare(manifest)
-            engine = self._ready
-            await engine.pause_generation(mode="keep", clear_cache=True)
-            try:
-                await self._load(manifest, iter(tensors))
-                await engine.update_weight_version(str(version))
-                self._version = version
-                names = [entry.name for entry in manifest.tensors]
-                answers = await engine.collective_rpc("roll_digests", args=(names,))
-            finally:
-                await engine.resume_generation()
-        digests = {name: digest for answer in answers for name, digest in answer.items()}
-        return WeightReceipt(version=version, digests=digests, role=self._mesh.role, rank=self._mesh.rank)
-
-    async def _load(self, manifest: WeightManifest, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """All tensors, bucket by bucket. Also after an error the engine is left ready for the next update."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        engine = self._ready
-        incoming = _Incoming(self._who, manifest, tensors)
-        await engine.start_weight_update()
-        try:
-            following = await asyncio.to_thread(next, incoming, None)
-            while following is not None:
-                bucket, following = await asyncio.to_thread(self._writer.fill, incoming, following)
-                await engine.update_weights(WeightTransferUpdateRequest(bucket.plain()))
-        finally:
-            await engine.finish_weight_update()
-        incoming.refuse_missing()
-
-    async def _compare(self, manifest: WeightManifest) -> None:
-        """Refuse a manifest that is not this model's, before anything is touched."""
-        entries = [(entry.name, list(entry.shape)) for entry in manifest.tensors]
-        answers = await self._ready.collective_rpc("roll_compare", args=(entries,))
-        for answer in answers:
-            if answer["unknown"]:
-                raise UnexpectedTensorError(
-                    f"{self._who}: was sent {answer['unknown'][0]}, which vLLM's model does not have, or holds in a"
-                    f" form that cannot be read back ({len(answer['unknown'])} such tensors)"
-                )
-            for name, shape in answer["shapes"].items():
-                sent = next(list(entry.shape) for entry in manifest.tensors if entry.name == name)
-                raise CorruptTensorError(f"{self._who}: {name} is {sent} in the manifest, and {shape} in vLLM's model")
-            if answer["missing"]:
-                raise MissingTensorError(
-                    f"{self._who}: {answer['missing'][0]} is not in the manifest of version {manifest.version}"
-                    f" ({len(answer['missing'])} such tensors)"
-                )
-
-
-class _Incoming:
-    """The sender's tensors, each held against its entry in the manifest."""
-
-    def __init__(self, who: str, manifest: WeightManifest, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        self._who, self._version, self._tensors = who, manifest.version, tensors
-        self._expected = {entry.name: entry for entry in manifest.tensors}
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, Tensor]:
-        from roll_core.spec.weights import dtype_name
-
-        name, tensor = next(self._tensors)
-        entry = self._expected.pop(name, None)
-        if entry is None:
-            raise UnexpectedTensorError(f"{self._who}: was sent {name}, which the manifest does not have, or has once")
-        if dtype_name(tensor) != entry.dtype or tuple(tensor.shape) != entry.shape:
-            raise CorruptTensorError(
-                f"{self._who}: {name} arrived as {dtype_name(tensor)} {list(tensor.shape)}; the manifest says"
-                f" {entry.dtype} {list(entry.shape)}"
-            )
-        return name, tensor
-
-    def refuse_missing(self) -> None:
-        """Raise `MissingTensorError` for what did not come."""
-        if self._expected:
-            raise MissingTensorError(
-                f"{self._who}: {min(self._expected)} was not sent of version {self._version}"
-                f" ({len(self._expected)} such tensors)"
-            )
-
-
-def _check_known(given: Mapping[str, Any], known: set[str]) -> None:
-    """The installed engine may be another release than the one whose arguments `check` knows."""
-    problems = []
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else ""
-            problems.append(
-                ConfigProblem(
-                    where="strategy_config", key=name, message="the installed vLLM has no such argument", hint=hint
-                )
-            )
-    if problems:
-        raise ConfigError(problems)

@@ -19,6 +19,13 @@ class WorkerExtension:
 
         use_tempered_sampler(self.model_runner)
 
+    def roll_release_cache(self) -> None:
+        """On a CPU: the memory of keys and values, which nobody will read again, goes back to the host."""
+        from roll_infer_vllm.host_memory import release_pages
+
+        for each in self.model_runner.kv_caches:
+            release_pages(each)
+
     def roll_compare(self, entries: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
         """What of these names and shapes this process has otherwise, does not have, and misses."""
         from roll_infer_vllm.held import locate, parts
@@ -38,6 +45,30 @@ class WorkerExtension:
                 shapes[name] = list(part.shape)
         missing = [name for name, part in parts(model) if part.key not in covered]
         return {"unknown": unknown, "shapes": shapes, "missing": missing}
+
+    def roll_compare_adapter(self, entries: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
+        """What of these names and shapes of an adapter this process has no room for."""
+        from roll_infer_vllm.held_adapter import buffer, fits
+
+        model = self.model_runner.get_model()
+        unknown, shapes = [], {}
+        for name, shape in entries:
+            try:
+                room = buffer(model, name)
+            except KeyError:
+                unknown.append(name)
+                continue
+            if not fits(room, name, shape):
+                shapes[name] = list(room.shape)
+        return {"unknown": unknown, "shapes": shapes}
+
+    def roll_adapter_digests(self, entries: Sequence[tuple[str, Sequence[int]]]) -> Mapping[str, str]:
+        """Digests of an adapter's tensors, as this process computes with them."""
+        from roll_core.spec.weights import digest
+        from roll_infer_vllm.held_adapter import held
+
+        model = self.model_runner.get_model()
+        return {name: digest(held(model, name, shape)) for name, shape in entries}
 
     def roll_digests(self, names: Sequence[str]) -> Mapping[str, str]:
         """Digests of these tensors, as this process computes with them. With tensor parallelism the first rank answers

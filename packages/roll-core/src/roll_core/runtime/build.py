@@ -9,8 +9,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from roll_core.config.loading import strategy_config
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
-from roll_core.plugins.targets import load_class
 from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.python_environments.spec import environment_spec
 from roll_core.spec.config import RewardConfig, StrategyConfig
@@ -101,8 +101,8 @@ def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> Lo
 
 
 def _settings(worker: WorkerConfig, provider: TrainProvider | InferProvider) -> StrategyConfig:
-    schema = load_class(provider.config, StrategyConfig, owner=provider.name)
-    return schema.model_validate(worker.strategy_args.strategy_config if worker.strategy_args else {})
+    given = worker.strategy_args.strategy_config if worker.strategy_args else {}
+    return strategy_config(provider, given, owner=provider.name)
 
 
 def lora_spec(args: ModelArguments) -> LoraSpec | None:

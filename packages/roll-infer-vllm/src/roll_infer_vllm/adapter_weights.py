@@ -1,0 +1,116 @@
+"""Adapters on their way into the engine: as peft stores them, loaded anew in the place of those before.
+
+    publish:  A, B of each layer --> a folder in memory --> AsyncLLM.add_lora(load_inplace) --> read back, digested
+
+The model beneath stays as it was started. Requests name the adapter, so that nobody is answered without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_infer_vllm.updates import Incoming, Loader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from roll_core.spec.model import LoraSpec
+    from roll_core.types import TensorEntry, WeightManifest
+
+NUMBER = 1
+"""vLLM's id of the one adapter that there is."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""For which vLLM has room; a smaller adapter takes the next one's."""
+MEMORY = Path("/dev/shm")
+
+
+def engine_arguments(lora: LoraSpec) -> Mapping[str, Any]:
+    """Of an engine for this adapter alone."""
+    room = next((rank for rank in RANKS if rank >= lora.rank), None)
+    if room is None:
+        raise WeightSyncError(f"lora_rank is {lora.rank}; vLLM serves adapters of at most {RANKS[-1]}")
+    return {"max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 1}
+
+
+class AdapterWeights(Loader):
+    """One adapter, in its place."""
+
+    def __init__(self, engine: AsyncLLM, who: str, name: str, lora: LoraSpec) -> None:
+        """Requests get the adapter under `name`."""
+        self._engine, self._who, self._name, self._rank = engine, who, name, lora.rank
+        memory = MEMORY if MEMORY.is_dir() else None
+        self._folder = Path(tempfile.mkdtemp(prefix="roll-vllm-adapter-", dir=memory))
+        self.request: Any = None
+        """`LoRARequest` of what was published last; None before, when an adapter would change nothing."""
+
+    @override
+    async def compare(self, manifest: WeightManifest) -> None:
+        for answer in await self._engine.collective_rpc("roll_compare_adapter", args=(_entries(manifest.tensors),)):
+            if answer["unknown"]:
+                raise UnexpectedTensorError(
+                    f"{self._who}: was sent {answer['unknown'][0]}, for which vLLM's model has no adapter"
+                    f" ({len(answer['unknown'])} such tensors)"
+                )
+            for name, room in answer["shapes"].items():
+                sent = next(list(entry.shape) for entry in manifest.tensors if entry.name == name)
+                raise CorruptTensorError(f"{self._who}: {name} is {sent} in the manifest; vLLM's model takes {room}")
+        self._refuse_halves(manifest)
+
+    @override
+    async def load(self, incoming: Incoming) -> None:
+        from vllm.lora.request import LoRARequest
+
+        await asyncio.to_thread(self._write, incoming)
+        incoming.refuse_missing()
+        fields = {"lora_name": self._name, "lora_int_id": NUMBER, "lora_path": str(self._folder)}
+        try:
+            await self._engine.add_lora(LoRARequest(**fields, load_inplace=True))
+        except Exception as error:  # whatever it is that vLLM says in its own process
+            raise WeightSyncError(f"{self._who}: vLLM does not take the adapter: {error}") from error
+        self.request = LoRARequest(**fields)
+
+    @override
+    async def digests(self, entries: Sequence[TensorEntry]) -> list[Mapping[str, str]]:
+        found: list[Mapping[str, str]] = await self._engine.collective_rpc(
+            "roll_adapter_digests", args=(_entries(entries),)
+        )
+        return found
+
+    @override
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _refuse_halves(self, manifest: WeightManifest) -> None:
+        """Of each layer A and B, both of the rank for which there is room."""
+        for entry in manifest.tensors:
+            layer, _, side = entry.name.rpartition(".lora_")
+            other = f"{layer}.lora_{'B' if side.startswith('A') else 'A'}.weight"
+            if layer and other not in manifest.names:
+                raise MissingTensorError(f"{self._who}: {other} is not in the manifest, but {entry.name} is")
+            rank = entry.shape[0 if side.startswith("A") else -1] if entry.shape else 0
+            if layer and rank != self._rank:
+                raise CorruptTensorError(f"{self._who}: {entry.name} has rank {rank}, the adapter {self._rank}")
+
+    def _write(self, incoming: Incoming) -> None:
+        """As peft would have it. The scale is in B already: so alpha is the rank, and vLLM holds B as it came."""
+        from safetensors.torch import save_file
+
+        tensors = {f"base_model.model.{name}": each.detach().clone().contiguous() for name, each in incoming}
+        layers = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors})
+        save_file(tensors, self._folder / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": self._rank, "lora_alpha": self._rank, "target_modules": layers}
+        (self._folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _entries(tensors: Sequence[TensorEntry]) -> list[tuple[str, list[int]]]:
+    return [(entry.name, list(entry.shape)) for entry in tensors]

@@ -1,0 +1,121 @@
+"""Starting vLLM's engine: its arguments, ours and the user's, its environment, and its model's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import ConfigError, ConfigProblem, ModelError
+from roll_infer_vllm.adapter_weights import engine_arguments as adapter_arguments
+from roll_infer_vllm.engine_environment import engine_environment, environment
+from roll_infer_vllm.engine_metrics import stat_logger
+from roll_infer_vllm.lifeline import owned
+from roll_infer_vllm.model_files import model_files
+from roll_infer_vllm.registration import TRANSFER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_infer_vllm.config import VllmConfig
+    from roll_infer_vllm.engine_metrics import EngineMetrics
+    from roll_infer_vllm.model_files import ModelFiles
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+CPU_CACHE_BYTES = 4 << 30
+"""Of keys and values on a CPU, where nothing else is said: vLLM would take nearly all of the host's memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """An engine that runs."""
+
+    engine: AsyncLLM
+    arguments: AsyncEngineArgs
+    files: ModelFiles
+
+
+def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: EngineMetrics) -> Launched:
+    """Blocks for as long as the engine takes to start. Raises `ModelError`, `ConfigError`."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    slots = settings.slots_per_worker()
+    device, who = mesh.device.partition(":")[0], f"{mesh.role} rank {mesh.rank}"
+    given = settings.engine_arguments()
+    if device == "cpu":
+        given.setdefault("enforce_eager", True)
+        if "gpu_memory_utilization" not in given:
+            given.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
+    elif settings.sleep_level:
+        given["enable_sleep_mode"] = True  # refused on a CPU, where we give back ourselves what can be
+    variables = engine_environment(
+        device,
+        os.environ,
+        num_threads=mesh.num_threads,
+        num_slots=slots,
+        compiles=not given.get("enforce_eager", False),
+    )
+    with environment({**variables, **owned()}), model_files(model) as files:
+        if device == "cpu":
+            _check_heads(files.head_size, who)
+        arguments = _arguments(model, files, given, slots, who)
+        try:
+            engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(metrics)])
+        except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
+            raise ModelError(f"{who}: vLLM does not start with this model and strategy_config: {error}") from error
+    return Launched(engine=engine, arguments=arguments, files=files)
+
+
+def _check_heads(size: int, who: str) -> None:
+    """vLLM starts with heads that it cannot compute, and dies of the first request."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise ModelError(
+            f"{who}: the model's attention heads have size {size}; on a CPU vLLM takes"
+            f" {', '.join(map(str, sizes))}. Another head_dim, or hf_infer, which takes any, would do"
+        )
+
+
+def _arguments(model: ModelSpec, files: ModelFiles, given: Mapping[str, Any], slots: int, who: str) -> AsyncEngineArgs:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    own: dict[str, Any] = {
+        **files.arguments,
+        **(adapter_arguments(model.lora) if model.lora is not None else {}),
+        "dtype": DTYPES[model.dtype],
+        "seed": model.seed % 2**31,
+        "trust_remote_code": model.trust_remote_code,
+        "generation_config": "vllm",
+        "distributed_executor_backend": "mp" if slots > 1 else "uni",
+        "worker_extension_cls": "roll_infer_vllm.worker.WorkerExtension",
+        "weight_transfer_config": {"backend": TRANSFER},
+        "disable_log_stats": True,  # vLLM's own loggers; ours counts
+    }
+    _check_known(given, {each.name for each in dataclasses.fields(AsyncEngineArgs)})
+    try:
+        return AsyncEngineArgs(**given, **own)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{who}: vLLM refuses strategy_config: {error}") from error
+
+
+def _check_known(given: Mapping[str, Any], known: set[str]) -> None:
+    """The installed engine may be another release than the one whose arguments `check` knows."""
+    problems = []
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else ""
+            problems.append(
+                ConfigProblem(
+                    where="strategy_config", key=name, message="the installed vLLM has no such argument", hint=hint
+                )
+            )
+    if problems:
+        raise ConfigError(problems)

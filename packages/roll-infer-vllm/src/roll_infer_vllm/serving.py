@@ -1,0 +1,113 @@
+"""vLLM's own OpenAI-compatible server beside the strategy's requests: one engine, the same weights.
+
+It lives on the worker's event loop, so that requests over HTTP reach the engine as the run's own do. While the engine
+is paused, for an update or asleep, they wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import RollError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastapi import FastAPI
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+LOOPBACK = "127.0.0.1"
+BEGIN_S = 60.0
+POLL_S = 0.01
+
+
+class Server:
+    """Serves one engine. Made on the event loop on which the engine lives."""
+
+    def __init__(self, name: str, host: str) -> None:
+        """The model is called `name`; `host` is the address that is listened at."""
+        self._name, self._host = name, host
+        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.url = ""
+        """Of the API, once it is served; empty before and after."""
+
+    def listen(self) -> None:
+        """On a port that the host chooses; whoever connects waits. Raises `RollError` where the address is not the
+        host's."""
+        try:
+            self._socket = socket.create_server((self._host, 0))
+        except OSError as error:
+            raise RollError(f"{self._name}: nothing can listen at endpoint_host {self._host}: {error}") from error
+
+    async def start(self, engine: AsyncLLM, arguments: AsyncEngineArgs) -> None:
+        """Answer. Called after `listen`."""
+        import uvicorn
+
+        if self._socket is None:
+            raise AssertionError("a server listens before it starts")
+
+        class Uvicorn(uvicorn.Server):  # type: ignore[misc]  # comes with vLLM, untyped to mypy
+            """Signals are the run's."""
+
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield
+
+        app = self._app = await _application(engine, arguments, self._name)
+        # vLLM's own lifespan would hide all objects of this process, the trainer's too, from the garbage collector.
+        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
+        self._server = Uvicorn(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="vllm-endpoint")
+        async with asyncio.timeout(BEGIN_S):
+            while not self._server.started and not self._serving.done():
+                await asyncio.sleep(POLL_S)
+        if self._serving.done():
+            self._serving.result()
+            raise RollError(f"{self._name}: vLLM's server at {self._host} ended as soon as it began")
+        self.url = f"http://{self._host}:{self._socket.getsockname()[1]}/v1"
+
+    def serve_adapter(self, request: Any) -> None:
+        """From now on the adapter of this `LoRARequest` can be asked for by its own name."""
+        self._app.state.openai_serving_models.lora_requests[request.lora_name] = request
+
+    async def stop(self) -> None:
+        """Hang up, also on requests that are under way. May be called several times."""
+        serving, self._serving, self.url = self._serving, None, ""
+        if serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await serving
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+async def _application(engine: AsyncLLM, arguments: AsyncEngineArgs, name: str) -> FastAPI:
+    """As `vllm serve` makes it."""
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.openai.api_server import init_app_state
+
+    tasks = await engine.get_supported_tasks()
+    settings = await asyncio.to_thread(_settings, arguments, name)
+    app: FastAPI = build_app(settings, tasks, engine.model_config)
+    await init_app_state(engine, app.state, settings, tasks)
+    return app
+
+
+def _settings(arguments: AsyncEngineArgs, name: str) -> Any:
+    """The server's command line as it would be for this engine."""
+    import dataclasses
+
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    settings = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    for field in dataclasses.fields(arguments):
+        if hasattr(settings, field.name):
+            setattr(settings, field.name, getattr(arguments, field.name))
+    settings.served_model_name = [name]
+    return settings

@@ -1,0 +1,110 @@
+"""A publish, from the worker's side: compare, pause, load, ask what is held, resume."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
+from roll_core.types import WeightReceipt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from roll_core.spec.model import MeshInfo
+    from roll_core.types import TensorEntry, WeightManifest
+
+
+class Loader(ABC):
+    """What is published: a whole model, or adapters."""
+
+    @abstractmethod
+    async def compare(self, manifest: WeightManifest) -> None:
+        """Refuse a manifest that is not this engine's, before anything is touched. Raises `WeightSyncError`."""
+
+    @abstractmethod
+    async def load(self, incoming: Incoming) -> None:
+        """All tensors. Also after an error the engine is left ready for the next update. Raises `WeightSyncError`."""
+
+    @abstractmethod
+    async def digests(self, entries: Sequence[TensorEntry]) -> list[Mapping[str, str]]:
+        """Of what the engine's processes hold under these names, by process."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what loading took. May be called several times."""
+
+
+class WeightUpdates:
+    """The updates of one engine, one after the other."""
+
+    def __init__(self, engine: AsyncLLM, mesh: MeshInfo, loader: Loader) -> None:
+        self._engine, self._mesh, self._loader = engine, mesh, loader
+        self._alone = asyncio.Lock()
+        self.version = 0
+        """That the engine holds."""
+
+    async def apply(
+        self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]
+    ) -> WeightReceipt:
+        """See `InferStrategy.update_weights`. The engine runs afterwards, whether it was paused before or not."""
+        who = f"{self._mesh.role} rank {self._mesh.rank}"
+        async with self._alone:
+            if version < self.version or version != manifest.version:
+                raise StaleWeightsError(
+                    f"{who}: was sent version {version} with a manifest of version {manifest.version}"
+                    f" while it holds version {self.version}"
+                )
+            await self._loader.compare(manifest)
+            engine = self._engine
+            await engine.pause_generation(mode="keep", clear_cache=True)
+            try:
+                await self._loader.load(Incoming(who, manifest, iter(tensors)))
+                await engine.update_weight_version(str(version))
+                self.version = version
+                answers = await self._loader.digests(manifest.tensors)
+            finally:
+                await engine.resume_generation()
+        digests = {name: digest for answer in answers for name, digest in answer.items()}
+        return WeightReceipt(version=version, digests=digests, role=self._mesh.role, rank=self._mesh.rank)
+
+    def close(self) -> None:
+        """Give back what loading took."""
+        self._loader.close()
+
+
+class Incoming:
+    """The sender's tensors, each held against its entry in the manifest."""
+
+    def __init__(self, who: str, manifest: WeightManifest, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._who, self._version, self._tensors = who, manifest.version, tensors
+        self._expected = {entry.name: entry for entry in manifest.tensors}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        from roll_core.spec.weights import dtype_name
+
+        name, tensor = next(self._tensors)
+        entry = self._expected.pop(name, None)
+        if entry is None:
+            raise UnexpectedTensorError(f"{self._who}: was sent {name}, which the manifest does not have, or has once")
+        if dtype_name(tensor) != entry.dtype or tuple(tensor.shape) != entry.shape:
+            raise CorruptTensorError(
+                f"{self._who}: {name} arrived as {dtype_name(tensor)} {list(tensor.shape)}; the manifest says"
+                f" {entry.dtype} {list(entry.shape)}"
+            )
+        return name, tensor
+
+    def refuse_missing(self) -> None:
+        """Raise `MissingTensorError` for what did not come."""
+        if self._expected:
+            raise MissingTensorError(
+                f"{self._who}: {min(self._expected)} was not sent of version {self._version}"
+                f" ({len(self._expected)} such tensors)"
+            )

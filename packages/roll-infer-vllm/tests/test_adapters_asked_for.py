@@ -1,0 +1,65 @@
+"""`enable_lora` in a run's config: who is sent adapters, and what is refused before anything starts. Without vLLM."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from roll_core.config import load
+from roll_core.errors import UnsupportedError
+from roll_core.plugins.registry import load_registry
+from roll_core.runtime.build import model_spec, served_adapters
+from roll_core.spec.pipeline import RoleSpec
+
+INFER = RoleSpec(name="actor_infer", kind="generate", model_from="actor_train")
+LORA = {"lora_target": "all-linear", "lora_rank": 4, "lora_alpha": 12}
+
+
+@pytest.fixture
+def served(tmp_path):
+    """`served(model_args, strategy_config, trainer)`: the adapters that `actor_infer` is sent."""
+    registry = load_registry()
+
+    def find(model_args, strategy_config, trainer="hf_train"):
+        data = {
+            "pipeline": "rlvr",
+            "max_steps": 1,
+            "actor_train": {
+                "model_args": {"random_init": {"model_type": "qwen3"}, **model_args},
+                "data_args": {"file_name": "rows.jsonl"},
+                "strategy_args": {"strategy_name": trainer},
+            },
+            "actor_infer": {"strategy_args": {"strategy_name": "vllm", "strategy_config": strategy_config}},
+            "rewards": {"math": {"reward": "math_rule"}},
+        }
+        path = tmp_path / "run.yaml"
+        path.write_text(json.dumps(data), encoding="utf-8")
+        config = load(path, [], registry).config
+        assert model_spec(INFER, config, tmp_path).lora is None
+        return served_adapters(INFER, config, registry)
+
+    return find
+
+
+def test_the_trainers_adapter_is_sent_where_it_is_asked_for(served):
+    lora = served(LORA, {"enable_lora": True})
+    assert (lora.rank, lora.alpha, lora.targets) == (4, 12.0, ("all-linear",))
+
+
+def test_weights_are_sent_whole_where_nothing_is_said(served):
+    assert served(LORA, {}) is None
+    assert served({}, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("model_args", "trainer", "words"),
+    [
+        ({}, "hf_train", "but actor_train trains none"),
+        ({**LORA, "additional_target": ["norm"]}, "hf_train", "also trains additional_target in full"),
+        (LORA, "fsdp2_train", "fsdp2_train of actor_train exports merged weights only"),
+    ],
+)
+def test_adapters_that_cannot_be_had_are_refused(served, model_args, trainer, words):
+    with pytest.raises(UnsupportedError, match=f"actor_infer: strategy_config asks for adapters as they are.*{words}"):
+        served(model_args, {"enable_lora": True}, trainer)

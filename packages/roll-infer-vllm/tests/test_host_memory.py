@@ -1,0 +1,40 @@
+"""Memory that is given back is no longer the process's; without vLLM."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+import pytest
+import torch
+
+from roll_infer_vllm.host_memory import release_pages
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM runs on Linux")
+
+
+def test_pages_leave_the_process_and_come_back_when_they_are_written_to():
+    tensor = torch.ones(64 << 20, dtype=torch.uint8)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    released = release_pages(tensor)
+    assert tensor.nbytes - 2 * 4096 <= released <= tensor.nbytes
+    assert before - process.memory_info().rss > 48 << 20
+    tensor.fill_(7)
+    assert int(tensor.min()) == int(tensor.max()) == 7
+
+
+def test_neighbours_of_a_tensor_keep_what_they_hold():
+    whole = torch.arange(40_000, dtype=torch.int32).clone()
+    memory = whole.numpy()
+    part = torch.frombuffer(memory[5_000:30_000], dtype=torch.int32)
+    assert release_pages(part) > 0
+    assert memory[:5_000].tolist() == list(range(5_000))
+    assert memory[30_000:].tolist() == list(range(30_000, 40_000))
+
+
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_what_is_smaller_than_a_page_stays(size):
+    tensor = torch.full((size,), 3, dtype=torch.uint8)
+    assert release_pages(tensor) == 0
+    assert tensor.tolist() == [3] * size

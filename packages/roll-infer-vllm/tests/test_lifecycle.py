@@ -1,0 +1,161 @@
+"""Sleep, the endpoint and the engine's end: on the real engine, where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from vllm_live import ARCHITECTURE, CACHE, WAIT_S, Live, ask, post, request
+
+from roll_core.errors import RollError
+from roll_core.spec.model import ModelSpec
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+SPEC = ModelSpec(random_init=ARCHITECTURE, seed=1, dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def live():
+    engine = Live(SPEC, CACHE)
+    yield engine
+    engine.close()
+
+
+def resident():
+    """Bytes of vLLM's processes below this one."""
+    return sum(each.memory_info().rss for each in psutil.Process().children(recursive=True))
+
+
+# -- sleep -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sleeping_engine_gives_the_memory_of_its_cache_back(live):
+    live.publish()
+
+    async def fill():
+        """Different prompts, so that nearly all blocks are written to: 20 MiB of keys and values."""
+        drawn = np.random.default_rng(0)
+        prompts = [drawn.integers(2, 100, 200) for _ in range(200)]
+        await asyncio.gather(*[live.strategy.generate(request(f"r{i}", each)) for i, each in enumerate(prompts)])
+
+    live.run(fill())
+    before = resident()
+    live.run(live.strategy.sleep())
+    assert before - resident() > 12 << 20
+    live.run(live.strategy.wake())
+    live.publish()
+    assert len(live.generate("after", [5, 6, 7]).outputs[0].token_ids) == 8
+
+
+def test_an_engine_that_slept_answers_nobody_before_weights_are_published(live):
+    live.run(live.strategy.sleep())
+    with pytest.raises(RuntimeError, match="wake it before its weights are updated"):
+        live.publish()
+    live.run(live.strategy.wake())
+    with pytest.raises(RuntimeError, match="weights have to be published"):
+        live.generate("early", [5, 6, 7])
+    live.publish()
+    live.generate("late", [5, 6, 7])
+
+
+# -- the endpoint ------------------------------------------------------------------------------------------------------
+
+
+def test_the_endpoint_takes_and_gives_ids_and_logprobs(live):
+    live.step()
+    live.publish()
+    prompt = [5, 6, 7, 8]
+    body = {
+        "model": "actor_infer",
+        "prompt": prompt,
+        "max_tokens": 6,
+        "temperature": 0.5,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "ignore_eos": True,
+    }
+    (choice,) = post(live, "completions", body)["choices"]
+    tokens = choice["token_ids"]
+    assert len(tokens) == 6
+    assert [f"token_id:{token}" for token in tokens] == choice["logprobs"]["tokens"]
+    right = live.logprobs([*prompt, *tokens], len(prompt), temperature=0.5)
+    np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], right, atol=1e-4)
+
+
+def test_requests_to_the_endpoint_wait_while_the_engine_sleeps(live):
+    live.publish()
+    live.run(live.strategy.sleep())
+
+    async def wake_meanwhile():
+        body = {"model": "actor_infer", "prompt": [5, 6], "max_tokens": 4, "return_token_ids": True, "ignore_eos": True}
+        asking = asyncio.create_task(asyncio.to_thread(ask, live, "completions", body))
+        done, _ = await asyncio.wait([asking], timeout=0.5)
+        assert not done
+        await live.strategy.wake()
+        await live.update()
+        return await asking
+
+    answer = live.run(wake_meanwhile())
+    assert len(answer["choices"][0]["token_ids"]) == 4
+
+
+def test_a_model_that_is_not_served_is_not_found(live):
+    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+        post(live, "completions", {"model": "gpt", "prompt": [5], "max_tokens": 1})
+    caught.value.close()
+
+
+def test_an_address_that_is_not_the_hosts_is_named():
+    with pytest.raises(RollError, match=r"nothing can listen at endpoint_host 192\.0\.2\.1"):
+        Live(SPEC, {**CACHE, "endpoint_host": "192.0.2.1"})
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+OWNER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from vllm_live import ARCHITECTURE, CACHE, Live
+from roll_core.spec.model import ModelSpec
+if __name__ == "__main__":
+    live = Live(ModelSpec(random_init=ARCHITECTURE, seed=1, dtype="fp32"), CACHE)
+    print("ready", flush=True)
+    import time
+    time.sleep(600)
+"""
+
+
+def test_a_worker_that_is_killed_leaves_no_engine_behind(tmp_path):
+    program = tmp_path / "owner.py"
+    program.write_text(OWNER, encoding="utf-8")
+    command = [sys.executable, str(program), str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as owner:
+        said = next(line for line in owner.stdout if line == "ready\n" or owner.poll() is not None)
+        children = psutil.Process(owner.pid).children(recursive=True)
+        assert said == "ready\n"
+        assert any("EngineCore" in " ".join(each.cmdline()) for each in children)
+        os.kill(owner.pid, signal.SIGKILL)
+        until = time.monotonic() + WAIT_S
+        while (left := [each for each in children if alive(each)]) and time.monotonic() < until:
+            time.sleep(0.05)
+        for each in left:
+            each.kill()
+        assert not left
+
+
+def alive(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
