@@ -40,10 +40,11 @@ def train(name, keys, act="backward", **more):
     return uses(TrainProvider, name, keys, act, **more)
 
 
-def test_every_strategy_here_says_what_it_takes():
-    registry = load_registry()
-    for kind in (TrainProvider, InferProvider):
-        assert not [each.name for each in registry.providers(kind) if not each.memory]
+def test_twins_that_only_score_have_a_formula_as_well():
+    for name in ("hf_infer", "fsdp2_infer", "deepspeed_infer", "megatron_infer"):
+        found = train(name, {}, "score", trains=False, trained_parameters=0, on_host=name != "megatron_infer")
+        assert found["weights"] > 0
+        assert not {"gradients", "optimizer"} & found.keys()
 
 
 def test_fsdp2_shares_everything_but_what_is_gathered():
