@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -252,11 +253,18 @@ def steps_from_here(strategy: TrainStrategy, job: Job) -> dict[str, Any]:
 
 
 def save_after(rank: int, job: Job, folder: Path, done: int) -> dict[str, Any]:
+    """What is left of the save is written while the next steps run."""
     with built(rank, job) as strategy:
         for _ in range(done):
             step(strategy, job, sequences())
-        strategy.save(own(folder, rank))
-        return steps_from_here(strategy, job)
+        write = strategy.save(own(folder, rank))
+        assert (write is not None) == strategy.config.async_save_ckpt
+        with ThreadPoolExecutor() as pool:
+            written = pool.submit(write) if write is not None else None
+            found = steps_from_here(strategy, job)
+        if written is not None:
+            written.result()
+        return found
 
 
 def continue_after(rank: int, job: Job, folder: Path, done: int) -> dict[str, Any]:

@@ -51,10 +51,11 @@ def saved(ranks, tmp_path_factory):
     return state
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "meanwhile"])
 @pytest.mark.parametrize("model", [{}, BF16, {"lora": LORA}], ids=["fp32", "bf16", "adapters"])
 @pytest.mark.parametrize("done", [0, 2])
-def test_a_loaded_state_continues_bit_for_bit(ranks, saved, model, done):
-    job = Job(world_size=2, model=model)
+def test_a_loaded_state_continues_bit_for_bit(ranks, saved, model, done, later):
+    job = Job(world_size=2, model=model, config={"async_save_ckpt": True} if later else {})
     folder, straight = saved(job, done)
     # Adapters stand on a model that is not part of the state.
     resumed = ranks(continue_after, job.with_(model=model | {"seed": 3 if "lora" in model else 99}), folder, done)
@@ -95,6 +96,20 @@ def test_a_state_of_tensor_parallel_ranks_continues_without(ranks, saved):
     assert furthest_from(resumed[0]["weights"], straight[0]["weights"]) < 2e-5
 
 
+def test_what_is_written_meanwhile_is_what_is_written_at_once(saved):
+    """The very same files, but for the folders that they lie in."""
+    one, other = (
+        saved(Job(world_size=2, config=config), 2)[0] / "rank-0" for config in ({}, {"async_save_ckpt": True})
+    )
+    for file in (
+        "state.json",
+        "written-0.json",
+        "written-1.json",
+        *(f"tensors/{each.name}" for each in (one / "tensors").iterdir()),
+    ):
+        assert (one / file).read_bytes() == (other / file).read_bytes()
+
+
 @pytest.mark.parametrize("config", [{"fsdp_size": 2}, TENSOR | {"fsdp_size": 1}], ids=["2 x 2", "2 x tensor 2"])
 def test_what_several_ranks_hold_is_written_once(saved, config):
     folder, _ = saved(Job(world_size=4, config=config), 1)
@@ -132,7 +147,9 @@ def test_the_state_that_all_strategies_read_is_the_same_on_any_ranks(ranks, conf
         assert max(float(np.abs(each[name] - alone[name]).max()) for name in alone) < 2e-5
 
 
-@pytest.mark.parametrize("harm", ["state.json lost", "state.json cut", "shard lost", "shard cut"])
+@pytest.mark.parametrize(
+    "harm", ["state.json lost", "state.json cut", "written-1.json lost", "shard lost", "shard cut"]
+)
 def test_a_damaged_state_is_named(ranks, saved, tmp_path, harm):
     import shutil
 
@@ -140,7 +157,7 @@ def test_a_damaged_state_is_named(ranks, saved, tmp_path, harm):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     what, how = harm.split()
-    target = copy / "rank-0" / what if what == "state.json" else min((copy / "rank-0" / "tensors").iterdir())
+    target = min((copy / "rank-0" / "tensors").iterdir()) if what == "shard" else copy / "rank-0" / what
     if how == "lost":
         target.unlink()
     else:

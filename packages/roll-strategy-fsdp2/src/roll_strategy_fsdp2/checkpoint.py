@@ -1,10 +1,12 @@
 """The state of a sharded model on disk: torch's distributed checkpoint in safetensors files, which hold no pickle.
 
-    rank-0/state.json                         step, and what the other files are called and how large they are
+    rank-0/state.json                         step, and the number of ranks
     rank-0/tensors/shard-00001-...safetensors one file per rank, with the place of each share in its tensor
+    rank-0/written-N.json                     what rank N's file is called and how large it is, once it is there
     rank-N/random.safetensors                 each rank's own random state
 
-Every rank writes into rank 0's directory, so that any number of ranks can read all of it.
+Every rank writes into rank 0's directory, so that any number of ranks can read all of it. Ranks agree on who writes
+what while they save; the writing itself takes none of the others, and can be done later.
 """
 
 from __future__ import annotations
@@ -16,40 +18,92 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
 
 from roll_core.errors import CheckpointError
+from roll_core.modeling.moving import host_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.storage import WriteResult
 
-FORMAT = 1
+FORMAT = 2
 """Of the saved state."""
 STATE, TENSORS, RANDOM = "state.json", "tensors", "random.safetensors"
+WRITTEN = "written-{}.json"
 
 
-def save_state(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any]) -> None:
-    """Write `tensors`, of which each rank holds its share, and what else is to be `said`, as JSON. Collective.
+def save_state(
+    path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any], *, later: bool
+) -> Callable[[], None] | None:
+    """Write `tensors`, of which each rank holds its share, and what else is to be `said`, as JSON; or, `later`, copy
+    them to the host and return what writes them. Collective.
 
     Raises `CheckpointError` where ranks do not see the same directory.
     """
     from safetensors.torch import save_file
 
-    shared = _of_rank_0(path)
+    shared, rank = _of_rank_0(path), dist.get_rank()
     _all_see(shared)
-    writer = HuggingFaceStorageWriter(str(shared / TENSORS), save_distributed=True)
+    writer = _LaterWriter(shared / TENSORS, copies=later)
     save(dict(tensors), storage_writer=writer)
     save_file({"torch_cpu": torch.get_rng_state()}, path / RANDOM)
-    if dist.get_rank() == 0:
-        files = _sizes(shared)
-        state = {"format": FORMAT, "world_size": dist.get_world_size(), **said, "files": files}
-        (shared / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    if rank == 0:
+        _write_json(shared / STATE, {"format": FORMAT, "world_size": dist.get_world_size(), **said})
+
+    def write() -> None:
+        names = writer.write()
+        sizes = {name: (shared / TENSORS / name).stat().st_size for name in names}
+        _write_json(shared / WRITTEN.format(rank), {"files": sizes})
+
+    if later:
+        return write
+    write()
     dist.barrier()
+    return None
+
+
+class _LaterWriter(HuggingFaceStorageWriter):
+    """Has its part in the plan that the ranks make, and writes when it is told to."""
+
+    def __init__(self, folder: Path, *, copies: bool) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._copies = copies
+        self._plan: SavePlan
+        self._data: dict[MetadataIndex, Any]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Called by `save`."""
+        data = {item.index: planner.resolve_data(item) for item in plan.items}
+        self._plan, self._data = plan, host_copies(data) if self._copies else data
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def write(self) -> list[str]:
+        """Names of the files, none where the rank holds nothing."""
+        written = super().write_data(self._plan, _Kept(self._data)).wait()
+        return sorted({each.storage_data.relative_path for each in written})
+
+
+class _Kept(DefaultSavePlanner):
+    """Answers with what was kept of the tensors that were planned for."""
+
+    def __init__(self, data: Mapping[MetadataIndex, Any]) -> None:
+        super().__init__()
+        self._data = data
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Called by the writer."""
+        return self._data[write_item.index]
 
 
 def load_state(
@@ -73,19 +127,21 @@ def load_state(
     return state
 
 
-def _sizes(shared: Path) -> dict[str, int]:
-    return {each.name: each.stat().st_size for each in sorted((shared / TENSORS).glob("*.safetensors"))}
+def _write_json(file: Path, what: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
 
 
 def _read(shared: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((shared / STATE).read_text(encoding="utf-8"))
-        files: dict[str, int] = state["files"]
-        found = _sizes(shared)
-    except (OSError, KeyError, ValueError) as error:
+        if state["format"] != FORMAT:
+            raise CheckpointError(f"{shared}: format {state['format']}; this version reads {FORMAT}")
+        files: dict[str, int] = {}
+        for rank in range(state["world_size"]):
+            files |= json.loads((shared / WRITTEN.format(rank)).read_text(encoding="utf-8"))["files"]
+        found = {each.name: each.stat().st_size for each in (shared / TENSORS).iterdir()}
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{shared}: cannot be read: {error}") from error
-    if state["format"] != FORMAT:
-        raise CheckpointError(f"{shared}: format {state['format']}; this version reads {FORMAT}")
     for name, size in files.items():
         if found.get(name) != size:
             raise CheckpointError(f"{shared}: {name} has {found.get(name, 0)} bytes, {size} were written")

@@ -44,6 +44,9 @@ class FSDP2Config(StrategyConfig):
     memory of gradients of the whole model on each rank."""
     offload_policy: bool = False
     """Keep sharded parameters, gradients and optimizer state on the host, where the step is then taken."""
+    async_save_ckpt: bool = False
+    """Copy a checkpoint's shares to the host and write them while the next steps run: takes the host as much memory as
+    the shares of parameters and optimizer state, for so long. Where not given, a step waits until all is written."""
     wrap_policy: WrapPolicy = WrapPolicy()
     """What is gathered and freed as one."""
     logprob_chunk_tokens: PositiveInt | None = None

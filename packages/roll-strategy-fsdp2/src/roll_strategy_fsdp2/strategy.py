@@ -48,7 +48,7 @@ from roll_strategy_fsdp2.sharding import Root, as_fsdp, make_meshes, shard, shar
 from roll_strategy_fsdp2.tensor_parallel import parallelize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -275,13 +275,13 @@ class FSDP2Strategy(TrainStrategy):
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> Callable[[], None] | None:
         """Into rank 0's directory, see `checkpoint`. Of a model with adapters only what is trained is written, and what
-        identifies the rest. Collective."""
+        identifies the rest. With `async_save_ckpt` the shares are copied, and left to be written. Collective."""
         said: dict[str, Any] = {"step_count": self.optimizer.step_count if self.optimizer is not None else 0}
         if self.adapters is not None:
             said["adapters"] = self._identity()
-        save_state(path, self._state(), said)
+        return save_state(path, self._state(), said, later=self._config.async_save_ckpt)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Moves what a rank holds to the host between phases, and back.
+"""Moves what a rank holds to the host between phases, and back; and copies it there.
 
 The memory behind tensors is moved, not the tensors: engines keep views of one buffer in many places (ZeRO's partitions,
 the padded shares of FSDP), and they all stay what they are, of memory that is gone meanwhile and has the same numbers
@@ -8,18 +8,21 @@ when it is back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from roll_core.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor, UntypedStorage
 
     from roll_core.spec.train import Part
+
+
+Key = TypeVar("Key")
 
 
 @dataclass(slots=True)
@@ -86,6 +89,20 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             yield storage
+
+
+def host_copies(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    """On the host, of their numbers as they are now, in memory of their own."""
+    copies: dict[Key, Tensor] = {}
+    waits = False
+    for key, tensor in tensors.items():
+        away = tensor.device.type != "cpu"
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=away)
+        copies[key] = copy.copy_(tensor.detach(), non_blocking=away)
+        waits = waits or away
+    if waits:
+        torch.accelerator.synchronize()
+    return copies
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:

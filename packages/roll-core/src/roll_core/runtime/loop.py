@@ -35,12 +35,13 @@ from roll_core.runtime.platform import select_platform
 from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.record import RunFacts, RunRecord
 from roll_core.runtime.report import write_report
-from roll_core.runtime.resuming import check_fits, load_run, save_run
+from roll_core.runtime.resuming import check_fits, load_run
 from roll_core.runtime.roles import GroupInferRole, GroupTrainRole, RewardRole
 from roll_core.runtime.rollout.drafts import stop_finder
 from roll_core.runtime.run import ActiveRun
 from roll_core.runtime.run_dir import RunDir, find_checkpoint
 from roll_core.runtime.samples import SamplesFile
+from roll_core.runtime.saving import RunSaver
 from roll_core.runtime.stopping import StopSignals
 from roll_core.runtime.tokenizer import prepare_tokenizer
 from roll_core.runtime.tracking import MetricsFile, Trackers
@@ -246,7 +247,9 @@ class _Driver:
             failure: BaseException | None = None
             try:
                 events.run_started(run)
-                await self._steps(run, num_steps, executor, guards, metrics_file, trackers, events)
+                store = CheckpointStore(self.run_dir.checkpoints, config.max_ckpt_to_keep)
+                async with RunSaver(run, self.pipeline, store) as saver:
+                    await self._steps(run, num_steps, executor, guards, saver, metrics_file, trackers, events)
                 await self._export(run)
                 await self._measure_memory(run)
             except BaseException as error:
@@ -262,12 +265,12 @@ class _Driver:
         num_steps: int,
         executor: Executor,
         guards: Guards,
+        saver: RunSaver,
         metrics_file: MetricsFile,
         trackers: Trackers,
         events: Events,
     ) -> None:
         config, ledger = self.config, self.ledger
-        store = CheckpointStore(self.run_dir.checkpoints, config.max_ckpt_to_keep)
         self.steps_done = guards.step = run.step
         self.stop.defer = True
         self.console.start(total_steps=num_steps, done=run.step)
@@ -279,7 +282,9 @@ class _Driver:
         while run.step < num_steps:
             if self.stop.asked:
                 # Whoever asked did so before this step was saved, or while it was.
+                await saver.finish()
                 raise self.stop.saved(f"step {run.step} is saved" if run.step else "no step was done yet")
+            saver.check()
             ledger.start_step()
             try:
                 await _watched(executor, self.pipeline.step(run))
@@ -303,8 +308,7 @@ class _Driver:
             self.console.step(run.step, metrics)
             events.step_finished(run, run.step, metrics)
             if self.stop.asked or (config.save_steps and (run.step % config.save_steps == 0 or last)):
-                with ledger.stage("checkpoint"):
-                    await save_run(run, self.pipeline, store)
+                await saver.save()
 
     async def _build(self, run: ActiveRun, platform: Platform, stack: contextlib.AsyncExitStack) -> Executor:
         """Start every role, models before what depends on them."""

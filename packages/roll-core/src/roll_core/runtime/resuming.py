@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, CheckpointMismatchError
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.checkpoints import Checkpoint, CheckpointStore
+    from roll_core.runtime.checkpoints import Checkpoint
     from roll_core.runtime.roles import GroupTrainRole
     from roll_core.runtime.run import ActiveRun
     from roll_core.spec.config import RunConfig
@@ -92,26 +92,6 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) ->
                 " portable_checkpoints=true, and change the strategy at the next checkpoint, which will have one; or"
                 " leave resume_from_checkpoint out and start from an export of that run"
             )
-
-
-async def save_run(run: ActiveRun, pipeline: Pipeline[Any], store: CheckpointStore) -> None:
-    """Write a checkpoint of the run as it is after `run.step` steps."""
-    trained = {name: role for name, role in run.train_roles.items() if role.trains}
-    roles = {
-        name: SavedRole(
-            strategy=role.config.strategy_args.strategy_name if role.config.strategy_args else "",
-            world_size=role.group.world_size,
-            weight_version=role.weight_version,
-            portable=run.config.portable_checkpoints,
-        )
-        for name, role in trained.items()
-    }
-    saved = SavedRun(pipeline=run.config.pipeline, pipeline_state=dict(pipeline.state()), roles=roles)
-    async with store.writing_aside(run.step, asdict(saved)) as path:
-        for name, role in trained.items():
-            await role.save(path / name)
-            if run.config.portable_checkpoints:
-                await role.save_portable(path / name)
 
 
 async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint, registry: Registry) -> None:

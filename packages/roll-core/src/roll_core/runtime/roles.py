@@ -172,10 +172,16 @@ class GroupTrainRole(TrainRole):
         self._version += not (stats.skipped or warming_up)
         return combine([a.metrics for a, rank in zip(answers, self._ranks, strict=True) if rank.leader]), stats
 
-    async def save(self, path: Path) -> None:
-        """Write every rank's state below `path`."""
+    async def save(self, path: Path) -> bool:
+        """Write every rank's state below `path`; whether some rank has left something for `finish_save`."""
+        folders = [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)]
         async with self._turn(TRAINED):
-            await self.group.call_each("save", [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)])
+            return any(await self.group.call_each("save", folders))
+
+    async def finish_save(self) -> None:
+        """Write what the last `save` has left. Takes no turn: nothing of it is on the role's slots, which may be used
+        meanwhile, also by this role."""
+        await self.group.call("finish_save")
 
     async def load(self, path: Path, version: int) -> None:
         """Continue from what `save` wrote, at weight version `version`."""

@@ -283,8 +283,15 @@ class TrainStrategy(ABC):
         raise UnsupportedError(f"{type(self).__name__} does not export adapters apart from the model")
 
     @abstractmethod
-    def save(self, path: Path) -> None:
-        """Write everything needed to continue bit for bit into the directory `path` (made by the caller)."""
+    def save(self, path: Path) -> Callable[[], None] | None:
+        """Write everything needed to continue bit for bit into the directory `path` (made by the caller). Called on all
+        ranks together.
+
+        What is only left to be written may be returned as a function. It is called once, on another thread and while
+        this strategy is used on, or never if the run ends before: it writes the state as it is now, needs neither
+        device nor other ranks, and raises where it cannot. What was saved is complete once that of every rank has
+        returned; the next save waits for it.
+        """
 
     @abstractmethod
     def load(self, path: Path) -> None:

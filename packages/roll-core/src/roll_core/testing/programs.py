@@ -228,14 +228,18 @@ def list_exports(rank: int, case: Case, step: Step) -> tuple[list[tuple[str, tup
 
 
 def save_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder: str) -> Trained:
-    """All steps in one go, with a save after the first `at`."""
+    """All steps in one go, with a save after the first `at`. What it leaves to be written is written as late as can
+    be, after the last step: nothing of these may get into it."""
     with built(case, rank) as strategy:
         for step in steps[:at]:
             take_step(strategy, step)
         mine = Path(folder) / f"rank-{rank}"
         mine.mkdir()
-        strategy.save(mine)
-        return observe(strategy, steps[at:])
+        write_the_rest = strategy.save(mine)
+        found = observe(strategy, steps[at:])
+        if write_the_rest is not None:
+            write_the_rest()
+        return found
 
 
 def resume(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], folder: str) -> Trained:

@@ -66,7 +66,8 @@ class StateTests(Subject):
         self, case: Case, world_size: int, done: int, tmp_path: Path
     ) -> None:
         """Weights, gradient norms and learning rates, bit for bit on the same number of ranks, under a schedule; what
-        the loading strategy had done before is forgotten."""
+        the loading strategy had done before is forgotten. What `save` leaves to be written is written after two more
+        steps: it is the state of the step that was saved all the same."""
         self.need_training()
         training = replace(TRAINING, lr_scheduler_type="linear", warmup_steps=1, num_steps=9)
         case, steps = case.with_(training=training), self._steps(done + 2)

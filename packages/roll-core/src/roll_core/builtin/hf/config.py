@@ -14,6 +14,9 @@ class HFTrainConfig(StrategyConfig):
     """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
     fused: bool = True
     """Norms and gated activations by faster equivalents, where these exist and give the same numbers."""
+    async_save_ckpt: bool = False
+    """Copy a checkpoint's weights and optimizer state to the host and write them while the next steps run: takes the
+    host as much memory as they are large, for so long."""
 
 
 class HFInferConfig(StrategyConfig):

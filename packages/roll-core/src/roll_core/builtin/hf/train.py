@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from roll_core.modeling.export import write_model
 from roll_core.modeling.fused import fuse
 from roll_core.modeling.layout import make_adjacent
 from roll_core.modeling.model import load_model
-from roll_core.modeling.moving import Mover, num_bytes
+from roll_core.modeling.moving import Mover, host_copies, num_bytes
 from roll_core.modeling.portable_state import check_same
 from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
 from roll_core.spec.providers import TrainCapabilities
@@ -37,7 +38,7 @@ from roll_core.spec.train import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -179,23 +180,26 @@ class HFTrainStrategy(TrainStrategy):
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> Callable[[], None] | None:
         """Weights and optimizer are written by rank 0, since all ranks hold the same. Of a model with adapters only
-        what is trained is written, and what identifies the rest."""
-        from safetensors.torch import save_file
-
+        what is trained is written, and what identifies the rest. With `async_save_ckpt` they are copied, and left to be
+        written."""
         state: dict[str, Any] = {"format": FORMAT, "world_size": self.replicas.size}
+        files: dict[str, dict[str, Tensor]] = {}
         if self.replicas.rank == 0:
-            save_file({name: each.contiguous() for name, each in self._kept().items()}, path / "weights.safetensors")
+            files["weights.safetensors"] = self._kept()
             if self.adapters is not None:
                 state["adapters"] = self.adapters.identity()
             if self.optimizer is not None:
-                tensors = self.optimizer.tensors()
-                save_file({name: each.contiguous() for name, each in tensors.items()}, path / "optimizer.safetensors")
+                files["optimizer.safetensors"] = self.optimizer.tensors()
                 state["step_count"] = self.optimizer.step_count
-        save_file({"torch_cpu": torch.get_rng_state()}, path / "random.safetensors")
+        _write({"random.safetensors": {"torch_cpu": torch.get_rng_state()}}, path)
         (path / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        if self._config.async_save_ckpt:
+            return partial(_write, {name: host_copies(tensors) for name, tensors in files.items()}, path)
+        _write(files, path)
         self.replicas.wait()
+        return None
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
@@ -297,6 +301,13 @@ class HFTrainStrategy(TrainStrategy):
 
 def _shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(each.shape) for name, each in parameters.items()}
+
+
+def _write(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    for name, tensors in files.items():
+        save_file({key: each.contiguous() for key, each in tensors.items()}, folder / name)
 
 
 def _restore(tensors: Mapping[str, Tensor], file: Path) -> None:

@@ -11,13 +11,14 @@ import numpy as np
 from roll_core.data.pack import pack
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
+from roll_core.runtime.concurrency import in_daemon_thread
 from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.portable_state import opened_portable_state, write_portable_state
 from roll_core.runtime.weight_sync import WeightSender
 from roll_core.runtime.workers.mesh import mesh_info
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -92,6 +93,7 @@ class TrainWorker:
         self.strategy: TrainStrategy = strategy_class(schema.model_validate(dict(strategy_config)), training)
         self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.sender = WeightSender(self.strategy, role=role, rank=place.rank)
+        self._left_to_write: Callable[[], None] | None = None
 
     def start(self) -> DataRank:
         """Build the model; collective over the role's ranks."""
@@ -148,10 +150,17 @@ class TrainWorker:
         """Move them back."""
         self.strategy.onload(parts)
 
-    def save(self, path: str) -> None:
-        """Write this rank's share of the state into `path`."""
+    def save(self, path: str) -> bool:
+        """Write this rank's share of the state into `path`; whether something is left for `finish_save`."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        self.strategy.save(Path(path))
+        self._left_to_write = self.strategy.save(Path(path))
+        return self._left_to_write is not None
+
+    async def finish_save(self) -> None:
+        """Write what the last save has left, beside whatever the worker's own thread does."""
+        write, self._left_to_write = self._left_to_write, None
+        if write is not None:
+            await in_daemon_thread(write, name=f"{self.role}[{self.place.rank}] writes")
 
     def load(self, path: str) -> None:
         """Continue from what `save` wrote."""

@@ -74,6 +74,7 @@ WRONG = {
         "other_capabilities",
         "heavy",
         "saves_rounded",
+        "saves_late",
         "takes_every_task",
         "damage_ignored",
         "nameless_nan",

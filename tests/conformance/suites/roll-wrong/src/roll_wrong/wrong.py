@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -244,6 +245,13 @@ class SavesRounded(Right):
             for each in self.weights.values():
                 each.copy_(each.bfloat16().float())
         super().save(path)
+
+
+class SavesLate(Right):
+    """Leaves to be written what is the state by then."""
+
+    def save(self, path):
+        return partial(super().save, path) if self.weights else None
 
 
 class TakesEveryTask(Right):
