@@ -2,7 +2,10 @@
 
 An engine is the extra `engine` of a package under `packages/`, or what its table `[tool.roll.engine]` says:
 `requirements`, without the distributions to `remove` again. Its name is the end of the package's: `deepspeed` of
-`roll-strategy-deepspeed`. Each gets an environment of its own under `.engines/`, made of the repository's own files.
+`roll-strategy-deepspeed`. Each gets an environment of its own under `.engines/`, made of the repository's own files;
+where the table says `workspace = true`, the workspace's environment has all that it needs.
+
+The tests run with `ROLL_CONFORMANCE=full`: what is not installed is a failure, and nothing is left out to save time.
 """
 
 from __future__ import annotations
@@ -11,12 +14,10 @@ import os
 import subprocess
 import sys
 import tomllib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from environments import REPOSITORY, environment
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TOOLS = ("pytest", "hypothesis")
 """Beginnings of the names, among the workspace's development dependencies, of what runs tests."""
@@ -53,15 +54,22 @@ def engine_table(project: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
+def in_workspace(package: Path) -> bool:
+    """Whether its engine is something that everyone needs, and so already here."""
+    return bool(engine_table(read(package / "pyproject.toml")).get("workspace"))
+
+
 def engine_python(name: str, package: Path) -> Path:
     """The interpreter of an engine's environment: the core, the plugin and those that need no engine as they stand
     here, the engine, pytest."""
     root = read(REPOSITORY / "pyproject.toml")
     pins = {key: root["tool"]["uv"].get(key) for key in ("constraint-dependencies", "exclude-newer")}
     tools = [each for each in root["dependency-groups"]["dev"] if each.startswith(TOOLS)]
-    engines = find_engines().values()
+    if in_workspace(package):
+        return Path(sys.executable)
+    apart = [folder for folder in find_engines().values() if not in_workspace(folder)]
     plain = [file.parent for file in sorted((REPOSITORY / "packages").glob("*/pyproject.toml"))]
-    plain = [folder for folder in plain if folder not in engines]
+    plain = [folder for folder in plain if folder not in apart]
     here = [f"./{folder.relative_to(REPOSITORY)}" for folder in plain]
     engine = engine_table(read(package / "pyproject.toml"))
     here.append(f"./{package.relative_to(REPOSITORY)}{'' if engine else '[engine]'}")
@@ -82,8 +90,9 @@ def test(name: str, package: Path, options: list[str]) -> bool:
     variables = {
         key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH")
     }
+    variables |= {"PATH": path, "ROLL_CONFORMANCE": "full"}
     command = [str(python), "-m", "pytest", str(package / "tests"), *options]
-    return subprocess.run(command, cwd=REPOSITORY, env={**variables, "PATH": path}).returncode == 0
+    return subprocess.run(command, cwd=REPOSITORY, env=variables).returncode == 0
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -117,6 +117,7 @@ WRONG = {
     "forward_clears": {"test_looking_changes_nothing"},
     "scorer_trains": {"test_a_role_that_only_scores_has_no_optimizer"},
     "silent_without_topk": {"test_what_is_not_declared_is_refused"},
+    "declares_too_much": {"test_declared_parallelism_is_tested"},
     "takes_every_task": {"test_what_is_not_declared_is_refused"},
     "other_capabilities": {"test_the_class_keeps_the_contract", "test_what_is_not_declared_is_refused"},
     "heavy": {"test_listing_it_imports_nothing_heavy"},

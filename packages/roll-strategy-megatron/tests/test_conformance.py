@@ -42,6 +42,7 @@ class TestTensorParallel(TrainStrategyConformance):
     preload = PRELOAD
     variants = {"one": {}, "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}  # noqa: RUF012
     ranks_of = {"one": (1,), "tp2-sp": (2, 4)}  # noqa: RUF012
+    parallelism = {"tensor_parallel": "tp2-sp"}  # noqa: RUF012
 
 
 @pytest.mark.slow
@@ -52,6 +53,7 @@ class TestPipelineParallel(TrainStrategyConformance):
     preload = PRELOAD
     variants = {"one": {}, "pp2": {"pipeline_model_parallel_size": 2}}  # noqa: RUF012
     ranks_of = {"one": (1,), "pp2": (2,)}  # noqa: RUF012
+    parallelism = {"pipeline_parallel": "pp2"}  # noqa: RUF012
 
 
 @pytest.mark.slow
@@ -62,6 +64,7 @@ class TestContextParallel(TrainStrategyConformance):
     preload = PRELOAD
     variants = {"one": {}, "cp2": {"context_parallel_size": 2}}  # noqa: RUF012
     ranks_of = {"one": (1,), "cp2": (2,)}  # noqa: RUF012
+    parallelism = {"context_parallel": "cp2"}  # noqa: RUF012
 
 
 @pytest.mark.slow
@@ -72,6 +75,7 @@ class TestExpertParallel(TrainStrategyConformance):
     preload = PRELOAD
     variants = {"one": {}, "ep2": {"expert_model_parallel_size": 2}}  # noqa: RUF012
     ranks_of = {"one": (1,), "ep2": (2,)}  # noqa: RUF012
+    parallelism = {"expert_parallel": "ep2"}  # noqa: RUF012
 
     def model(self, task: Task, folder: Path) -> ModelSpec:
         """A mixture."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roll_core.errors import RollError, UnsupportedError
+from roll_core.plugins.targets import load_target
 from roll_core.spec.train import Want
 from roll_core.testing.bench import Step
 from roll_core.testing.bounds import check_names, check_rows, check_same, check_same_run
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from roll_core.types import Floats
 
 TASKS: tuple[Task, ...] = ("causal_lm", "value", "reward")
+PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 SCORES = Want(logprobs=True)
 
 
@@ -130,9 +132,36 @@ class ContractTests(Subject):
         check_same_run("a step with forward passes in between", looked, self.run(train, case, [self._step()])[0])
 
     def test_declared_parallelism_is_tested(self) -> None:
-        """`world_sizes` has more than one rank where data parallelism is declared."""
+        """`world_sizes` has more than one rank where data parallelism is declared; and of what trains, every other kind
+        that is declared has a variant for several ranks, which `parallelism` names here or in another suite."""
         if self.can.data_parallel and max(self.sizes()) < 2:
             raise AssertionError(f"{self.name} declares data_parallel: let world_sizes have 2, not only {self.sizes()}")
+        if self.provider.forward_only:
+            return
+        suites = [type(self), *(each for each in _below(ContractTests) if each.name == self.name)]
+        for kind in (each for each in PARALLEL if getattr(self.can, each)):
+            shown = [suite().shows(kind) for suite in suites if kind in suite.parallelism]
+            if not shown:
+                raise AssertionError(
+                    f"{self.name} declares {kind}, and no suite says which variant shows it: parallelism ="
+                    f' {{"{kind}": <variant>}}'
+                )
+            if problems := [each for each in shown if each]:
+                raise AssertionError(f"{self.name} declares {kind}: {problems[0]}")
+
+    def shows(self, kind: str) -> str:
+        """Why the variant that `parallelism` names does not show this kind; empty if it does."""
+        variant = self.parallelism[kind]
+        if variant not in self.variants:
+            return f"parallelism names {variant!r}, the variants are {', '.join(self.variants)}"
+        if max(self.sizes(variant)) < 2:
+            return f"variant {variant!r} runs on one rank alone; see ranks_of"
+        schema = load_target(self.provider.config, owner=self.name)
+        together = schema.model_validate(dict(self.variants[variant])).ranks_per_replica()
+        # Experts may be spread over ranks that share nothing else.
+        if kind != "expert_parallel" and together < 2:
+            return f"variant {variant!r} has every rank compute its sequences alone"
+        return ""
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
@@ -200,3 +229,11 @@ def expect(error: Raised | None, kind: type[Exception], doing: str) -> None:
 def _same_rows(whose: str, event: str, found: Rows, expected: Rows) -> None:
     for name, rows in expected.items():
         check_rows(f"{name} of {whose} after {event}", found[name], rows, 0.0)
+
+
+def _below(kind: type) -> list[type[ContractTests]]:
+    """All classes that were derived from it so far."""
+    found: list[type[ContractTests]] = []
+    for each in kind.__subclasses__():
+        found += [each, *_below(each)]
+    return found

@@ -38,6 +38,9 @@ class Subject(Part):
     """Numbers of ranks of variants that need others than `world_sizes`: `{"tp 2": (2, 4)}`. Where 1 is not among them,
     tests that use one rank take the smallest number, and what is computed there is compared with one rank of the first
     variant that runs on one."""
+    parallelism: ClassVar[Mapping[str, str]] = {}
+    """Which variant shows a kind of parallelism that is declared: `{"tensor_parallel": "tp 2"}`. Several suites of one
+    strategy may share them out among themselves."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables of the ranks' processes, set before anything is imported there."""
     preload: ClassVar[tuple[str, ...]] = (

@@ -29,6 +29,16 @@ TOGETHER = TrainCapabilities(
     topk=True,
     weight_transports=("shared", "shm"),
 )
+IN_LAYERS = TrainCapabilities(
+    tasks=("causal_lm", "value"),
+    dtypes=("fp32",),
+    packing=True,
+    tensor_parallel=True,
+    offload=True,
+    portable_state=True,
+    topk=True,
+    weight_transports=("shared", "shm"),
+)
 WITHOUT_TOPK = TrainCapabilities(
     tasks=("causal_lm", "value"),
     dtypes=("fp32",),
@@ -41,6 +51,7 @@ SPECIAL = {
     "right_together": TOGETHER,
     "mean_of_ranks": TOGETHER,
     "skips_alone": TOGETHER,
+    "declares_too_much": IN_LAYERS,
     "silent_without_topk": WITHOUT_TOPK,
     "other_capabilities": WITHOUT_TOPK,
 }
@@ -73,6 +84,7 @@ WRONG = {
         "silent_without_topk",
         "other_capabilities",
         "heavy",
+        "declares_too_much",
         "saves_rounded",
         "saves_late",
         "takes_every_task",

@@ -11,7 +11,7 @@ import torch
 from roll_core.modeling.optimizer import clip_factor
 from roll_core.spec.train import StepStats
 from roll_wrong.board import put
-from roll_wrong.plugin import WITHOUT_TOPK
+from roll_wrong.plugin import IN_LAYERS, WITHOUT_TOPK
 from roll_wrong.right import Right, RightTogether
 
 
@@ -231,6 +231,12 @@ class SilentWithoutTopk(Right):
 
 class OtherCapabilities(Right):
     """Declares in its record what the class does not."""
+
+
+class DeclaresTooMuch(Right):
+    """Declares a kind of parallelism that nothing shows."""
+
+    capabilities = IN_LAYERS
 
 
 class Heavy(Right):
