@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
-from roll_core.modeling.export import check_exportable, write_model
-from roll_core.modeling.lora import base_name
-from roll_core.modeling.pieces import PieceWriter, stores_as_held
+from roll_core.modeling.pieces import write_gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,38 +42,18 @@ class Weights:
 
     def write(self, path: Path) -> None:
         """As a directory that transformers loads, by rank 0: the model, or the adapters alone where `lora_export` says
-        so. No rank holds more of the model than a piece, unless its architecture stores it in another form."""
-        check_exportable(self._model, self._spec)
-        adapters, first = self._adapters, self._ranks.rank == 0
-        if adapters is not None and adapters.lora.export == "adapter":
-            gathered = ((name, self.whole(each)) for name, each in adapters.trained().items())
-            state = {name: each.cpu() for name, each in gathered if first}
-            if first:
-                adapters.export(path, state)
-        elif stores_as_held(self._model, self._shapes()):
-            self._write_in_pieces(path)
-        else:
-            state = {name: each.to("cpu", copy=True) for name, each in self.export() if first}
-            if first:
-                write_model(self._model, self._spec, state | self._tied(state) | self._buffers(), path)
+        so."""
+        write_gathered(
+            self._model,
+            self._spec,
+            path,
+            adapters=self._adapters,
+            exported=self.export(),
+            whole=self.whole,
+            shape_of=lambda each: tuple(getattr(each, "ds_shape", each.shape)),
+            writes=self._ranks.rank == 0,
+        )
         self._ranks.wait()
-
-    def _write_in_pieces(self, path: Path) -> None:
-        writer = PieceWriter(path) if self._ranks.rank == 0 else None
-        for name, tensor in chain(self._buffers().items(), self.export()):
-            if writer is not None:
-                writer.add(name, tensor)
-        if writer is not None:
-            writer.finish(self._spec)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all that is exported, by name."""
-        added = self._adapters.trained() if self._adapters is not None else {}
-        return {
-            base_name(name): tuple(getattr(each, "ds_shape", each.shape))
-            for name, each in self._model.named_parameters()
-            if name not in added
-        }
 
     def identity(self) -> dict[str, Any] | None:
         """Where there are adapters, what has to be the same where they go on."""
@@ -88,18 +65,6 @@ class Weights:
             return parameter.detach()
         with _gathered(parameter):
             return parameter.detach().clone()
-
-    def _tied(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Further names of exported tensors."""
-        first: dict[int, str] = {}
-        every = self._model.named_parameters(remove_duplicate=False)
-        names = {name: first.setdefault(id(each), name) for name, each in every}
-        return {name: state[other] for name, other in names.items() if name != other and other in state}
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Those that transformers stores."""
-        persistent = self._model.state_dict().keys()
-        return {name: each.cpu() for name, each in self._model.named_buffers() if name in persistent}
 
 
 def _gathered(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Whether a `PortableState` belongs to the model of a role: what every strategy asks before it imports one."""
+"""Whether a state belongs to the model of a role: what every strategy asks before it continues from one."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ def check_same(
     """Raise `CheckpointError` unless `state` has the very parameters that are trained here, by their `shapes`, on top
     of the same model. Where adapters are trained, `identity` is theirs, which sharded strategies make of whole
     tensors."""
-    if adapters is not None and identity is not None:
-        adapters.refuse_other(dict(state.adapters) if state.adapters is not None else None, identity, PLACE)
-    elif state.adapters is not None:
-        raise CheckpointError(f"{PLACE}: holds adapters, but this role trains the whole model (lora_target)")
+    check_adapters(state.adapters, adapters, identity, PLACE)
     if odd := state.shapes.keys() ^ shapes.keys():
         raise CheckpointError(f"{PLACE}: parameter {min(odd)} is in only one of the checkpoint and the model")
     for name, shape in shapes.items():
@@ -36,3 +33,14 @@ def check_same(
             raise CheckpointError(
                 f"{PLACE}: {name} has shape {tuple(state.shapes[name])}, the model's has {tuple(shape)}"
             )
+
+
+def check_adapters(
+    saved: Mapping[str, Any] | None, adapters: Adapters | None, identity: dict[str, Any] | None, place: object
+) -> None:
+    """Raise `CheckpointError` unless the state at `place` is of a whole model where one is trained here, and of such
+    adapters on the same model where these are; `saved` is their identity as it was, `identity` as it is here."""
+    if adapters is not None and identity is not None:
+        adapters.refuse_other(dict(saved) if saved is not None else None, identity, place)
+    elif saved is not None:
+        raise CheckpointError(f"{place}: holds adapters, but this role trains the whole model (lora_target)")

@@ -33,7 +33,7 @@ FOLDER = "portable"
 INDEX, MODEL = "index.json", "model"
 FORMAT = 1
 FILE_BYTES = 1 << 30
-"""A file is full when it holds so many; a parameter is never cut."""
+"""Of a file; a parameter is never cut, and one that is larger has a file of its own."""
 KINDS = tuple(each.name for each in fields(ParameterState))
 
 
@@ -54,53 +54,26 @@ def write_portable_state(
     state: PortableState, model: ModelSpec, folder: Path, *, leads: bool, file_bytes: int = FILE_BYTES
 ) -> None:
     """Read all of `state`, which all ranks do together, and write it on the rank that `leads`."""
-    files = _Files(folder, file_bytes)
+    from roll_core.modeling.pieces import PieceFiles
+
+    pieces = PieceFiles(folder, "state-{:05d}.safetensors", file_bytes)
+    files: dict[str, str] = {}
     for name, shape in state.shapes.items():
         held = state.read(name)
         if leads:
-            files.add(name, {kind: _checked(getattr(held, kind), f"{kind} of {name}", shape) for kind in KINDS})
+            kinds = {kind: _checked(getattr(held, kind), f"{kind} of {name}", shape) for kind in KINDS}
+            files[name] = pieces.add({f"{kind}.{name}": each for kind, each in kinds.items()})
     if leads:
-        files.flush()
+        pieces.flush()
         _describe(model, folder / MODEL)
         index = {
             "format": FORMAT,
             "step_count": state.step_count,
             "adapters": dict(state.adapters) if state.adapters is not None else None,
             "model": asdict(model),
-            "parameters": {name: {"shape": list(state.shapes[name]), "file": file} for name, file in files.of.items()},
+            "parameters": {name: {"shape": list(state.shapes[name]), "file": file} for name, file in files.items()},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-
-
-class _Files:
-    """Files that are written one after another."""
-
-    def __init__(self, folder: Path, file_bytes: int) -> None:
-        self.folder, self.file_bytes = folder, file_bytes
-        self.of: dict[str, str] = {}
-        """Names of files, by parameter."""
-        self._pending: dict[str, Tensor] = {}
-        self._number = 1
-
-    def add(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies on the host, also of what is there already: it is good only until the next parameter is read."""
-        for kind, tensor in tensors.items():
-            self._pending[f"{kind}.{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
-        self.of[name] = self._name
-        if sum(each.nbytes for each in self._pending.values()) >= self.file_bytes:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what was not yet written."""
-        from safetensors.torch import save_file
-
-        if self._pending:
-            save_file(self._pending, self.folder / self._name)
-            self._pending, self._number = {}, self._number + 1
-
-    @property
-    def _name(self) -> str:
-        return f"state-{self._number:05d}.safetensors"
 
 
 def read_portable_index(folder: Path) -> PortableIndex:

@@ -22,7 +22,7 @@ from roll_core.modeling.fused import fuse
 from roll_core.modeling.layout import make_adjacent
 from roll_core.modeling.model import load_model
 from roll_core.modeling.moving import Mover, host_copies, num_bytes
-from roll_core.modeling.portable_state import check_same
+from roll_core.modeling.portable_state import check_adapters, check_same
 from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
 from roll_core.spec.providers import TrainCapabilities
 from roll_core.spec.train import (
@@ -213,10 +213,8 @@ class HFTrainStrategy(TrainStrategy):
                 state = json.loads((path / "state.json").read_text(encoding="utf-8"))
                 if state.get("format") != FORMAT:
                     raise CheckpointError(f"{path}: format {state.get('format')}; this version reads {FORMAT}")
-                if self.adapters is not None:
-                    self.adapters.refuse_other(state.get("adapters"), self.adapters.identity(), path)
-                elif "adapters" in state:
-                    raise CheckpointError(f"{path}: holds adapters, but this role trains the whole model (lora_target)")
+                identity = self.adapters.identity() if self.adapters is not None else None
+                check_adapters(state.get("adapters"), self.adapters, identity, path)
                 _restore(self._kept(), path / "weights.safetensors")
                 if self.optimizer is not None:
                     _restore(self.optimizer.tensors(), path / "optimizer.safetensors")

@@ -1,0 +1,142 @@
+"""Forward and backward passes of a sharded model.
+
+    Root.forward { gather a layer, compute, free it }*  -> TokenOutputs -> loss
+    backward     { gather a layer, compute, free it, reduce-scatter its gradient }*
+
+Whenever a layer is gathered all ranks must take part. So ranks with fewer microbatches than others make up for it by
+idle passes, on two tokens that count for nothing; these come first, so that the last pass is a real one if any is.
+
+Shapes: T flat tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from roll_core.errors import NonFiniteError
+from roll_core.modeling.task_model import finite_loss, plain_metrics
+from roll_core.spec.train import MicroBatch, TokenOutputs
+from roll_core.types import Totals
+from roll_strategy_fsdp2.sharding import as_fsdp, sharded_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from roll_core.modeling.process_group import ProcessGroup
+    from roll_core.modeling.task_model import TaskModel
+    from roll_core.spec.train import LossFn, LossMetrics, Want
+    from roll_strategy_fsdp2.sharding import Root
+
+OUTPUTS = tuple(each.name for each in fields(TokenOutputs))
+
+
+class Passes:
+    """Of one model. All ranks call together."""
+
+    def __init__(
+        self, root: Root, make: Callable[[], TaskModel], process_group: ProcessGroup, *, reduces_each: bool
+    ) -> None:
+        """`make` finds out how the model computes, and so computes. With `reduces_each`, gradients are added up over
+        ranks after each microbatch instead of once per call."""
+        self.root, self.process_group, self.reduces_each = root, process_group, reduces_each
+        self.device = str(process_group.device)
+        with torch.no_grad():
+            self.task_model: TaskModel = root(make)
+        self._free()
+
+    def score(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+        """Without gradients. Every rank takes as many as the others."""
+        try:
+            for micro in micros:
+                yield self._score(micro, want)
+        finally:
+            self._free()
+
+    def make_up_for(self, num_micros: int, want: Want) -> None:
+        """The passes that others have more than this rank."""
+        for idle in self._idle(num_micros):
+            self._score(idle, want)
+
+    def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
+        """Raises `NonFiniteError` on every rank once all passes are made."""
+        idle = self._idle(len(micros))
+        sharded = as_fsdp(self.root)
+        found: list[LossMetrics] = []
+        error: NonFiniteError | None = None
+        try:
+            for at, micro in enumerate((*idle, *micros)):
+                last = at == len(idle) + len(micros) - 1
+                sharded.set_is_last_backward(last)
+                sharded.set_requires_gradient_sync(last or self.reduces_each)
+                on_device = micro.to(self.device)
+                outputs = self._outputs(on_device, loss.want)
+                total = _anchor(outputs)
+                if at >= len(idle) and error is None:
+                    try:
+                        each = finite_loss(loss, outputs, on_device)
+                        total = total + each.loss
+                        found.append(plain_metrics(each))
+                    except NonFiniteError as raised:
+                        error = raised
+                total.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            sharded.reset_iter_state()
+            raise
+        self.process_group.raise_together(error)
+        return found
+
+    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        """FSDP finds the tensors of a tuple, and does not like views."""
+
+        def compute() -> tuple[Tensor | None, ...]:
+            found = _tensors(self.task_model.outputs(micro, want))
+            return tuple(each.clone() if each is not None and each._is_view() else each for each in found)
+
+        return TokenOutputs(**dict(zip(OUTPUTS, self.root(compute), strict=True)))
+
+    @torch.no_grad()
+    def _score(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        return self._outputs(micro.to(self.device), want)
+
+    def _free(self) -> None:
+        """Drop gathered parameters that a forward pass without a backward pass leaves behind: they would be stale."""
+        for module in sharded_modules(self.root):
+            module.reshard()
+
+    def _idle(self, num_micros: int) -> list[MicroBatch]:
+        """As many as the rank with the most microbatches has more than this one."""
+        most = torch.tensor([num_micros], device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return [_idle_micro(self.device)] * (int(most) - num_micros)
+
+
+def _tensors(outputs: TokenOutputs) -> tuple[Tensor | None, ...]:
+    return tuple(getattr(outputs, name) for name in OUTPUTS)
+
+
+def _anchor(outputs: TokenOutputs) -> Tensor:
+    """0, with a backward pass through the whole model and no number in it: a rank whose loss reads nothing takes part
+    in the others' reduction."""
+    tensors = [each for each in _tensors(outputs) if each is not None and each.requires_grad]
+    return torch.stack([each[:0].sum() for each in tensors]).sum()
+
+
+def _idle_micro(device: str) -> MicroBatch:
+    ids_T = torch.zeros(2, dtype=torch.int64, device=device)
+    return MicroBatch(
+        ids=("idle",),
+        tokens_T=ids_T,
+        positions_T=torch.arange(2, device=device),
+        segments_T=ids_T,
+        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32, device=device),
+        lengths=(2,),
+        loss_mask_T=torch.tensor([False, True], device=device),
+        groups_S=ids_T[:1],
+        totals=Totals(tokens=1, sequences=1, groups=1, max_length=1),
+    )
