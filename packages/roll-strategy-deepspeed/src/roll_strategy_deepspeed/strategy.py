@@ -1,12 +1,6 @@
 """Train strategy on DeepSpeed: Hugging Face models, data parallel, with what ZeRO's stage says spread over the ranks.
 
-    MicroBatch -> Computation (inside the engine) -> TokenOutputs -> loss -> engine.backward -> engine.step
-
-| stage | backward passes | forward passes | step |
-|---|---|---|---|
-| 0, 1 | each rank alone | each rank alone | gradients are reduced |
-| 2 | gradients are reduced: all ranks together | each rank alone | |
-| 3 | all ranks together | parameters are gathered: all ranks together | |
+build -> { Passes: Computation (inside the engine) -> TokenOutputs -> loss -> engine.backward -> engine.step }*
 """
 
 from __future__ import annotations
@@ -17,14 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from roll_core.errors import CheckpointError, NonFiniteError, UnsupportedError
+from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.fused import fuse
 from roll_core.modeling.model import load_model
 from roll_core.modeling.moving import Mover, num_bytes
 from roll_core.modeling.optimizer import adamw, schedule
-from roll_core.modeling.portable_state import check_same
-from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
+from roll_core.modeling.portable_state import check_adapters, check_same
+from roll_core.modeling.task_model import TaskModel
 from roll_core.spec.train import (
     LossFn,
     LossMetrics,
@@ -36,12 +30,12 @@ from roll_core.spec.train import (
     Want,
 )
 from roll_strategy_deepspeed import whole_optimizer
-from roll_strategy_deepspeed.computation import Computation, GatheredHead, token_outputs
+from roll_strategy_deepspeed.computation import Computation, GatheredHead
 from roll_strategy_deepspeed.config import DeepSpeedConfig
 from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
 from roll_strategy_deepspeed.held_state import HeldState
-from roll_strategy_deepspeed.idle import idle_micro, nothing
 from roll_strategy_deepspeed.loss_scale import LossScale
+from roll_strategy_deepspeed.passes import Passes
 from roll_strategy_deepspeed.plugin import CAPABILITIES
 from roll_strategy_deepspeed.portable_state import gather, shapes, take_over
 from roll_strategy_deepspeed.ranks import Ranks
@@ -105,57 +99,34 @@ class DeepSpeedStrategy(TrainStrategy):
             self.held = HeldState(self.engine, trained, stage=self.stage)
             self.loss_scale = LossScale(self.engine)
             self.step_count = 0
-            self.num_backwards = 0
-            """Since the last step."""
             self.schedule = schedule(self.training)
         elif self.stage == 3:
             self._start_engine(settings, None)
+        compute = self.engine if self.engine is not None else self.computation
+        self.passes = Passes(compute, self.engine, self.ranks, self.stage)
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
         """On the mesh's device. At stage 3 all ranks call it together; `forward_all` sees to that."""
         self.mover.need("weights")
-        return self._outputs(micro.to(self._mesh.device), want)
+        return self.passes.score(micro, want)
 
     def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
         """At stage 3 a rank with fewer microbatches than others computes for nobody until they are done."""
-        num_idle = self.ranks.most(len(micros)) - len(micros) if self.stage == 3 else 0
-        for micro in micros:
-            yield self.forward(micro, want)
-        for _ in range(num_idle):
-            self.forward(idle_micro(), want)
+        self.mover.need("weights")
+        return self.passes.score_all(micros, want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Raises `NonFiniteError`, which names the sequences, on every rank; the gradients are forgotten then.
         Collective: a rank that finds one makes the passes that the others need, and then tells them."""
         self._check_trains("weights", "grads")
-        num_idle = self.ranks.most(len(micros)) - len(micros) if self.stage >= 2 else 0
-        metrics: list[LossMetrics] = []
-        error: NonFiniteError | None = None
-        for micro in micros:
-            on_device = micro.to(self._mesh.device)
-            outputs = self._outputs(on_device, loss.want)
-            total = nothing(outputs)
-            if error is None:
-                try:
-                    found = finite_loss(loss, outputs, on_device)
-                    total = found.loss if found.loss.requires_grad else total
-                    metrics.append(plain_metrics(found))
-                except NonFiniteError as raised:
-                    error = raised
-            if total.requires_grad:
-                self._backward(total)
-        for _ in range(num_idle):
-            self._idle_backward(loss.want)
         try:
-            self.ranks.raise_together(error)
+            return self.passes.forward_backward(micros, loss)
         except NonFiniteError:
             self.held.forget_gradients()
-            self.num_backwards = 0
+            self.passes.num_backwards = 0
             raise
-        return metrics
 
     def optimizer_step(self) -> StepStats:
         """Collective over the ranks."""
@@ -163,9 +134,11 @@ class DeepSpeedStrategy(TrainStrategy):
         learning_rate = training.learning_rate * self.schedule(self.step_count)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        if self.stage and not self.num_backwards:
-            self._idle_backward(Want(logprobs=self.spec.task == "causal_lm", values=self.spec.task != "causal_lm"))
-        self.num_backwards = 0
+        if self.stage and not self.passes.num_backwards:
+            self.passes.idle_backward(
+                Want(logprobs=self.spec.task == "causal_lm", values=self.spec.task != "causal_lm")
+            )
+        self.passes.num_backwards = 0
         overflow = self.loss_scale.can_fall
         self.engine.step()
         if not self.engine.was_step_applied():
@@ -173,19 +146,6 @@ class DeepSpeedStrategy(TrainStrategy):
             return StepStats(grad_norm=math.inf, learning_rate=learning_rate, skipped=True, overflow=overflow)
         self.step_count += 1
         return StepStats(grad_norm=float(self.engine.get_global_grad_norm()), learning_rate=learning_rate)
-
-    def _backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages over ranks; the objective is a sum.
-        self.engine.backward(loss * self.ranks.size)
-        self.num_backwards += 1
-
-    def _idle_backward(self, want: Want) -> None:
-        """Adds 0 to the gradients: because others need this rank, or DeepSpeed a backward pass before a step."""
-        self._backward(nothing(self._outputs(idle_micro().to(self._mesh.device), want)))
-
-    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        compute = self.engine if self.engine is not None else self.computation
-        return token_outputs(compute(micro=micro, want=want))
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -257,15 +217,11 @@ class DeepSpeedStrategy(TrainStrategy):
         """Collective. The number of ranks and the stage may differ from when it was saved."""
         self._check_trains("weights", "grads", "optimizer")
         here = self.weights.identity()
-        state = load_state(self.held, self.ranks, path, lambda state: self._refuse_other(state, here, path))
-        self.step_count, self.num_backwards = int(state["step_count"]), 0
+        state = load_state(
+            self.held, self.ranks, path, lambda state: check_adapters(state.get("adapters"), self.adapters, here, path)
+        )
+        self.step_count, self.passes.num_backwards = int(state["step_count"]), 0
         self.loss_scale.restore(state["loss_scale"])
-
-    def _refuse_other(self, state: Mapping[str, Any], here: dict[str, Any] | None, path: Path) -> None:
-        if self.adapters is not None and here is not None:
-            self.adapters.refuse_other(state.get("adapters"), here, path)
-        elif state.get("adapters") is not None:
-            raise CheckpointError(f"{path}: holds adapters, but this role trains the whole model (lora_target)")
 
     def export_state(self) -> PortableState:
         """Gathered parameter by parameter, on every rank. Collective."""
@@ -284,7 +240,7 @@ class DeepSpeedStrategy(TrainStrategy):
         check_same(state, shapes(self.held), adapters=self.adapters, identity=self.weights.identity())
         take_over(self.held, state)
         self.loss_scale.begin_anew()
-        self.step_count, self.num_backwards = state.step_count, 0
+        self.step_count, self.passes.num_backwards = state.step_count, 0
 
     # -- between phases ------------------------------------------------------------------------------------------------
 

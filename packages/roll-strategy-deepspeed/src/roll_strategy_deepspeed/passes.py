@@ -1,0 +1,85 @@
+"""Forward and backward passes, and which of them take all ranks.
+
+| stage | backward passes | forward passes | step |
+|---|---|---|---|
+| 0, 1 | each rank alone | each rank alone | gradients are reduced |
+| 2 | gradients are reduced: all ranks together | each rank alone | |
+| 3 | all ranks together | parameters are gathered: all ranks together | |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roll_core.errors import NonFiniteError
+from roll_core.modeling.task_model import finite_loss, plain_metrics
+from roll_strategy_deepspeed.computation import token_outputs
+from roll_strategy_deepspeed.idle import idle_micro, nothing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, TokenOutputs, Want
+    from roll_strategy_deepspeed.ranks import Ranks
+
+
+class Passes:
+    """Of one model."""
+
+    def __init__(self, compute: Any, engine: Any, ranks: Ranks, stage: int) -> None:
+        """`compute` is the engine, or the `Computation` alone where there is none."""
+        self._compute, self._engine, self._ranks, self._stage = compute, engine, ranks, stage
+        self.num_backwards = 0
+        """Since the last step."""
+
+    @torch.no_grad()
+    def score(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        """Without gradients."""
+        return self._outputs(micro.to(self._ranks.device), want)
+
+    def score_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+        """And, where ranks need each other, idle passes for those that have more."""
+        num_idle = self._ranks.most(len(micros)) - len(micros) if self._stage == 3 else 0
+        for micro in micros:
+            yield self.score(micro, want)
+        for _ in range(num_idle):
+            self.score(idle_micro(), want)
+
+    def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
+        """Raises `NonFiniteError` on every rank once all passes are made."""
+        num_idle = self._ranks.most(len(micros)) - len(micros) if self._stage >= 2 else 0
+        metrics: list[LossMetrics] = []
+        error: NonFiniteError | None = None
+        for micro in micros:
+            on_device = micro.to(self._ranks.device)
+            outputs = self._outputs(on_device, loss.want)
+            total = nothing(outputs)
+            if error is None:
+                try:
+                    found = finite_loss(loss, outputs, on_device)
+                    total = found.loss if found.loss.requires_grad else total
+                    metrics.append(plain_metrics(found))
+                except NonFiniteError as raised:
+                    error = raised
+            if total.requires_grad:
+                self._backward(total)
+        for _ in range(num_idle):
+            self.idle_backward(loss.want)
+        self._ranks.raise_together(error)
+        return metrics
+
+    def idle_backward(self, want: Want) -> None:
+        """Adds 0 to the gradients: because others need this rank, or DeepSpeed a backward pass before a step."""
+        self._backward(nothing(self._outputs(idle_micro().to(self._ranks.device), want)))
+
+    def _backward(self, loss: Tensor) -> None:
+        # DeepSpeed averages over ranks; the objective is a sum.
+        self._engine.backward(loss * self._ranks.size)
+        self.num_backwards += 1
+
+    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        return token_outputs(self._compute(micro=micro, want=want))
