@@ -176,7 +176,7 @@ def phase(checkpoints: Path) -> str:
 
 def digests(checkpoint: Path) -> dict[str, str]:
     """Of the files, as recorded; not of the random state, which belongs to the process."""
-    from roll_core.runtime.checkpoints import read_manifest
+    from roll_core.runtime.manifest import read_manifest
 
     files = read_manifest(checkpoint).files
     return {name: entry["sha256"] for name, entry in files.items() if not name.endswith("random.safetensors")}
@@ -195,7 +195,8 @@ def killed(config: Path, folder: Path, delay_s: float) -> Path:
 
 def check(checkpoints: Path, config: Path, reference: dict[int, dict[str, str]]) -> int:
     """Everything that must hold after a kill. Returns the step from which the run can go on."""
-    from roll_core.runtime.checkpoints import CheckpointStore, verify
+    from roll_core.runtime.checkpoints import CheckpointStore
+    from roll_core.runtime.manifest import verify
 
     store = CheckpointStore(checkpoints)
     for each in store.list():

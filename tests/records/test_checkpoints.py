@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.errors import CheckpointError, WorkerTimeoutError
-from roll_core.runtime.checkpoints import CheckpointStore, read_manifest, verify
+from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.runtime.manifest import read_manifest, verify
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:

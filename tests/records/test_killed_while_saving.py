@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.runtime.checkpoints import CheckpointStore, verify
+from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.runtime.manifest import verify
 
 SAVER = """
 import sys

@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from roll_core.errors import CheckpointMismatchError, ConfigError
-from roll_core.runtime.checkpoints import CheckpointStore, verify
+from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.runtime.manifest import verify
 
 CLOCKS = ("time", "tokens_per_s")
 ROUNDING = 2e-5

@@ -34,6 +34,13 @@ PRELOAD = (
 """What ranks import, once for all."""
 LENGTHS = (5, 1, 9, 3, 12, 2, 7)
 TINY = {**QWEN3, "vocab_size": 61}
+MOE = TINY | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
 TRAINING = TrainingSpec(
     learning_rate=1e-2,

@@ -21,6 +21,21 @@ sft_train:
 """
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("ulysses_size: 2, ring_size: 2", "two ways to share tokens: set one of them"),
+        ("tensor_model_parallel_size: 2, ep_size: 2", "spreads the experts over its own ranks: leave ep_size out"),
+    ],
+)
+def test_check_refuses_what_does_not_go_together(tmp_path, keys, said):
+    file = tmp_path / "run.yaml"
+    text = RUN.format(slots=8).replace("tensor_model_parallel_size: 2, ulysses_size: 2", keys)
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        load(file, [], registry())
+
+
 def test_check_counts_replicas_and_not_ranks(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(RUN.format(slots=8), encoding="utf-8")

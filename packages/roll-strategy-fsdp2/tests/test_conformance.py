@@ -1,16 +1,23 @@
-"""The conformance kit of `roll_core.testing`: on one rank and two here, and for every arrangement of ranks with
+"""The conformance kit of `roll_core.testing`: on two ranks here, and for every arrangement of ranks with
 `./run test-engines fsdp2`, which takes minutes. That each of them computes what `hf_train` computes is in
 `test_numbers`, and that it continues in `test_state`."""
 
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
-from fsdp2_programs import PRELOAD
+from fsdp2_programs import MOE, PRELOAD
 
 from roll_core.testing import TrainStrategyConformance
+from roll_core.testing.models import write_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.providers import Task
 
 with_every_arrangement = pytest.mark.skipif(
     os.environ.get("ROLL_CONFORMANCE") != "full", reason="the kit for every arrangement: ./run test-engines fsdp2"
@@ -18,9 +25,10 @@ with_every_arrangement = pytest.mark.skipif(
 
 
 class TestFSDP2(TrainStrategyConformance):
-    """One rank and two that share a model."""
+    """Two ranks that share a model, and one where a test takes no more."""
 
     name = "fsdp2_train"
+    world_sizes = (2,)
     preload = PRELOAD
 
 
@@ -42,7 +50,23 @@ class TestArrangements(TrainStrategyConformance):
         "2 x 2": {"fsdp_size": 2, "async_save_ckpt": True},
         "tensor 2": {"tensor_model_parallel_size": 2, "async_save_ckpt": True},
         "ulysses 2": {"ulysses_size": 2},
+        "ring 2": {"ring_size": 2},
     }
-    ranks_of: ClassVar = {"one": (1,), "2 x 2": (4,), "tensor 2": (2, 4), "ulysses 2": (2,)}
+    ranks_of: ClassVar = {"one": (1,), "2 x 2": (4,), "tensor 2": (2, 4), "ulysses 2": (2,), "ring 2": (2,)}
     parallelism: ClassVar = {"tensor_parallel": "tensor 2", "context_parallel": "ulysses 2"}
     preload = PRELOAD
+
+
+@with_every_arrangement
+class TestExperts(TrainStrategyConformance):
+    """Two ranks with half of the experts each, and two such pairs."""
+
+    name = "fsdp2_train"
+    variants: ClassVar = {"one": {}, "experts 2": {"ep_size": 2}}
+    ranks_of: ClassVar = {"one": (1,), "experts 2": (2, 4)}
+    parallelism: ClassVar = {"expert_parallel": "experts 2"}
+    preload = PRELOAD
+
+    def model(self, task: Task, folder: Path) -> ModelSpec:
+        """A mixture."""
+        return write_checkpoint(folder, MOE, task=task, vocab_size=self.vocab_size)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 from fsdp2_programs import TINY, Job, train, train_with_tokens_mixed
 
+from roll_core.errors import PlacementError
+from roll_core.spec.model import MeshInfo
 from roll_core.testing.ranks import RanksFailedError
+from roll_strategy_fsdp2.config import FSDP2Config
+from roll_strategy_fsdp2.sharding import make_meshes
 
 ULYSSES = {"ulysses_size": 2}
+RING = {"ring_size": 2}
 
 
 def test_heads_that_cannot_be_dealt_out_are_named(ranks):
@@ -18,12 +23,19 @@ def test_heads_that_cannot_be_dealt_out_are_named(ranks):
         ranks(train, Job(world_size=2, config=ULYSSES, model={"random_init": odd}))
 
 
-def test_a_model_that_computes_with_padding_is_refused(ranks):
-    job = Job(world_size=2, config=ULYSSES, model={"attn_implementation": "sdpa"})
+@pytest.mark.parametrize("config", [ULYSSES, RING], ids=["ulysses", "ring"])
+def test_a_model_that_computes_with_padding_is_refused(ranks, config):
+    job = Job(world_size=2, config=config, model={"attn_implementation": "sdpa"})
     with pytest.raises(RanksFailedError, match=r"UnsupportedError: .*with padding \(attn_implementation: sdpa\)"):
         ranks(train, job)
 
 
-def test_a_model_that_mixes_tokens_outside_attention_is_found_out(ranks):
+@pytest.mark.parametrize("config", [ULYSSES, RING], ids=["ulysses", "ring"])
+def test_a_model_that_mixes_tokens_outside_attention_is_found_out(ranks, config):
     with pytest.raises(RanksFailedError, match=r"ModelError: .*more than attention mixes them"):
-        ranks(train_with_tokens_mixed, Job(world_size=2, config=ULYSSES))
+        ranks(train_with_tokens_mixed, Job(world_size=2, config=config))
+
+
+def test_sizes_must_divide_the_ranks():
+    with pytest.raises(PlacementError, match="ring_size 4 does not divide its 6 ranks"):
+        make_meshes(MeshInfo(role="actor_train", world_size=6), FSDP2Config(ring_size=4))

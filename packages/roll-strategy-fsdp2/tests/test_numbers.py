@@ -9,6 +9,7 @@ import pytest
 import torch
 from fsdp2_programs import (
     LORA,
+    MOE,
     TINY,
     Job,
     lose_and_go_on,
@@ -26,19 +27,14 @@ from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.errors import NonFiniteError
 from roll_core.spec.model import LoraSpec, MeshInfo
 
-MOE = TINY | {
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head"))
 PHI3 = TINY | {"model_type": "phi3", "pad_token_id": 0}
 PHI3.pop("head_dim")
 GEMMA2 = TINY | {"model_type": "gemma2", "sliding_window": 4, "attn_logit_softcapping": 3.0}
+MIXTRAL = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
+EXPERTS = {"ep_size": 2}
 JOBS = {
     "1": Job(),
     "2": Job(world_size=2),
@@ -92,6 +88,23 @@ JOBS = {
     "ulysses 2, adapters": Job(world_size=2, config={"ulysses_size": 2}, model={"lora": LORA}),
     "ulysses 2, value": Job(world_size=2, max_sequences=1, config={"ulysses_size": 2}, model={"task": "value"}),
     "ulysses 2, reward, bf16": Job(world_size=2, config={"ulysses_size": 2}, model={"task": "reward", "dtype": "bf16"}),
+    "ring 2": Job(world_size=2, max_sequences=1, config={"ring_size": 2}),
+    "ring 3, checkpointed": Job(world_size=3, config={"ring_size": 3}, model={"gradient_checkpointing": True}),
+    "ring 2, tensor 2": Job(world_size=4, config=TENSOR | {"ring_size": 2}),
+    "ring 2, two copies, adapters": Job(world_size=4, config={"ring_size": 2, "fsdp_size": 2}, model={"lora": LORA}),
+    "ring 2, windows, softcap": Job(world_size=2, config={"ring_size": 2}, model={"random_init": GEMMA2}),
+    "ring 2, value": Job(world_size=2, max_sequences=1, config={"ring_size": 2}, model={"task": "value"}),
+    "ring 2, reward, bf16": Job(world_size=2, config={"ring_size": 2}, model={"task": "reward", "dtype": "bf16"}),
+    "experts 2": Job(world_size=2, max_sequences=1, config=EXPERTS, model={"random_init": MOE}),
+    "experts 2, each half shared by two, checkpointed": Job(
+        world_size=4, max_sequences=1, config=EXPERTS, model={"random_init": MOE, "gradient_checkpointing": True}
+    ),
+    "experts 2, two copies, on the host": Job(
+        world_size=4, config=EXPERTS | {"fsdp_size": 2, "offload_policy": True}, model={"random_init": MOE}
+    ),
+    "experts 4, ring 2": Job(world_size=4, config={"ep_size": 4, "ring_size": 2}, model={"random_init": MOE}),
+    "experts 2, Mixtral, value": Job(world_size=2, config=EXPERTS, model={"random_init": MIXTRAL, "task": "value"}),
+    "experts 2, adapters": Job(world_size=2, config=EXPERTS, model={"random_init": MOE, "lora": LORA}),
     "two in each layer": Job(
         world_size=2,
         config={"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3MLP", "Qwen3Attention"]}},

@@ -82,7 +82,7 @@ class _LaterWriter(HuggingFaceStorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Called by `save`."""
-        data = {item.index: planner.resolve_data(item) for item in plan.items}
+        data: dict[MetadataIndex, Any] = {item.index: planner.resolve_data(item) for item in plan.items}
         self._plan, self._data = plan, host_copies(data) if self._copies else data
         nothing: Future[list[WriteResult]] = Future()
         nothing.set_result([])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from roll_core.spec.config import Config, PositiveInt, StrategyConfig
 
@@ -32,6 +32,12 @@ class FSDP2Config(StrategyConfig):
     ulysses_size: PositiveInt = 1
     """Groups of `tensor_model_parallel_size` neighbouring ranks that share the tokens of every microbatch, and exchange
     them for heads around attention: context parallelism for long sequences."""
+    ring_size: PositiveInt = 1
+    """The same by ring attention, instead: keys and values go round among the ranks. It takes no heads to deal out, and
+    more time than `ulysses_size` where there are enough of them."""
+    ep_size: PositiveInt = 1
+    """Neighbouring ranks that hold each some whole experts of every mixture, to which the tokens of all of them travel,
+    as the model's own plan says (`base_model_ep_plan` of transformers): expert parallelism. Divides `fsdp_size`."""
     param_dtype: DType | None = None
     """Of the parameters while they compute, `model_args.dtype` where not given. What is stepped stays in float32."""
     reduce_dtype: DType = "fp32"
@@ -52,10 +58,32 @@ class FSDP2Config(StrategyConfig):
     logprob_chunk_tokens: PositiveInt | None = None
     """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
 
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.ulysses_size > 1 and self.ring_size > 1:
+            raise ValueError("ulysses_size and ring_size are two ways to share tokens: set one of them")
+        if self.ep_size > 1 and self.tensor_model_parallel_size > 1:
+            raise ValueError(
+                "tensor_model_parallel_size spreads the experts over its own ranks: leave ep_size out, or spread"
+                " nothing but experts"
+            )
+        return self
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that share tokens, in whichever way."""
+        return max(self.ulysses_size, self.ring_size)
+
+    @property
+    def context_key(self) -> str:
+        """What the way is called."""
+        return "ring_size" if self.ring_size > 1 else "ulysses_size"
+
     def ranks_per_replica(self) -> int:
-        """TP × Ulysses: ranks that work on the same sequences."""
-        return self.tensor_model_parallel_size * self.ulysses_size
+        """Ranks that work on the same sequences."""
+        return self.tensor_model_parallel_size * self.context_size
 
     def replica_arithmetic(self) -> str:
         """Spelled out."""
-        return f"tensor_model_parallel_size {self.tensor_model_parallel_size} × ulysses_size {self.ulysses_size}"
+        together = f"{self.context_key} {self.context_size}"
+        return f"tensor_model_parallel_size {self.tensor_model_parallel_size} × {together}"

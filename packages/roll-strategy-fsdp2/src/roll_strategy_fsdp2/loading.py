@@ -86,12 +86,12 @@ def _read(stored: Any, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def held_of(tensor: DTensor) -> tuple[slice, ...]:
-    """What this rank holds of each dimension: tensor parallelism cuts first, into equal pieces, and FSDP cuts what is
-    left, into pieces of which the last ones may be shorter or empty."""
+    """What this rank holds of each dimension: tensor or expert parallelism cuts first, into equal pieces, and FSDP cuts
+    what is left, into pieces of which the last ones may be shorter or empty."""
     mesh = tensor.device_mesh
     placements = dict(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True))
     spans = [range(length) for length in tensor.shape]
-    for name in ("tensor", "shard"):
+    for name in ("tensor", "expert", "shard"):
         placement = placements.get(name)
         if placement is not None and not placement.is_replicate():
             dim, size = placement.dim, mesh[name].size()  # type: ignore[attr-defined]

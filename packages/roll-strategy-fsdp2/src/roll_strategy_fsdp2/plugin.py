@@ -20,6 +20,7 @@ CAPABILITIES = TrainCapabilities(
     data_parallel=True,
     tensor_parallel=True,
     context_parallel=True,
+    expert_parallel=True,
     lora=True,
     offload=True,
     topk=True,

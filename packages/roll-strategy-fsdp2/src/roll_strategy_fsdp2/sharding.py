@@ -4,6 +4,8 @@
     HSDP       ranks 0 1 | 2 3    two copies; gradients are reduce-scattered in a row, then all-reduced across
     FSDP × TP  ranks 0 1          0 and 1 compute the same sequences, each with half the heads; so do 2 and 3;
                      2 3          0 and 2 share the parameters of their half
+    FSDP × EP  ranks 0 1          0 and 1 hold half of the experts each, of which 0 and 2 share one half; all four share
+                     2 3          the rest of each layer
 
 What belongs to no layer (embeddings, last norm, head) is not cut by tensor parallelism: every rank computes it alike.
 It is shared among all ranks of a copy nevertheless, over a mesh of its own in which the tensor-parallel ranks stand
@@ -56,6 +58,12 @@ class Meshes:
     """Of what belongs to no layer: the same ranks as `layers` and `tensor` together."""
     tensor: DeviceMesh | None
     """One dimension, `tensor`; None where there is no tensor parallelism."""
+    expert: DeviceMesh | None
+    """One dimension, `expert`: of ranks that hold each some experts whole; None where every rank has a share of all."""
+    expert_shards: DeviceMesh | None
+    """Of ranks that share the same experts: `layers` without `expert`."""
+    alone: DeviceMesh | None
+    """This rank by itself, where there is expert parallelism."""
     context: DeviceMesh | None
     """One dimension, `context`: of ranks that share the tokens of their microbatches. It lies across `shard` and
     `replicate`: gradients of these ranks are added up like those of any others. None where there is none."""
@@ -73,9 +81,9 @@ class Meshes:
 
 def make_meshes(mesh: MeshInfo, config: FSDP2Config) -> Meshes:
     """Collective. Raises `PlacementError` for sizes that do not divide the ranks."""
-    tensor, context = config.tensor_model_parallel_size, config.ulysses_size
+    tensor, context = config.tensor_model_parallel_size, config.context_size
     if mesh.world_size % (tensor * context):
-        sizes = {"tensor_model_parallel_size": tensor, "ulysses_size": context}
+        sizes = {"tensor_model_parallel_size": tensor, config.context_key: context}
         asked = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         raise PlacementError(f"role {mesh.role}: {asked} does not divide its {mesh.world_size} ranks")
     data = mesh.world_size // tensor
@@ -86,15 +94,37 @@ def make_meshes(mesh: MeshInfo, config: FSDP2Config) -> Meshes:
             f"role {mesh.role}: fsdp_size {size} does not divide its {of}; choose a divisor of {data}, or leave it out"
             " to share one copy of the model among all"
         )
+    experts = config.ep_size
+    if size % experts:
+        raise PlacementError(
+            f"role {mesh.role}: ep_size {experts} does not divide the {size} ranks that share a copy of the model"
+        )
     rest = _mesh(mesh, ("replicate", data // size), ("shard", size * tensor))
     shared = None
     if context > 1:
         shared = _mesh(mesh, ("data", data // context), ("context", context), ("tensor", tensor))["context"]
-    if tensor == 1:
-        return Meshes(layers=rest, rest=rest, tensor=None, context=shared)
-    whole = _mesh(mesh, ("replicate", data // size), ("shard", size), ("tensor", tensor))
-    names = tuple(name for name in whole.mesh_dim_names or () if name != "tensor")
-    return Meshes(layers=whole[names], rest=rest, tensor=whole["tensor"], context=shared)
+    expert = expert_shards = alone = None
+    if experts > 1:
+        whole = _mesh(mesh, ("replicate", data // size), ("shard", size // experts), ("expert", experts))
+        expert, expert_shards = whole["expert"], _without(whole, "expert")
+        alone = _mesh(mesh, ("all", mesh.world_size), ("alone", 1))["alone"]
+    layers, split = rest, None
+    if tensor > 1:
+        whole = _mesh(mesh, ("replicate", data // size), ("shard", size), ("tensor", tensor))
+        layers, split = _without(whole, "tensor"), whole["tensor"]
+    return Meshes(
+        layers=layers,
+        rest=rest,
+        tensor=split,
+        expert=expert,
+        expert_shards=expert_shards,
+        alone=alone,
+        context=shared,
+    )
+
+
+def _without(whole: DeviceMesh, dimension: str) -> DeviceMesh:
+    return whole[tuple(name for name in whole.mesh_dim_names or () if name != dimension)]
 
 
 def _mesh(mesh: MeshInfo, *dimensions: tuple[str, int]) -> DeviceMesh:
@@ -104,9 +134,15 @@ def _mesh(mesh: MeshInfo, *dimensions: tuple[str, int]) -> DeviceMesh:
     return init_device_mesh(torch.device(mesh.device).type, sizes, mesh_dim_names=names)
 
 
-def shard(model: PreTrainedModel, meshes: Meshes, config: FSDP2Config, compute_dtype: torch.dtype) -> Root:
+def shard(
+    model: PreTrainedModel,
+    meshes: Meshes,
+    config: FSDP2Config,
+    compute_dtype: torch.dtype,
+    experts: Sequence[nn.Module] = (),
+) -> Root:
     """Replace the parameters of `model` by this rank's shares, in place; they move to the mesh's device, or to the host
-    with `offload_policy`."""
+    with `offload_policy`. Modules of `experts` are shared among fewer ranks than the rest of their layer."""
     root = Root(model)
     layers = find_layers(model, config.wrap_policy.transformer_layer_cls_to_wrap)
     on_host = CPUOffloadPolicy(pin_memory=meshes.layers.device_type != "cpu")
@@ -115,6 +151,8 @@ def shard(model: PreTrainedModel, meshes: Meshes, config: FSDP2Config, compute_d
         "offload_policy": on_host if config.offload_policy else OffloadPolicy(),
         "reshard_after_forward": config.reshard_after_forward,
     }
+    for each in experts:
+        fully_shard(each, mesh=meshes.expert_shards, **options)
     for layer in layers:
         fully_shard(layer, mesh=meshes.layers, **options)
     fully_shard(root, mesh=meshes.rest, **options)

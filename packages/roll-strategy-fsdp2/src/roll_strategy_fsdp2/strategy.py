@@ -11,11 +11,12 @@ import torch
 
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.modeling.backbone import checkpoint_layers
-from roll_core.modeling.context_parallel import ContextParallel
+from roll_core.modeling.context_parallel import ContextParallel, Ulysses
 from roll_core.modeling.model import DTYPES, load_model
 from roll_core.modeling.moving import Mover
 from roll_core.modeling.portable_state import check_adapters, check_same
 from roll_core.modeling.process_group import ProcessGroup
+from roll_core.modeling.ring_attention import Ring
 from roll_core.modeling.task_model import TaskModel
 from roll_core.spec.train import (
     LossFn,
@@ -31,6 +32,7 @@ from roll_core.spec.train import (
 from roll_core.types import DataRank
 from roll_strategy_fsdp2.checkpoint import load_state, save_state
 from roll_strategy_fsdp2.config import FSDP2Config
+from roll_strategy_fsdp2.experts import exchange_tokens
 from roll_strategy_fsdp2.loading import fill, open_empty
 from roll_strategy_fsdp2.optimizer import ShardedAdamW, local
 from roll_strategy_fsdp2.passes import Passes
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
     from roll_core.modeling.lora import Adapters
@@ -76,7 +78,10 @@ class FSDP2Strategy(TrainStrategy):
             checkpoint_layers(self.model)
         if self.meshes.tensor is not None:
             parallelize(self.model, self.meshes.tensor)
-        self.root: Root = shard(self.model, self.meshes, self._config, self.compute_dtype)
+        experts: list[nn.Module] = []
+        if self.meshes.expert is not None and self.meshes.alone is not None:
+            experts = exchange_tokens(self.model, self.meshes.expert, self.meshes.alone)
+        self.root: Root = shard(self.model, self.meshes, self._config, self.compute_dtype, experts)
         if opened:
             fill(self.root, opened[1], model, device="cpu" if self._config.offload_policy else mesh.device)
         self.weights = Weights(self.model, model, self.adapters, self.compute_dtype, mesh.device)
@@ -101,13 +106,15 @@ class FSDP2Strategy(TrainStrategy):
     def _context(self) -> ContextParallel | None:
         if self.meshes.context is None:
             return None
-        found = ContextParallel(self.meshes.context.get_group())
+        group = self.meshes.context.get_group()
+        if self._config.ring_size > 1:
+            return Ring(group)
+        found = Ulysses(group)
         config: Any = self.model.config.get_text_config()
-        heads = config.num_attention_heads // self.meshes.tensor_size
-        key_heads = (
-            getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        ) // self.meshes.tensor_size
-        found.check_heads(heads, key_heads, "ulysses_size")
+        heads: int = config.num_attention_heads
+        key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        among = self.meshes.tensor_size
+        found.check_heads(heads // among, key_heads // among, "ulysses_size")
         return found
 
     def _add_adapters(self, model: ModelSpec) -> Adapters | None:

@@ -88,32 +88,39 @@ def flat_attention(
     if dropout or s_aux is not None:
         raise UnsupportedError("flat attention has neither dropout nor attention sinks")
     roll_layout.num_calls += 1
-    context = roll_layout.context
-    if context is not None:
-        query, key, value = context.heads(query), context.heads(key), context.heads(value)
-    found = _attend_flat(query, key, value, attention_mask, scaling, roll_layout.lengths, softcap, sliding_window)
-    return (found if context is None else context.tokens(found)), None
-
-
-def _attend_flat(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    lengths: tuple[int, ...],
-    softcap: float | None,
-    sliding_window: int | None,
-) -> Tensor:
     window = int(attention_mask) if attention_mask is not None else 0
-    window = window or sliding_window or 0
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not softcap and not 0 < window < max(lengths) and usable(query, lengths):
-        return blocked_attention(query, key, value, lengths, scale)
-    attend = _attend_softcap(softcap) if softcap else _attend
+    how = How(
+        lengths=roll_layout.lengths,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=window or sliding_window or 0,
+        softcap=softcap or 0.0,
+    )
+    context = roll_layout.context
+    return (attend_flat if context is None else context.attend)(query, key, value, how), None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """What a layer's attention depends on besides its queries, keys and values."""
+
+    lengths: tuple[int, ...]
+    """Of all sequences, whichever rank has their tokens."""
+    scale: float
+    window: int
+    """Tokens that a query sees, itself among them; 0 for all before it."""
+    softcap: float
+    """Scores are squashed into plus or minus so much; 0 for not at all."""
+
+
+def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+    """As `flat_attention`, of all tokens."""
+    lengths = how.lengths
+    if not how.softcap and not 0 < how.window < max(lengths) and usable(query, lengths):
+        return blocked_attention(query, key, value, lengths, how.scale)
+    attend = _attend_softcap(how.softcap) if how.softcap else _attend
     # Split, not sliced: the gradient of a split is one concatenation, that of a slice a tensor of zeros as long as all.
     pieces = (torch.split(each, list(lengths), dim=2) for each in (query, key, value))
-    outputs_LHD = [attend(q, k, v, scale, window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
+    outputs_LHD = [attend(q, k, v, how.scale, how.window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
     return torch.cat(outputs_LHD, dim=1)
 
 

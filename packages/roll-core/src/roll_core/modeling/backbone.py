@@ -70,13 +70,12 @@ class Backbone:
     def _shared(
         self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], context: ContextParallel
     ) -> Tensor:
-        more = -len(tokens_T) % context.size
+        more = -len(tokens_T) % context.multiple
         if more:
             tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(more)])
             positions_T = torch.cat([positions_T, torch.arange(more, device=positions_T.device)])
             lengths = (*lengths, more)
-        part = context.part(len(tokens_T))
-        mine = slice(part.start, part.stop)
+        mine = context.part(len(tokens_T)).to(tokens_T.device)
         return self._flat(tokens_T[mine], positions_T[mine], attention.FlatLayout(tuple(lengths), context))
 
     def _flat(self, tokens_T: Tensor, positions_T: Tensor, layout: attention.FlatLayout) -> Tensor:
@@ -161,9 +160,9 @@ class Backbone:
         tokens_T, positions_T = self._probe(lengths)
         alone_TH = self._flat(tokens_T, positions_T, attention.FlatLayout(lengths))
         found_TH = self._shared(tokens_T, positions_T, lengths, context)
-        part = context.part(len(tokens_T))
-        expected_TH = alone_TH[part.start : part.stop]
-        differences = (found_TH[: len(expected_TH)] - expected_TH).abs().flatten()
+        part = context.part(len(tokens_T)).to(tokens_T.device)
+        inside = part < len(tokens_T)
+        differences = (found_TH[inside] - alone_TH[part[inside]]).abs().flatten()
         if not context.largest(torch.cat([differences, differences.new_zeros(1)])) <= self._tolerance(alone_TH):
             raise ModelError(
                 f"{type(self.model).__name__} gives other numbers when its tokens are shared among {context.size}"

@@ -126,6 +126,7 @@ class PieceWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        path.mkdir(parents=True, exist_ok=True)
         for old in (*path.glob("model*.safetensors"), path / INDEX):
             old.unlink(missing_ok=True)
         self.pieces = PieceFiles(path, "model.{}.safetensors.part", PIECE_BYTES, {"format": "pt"})

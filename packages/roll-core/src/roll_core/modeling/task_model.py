@@ -91,9 +91,12 @@ class TaskModel:
         rows_N = places_N - before
         if self.context is None:
             return places_N, rows_N
-        part = self.context.part(len(wanted_T))
-        mine_N = (rows_N >= part.start) & (rows_N < part.stop)
-        return places_N[mine_N], rows_N[mine_N] - part.start
+        part = self.context.part(len(wanted_T)).to(rows_N.device)
+        # Where each token stands among those of this rank; the last ones may lie behind the end.
+        own_T = rows_N.new_full((max(len(wanted_T), int(part.max()) + 1),), -1)
+        own_T[part] = torch.arange(len(part), device=part.device)
+        here_N = own_T[rows_N]
+        return places_N[here_N >= 0], here_N[here_N >= 0]
 
     def _spread(self, outputs_N: Tensor, places_N: Tensor, num_tokens: int) -> Tensor:
         """To their places among all tokens."""

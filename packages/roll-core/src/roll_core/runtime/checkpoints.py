@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -18,13 +17,13 @@ import shutil
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
 from roll_core.errors import CheckpointError, RollError
+from roll_core.runtime.manifest import MANIFEST, STEP, read_manifest, verify, write_flushed, write_manifest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -33,13 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MANIFEST = "manifest.json"
 STATE = "state.json"
-FORMAT = 2
 
-_STEP = re.compile(r"step-(\d+)")
 _WORKING = re.compile(r"\.step-\d+\.(?:tmp|old)-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
-_CHUNK_BYTES = 1 << 20
 _FOREIGN_AGE_S = 24 * 3600.0
 """A working directory of another host, of whose processes nothing is known, is swept when it is so old."""
 
@@ -54,7 +49,7 @@ class Checkpoint:
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
         """What stands at `path`, however damaged it is: its step is told by its name, else by its manifest, else 0."""
-        match = _STEP.fullmatch(path.name)
+        match = STEP.fullmatch(path.name)
         if match:
             return cls(int(match[1]), path)
         try:
@@ -85,7 +80,7 @@ class CheckpointStore:
     @staticmethod
     def is_checkpoint(path: Path) -> bool:
         """Whether `path` is a checkpoint by its looks; it may be damaged."""
-        return (path / MANIFEST).is_file() or (_STEP.fullmatch(path.name) is not None and path.is_dir())
+        return (path / MANIFEST).is_file() or (STEP.fullmatch(path.name) is not None and path.is_dir())
 
     @staticmethod
     def open(path: Path) -> Checkpoint:
@@ -105,7 +100,7 @@ class CheckpointStore:
             return []
         found = []
         for path in self.directory.iterdir():
-            match = _STEP.fullmatch(path.name)
+            match = STEP.fullmatch(path.name)
             if match and path.is_dir():
                 found.append(Checkpoint(int(match[1]), path))
         return sorted(found, key=lambda checkpoint: checkpoint.step)
@@ -138,10 +133,9 @@ class CheckpointStore:
         working = self._working(step, "tmp")
         try:
             working.mkdir(parents=True)
-            _write(working / STATE, json.dumps(state, ensure_ascii=False, allow_nan=False, indent=1))
+            write_flushed(working / STATE, json.dumps(state, ensure_ascii=False, allow_nan=False, indent=1))
             yield working
-            manifest = {"format": FORMAT, "step": step, "created": time.time(), "files": _digest_all(working, stop)}
-            _write(working / MANIFEST, json.dumps(manifest | {"sha256": _self_digest(manifest)}, indent=1))
+            write_manifest(working, step, stop)
             _flush_directories(working)
             self._publish(working, step)
         except BaseException as error:
@@ -209,119 +203,6 @@ class CheckpointStore:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a checkpoint says of itself."""
-
-    step: int
-    created: float
-    """Seconds since 1970."""
-    files: Mapping[str, Mapping[str, Any]]
-    """`bytes` and `sha256` by path, relative to the checkpoint."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Of all files together, as they were written."""
-        return sum(int(entry["bytes"]) for entry in self.files.values())
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises `CheckpointError` if it is not as it was written."""
-    file = path / MANIFEST
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{MANIFEST} is missing") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("format"), int):
-        raise CheckpointError(f"{MANIFEST} is not one of ours")
-    if found["format"] != FORMAT:
-        raise CheckpointError(f"{MANIFEST} has format {found['format']}, this ROLL reads format {FORMAT}")
-    if found.pop("sha256", None) != _self_digest(found):
-        raise CheckpointError(f"{MANIFEST} does not have the digest that it records of itself")
-    return Manifest(step=found["step"], created=found["created"], files=found["files"])
-
-
-def verify(path: Path, *, digests: bool = True) -> list[str]:
-    """What is wrong with the checkpoint at `path`, one line for each thing; empty if it is intact.
-
-    Reads all of it; without `digests` only the manifest, and the sizes of the files.
-    """
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        return [str(error)]
-    problems = []
-    whole = []
-    named = _STEP.fullmatch(path.name)
-    if named and int(named[1]) != manifest.step:
-        problems.append(f"it is the checkpoint of step {manifest.step} by its {MANIFEST}")
-    for name, entry in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif (size := file.stat().st_size) != entry["bytes"]:
-            problems.append(f"{name} has {size} bytes instead of {entry['bytes']}")
-        else:
-            whole.append(name)
-    if not digests:
-        return problems
-    for name, found in zip(whole, _in_parallel([path / name for name in whole]), strict=True):
-        if isinstance(found, OSError):
-            problems.append(f"{name} cannot be read: {found.strerror or found}")
-        elif found["sha256"] != manifest.files[name]["sha256"]:
-            problems.append(f"{name} does not have the digest that was recorded")
-    return problems
-
-
-def _self_digest(manifest: Mapping[str, Any]) -> str:
-    """Of what a manifest says, however it is laid out in the file."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _digest_all(directory: Path, stop: threading.Event | None) -> dict[str, dict[str, Any]]:
-    files = sorted(p for p in directory.rglob("*") if p.is_file())
-    entries = {}
-    for file, found in zip(files, _in_parallel(files, flush=True, stop=stop), strict=True):
-        if isinstance(found, OSError):
-            raise found
-        entries[file.relative_to(directory).as_posix()] = found
-    return entries
-
-
-def _in_parallel(
-    files: list[Path], flush: bool = False, stop: threading.Event | None = None
-) -> list[dict[str, Any] | OSError]:
-    """hashlib lets go of the GIL, so threads help."""
-
-    def digest(file: Path) -> dict[str, Any] | OSError:
-        try:
-            return _digest(file, flush, stop)
-        except OSError as error:
-            return error
-
-    if len(files) < 2:
-        return [digest(file) for file in files]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(files))) as pool:
-        return list(pool.map(digest, files))
-
-
-def _digest(file: Path, flush: bool, stop: threading.Event | None) -> dict[str, Any]:
-    sha = hashlib.sha256()
-    size = 0
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            if stop is not None and stop.is_set():
-                raise CheckpointError(f"{file.name}: it was not waited for until its digest was there")
-            sha.update(buffer[:count])
-            size += count
-        if flush:
-            os.fsync(stream.fileno())
-    return {"bytes": size, "sha256": sha.hexdigest()}
-
-
 async def _in_thread(function: Callable[[], T], stop: threading.Event) -> T:
     """Its result. Cancelling sets `stop`, and waits until the thread has noticed."""
     working = asyncio.create_task(asyncio.to_thread(function))
@@ -333,13 +214,6 @@ async def _in_thread(function: Callable[[], T], stop: threading.Event) -> T:
         if working.exception() is not None:
             logger.debug("writing a checkpoint was stopped: %s", working.exception())
         raise
-
-
-def _write(file: Path, text: str) -> None:
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _flush_directories(root: Path) -> None:

@@ -139,7 +139,7 @@ class ContractTests(Subject):
         if self.provider.forward_only:
             return
         suites = [type(self), *(each for each in _below(ContractTests) if each.name == self.name)]
-        for kind in (each for each in PARALLEL if getattr(self.can, each)):
+        for kind in filter(lambda name: getattr(self.can, name), PARALLEL):
             shown = [suite().shows(kind) for suite in suites if kind in suite.parallelism]
             if not shown:
                 raise AssertionError(
@@ -231,7 +231,7 @@ def _same_rows(whose: str, event: str, found: Rows, expected: Rows) -> None:
         check_rows(f"{name} of {whose} after {event}", found[name], rows, 0.0)
 
 
-def _below(kind: type) -> list[type[ContractTests]]:
+def _below(kind: type[ContractTests]) -> list[type[ContractTests]]:
     """All classes that were derived from it so far."""
     found: list[type[ContractTests]] = []
     for each in kind.__subclasses__():

@@ -144,7 +144,7 @@ class Subject(Part):
         return Case(
             provider=self.provider,
             strategy_config=strategy_config,
-            config_alone=strategy_config if 1 in self.sizes(variant) else self._config_alone(),
+            config_alone=strategy_config if self._runs_alone(variant) else self._config_alone(),
             model=models(values.get("scalar_task", values.get("task", "causal_lm"))),
             training=None,
             world_size=size,
@@ -216,9 +216,13 @@ class Subject(Part):
     def _on_one(self, case: Case) -> Case:
         return case.with_(world_size=1, devices=case.devices[:1], strategy_config=case.config_alone)
 
+    def _runs_alone(self, variant: str) -> bool:
+        """`world_sizes` says what is tested, `ranks_of` what a variant needs."""
+        return 1 in self.ranks_of.get(variant, (1,))
+
     def _config_alone(self) -> Mapping[str, Any]:
         for variant, config in self.variants.items():
-            if 1 in self.sizes(variant):
+            if self._runs_alone(variant):
                 return config
         pytest.fail(f"{type(self).__name__}: none of the variants {', '.join(self.variants)} runs on one rank")
 

@@ -1,0 +1,154 @@
+"""What a checkpoint says of itself, `manifest.json`: its files, their sizes and digests; and whether that is so."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+
+STEP = re.compile(r"step-(\d+)")
+"""The name of a checkpoint in its run."""
+_CHUNK_BYTES = 1 << 20
+
+
+def write_manifest(folder: Path, step: int, stop: threading.Event | None = None) -> None:
+    """Flush and digest all files that are in `folder`, and write it beside them. `stop` may be set by another thread:
+    raises `CheckpointError` soon."""
+    manifest = {"format": FORMAT, "step": step, "created": time.time(), "files": _digest_all(folder, stop)}
+    write_flushed(folder / MANIFEST, json.dumps(manifest | {"sha256": _self_digest(manifest)}, indent=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    created: float
+    """Seconds since 1970."""
+    files: Mapping[str, Mapping[str, Any]]
+    """`bytes` and `sha256` by path, relative to the checkpoint."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together, as they were written."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises `CheckpointError` if it is not as it was written."""
+    file = path / MANIFEST
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{MANIFEST} is missing") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("format"), int):
+        raise CheckpointError(f"{MANIFEST} is not one of ours")
+    if found["format"] != FORMAT:
+        raise CheckpointError(f"{MANIFEST} has format {found['format']}, this ROLL reads format {FORMAT}")
+    if found.pop("sha256", None) != _self_digest(found):
+        raise CheckpointError(f"{MANIFEST} does not have the digest that it records of itself")
+    return Manifest(step=found["step"], created=found["created"], files=found["files"])
+
+
+def verify(path: Path, *, digests: bool = True) -> list[str]:
+    """What is wrong with the checkpoint at `path`, one line for each thing; empty if it is intact.
+
+    Reads all of it; without `digests` only the manifest, and the sizes of the files.
+    """
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    whole = []
+    named = STEP.fullmatch(path.name)
+    if named and int(named[1]) != manifest.step:
+        problems.append(f"it is the checkpoint of step {manifest.step} by its {MANIFEST}")
+    for name, entry in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            problems.append(f"{name} is missing")
+        elif (size := file.stat().st_size) != entry["bytes"]:
+            problems.append(f"{name} has {size} bytes instead of {entry['bytes']}")
+        else:
+            whole.append(name)
+    if not digests:
+        return problems
+    for name, found in zip(whole, _in_parallel([path / name for name in whole]), strict=True):
+        if isinstance(found, OSError):
+            problems.append(f"{name} cannot be read: {found.strerror or found}")
+        elif found["sha256"] != manifest.files[name]["sha256"]:
+            problems.append(f"{name} does not have the digest that was recorded")
+    return problems
+
+
+def _self_digest(manifest: Mapping[str, Any]) -> str:
+    """Of what a manifest says, however it is laid out in the file."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_all(directory: Path, stop: threading.Event | None) -> dict[str, dict[str, Any]]:
+    files = sorted(p for p in directory.rglob("*") if p.is_file())
+    entries = {}
+    for file, found in zip(files, _in_parallel(files, flush=True, stop=stop), strict=True):
+        if isinstance(found, OSError):
+            raise found
+        entries[file.relative_to(directory).as_posix()] = found
+    return entries
+
+
+def _in_parallel(
+    files: list[Path], flush: bool = False, stop: threading.Event | None = None
+) -> list[dict[str, Any] | OSError]:
+    """hashlib lets go of the GIL, so threads help."""
+
+    def digest(file: Path) -> dict[str, Any] | OSError:
+        try:
+            return _digest(file, flush, stop)
+        except OSError as error:
+            return error
+
+    if len(files) < 2:
+        return [digest(file) for file in files]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(files))) as pool:
+        return list(pool.map(digest, files))
+
+
+def _digest(file: Path, flush: bool, stop: threading.Event | None) -> dict[str, Any]:
+    sha = hashlib.sha256()
+    size = 0
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            if stop is not None and stop.is_set():
+                raise CheckpointError(f"{file.name}: it was not waited for until its digest was there")
+            sha.update(buffer[:count])
+            size += count
+        if flush:
+            os.fsync(stream.fileno())
+    return {"bytes": size, "sha256": sha.hexdigest()}
+
+
+def write_flushed(file: Path, text: str) -> None:
+    """A small file, which is on the disk when this returns."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,113 @@
+"""Mixtures of experts over several ranks, each of which holds some experts whole.
+
+    tensor parallel   ranks have the same tokens: each computes what all of them want of its experts; results are added
+    expert parallel   ranks have tokens of their own, which travel to their experts, and the results back:
+
+    rank 0   a b c ─┐ all-to-all ┌─ a c e   experts 0..3 ─┐ all-to-all ┌─ a b c
+    rank 1   d e f ─┘            └─ b d f   experts 4..7 ─┘            └─ d e f
+
+Ranks without work come through every layer too, by their idle passes. What travels back with a gradient makes that of
+an expert whole for the tokens of its group; FSDP adds it up over the groups.
+
+Shapes: T tokens, H hidden size, K experts that a token chooses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from roll_core.errors import PlacementError, UnsupportedError
+from roll_core.modeling.collectives import copied, summed
+from roll_strategy_fsdp2.cut import Use, distribute, generic, local_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+EXCHANGED = "ep_dispatch_experts"
+"""How transformers' plans call experts that tokens travel to."""
+
+
+def spread_experts(path: str, module: Any, mesh: DeviceMesh) -> None:
+    """Over ranks that have the same tokens. transformers' experts pass over the index that follows their last expert,
+    once they are told that they are not all."""
+    total = int(getattr(module, "num_experts", 0))
+    uses = _cut_experts(path, module, mesh, "tensor_model_parallel_size")
+    group, here = mesh.get_group(), total // mesh.size()
+    first = here * mesh.get_local_rank()
+    own: Callable[..., Tensor] = module.forward
+
+    def forward(hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        elsewhere_TK = (chosen_TK < first) | (chosen_TK >= first + here)
+        mine_TK = torch.where(elsewhere_TK, here, chosen_TK - first)
+        weights_TK = copied(weights_TK, group).masked_fill(elsewhere_TK, 0.0)
+        with local_parameters(uses):
+            found = own(copied(hidden_TH, group), mine_TK, weights_TK)
+        return summed(found, group)
+
+    module.forward = forward
+
+
+def exchange_tokens(model: PreTrainedModel, mesh: DeviceMesh, alone: DeviceMesh) -> list[nn.Module]:
+    """Over ranks that have tokens of their own: `mesh`, of one dimension; `alone` is this rank by itself. In place;
+    parameters may be on `meta`. Returns the modules that hold the experts.
+
+    Raises `UnsupportedError` for an architecture whose experts cannot be spread so, `PlacementError` where their number
+    is no multiple of the ranks.
+    """
+    plan = _plan(model)
+    modules = model.base_model.named_modules()
+    found = {name: each for name, each in modules if plan.get(generic(name)) == EXCHANGED}
+    if not found:
+        raise UnsupportedError(
+            f"transformers brings no plan for expert parallelism with {type(model).__name__}; leave ep_size out"
+        )
+    for name, module in found.items():
+        _exchange(name, module, mesh, alone)
+    return list(found.values())
+
+
+def _plan(model: PreTrainedModel) -> Mapping[str, str]:
+    """By generic names below the base model."""
+    found: Mapping[str, str] = getattr(model.base_model, "_ep_plan", None) or model.config.base_model_ep_plan or {}
+    return found
+
+
+def _exchange(path: str, module: Any, mesh: DeviceMesh, alone: DeviceMesh) -> None:
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    uses = _cut_experts(path, module, mesh, "ep_size")
+    exchanged: Callable[..., Tensor] = AllToAllEP(module, mesh, alone)
+
+    def forward(hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        with local_parameters(uses):
+            return exchanged(hidden_TH, chosen_TK, weights_TK).to(hidden_TH.dtype)
+
+    module.forward = forward
+
+
+def _cut_experts(path: str, module: Any, mesh: DeviceMesh, key: str) -> list[Use]:
+    """Some whole experts to each rank; `key` is the configuration's, for errors."""
+    if not hasattr(module, "_is_expert_parallel"):
+        raise UnsupportedError(
+            f"{path}: experts of class {type(module).__name__} cannot be spread over ranks in this version of"
+            f" transformers; leave {key} out"
+        )
+    total, size = int(module.num_experts), mesh.size()
+    uses = []
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.shape[0] != total or total % size:
+            raise PlacementError(
+                f"{key} {size} does not divide the {total} experts of {path}, of which each rank holds some; {name} is"
+                f" {tuple(parameter.shape)}"
+            )
+        distribute(module, name, mesh, Shard(0))
+        uses.append(Use(module, name, Shard(0)))
+    module.num_experts, module._is_expert_parallel = total // size, True
+    return uses

@@ -1,0 +1,111 @@
+"""Attention over a ring of ranks equals attention over all tokens, forwards and backwards. Ranks are threads here: that
+processes compute the same is in the tests of the strategies that use it."""
+
+import queue
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from roll_core.modeling import ring_attention
+from roll_core.modeling.attention import How, attend_flat
+from roll_core.modeling.ring_attention import blocks, chunks
+
+HEADS, KEY_HEADS, SIZE = 4, 2, 8
+
+
+class ThreadRing:
+    """Of which each thread is a rank."""
+
+    def __init__(self, rank, mailboxes):
+        self.rank, self.size, self.mailboxes = rank, len(mailboxes), mailboxes
+
+    def pass_on(self, tensor):
+        self.mailboxes[(self.rank + 1) % self.size].put(tensor.clone())
+        return SimpleNamespace(wait=lambda: self.mailboxes[self.rank].get(timeout=30))
+
+
+def filled_up(lengths, ranks):
+    more = -sum(lengths) % (2 * ranks)
+    return (*lengths, more) if more else tuple(lengths)
+
+
+def own_tokens(rank, ranks, num_tokens):
+    length = num_tokens // (2 * ranks)
+    return torch.cat([torch.arange(start, start + length) for start, _ in chunks(rank, ranks, length)])
+
+
+def with_gradients(attend, tensors, weights):
+    tensors = [each.detach().requires_grad_() for each in tensors]
+    found = attend(*tensors)
+    return [found.detach(), *torch.autograd.grad((found * weights).sum(), tensors)]
+
+
+def around(ranks, tensors, weights, how):
+    """Outputs and gradients of each rank's tokens, by rank."""
+    mailboxes = [queue.Queue() for _ in range(ranks)]
+    answers = [None] * ranks
+
+    def work(rank):
+        mine = own_tokens(rank, ranks, sum(how.lengths))
+        ring = ThreadRing(rank, mailboxes)
+
+        def attend(query, key, value):
+            return ring_attention._Ring.apply(query[0], key[0], value[0], how, ring)[None]
+
+        answers[rank] = with_gradients(attend, [each[:, :, mine] for each in tensors], weights[:, mine])
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return answers
+
+
+@pytest.mark.parametrize("window", [0, 4], ids=["", "window"])
+@pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["", "softcap"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("lengths", [[17], [5, 1, 9, 3, 12, 2, 7], [1], [2, 30]], ids=str)
+def test_a_ring_computes_what_one_rank_computes(monkeypatch, lengths, ranks, window, softcap):
+    monkeypatch.setattr(ring_attention, "MAX_SCORES", 200)  # so that blocks are cut
+    how = How(lengths=filled_up(lengths, ranks), scale=SIZE**-0.5, window=window, softcap=softcap)
+    drawn = torch.Generator().manual_seed(len(lengths))
+    num_tokens = sum(how.lengths)
+    tensors = [torch.randn(1, heads, num_tokens, SIZE, generator=drawn) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    weights = torch.randn(1, num_tokens, HEADS, SIZE, generator=drawn)
+    out, *gradients = with_gradients(lambda *qkv: attend_flat(*qkv, how), tensors, weights)
+    for rank, (found, *found_gradients) in enumerate(around(ranks, tensors, weights, how)):
+        mine = own_tokens(rank, ranks, num_tokens)
+        torch.testing.assert_close(found, out[:, mine], rtol=0, atol=1e-5)
+        for one, other in zip(found_gradients, gradients, strict=True):
+            torch.testing.assert_close(one, other[:, :, mine], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_blocks_hold_every_pair_of_query_and_key_that_see_each_other_once(window):
+    lengths, ranks = (3, 8, 1, 4), 2
+    starts = torch.tensor([0, 3, 11, 12, 16])
+    segment = torch.bucketize(torch.arange(16), starts, right=True)
+    distance = torch.arange(16)[:, None] - torch.arange(16)
+    sees = (segment[:, None] == segment) & (distance >= 0) & ((distance < window) if window else True)
+    found = torch.zeros(16, 16, dtype=torch.int64)
+    for rank in range(ranks):
+        for other in range(ranks):
+            queries, keys = own_tokens(rank, ranks, 16), own_tokens(other, ranks, 16)
+            for block in blocks(rank, other, ranks, lengths, window):
+                rows, columns = queries[block.queries], keys[block.keys]
+                hidden = block.hidden(window, torch.device("cpu"))
+                seen = torch.ones(len(rows), len(columns), dtype=torch.bool) if hidden is None else ~hidden
+                assert seen.any(dim=1).all()
+                found[rows[:, None], columns] += seen
+    assert torch.equal(found, sees.long())
+
+
+def test_a_long_sequence_is_as_much_work_for_each_rank():
+    def work(rank):
+        every = (block for other in range(4) for block in blocks(rank, other, 4, (4096,), 0))
+        return sum((each.queries.stop - each.queries.start) * (each.keys.stop - each.keys.start) for each in every)
+
+    assert len({work(rank) for rank in range(4)}) == 1
