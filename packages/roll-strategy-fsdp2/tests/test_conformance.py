@@ -69,4 +69,5 @@ class TestExperts(TrainStrategyConformance):
 
     def model(self, task: Task, folder: Path) -> ModelSpec:
         """A mixture."""
-        return write_checkpoint(folder, MOE, task=task, vocab_size=self.vocab_size)
+        mixture = {key: value for key, value in MOE.items() if key != "vocab_size"}
+        return write_checkpoint(folder, mixture, task=task, vocab_size=self.vocab_size)
