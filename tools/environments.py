@@ -21,9 +21,15 @@ ENVIRONMENTS = REPOSITORY / ".engines"
 
 
 def environment(
-    name: str, requirements: Sequence[str], *, remove: Sequence[str] = (), also: Sequence[Any] = ()
+    name: str,
+    requirements: Sequence[str],
+    *,
+    alone: Sequence[str] = (),
+    remove: Sequence[str] = (),
+    also: Sequence[Any] = (),
 ) -> Path:
-    """The interpreter of an environment that holds `requirements`, without the packages `remove`.
+    """The interpreter of an environment that holds `requirements`, and `alone` without what these require; without the
+    packages `remove`.
 
     Made on first use, and made anew when one of these or `also` (plain values) has changed. Requirements are what pip
     takes, `-e FOLDER` included, in a folder relative to the repository.
@@ -31,14 +37,17 @@ def environment(
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
     stamp = folder / "requirements.json"
-    wanted = json.dumps([list(requirements), list(remove), *also])
+    wanted = json.dumps([list(requirements), list(alone), list(remove), *also])
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     run = str(REPOSITORY / "run")
     quiet: dict[str, Any] = {"check": True, "cwd": REPOSITORY, "stdout": sys.stderr}
     subprocess.run([run, "venv", "--python", sys.executable, str(folder)], **quiet)
-    subprocess.run([run, "pip", "install", "--compile-bytecode", "--python", str(python), *requirements], **quiet)
+    install = [run, "pip", "install", "--compile-bytecode", "--python", str(python)]
+    subprocess.run([*install, *requirements], **quiet)
+    if alone:
+        subprocess.run([*install, "--no-deps", *alone], **quiet)
     if remove:
         subprocess.run([run, "pip", "uninstall", "--python", str(python), *remove], **quiet)
     stamp.write_text(wanted, encoding="utf-8")

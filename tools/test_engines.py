@@ -1,8 +1,9 @@
 """`./run test-engines [NAME...] [PYTEST ARGUMENTS...]`: tests of the plugins that wrap an engine, beside the engine.
 
 An engine is the extra `engine` of a package under `packages/`, or what its table `[tool.roll.engine]` says:
-`requirements`, without the distributions to `remove` again. Its name is the end of the package's: `deepspeed` of
-`roll-strategy-deepspeed`. Each gets an environment of its own under `.engines/`, made of the repository's own files;
+`requirements`, distributions to install `alone`, without what these require, and distributions to `remove` again. Its
+name is the end of the package's: `deepspeed` of `roll-strategy-deepspeed`. Each gets an environment of its own under
+`.engines/`, made of the repository's own files;
 where the table says `workspace = true`, the workspace's environment has all that it needs.
 
 The tests run with `ROLL_CONFORMANCE=full`: what is not installed is a failure, and nothing is left out to save time.
@@ -76,6 +77,7 @@ def engine_python(name: str, package: Path) -> Path:
     return environment(
         name,
         [*(word for folder in here for word in ("-e", folder)), *engine.get("requirements", []), *tools],
+        alone=engine.get("alone", []),
         remove=engine.get("remove", []),
         also=[pins, *(read(folder / "pyproject.toml")["project"] for folder in (*plain, package))],
     )

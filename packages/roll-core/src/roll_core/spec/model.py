@@ -73,6 +73,8 @@ class MeshInfo:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """Free port on rank 0's host, the same for all ranks; 0 where `world_size` is 1."""
+    num_slots: int = 1
+    """Slots of this worker (`num_gpus_per_worker`)."""
     num_threads: int = 0
     """Threads for computation on the host; 0 leaves the library's choice."""
     timeout_s: float = 600.0

@@ -21,6 +21,7 @@ def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s:
         backend=backend,
         master_addr=peers.master_addr,
         master_port=peers.master_port,
+        num_slots=max(1, len(place.slots)),
         num_threads=place.num_threads,
         timeout_s=timeout_s,
     )

@@ -1,0 +1,1 @@
+"""Infer strategy on SGLang, for ROLL."""

@@ -1,0 +1,75 @@
+"""`strategy_config` of `sglang`: the engine's own arguments under their own names, but for those that others decide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, create_model, model_validator
+
+from roll_core.spec.config import PositiveInt, StrategyConfig
+from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
+
+if TYPE_CHECKING:
+    _EngineKeys = StrategyConfig
+else:
+    _EngineKeys = create_model(
+        "_EngineKeys",
+        __base__=StrategyConfig,
+        **dict.fromkeys((*PASSED_ON, *DECIDED_ELSEWHERE), (Any, None)),
+    )
+    """Each argument that SGLang has, so that an unknown one is refused with the nearest name; SGLang judges the
+    values."""
+
+
+class SglangConfig(_EngineKeys):
+    """What is not given is left to SGLang, where nothing else is said."""
+
+    tp_size: PositiveInt | None = None
+    """Slots over which each layer is spread; as many as a worker has (`num_gpus_per_worker`) where not given."""
+    mem_fraction_static: float = Field(default=0.8, gt=0, lt=1)
+    """Share of the device's free memory for weights and cache. On a CPU: of the host's."""
+    max_total_tokens: PositiveInt | None = None
+    """Tokens whose keys and values the cache holds, where that is less than `mem_fraction_static` allows; on a CPU
+    65,536 where not given."""
+    context_length: PositiveInt | None = None
+    """Longest sequence, prompt and response; the model's own limit where not given."""
+    max_running_requests: PositiveInt | None = None
+    """Sequences that are decoded together; further ones wait."""
+    chunked_prefill_size: int | None = None
+    """Tokens of prompts computed in one step, longer ones in pieces; -1 computes each at once."""
+    page_size: PositiveInt | None = None
+    """Tokens of a page of the cache."""
+    disable_radix_cache: bool = False
+    """Compute equal beginnings of prompts anew. The cache is dropped with every weight update."""
+    attention_backend: str | None = None
+    """Kernels of attention."""
+    disable_cuda_graph: bool | None = None
+    """Launch kernels one by one."""
+    load_format: str = "auto"
+    """How the model's files are read at the start; `dummy` draws random weights instead, which the first publish
+    replaces."""
+    schedule_policy: str = "fcfs"
+    """Who is served first where not all can be, among requests of equal priority."""
+    enable_priority_scheduling: bool = True
+    """Heed the requests' priorities; none is interrupted for a more urgent one."""
+    host: str = "127.0.0.1"
+    """Address at which the server listens, OpenAI's routes (`/v1`) among others. Whoever reaches it can draw from the
+    model; weights and other requests are out of reach without the worker's key."""
+    bucket_mib: PositiveInt = 64
+    """Of published weights that are on their way into the engine's processes at a time; a larger tensor travels
+    alone."""
+
+    @model_validator(mode="after")
+    def _refuse_what_others_decide(self) -> SglangConfig:
+        for name in sorted(self.model_fields_set & DECIDED_ELSEWHERE.keys()):
+            raise ValueError(f"{name} {DECIDED_ELSEWHERE[name]}")
+        return self
+
+    def slots_per_worker(self) -> int | None:
+        """As many as the model is spread over; as the role says where this is not given."""
+        return self.tp_size
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """What goes to SGLang as it is: what was given, and what has a value by default."""
+        found = {name: getattr(self, name) for name in type(self).model_fields if name != "bucket_mib"}
+        return {name: value for name, value in found.items() if value is not None or name in self.model_fields_set}

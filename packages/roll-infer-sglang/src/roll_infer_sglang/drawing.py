@@ -1,0 +1,98 @@
+"""One output of a request on its way: what is drawn of it, over interruptions, and whether that is its end."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.types import CompletionOutput
+from roll_infer_sglang.sampling import logprobs_of, versions_of
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Sequence
+
+    from roll_core.types import FinishReason, Floats, GenerateRequest
+
+
+@dataclass(slots=True, eq=False)
+class Draw:
+    """Lives as long as the call of `generate`."""
+
+    request: GenerateRequest
+    index: int
+    answer: asyncio.Future[dict[str, Any]]
+    """SGLang's last word on what was asked last."""
+    name: str = ""
+    """Under which SGLang knows what was asked last; no other begins so."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    prompt_logprobs: Floats | None = None
+    asked: bool = False
+    """Whether `answer` is on its way, or was."""
+    aborted: bool = False
+    """By who asked for it; an update interrupts too."""
+
+    @property
+    def prompt(self) -> list[int]:
+        """All that is there."""
+        return [*self.request.prompt_ids.tolist(), *self.tokens]
+
+    def take(self, answer: dict[str, Any], version: int) -> None:
+        """Add what SGLang has drawn. `version` is that of tokens of which it says none."""
+        meta = answer["meta_info"]
+        logprobs = logprobs_of(meta.get("output_token_logprobs")).tolist()
+        tokens = answer["output_ids"][: len(logprobs)]
+        if self.request.prompt_logprobs and self.index == 0 and self.prompt_logprobs is None:
+            self.prompt_logprobs = logprobs_of(meta.get("input_token_logprobs"))
+        self.tokens += tokens
+        self.logprobs += logprobs[: len(tokens)]
+        self.versions += versions_of(meta, len(tokens), version)
+
+    def end(
+        self, end_ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None
+    ) -> tuple[int, FinishReason, str | int | None] | None:
+        """Where what is drawn ends, why, and by which stop; None if it does not. `decode` is needed for stop strings.
+
+        SGLang looks for stop strings among as many tokens as it would write them with, and not at all at a token that
+        was drawn while the request was interrupted.
+        """
+        params = self.request.params
+        found: list[tuple[int, FinishReason, str | int | None]] = []
+        if not params.ignore_eos:
+            ends = {*end_ids, *params.stop_token_ids}
+            at = next((at for at, token in enumerate(self.tokens) if token in ends), None)
+            if at is not None:
+                found.append((at + 1, "stop", self.tokens[at]))
+            if params.stop and decode is not None:
+                found += _stop_strings(self.tokens, params.stop, decode)
+        if len(self.tokens) >= params.max_new_tokens:
+            found.append((params.max_new_tokens, "length", None))
+        return min(found, key=lambda each: each[0], default=None)
+
+    def output(self, num: int, reason: FinishReason, stop: str | int | None) -> CompletionOutput:
+        """The first `num` tokens, as the contract has them."""
+        return CompletionOutput(
+            token_ids=np.asarray(self.tokens[:num], np.int64),
+            logprobs=np.asarray(self.logprobs[:num], np.float32),
+            versions=np.asarray(self.versions[:num], np.int32),
+            finish_reason=reason,
+            stop=stop,
+        )
+
+
+def _stop_strings(
+    tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> list[tuple[int, FinishReason, str | int | None]]:
+    """The end by the first stop string to be complete."""
+    text = decode(tokens)
+    if not any(stop in text for stop in stops):
+        return []
+    num = bisect_left(range(len(tokens) + 1), True, key=lambda num: any(stop in decode(tokens[:num]) for stop in stops))
+    text = decode(tokens[:num])
+    _, _, stop = min((text.find(stop), order, stop) for order, stop in enumerate(stops) if stop in text)
+    return [(num, "stop", stop)]

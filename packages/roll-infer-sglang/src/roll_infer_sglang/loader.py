@@ -1,0 +1,78 @@
+"""SGLang's end of a weight update, in each of the engine's processes.
+
+SGLang calls `act` (its argument `custom_weight_loader`) with the model and "tensors", of which the only one is empty
+and named by a message of ours. The answer goes into a file, as SGLang's own says only whether something was raised, and
+what is raised here would end the engine.
+
+    compare   names and shapes of a manifest against the model, before anything is touched
+    load      one bucket, by the model's own loader: each process takes its part of each tensor
+    digest    of what is held, read back
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.runtime_context import get_parallel
+
+from roll_core.modeling.buckets import BucketInfo, read_bucket
+from roll_core.spec.weights import digest
+from roll_infer_sglang.held import locate, parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+
+def act(model: nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> None:
+    """Do what the message says, and answer."""
+    import torch
+
+    message = json.loads(named_tensors[0][0])
+    rank = get_parallel().tp_rank
+    try:
+        with torch.no_grad():
+            answer = {"done": ACTS[message["act"]](model, message, rank)}
+    except Exception as error:  # the worker raises it
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    path = os.path.join(message["answers"], str(rank))
+    with open(f"{path}.part", "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+    os.replace(f"{path}.part", path)
+
+
+def compare(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What of the manifest's names and shapes this process has otherwise, does not have, and misses."""
+    unknown, shapes, covered = [], {}, set()
+    for name, shape in message["tensors"]:
+        try:
+            part = locate(model, name)
+        except KeyError:
+            unknown.append(name)
+            continue
+        covered.add(part.key)
+        if list(part.shape) != shape:
+            shapes[name] = list(part.shape)
+    missing = [name for name, part in parts(model) if part.key not in covered]
+    return {"unknown": unknown, "shapes": shapes, "missing": missing}
+
+
+def load(model: Any, message: dict[str, Any], rank: int) -> None:
+    """Take in one bucket. When this is answered the bucket may be filled again."""
+    model.load_weights(list(read_bucket(BucketInfo(**message["bucket"]))))
+
+
+def digests(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, str]:
+    """Of these tensors, as the engine computes with them; the first rank answers for all."""
+    found = {}
+    for name in message["tensors"]:
+        whole = locate(model, name).whole()
+        if rank == 0:
+            found[name] = digest(whole)
+    return found
+
+
+ACTS: dict[str, Callable[[Any, dict[str, Any], int], Any]] = {"compare": compare, "load": load, "digest": digests}

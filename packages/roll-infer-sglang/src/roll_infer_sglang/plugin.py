@@ -1,0 +1,37 @@
+"""What this package offers. Imports neither torch nor SGLang."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import InferCapabilities, InferProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+
+VERSIONS = ">=0.5.20,<0.5.21"
+"""Of SGLang: each release has other arguments and other insides."""
+CAPABILITIES = InferCapabilities(
+    dtypes=("fp32", "bf16"),
+    prompt_logprobs=True,
+    in_flight_update=True,
+    endpoint=True,
+    weight_transports=("shm", "collective", "shared"),
+)
+
+
+@hookimpl
+def roll_infer_strategies() -> Iterator[InferProvider]:
+    """The engine, for roles that generate."""
+    yield InferProvider(
+        name="sglang",
+        target="roll_infer_sglang.strategy:SglangStrategy",
+        config="roll_infer_sglang.config:SglangConfig",
+        needs=(f"sglang{VERSIONS}",),
+        summary="Generates with an SGLang server of the worker's own: radix cache, tensor parallelism, OpenAI endpoint",
+        capabilities=CAPABILITIES,
+        platforms=("cpu", "cuda"),
+    )

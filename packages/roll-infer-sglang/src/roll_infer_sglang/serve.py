@@ -1,0 +1,73 @@
+"""The server's process: `python -m roll_infer_sglang.serve`, with SGLang's arguments as JSON on standard input.
+
+Standard input stays open as long as the worker lives; when it ends, so do this process and all that it started. What it
+has to say (that it is ready) it writes to the descriptor that it was given; its output is SGLang's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+LOOK_S = 0.05
+"""Between two looks whether the server is open."""
+
+
+def main() -> None:
+    """Serve until killed."""
+    message: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_worker, daemon=True).start()
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+
+    from roll_infer_sglang.sampler import Carrier
+
+    def tell(**said: Any) -> None:
+        with os.fdopen(message["ready"], "w", encoding="utf-8") as pipe:
+            json.dump(said, pipe)
+
+    known = set(ServerArgs.__struct_fields__)
+    arguments: dict[str, Any] = message["arguments"]
+    if unknown := {name: difflib.get_close_matches(name, known, 1) for name in arguments if name not in known}:
+        tell(unknown=unknown)
+        return
+    launch_server(
+        ServerArgs(**arguments),
+        execute_warmup_func=_wait_until_open,
+        launch_callback=lambda: tell(carrier=Carrier.to_str()),
+    )
+
+
+def _wait_until_open(server_args: Any) -> bool:
+    """In the place of SGLang's warm-up, which asks for a text that small vocabularies and contexts do not hold."""
+    import requests
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    while True:
+        try:
+            requests.get(f"{server_args.url()}/model_info", timeout=5)
+            break
+        except requests.RequestException:
+            time.sleep(LOOK_S)
+    get_global_state().tokenizer_manager.server_status = ServerStatus.Up
+    return True
+
+
+def _end_with_worker() -> None:
+    while os.read(0, 4096):
+        pass
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

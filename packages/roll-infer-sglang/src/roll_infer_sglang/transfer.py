@@ -1,0 +1,105 @@
+"""Weights from the worker to the engine's processes, and back: what `loader` is asked, and what it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.modeling.buckets import BucketWriter, Incoming
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from roll_core.types import WeightManifest
+    from roll_infer_sglang.server import Server
+
+LOADER = "roll_infer_sglang.loader.act"
+"""What SGLang calls in its processes."""
+
+
+class Transfer:
+    """The engine has `num_ranks` processes that hold weights; nothing runs in them while this is used."""
+
+    def __init__(self, who: str, server: Server, num_ranks: int, bucket_bytes: int) -> None:
+        self._who, self._server, self._num_ranks = who, server, num_ranks
+        self._writer = BucketWriter(bucket_bytes)
+        self._answers = Path(tempfile.mkdtemp(prefix="roll-sglang-answers-"))
+
+    def close(self) -> None:
+        """Give memory and files back. May be called several times."""
+        self._writer.close()
+        shutil.rmtree(self._answers, ignore_errors=True)
+
+    async def compare(self, manifest: WeightManifest) -> None:
+        """Refuse a manifest that is not this model's, before anything is touched."""
+        entries = [(entry.name, list(entry.shape)) for entry in manifest.tensors]
+        for answer in await self._act("compare", tensors=entries):
+            if answer["unknown"]:
+                raise UnexpectedTensorError(
+                    f"{self._who}: was sent {answer['unknown'][0]}, which SGLang's model does not have, or holds in a"
+                    f" form that cannot be read back ({len(answer['unknown'])} such tensors)"
+                )
+            for name, shape in answer["shapes"].items():
+                sent = next(list(entry.shape) for entry in manifest.tensors if entry.name == name)
+                raise CorruptTensorError(
+                    f"{self._who}: {name} is {sent} in the manifest, and {shape} in SGLang's model"
+                )
+            if answer["missing"]:
+                raise MissingTensorError(
+                    f"{self._who}: {answer['missing'][0]} is not in the manifest of version {manifest.version}"
+                    f" ({len(answer['missing'])} such tensors)"
+                )
+
+    async def load(self, manifest: WeightManifest, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """All tensors, bucket by bucket."""
+        incoming = Incoming(self._who, manifest, tensors)
+        following = await asyncio.to_thread(next, incoming, None)
+        while following is not None:
+            bucket, following = await asyncio.to_thread(self._writer.fill, incoming, following)
+            await self._act("load", bucket=bucket.plain())
+        incoming.refuse_missing()
+
+    async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
+        """Of what the engine holds. Its tokens are of the manifest's version from here on."""
+        names = [entry.name for entry in manifest.tensors]
+        answers = await self._act("digest", tensors=names, version=str(manifest.version))
+        return {name: digest for answer in answers for name, digest in answer.items()}
+
+    async def _act(self, act: str, *, version: str | None = None, **message: Any) -> list[Any]:
+        """What each of the engine's processes answers."""
+        payload = _payload(json.dumps({"act": act, "answers": str(self._answers), **message}))
+        body = {
+            "serialized_named_tensors": [payload] * self._num_ranks,
+            "load_format": LOADER,
+            "flush_cache": False,
+            "weight_version": version,
+        }
+        await self._server.ask("/update_weights_from_tensor", body)
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> list[Any]:
+        found = []
+        for rank in range(self._num_ranks):
+            file = self._answers / str(rank)
+            answer = json.loads(file.read_text(encoding="utf-8"))
+            file.unlink()
+            if "error" in answer:
+                raise WeightSyncError(f"{self._who}: SGLang's process of rank {rank} failed: {answer['error']}")
+            found.append(answer["done"])
+        return found
+
+
+def _payload(message: str) -> str:
+    """An empty tensor of that name, as SGLang unpickles it."""
+    import torch
+
+    return base64.b64encode(pickle.dumps([(message, torch.empty(0))])).decode()

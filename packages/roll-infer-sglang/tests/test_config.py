@@ -1,0 +1,75 @@
+"""`strategy_config` of `sglang`, as `roll-core check` judges it: without SGLang."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
+from roll_infer_sglang.config import SglangConfig
+
+
+def test_a_worker_takes_the_slots_that_a_layer_is_spread_over():
+    assert SglangConfig().slots_per_worker() is None  # as the role says
+    assert SglangConfig(tp_size=4).slots_per_worker() == 4
+
+
+def test_the_engines_own_arguments_go_to_it_as_they_are():
+    given = {"context_length": 512, "attention_backend": "fa3", "triton_attention_num_kv_splits": 4}
+    assert SglangConfig.model_validate(given).engine_arguments().items() >= given.items()
+
+
+def test_what_is_not_given_is_left_to_the_engine():
+    assert SglangConfig().engine_arguments() == {
+        "mem_fraction_static": 0.8,
+        "disable_radix_cache": False,
+        "load_format": "auto",
+        "schedule_policy": "fcfs",
+        "enable_priority_scheduling": True,
+        "host": "127.0.0.1",
+    }
+
+
+def test_an_argument_that_is_given_as_nothing_goes_to_the_engine_as_nothing():
+    assert SglangConfig.model_validate({"max_queued_requests": None}).engine_arguments()["max_queued_requests"] is None
+
+
+@pytest.mark.parametrize("name", DECIDED_ELSEWHERE)
+def test_what_others_decide_is_refused_with_the_reason(name):
+    with pytest.raises(ValidationError) as caught:
+        SglangConfig.model_validate({name: 1})
+    assert f"{name} {DECIDED_ELSEWHERE[name]}" in str(caught.value)
+
+
+def test_no_argument_is_both_passed_on_and_refused():
+    assert not set(PASSED_ON) & set(DECIDED_ELSEWHERE)
+    assert not set(PASSED_ON) & set(SglangConfig.__annotations__)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 80])
+def test_a_share_of_the_memory_is_a_share(share):
+    with pytest.raises(ValidationError, match="mem_fraction_static"):
+        SglangConfig(mem_fraction_static=share)
+
+
+def test_check_names_the_nearest_argument(tmp_path, capsys):
+    from roll_core.cli.main import main
+
+    (tmp_path / "run.yaml").write_text(
+        "pipeline: rlvr\n"
+        "max_steps: 1\n"
+        "pretrain: model\n"
+        "actor_train:\n"
+        "  data_args: {file_name: rows.jsonl}\n"
+        "  strategy_args: {strategy_name: hf_train}\n"
+        "actor_infer:\n"
+        "  strategy_args:\n"
+        "    strategy_name: sglang\n"
+        "    strategy_config: {mem_fraction: 0.7}\n"
+        "rewards: {math: {reward: math_rule}}\n",
+        encoding="utf-8",
+    )
+    assert main(["check", str(tmp_path / "run.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "actor_infer.strategy_args.strategy_config.mem_fraction" in said
+    assert "did you mean mem_fraction_static?" in said

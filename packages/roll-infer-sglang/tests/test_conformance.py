@@ -1,0 +1,16 @@
+"""The contract of infer strategies. Without SGLang only what needs none of it runs."""
+
+from __future__ import annotations
+
+from sglang_on_a_cpu import ON_A_CPU
+
+from roll_core.testing import InferStrategyConformance
+
+
+class TestSglang(InferStrategyConformance):
+    name = "sglang"
+    variants = {"default": ON_A_CPU}  # noqa: RUF012
+    timeout_s = 300.0
+
+    def processes(self, strategy):
+        return strategy._server.processes()

@@ -1,0 +1,123 @@
+"""Requests as SGLang gets them, what of them it could not serve, and where outputs end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roll_core.errors import UnsupportedError
+from roll_core.types import GenerateRequest, SamplingParams
+from roll_infer_sglang.drawing import Draw
+from roll_infer_sglang.sampling import ENDS, MIN_NEW, SEED, check_served, output_seed, sampling_params
+
+
+def request(prompt=(1, 2, 3), n=1, **params):
+    return GenerateRequest(
+        id="r", prompt_ids=np.asarray(prompt), n=n, params=SamplingParams(**{"max_new_tokens": 4, **params})
+    )
+
+
+def drawn(tokens, **params):
+    return Draw(request=request(**params), index=0, answer=None, tokens=list(tokens))
+
+
+def said(tokens, *, spans=(), prompt=None):
+    """An answer of SGLang's."""
+    logprobs = [[-0.5 - token, token, None] for token in tokens]
+    meta = {"output_token_logprobs": logprobs, "finish_reason": {"type": "abort"}, "weight_versions": list(spans)}
+    if prompt is not None:
+        meta["input_token_logprobs"] = prompt
+    return {"output_ids": list(tokens), "meta_info": meta}
+
+
+# -- one way -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        (request(repetition_penalty=1.1), "repetition_penalty is 1.1"),
+        (request(stop=tuple(map(str, range(33)))), "at most 32"),
+    ],
+)
+def test_what_sglang_does_otherwise_is_refused(refused, words):
+    with pytest.raises(UnsupportedError, match=words):
+        check_served(refused)
+
+
+def test_what_can_be_served_is_not_refused():
+    check_served(request(temperature=5.0, top_p=0.9, top_k=3, min_p=0.1, seed=3, min_new_tokens=2, stop=("a", "b")))
+
+
+def test_parameters_have_sglangs_names_and_values():
+    found = sampling_params(request(top_k=0, temperature=0.5, stop_token_ids=(9,)), 0, 0, (1,))
+    assert (found["top_k"], found["temperature"], found["stop_token_ids"]) == (-1, 0.5, [1, 9])
+    assert "custom_params" not in found
+    assert "stop" not in found
+
+
+def test_only_the_rest_is_asked_for_after_an_interruption():
+    found = sampling_params(request(max_new_tokens=10, min_new_tokens=6), 0, 4, (1,))
+    assert found["max_new_tokens"] == 6
+    assert found["custom_params"] == {MIN_NEW: 3 + 6, ENDS: [1]}  # counted from the prompt as the user gave it
+    assert "custom_params" not in sampling_params(request(max_new_tokens=10, min_new_tokens=6), 0, 6, (1,))
+
+
+def test_seeds_are_only_for_what_is_drawn():
+    assert SEED in sampling_params(request(seed=3), 0, 0, ())["custom_params"]
+    assert "custom_params" not in sampling_params(request(seed=3, temperature=0.0), 0, 0, ())
+
+
+def test_ignore_eos_leaves_no_ends():
+    found = sampling_params(request(ignore_eos=True, stop=("a",), stop_token_ids=(4,), min_new_tokens=2), 0, 0, (1,))
+    assert found["ignore_eos"]
+    assert found["stop_token_ids"] == []
+    assert not {"stop", "custom_params"} & found.keys()
+
+
+def test_seeds_of_outputs_and_of_neighbouring_requests_differ():
+    seeds = {output_seed(seed, index) for seed in range(100) for index in range(100)}
+    assert len(seeds) == 10_000
+    assert max(seeds) < 2**63
+    assert output_seed(7, 3) == output_seed(7, 3)
+
+
+# -- the other way -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_drawn_over_an_interruption_is_one_output():
+    draw = drawn([], max_new_tokens=8)
+    draw.take(said([5, 6], spans=[{"version": "3", "start": 0, "end": 2}]), 0)
+    draw.take(said([7]), 4)
+    assert draw.end((1,), None) is None
+    output = draw.output(3, "abort", None)
+    assert output.token_ids.tolist() == [5, 6, 7]
+    assert output.logprobs.tolist() == [-5.5, -6.5, -7.5]
+    assert output.versions.tolist() == [3, 3, 4]
+    assert draw.prompt == [1, 2, 3, 5, 6, 7]
+
+
+def test_the_first_token_of_a_prompt_has_no_logprob():
+    draw = Draw(
+        request=GenerateRequest(id="r", prompt_ids=np.asarray([1, 2]), params=SamplingParams(), prompt_logprobs=True),
+        index=0,
+        answer=None,
+    )
+    draw.take(said([5], prompt=[[None, 1, None], [-0.25, 2, None]]), 0)
+    assert draw.prompt_logprobs.tolist() == [0.0, -0.25]
+
+
+def test_an_end_token_that_was_drawn_during_an_interruption_ends_it():
+    assert drawn([5, 9, 6], stop_token_ids=(9,)).end((1,), None) == (2, "stop", 9)
+    assert drawn([5, 1], max_new_tokens=2).end((1,), None) == (2, "stop", 1)
+    assert drawn([5, 1], max_new_tokens=2, ignore_eos=True).end((1,), None) == (2, "length", None)
+    assert drawn([5, 6, 7, 8, 9], max_new_tokens=4).end((1,), None) == (4, "length", None)
+
+
+def test_a_stop_string_over_an_interruption_ends_at_the_token_that_completes_it():
+    def decode(tokens):
+        return "".join("abcdefghij"[token] for token in tokens)
+
+    assert drawn([0, 2, 3, 4], max_new_tokens=9, stop=("de", "cd")).end((), decode) == (3, "stop", "cd")
+    assert drawn([0, 2, 4], max_new_tokens=9, stop=("cd",)).end((), decode) is None
+    assert drawn([0, 2, 3], max_new_tokens=9, stop=("cd",), stop_token_ids=(0,)).end((), decode) == (1, "stop", 0)
