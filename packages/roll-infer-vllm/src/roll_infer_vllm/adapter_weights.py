@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
-from roll_infer_vllm.updates import Incoming, Loader
+from roll_infer_vllm.updates import Loader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from roll_core.modeling.buckets import Incoming
     from roll_core.spec.model import LoraSpec
     from roll_core.types import TensorEntry, WeightManifest
 

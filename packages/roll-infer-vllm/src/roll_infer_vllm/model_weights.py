@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
-from roll_infer_vllm.buckets import BucketWriter
-from roll_infer_vllm.updates import Incoming, Loader
+from roll_core.modeling.buckets import BucketWriter
+from roll_infer_vllm.updates import Loader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from roll_core.modeling.buckets import Incoming
     from roll_core.types import TensorEntry, WeightManifest
 
 

@@ -6,11 +6,12 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
+from roll_core.errors import StaleWeightsError
+from roll_core.modeling.buckets import Incoming
 from roll_core.types import WeightReceipt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -75,36 +76,3 @@ class WeightUpdates:
     def close(self) -> None:
         """Give back what loading took."""
         self._loader.close()
-
-
-class Incoming:
-    """The sender's tensors, each held against its entry in the manifest."""
-
-    def __init__(self, who: str, manifest: WeightManifest, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        self._who, self._version, self._tensors = who, manifest.version, tensors
-        self._expected = {entry.name: entry for entry in manifest.tensors}
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, Tensor]:
-        from roll_core.spec.weights import dtype_name
-
-        name, tensor = next(self._tensors)
-        entry = self._expected.pop(name, None)
-        if entry is None:
-            raise UnexpectedTensorError(f"{self._who}: was sent {name}, which the manifest does not have, or has once")
-        if dtype_name(tensor) != entry.dtype or tuple(tensor.shape) != entry.shape:
-            raise CorruptTensorError(
-                f"{self._who}: {name} arrived as {dtype_name(tensor)} {list(tensor.shape)}; the manifest says"
-                f" {entry.dtype} {list(entry.shape)}"
-            )
-        return name, tensor
-
-    def refuse_missing(self) -> None:
-        """Raise `MissingTensorError` for what did not come."""
-        if self._expected:
-            raise MissingTensorError(
-                f"{self._who}: {min(self._expected)} was not sent of version {self._version}"
-                f" ({len(self._expected)} such tensors)"
-            )
