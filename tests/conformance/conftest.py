@@ -91,7 +91,8 @@ def engine_suites(environ, tmp_path_factory):
 def outcome(names, chosen, environ, tmp_path_factory):
     report = tmp_path_factory.mktemp("report") / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", chosen]
-    command += [f"--junitxml={report}", *(str(HERE / "suites" / name) for name in names)]
+    command += ["-n", "2", "--dist", "loadscope", f"--junitxml={report}"]
+    command += [str(HERE / "suites" / name) for name in names]
     done = subprocess.run(command, env=environ, cwd=HERE.parents[1], capture_output=True, text=True, timeout=900)
     assert done.returncode == 1, done.stdout + done.stderr  # some failed, as they should
     return Outcome(report)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.timeout(960)  # the first of them waits for the suite, a minute where nothing else runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(960)]  # the first of them waits for the suite
 
 UPDATES = {
     "test_new_weights_are_those_that_answer",

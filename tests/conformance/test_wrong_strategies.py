@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.timeout(960)  # the first of them waits for all suites, half a minute where nothing else runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(960)]  # the first of them waits for all suites
 
 STEPS = {
     "test_steps_of_adamw_equal_the_reference",

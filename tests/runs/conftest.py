@@ -175,7 +175,7 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return _prepare(request.param, tmp_path, monkeypatch)
 
 
-@pytest.fixture(params=[pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(params=[pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
 def ray_runs(
     request: pytest.FixtureRequest, connected_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Runs:

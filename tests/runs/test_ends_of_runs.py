@@ -76,7 +76,6 @@ def test_a_run_stopped_by_ctrl_c_says_so_and_exits_with_130(runs):
     assert psutil.wait_procs(children, timeout=15)[1] == []
 
 
-@pytest.mark.on_ray
 def test_sigterm_saves_the_step_in_progress_and_the_resumed_run_equals_the_uninterrupted_one(runs):
     steady = runs.rlvr(eval_steps=2, validation={"data_args": {"file_name": str(runs.folder / "val.jsonl")}})
     steady["actor_train"]["training_args"] |= {"lr_scheduler_type": "constant"}

@@ -58,7 +58,6 @@ def test_the_policy_without_adapters_is_a_reference_role_bit_for_bit(local_runs,
     assert runs.timeless(own) == runs.timeless(role)
 
 
-@pytest.mark.on_ray
 def test_a_resumed_run_of_adapters_equals_the_uninterrupted_one_bit_for_bit(runs):
     def config(**more):
         return with_lora(runs.rlvr(max_steps=4, **KL, **more), additional_target="lm_head")

@@ -6,13 +6,14 @@ import itertools
 import os
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
+from roll_core.types import GenerateRequest, SamplingParams
 
 PLUGIN = Path(__file__).parent / "recording.py"
 ALL = "grads+optimizer+weights"
@@ -196,16 +197,18 @@ def test_requests_that_nobody_waits_for_any_more_end_before_the_engine_sleeps(si
     """As after an evaluation that was called off: its answers are still being drawn."""
     from roll_core.runtime.roles import GroupInferRole
 
-    generate, left = GroupInferRole._generate, []
+    leave, left = GroupInferRole.leave, []
 
-    async def leave_some_behind(self, requests, on_completion):
-        extra = [replace(each, id=f"left/{each.id}") for each in requests]
+    async def leave_some_behind(self, parts):
+        params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+        extra = [
+            GenerateRequest(id=f"left/{len(left)}/{n}", prompt_ids=np.array([1, 2, 3]), params=params) for n in range(4)
+        ]
         await self.group.call("submit", extra)
-        left.extend(each.id for each in extra)
-        return await generate(self, requests, on_completion)
+        left.append(extra)
+        await leave(self, parts)
 
-    monkeypatch.setattr(GroupInferRole, "_generate", leave_some_behind)
+    monkeypatch.setattr(GroupInferRole, "leave", leave_some_behind)
     result = local_runs.ok(recorded(local_runs))
     assert result.steps_done == 2
-    assert len(left) == 8
-    assert journal(local_runs).count("actor_infer sleeps") == 3
+    assert journal(local_runs).count("actor_infer sleeps") == len(left) == 3
