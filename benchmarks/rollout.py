@@ -230,8 +230,8 @@ def table(cells: dict[str, Any]) -> str:
 
 
 def where(cell: dict[str, Any]) -> str:
-    """The parts of our time, the largest first."""
-    parts = sorted(cell["parts"].items(), key=lambda part: -part[1])
+    """The parts of our time, the largest first; nothing of cells that are older than the clock."""
+    parts = sorted(cell.get("parts", {}).items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {share:.0%}" for name, share in parts)
 
 
