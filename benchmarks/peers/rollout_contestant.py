@@ -6,7 +6,8 @@ Work comes as one JSON object per line on the standard input: `{"prompts": [[id,
 one response of exactly so many tokens for each prompt, drawn from the softmax, with the logprob of each token. The
 answer is one JSON line: seconds, CPU seconds, and the lengths of what was generated. The contestant `roll` is also
 asked for the seconds that the matrix products alone of one decoding step of M rows take, by kernel
-(`{"gemm_rows": M}`), and for where the seconds of the work go (`"parts": true` beside the work).
+(`{"gemm_rows": M}`), that reading B bytes of memory takes (`{"read_bytes": B}`), and for where the seconds of the work
+go (`"parts": true` beside the work).
 """
 
 from __future__ import annotations
@@ -129,6 +130,23 @@ class Roll:
             for name, (wall, cpu) in ((name, tuple(zip(*times, strict=True))) for name, times in found.items())
         }
 
+    def read_seconds(self, num_bytes: int) -> dict[str, tuple[float, float]]:
+        """Wall and CPU seconds of reading so much memory, at the rate of the fastest of several sums over 256 MiB."""
+        import torch
+
+        from roll_core.runtime import openmp
+
+        numbers = torch.zeros(2**26)
+        found = []
+        for _ in range(7):
+            wall, cpu = time.perf_counter(), time.process_time()
+            numbers.sum()
+            found.append((time.perf_counter() - wall, time.process_time() - cpu))
+        openmp.rest()
+        share = num_bytes / (numbers.numel() * numbers.element_size())
+        wall, cpu = min(found)
+        return {"read": (wall * share, cpu * share)}
+
 
 class Transformers:
     """`generate` with its dynamic cache: one padded batch that goes on until the longest row is done."""
@@ -239,6 +257,8 @@ def main() -> None:
         task = json.loads(line)
         if "gemm_rows" in task:
             answer: dict[str, Any] = contestant.gemm_seconds(task["gemm_rows"])  # type: ignore[union-attr]
+        elif "read_bytes" in task:
+            answer = contestant.read_seconds(task["read_bytes"])  # type: ignore[union-attr]
         elif task.get("parts"):
             answer = contestant.parts(task["prompts"], task["lengths"])  # type: ignore[union-attr]
         else:
