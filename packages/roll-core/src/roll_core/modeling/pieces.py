@@ -85,7 +85,7 @@ def write_gathered(
 ) -> None:
     """A directory that transformers loads, of a model that is spread over ranks: all of it, or the adapters alone where
     `lora_export` says so. `exported` and `whole` give whole tensors, and are collective: all ranks call this, and one
-    of them `writes`. It holds no more of the model than a piece, unless its architecture stores it in another form.
+    of them `writes`. It holds no more of the model than a piece, unless its architecture stores several tensors as one.
     """
     check_exportable(model, spec)
     if adapters is not None and adapters.lora.export == "adapter":
@@ -93,11 +93,12 @@ def write_gathered(
         state = {name: each.cpu() for name, each in gathered if writes}
         if writes:
             adapters.export(path, state)
-    elif stores_as_held(model, _shapes(model, adapters, shape_of)):
+    elif (stored := StoredForm(model, _shapes(model, adapters, shape_of))).is_by_tensor:
         writer = PieceWriter(path) if writes else None
         for name, tensor in chain(_buffers(model).items(), exported):
             if writer is not None:
-                writer.add(name, tensor)
+                for stored_name, each in stored.of(name, tensor).items():
+                    writer.add(stored_name, each)
         if writer is not None:
             writer.finish(spec)
     else:
@@ -106,19 +107,46 @@ def write_gathered(
             write_model(model, spec, state | _tied(model, state) | _buffers(model), path)
 
 
-def stores_as_held(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether transformers stores tensors by the names and in the form in which `model` holds them. Some architectures
-    hold several stored ones as one (experts), which takes the whole model to undo."""
-    from transformers.core_model_loading import revert_weight_conversion
+class StoredForm:
+    """In which names and shapes transformers stores what `model` holds: some architectures hold several stored tensors
+    as one (experts), or call them otherwise."""
 
-    if model._keys_to_ignore_on_save:
-        return False
-    held = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    tied: Mapping[str, str] = model.all_tied_weights_keys
-    if any(name in held and source not in held for name, source in tied.items()):
-        return False
-    stored = revert_weight_conversion(model, dict(held))
-    return stored.keys() == held.keys() and all(stored[name] is each for name, each in held.items())
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self._model = model
+        held = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        stored: Mapping[str, Tensor] = revert_weight_conversion(model, dict(held))
+        self._same = {name for name, each in held.items() if stored.get(name) is each}
+        tied: Mapping[str, str] = model.all_tied_weights_keys
+        self.is_by_tensor = (
+            not model._keys_to_ignore_on_save
+            and not any(name in held and source not in held for name, source in tied.items())
+            and self._apart(held) == {name: tuple(each.shape) for name, each in stored.items()}
+        )
+        """Whether what is stored of each tensor depends on no other."""
+
+    def of(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        """What is stored of one tensor; views of it."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if name in self._same:
+            return {name: tensor}
+        found: Mapping[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})
+        return found
+
+    def _apart(self, held: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]] | None:
+        """What all are stored as, if each is by itself; None where one cannot be."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, each in held.items():
+            try:
+                parts = self.of(name, each)
+            except Exception:  # conversions are foreign code, and this one lacks the others of its tensors
+                return None
+            if found.keys() & parts.keys():
+                return None
+            found |= {key: tuple(part.shape) for key, part in parts.items()}
+        return found
 
 
 class PieceWriter:
