@@ -157,3 +157,12 @@ def test_what_is_there_already_is_left_alone(tmp_path, capsys):
     assert main(["checkpoint", "convert", str(tmp_path), str(tmp_path / "out")]) != 0
     assert "is there already" in capsys.readouterr().err
     assert (tmp_path / "out" / "notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_models_own_directory_is_what_a_run_begins_from(stored, tmp_path, capsys):
+    model = stored().path
+    assert main(["checkpoint", "convert", model, str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "is a model, not a checkpoint" in said
+    assert f"pretrain: {model}" in said.replace("\n", "")
+    assert not (tmp_path / "out").exists()

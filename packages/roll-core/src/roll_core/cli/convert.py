@@ -48,6 +48,11 @@ def _good(place: Path) -> Checkpoint:
     path = place.expanduser().absolute()
     if path.is_dir() and CheckpointStore.is_checkpoint(path):
         return CheckpointStore.open(path)
+    if (path / "config.json").is_file():
+        raise NoCheckpointError(
+            f"{place} is a model, not a checkpoint: there is nothing to convert. A run begins from it, under every"
+            f" strategy, by pretrain: {path}, and a role by model_args.model_name_or_path"
+        )
     for store in reversed(checkpoint_stores(place)):
         if (newest := store.latest_good()) is not None:
             return newest
