@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from roll_core.errors import UnsupportedError
 from roll_core.spec.train import Want
 from roll_core.testing import TrainStrategyConformance
 from roll_core.testing.bench import Case, built, outputs, take_step, weights
@@ -35,35 +44,98 @@ def score_and_train(rank, case: Case, batch, steps):
         }
 
 
-def export(rank, case: Case, folder):
-    """A directory that transformers loads."""
-    from pathlib import Path
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory of tensors that are made while it is on, as long as it is not given back; `known` was there
+    before."""
 
-    with built(case, rank) as strategy:
-        strategy.export_model(Path(folder))
+    def __init__(self, known):
+        super().__init__()
+        self.live, self.most = 0, 0
+        self._held = {each.untyped_storage()._cdata for each in known}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        found = function(*arguments, **(options or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, torch.Tensor) and not each.is_meta:
+                self._count(each.untyped_storage())
+        return found
+
+    def _count(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._held:
+            self._held.add(key)
+            self.live += size
+            self.most = max(self.most, self.live)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key, size):
+        self._held.remove(key)
+        self.live -= size
+
+
+def export(rank, case: Case, folder, piece_bytes):
+    """A directory that transformers loads; the most bytes of tensors that were there because of it, and the bytes of
+    what this rank holds anyway."""
+    with patch("roll_core.modeling.pieces.PIECE_BYTES", piece_bytes), built(case, rank) as strategy:
+        with LiveBytes(strategy.model.parameters()) as count:
+            strategy.export_model(Path(folder))
+        return count.most, strategy.memory()["weights"]
 
 
 def save_after(rank, case: Case, steps, folder):
-    """Saved after the steps; weights and the next step's norm."""
-    from pathlib import Path
-
+    """Saved after all steps but the last; weights and norm of the last. What is left to be written then is written
+    after it."""
     mine = Path(folder) / f"rank-{rank}"
     mine.mkdir(parents=True)
-    with built(case, rank) as strategy:
+    with patch("roll_strategy_megatron.state.FILE_BYTES", 4096), built(case, rank) as strategy:
         for step in steps[:-1]:
             take_step(strategy, step)
-        strategy.save(mine)
+        write = strategy.save(mine)
         stats, _ = take_step(strategy, steps[-1])
+        if write is not None:
+            write()
         return stats, weights(strategy)
 
 
 def resume(rank, case: Case, step, folder):
     """Loaded, and one step on."""
-    from pathlib import Path
-
     mine = Path(folder) / f"rank-{rank}"
     mine.mkdir(exist_ok=True)
     with built(case, rank) as strategy:
         strategy.load(mine)
         stats, _ = take_step(strategy, step)
         return stats, weights(strategy)
+
+
+def move_away(rank, case: Case, batch, step):
+    """After a step: what each part holds and how much memory is behind it, as all is here and as all is away; what is
+    computed and exported with all parts here and with the weights alone; and what is refused."""
+    with built(case, rank) as strategy:
+        take_step(strategy, step)
+        held = strategy._held()
+
+        def behind():
+            return {
+                part: sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in every}.values())
+                for part, every in held.items()
+            }
+
+        before = dict(strategy.memory()), behind(), outputs(strategy, batch, WANT), weights(strategy)
+        strategy.offload(("grads", "optimizer"))
+        alone = dict(strategy.memory()), behind(), outputs(strategy, batch, WANT), weights(strategy)
+        refused = [said(lambda: take_step(strategy, step)), said(strategy.export_state)]
+        strategy.offload(("weights",))
+        away = dict(strategy.memory()), behind()
+        refused += [said(lambda: outputs(strategy, batch, WANT)), said(strategy.export_weights)]
+        strategy.onload(("weights", "grads", "optimizer"))
+        after = dict(strategy.memory()), behind(), outputs(strategy, batch, WANT), weights(strategy)
+        return before, alone, away, after, refused
+
+
+def said(call):
+    """What a refusal says."""
+    try:
+        call()
+    except UnsupportedError as error:
+        return str(error)
+    return ""

@@ -47,10 +47,12 @@ def test_ranks_that_make_no_whole_replicas_are_refused_with_the_product(tmp_path
     assert "times data parallel" in said
 
 
-def test_another_platform_is_refused_with_the_strategies_that_run_there(tmp_path):
-    said = refusal(tmp_path, platform="rocm")
-    assert "megatron_train runs on cuda, but platform is rocm" in said
+@pytest.mark.parametrize("platform", ["rocm", "npu"])
+def test_another_platform_is_refused_with_the_strategies_that_run_there(tmp_path, platform):
+    said = refusal(tmp_path, platform=platform)
+    assert f"megatron_train runs on cuda, but platform is {platform}" in said
     assert "fsdp2_train" in said
+    assert "deepspeed_train" in said
     assert "hf_train" in said
     assert "fsdp2_infer" not in said
 

@@ -1,24 +1,29 @@
-"""A state that one arrangement of ranks has saved is read by any other, as far as float32 rounds alike."""
+"""A state that one arrangement of ranks has saved is read by any other, as far as float32 rounds alike; what is moved
+to the host is gone from where it was."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_programs import MIXTURE, PRELOAD, resume, save_after
+from megatron_programs import MIXTURE, PRELOAD, move_away, resume, save_after
 
 from roll_core.spec.providers import TrainProvider
 from roll_core.testing.bench import Case, Step
-from roll_core.testing.bounds import distance
+from roll_core.testing.bounds import check_rows, check_same, distance
 from roll_core.testing.losses import LOSSES, TRAINING
 from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
+from roll_core.testing.portable_programs import export_between, go_on
 from roll_core.testing.ranks import RankHost, free_port
 from roll_core.testing.subject import registry
 
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
+LATER = {"async_save_ckpt": True}
 
 
 @pytest.fixture(scope="module")
@@ -40,26 +45,78 @@ def case_of(model, ranks, config):
     )
 
 
+def steps(number):
+    return [Step(sequences=make_batch(61, seed=i), loss=LOSSES["sft"]) for i in range(number)]
+
+
 @pytest.mark.parametrize(
     ("architecture", "saved_by", "read_by"),
     [
         pytest.param(QWEN3, (2, TP), (2, PP), id="tensor to pipeline"),
-        pytest.param(MIXTURE, (2, EP), (1, {}), id="experts to one rank", marks=pytest.mark.slow),
+        pytest.param(MIXTURE, (2, EP | LATER), (1, {}), id="experts, written later, to one rank"),
         pytest.param(MIXTURE, (1, {}), (2, EP), id="one rank to experts", marks=pytest.mark.slow),
-        pytest.param(QWEN3, (2, PP), (4, TP), id="pipeline to tensor and data", marks=pytest.mark.slow),
+        pytest.param(QWEN3, (2, PP | LATER), (4, TP), id="pipeline to tensor and data", marks=pytest.mark.slow),
     ],
 )
 def test_another_arrangement_goes_on(host, tmp_path, architecture, saved_by, read_by):
     model = write_checkpoint(tmp_path / "model", architecture, task="causal_lm", vocab_size=61)
-    steps = [Step(sequences=make_batch(61, seed=i), loss=LOSSES["sft"]) for i in range(3)]
     case = case_of(model, *saved_by)
-    expected, weights = host.run(
-        save_after, case, steps, str(tmp_path / "state"), num_ranks=case.world_size, timeout_s=150
-    )[0]
+    folder = str(tmp_path / "state")
+    expected, weights = host.run(save_after, case, steps(3), folder, num_ranks=case.world_size, timeout_s=150)[0]
+    files = list((tmp_path / "state" / "rank-0").glob("state-*.safetensors"))
+    assert len(files) > 2 * case.world_size
     case = case_of(model, *read_by)
-    found, again = host.run(resume, case, steps[-1], str(tmp_path / "state"), num_ranks=case.world_size, timeout_s=150)[
-        0
-    ]
+    found, again = host.run(resume, case, steps(3)[-1], folder, num_ranks=case.world_size, timeout_s=150)[0]
     assert found.learning_rate == expected.learning_rate
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     assert distance(again, weights) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("architecture", "written_by", "read_by"),
+    [
+        pytest.param(QWEN3 | {"tie_word_embeddings": True}, (2, PP), (2, TP), id="tied, pipeline to tensor"),
+        pytest.param(MIXTURE, (2, EP), (1, {}), id="experts to one rank", marks=pytest.mark.slow),
+    ],
+)
+def test_the_state_that_all_strategies_read_goes_from_one_arrangement_to_another(
+    host, tmp_path, architecture, written_by, read_by
+):
+    model = write_checkpoint(tmp_path / "model", architecture, task="causal_lm", vocab_size=61)
+    case = case_of(model, *written_by)
+    expected = host.run(export_between, case, steps(4), 2, str(tmp_path), num_ranks=case.world_size, timeout_s=150)[0]
+    case = case_of(model, *read_by)
+    spoil = [Step(sequences=make_batch(61, seed=50), loss=LOSSES["sft"])]
+    found = host.run(go_on, case, spoil, steps(4)[2:], str(tmp_path), num_ranks=case.world_size, timeout_s=150)[0]
+    for one, other in zip(found.stats, expected.stats, strict=True):
+        assert one.learning_rate == other.learning_rate
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+    assert distance(found.after, expected.after) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_parts_that_are_away_hold_no_memory_and_the_weights_alone_compute(host, tmp_path, dtype):
+    model = replace(write_checkpoint(tmp_path, MIXTURE, task="causal_lm", vocab_size=61), dtype=dtype)
+    case = case_of(model, 2, EP)
+    batch = make_batch(61, seed=10)
+    answers = host.run(move_away, case, batch, steps(1)[0], num_ranks=2, timeout_s=150)
+    parameters = sum(each.size for each in answers[0][0][3].values())
+    # Two moments, and masters where the weights are not masters themselves.
+    kept = sum(before[0]["optimizer"] for before, *_ in answers)
+    assert kept == pytest.approx(parameters * (8 if dtype == "fp32" else 12), rel=0.01)
+    for before, alone, away, after, refused in answers:
+        says, behind, scored, weights = before
+        assert says["grads"] * (4 if dtype == "fp32" else 2) >= says["weights"] * 4
+        assert all(behind[part] >= size for part, size in says.items())
+        assert alone[0] == {"weights": says["weights"], "grads": 0, "optimizer": 0}
+        assert alone[1] == {"weights": behind["weights"], "grads": 0, "optimizer": 0}
+        assert away == ({"weights": 0, "grads": 0, "optimizer": 0},) * 2
+        assert after[:2] == (says, behind)
+        for found, held in (alone[2:], after[2:]):
+            check_same("weights", held, weights)
+            for name, rows in scored.items():
+                check_rows(name, found[name], rows, 0.0)
+        assert [each.partition("its ")[2] for each in refused] == [
+            *["grads and optimizer are on the host; call onload first"] * 2,
+            *["weights are on the host; call onload first"] * 2,
+        ]

@@ -86,6 +86,9 @@ class MegatronConfig(StrategyConfig):
     """Compute the expert layers again in the backward pass."""
     logprob_chunk_tokens: PositiveInt | None = None
     """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
+    async_save_ckpt: bool = False
+    """Copy what a checkpoint holds to the hosts and write it while the next steps run: takes them as much memory as it
+    is large, 12 bytes per parameter, for so long. Where not given, a step waits until all is written."""
 
     def ranks_per_replica(self) -> int:
         """TP × PP × CP."""

@@ -24,7 +24,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     dense, experts = _parameters(question.model, config)
     held = dense + experts
     uses = [
-        Use(what="weights", num_bytes=size * held, formula=f"{size} × {millions(held)} on a rank", leaves=False),
+        Use(what="weights", num_bytes=size * held, formula=f"{size} × {millions(held)} on a rank", leaves=True),
         *_start(question),
     ]
     if question.trains:
@@ -58,11 +58,12 @@ def _trained(question: MemoryQuestion, config: MegatronConfig, dense: int, exper
     replicas = max(1, question.world_size // (tensor * stages))  # over data and context parallel ranks
     expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or tensor)
     expert_replicas = max(1, question.world_size // (expert_ranks * stages))
-    yield Use(what="gradients", num_bytes=4 * (dense + experts), formula=f"4 × {millions(dense + experts)} on a rank")
+    formula = f"4 × {millions(dense + experts)} on a rank"
+    yield Use(what="gradients", num_bytes=4 * (dense + experts), formula=formula, leaves=True)
     state = MOMENT_BYTES + (MASTER_BYTES if question.dtype != "fp32" else 0)
     share = dense // replicas + experts // expert_replicas
     formula = f"{state} × {millions(share)}, a rank's share"
-    yield Use(what="optimizer", num_bytes=state * share, formula=formula, during=LATER)
+    yield Use(what="optimizer", num_bytes=state * share, formula=formula, during=LATER, leaves=True)
 
 
 def _stage(question: MemoryQuestion, config: MegatronConfig) -> MemoryQuestion:

@@ -34,6 +34,7 @@ class Optimizer:
         self.model, self.training = model, training
         self.schedule = schedule(training)
         self.step_count = 0
+        self.masters_apart = dtype != torch.float32
         self.mcore: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -115,16 +116,18 @@ class Optimizer:
                 state["step"].fill_(float(step_count))
         self.clear()
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of gradients and of optimizer state on this rank."""
-        buffers = (*self.model.buffers, *self.model.expert_parallel_buffers)
-        states = [state for each in self.mcore.chained_optimizers for state in each.optimizer.state.values()]
-        return {
-            "grads": sum(each.grad_data.nbytes for each in buffers),
-            "optimizer": sum(
-                each.nbytes for state in states for each in state.values() if isinstance(each, torch.Tensor)
-            ),
-        }
+    def gradients(self) -> list[Tensor]:
+        """All that this rank holds of them."""
+        return [each.grad_data for each in (*self.model.buffers, *self.model.expert_parallel_buffers)]
+
+    def states(self) -> list[Tensor]:
+        """Moments of this rank's share, and masters where these are not the weights themselves."""
+        found: list[Tensor] = []
+        for each in self.mcore.chained_optimizers:
+            if self.masters_apart:
+                found += [main for group in each.optimizer.param_groups for main in group["params"]]
+            found += [value for state in each.optimizer.state.values() for value in state.values()]
+        return [each for each in found if isinstance(each, torch.Tensor)]
 
     def _own(self, parameter: nn.Parameter) -> tuple[int, int, dict[str, Tensor]] | None:
         """Where this rank's share of a parameter begins and ends, and what is kept of it."""

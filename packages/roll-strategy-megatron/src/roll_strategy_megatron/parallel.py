@@ -59,6 +59,12 @@ class Parallel:
         return DataRank(index=self.dp.rank(), size=self.dp.size(), leader=leads)
 
     @property
+    def place_in_stage(self) -> tuple[int, int]:
+        """This rank's number among those of its stage, which are neighbours, and how many these are."""
+        size = dist.get_world_size() // int(self.pp.size())
+        return dist.get_rank() % size, size
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether losses are computed here."""
         return bool(self.pp.rank() == self.pp.size() - 1)
@@ -99,14 +105,14 @@ class Parallel:
         self._group.close()
 
 
-def gathered(share: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """Of every rank of a group, in order. Collective over the group."""
+def joined(share: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
+    """The shares of a group's ranks as one tensor, in order along `dim`; a share that is alone, itself. Holds the whole
+    once where `dim` is 0, else twice. Collective over the group."""
     if group.size() == 1:
-        return [share]
-    share = share.contiguous()
-    every = [torch.empty_like(share) for _ in range(group.size())]
-    dist.all_gather(every, share, group=group)
-    return every
+        return share
+    whole = share.new_empty(group.size(), *share.shape)
+    dist.all_gather_into_tensor(whole, share[None].contiguous(), group=group)
+    return whole.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def check_sizes(mesh: MeshInfo, config: MegatronConfig) -> None:

@@ -23,6 +23,8 @@ CAPABILITIES = TrainCapabilities(
     context_parallel=True,
     expert_parallel=True,
     topk=True,
+    offload=True,
+    portable_state=True,
     any_world_size=True,
     weight_transports=("shm", "collective"),
 )

@@ -1,64 +1,93 @@
 """What is needed to continue: masters and moments as whole float32 tensors by Hugging Face's names, and a few numbers.
 
-    rank-0/state.json                        numbers, and the names of the tensors
-    rank-0/state-00000-of-00002.safetensors  master.<name>, exp_avg.<name>, exp_avg_sq.<name>: every second name
-    rank-N/random.safetensors                each rank's random state
+    rank-0/state.json                     numbers, and the names of the tensors
+    rank-0/state-00002-00001.safetensors  rank 2's first file: master.<name>, exp_avg.<name>, exp_avg_sq.<name>
+    rank-0/written-2.json                 which tensors rank 2 has written into which of its files
+    rank-N/random.safetensors             each rank's random state
 
-Whole tensors, because other numbers of ranks cut them otherwise: what one arrangement wrote any other reads. They are
-gathered one after another, and each rank keeps and writes those of its turn: none holds them all. All write into rank
-0's folder, which all see.
+Whole tensors, because other numbers of ranks cut them otherwise: what one arrangement wrote any other reads. The ranks
+of a stage gather its tensors one after another, and each writes those of its turn, in files of bounded size: none holds
+more than one of these. All write into rank 0's folder, which all see.
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from roll_core.errors import CheckpointError
+from roll_core.modeling.pieces import PieceFiles
+from roll_core.spec.train import ParameterState, PortableState
+from roll_strategy_megatron.bridge.source import FileSource
 from roll_strategy_megatron.optimizer import KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
     from roll_strategy_megatron.bridge.bridge import Bridge
     from roll_strategy_megatron.optimizer import Optimizer
 
-FORMAT = 1
-STATE, RANDOM = "state.json", "random.safetensors"
+FORMAT = 2
+STATE, WRITTEN, RANDOM = "state.json", "written-{}.json", "random.safetensors"
+FILE_BYTES = 1 << 30
+"""Of a file; a tensor that is larger has a file of its own."""
 
 
-def save_state(bridge: Bridge, optimizer: Optimizer, path: Path) -> None:
-    """Collective."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mine: dict[str, Tensor] = {}
-    for kind in KINDS:
-        every = bridge.export(partial(optimizer.whole, kind=kind), torch.float32)
-        for at, (name, tensor) in enumerate(every):
-            if at % size == rank:
-                mine[f"{kind}.{name}"] = tensor.cpu()
-    save_file({"torch_cpu": torch.get_rng_state()}, path / RANDOM)
+def save_state(bridge: Bridge, optimizer: Optimizer, path: Path, *, later: bool) -> Callable[[], None] | None:
+    """Write it; or, `later`, copy to the host what this rank is to write and return what writes it. Collective."""
+    rank = dist.get_rank()
     shared = _of_rank_0(path, bridge)
     shared.mkdir(parents=True, exist_ok=True)
-    save_file(mine, shared / _shard(rank, size))
     if rank == 0:
         state = {
             "format": FORMAT,
-            "num_shards": size,
+            "world_size": dist.get_world_size(),
             "step_count": optimizer.step_count,
             "parameters": list(bridge.shapes),
         }
-        (shared / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        _write_json(shared / STATE, state)
+    save_file({"torch_cpu": torch.get_rng_state()}, path / RANDOM)
+    files = PieceFiles(shared, f"state-{rank:05d}-{{:05d}}.safetensors", FILE_BYTES)
+    kept: list[tuple[str, Tensor]] = []
+    for name, tensor in _of_my_turn(bridge, optimizer):
+        if later:
+            kept.append((name, tensor.to("cpu", copy=True)))
+        else:
+            files.add({name: tensor})
+
+    def write() -> None:
+        while kept:
+            name, tensor = kept.pop(0)
+            files.add({name: tensor})
+        files.flush()
+        _write_json(shared / WRITTEN.format(rank), {name: file for file, names in files.files for name in names})
+
+    if later:
+        return write
+    write()
     bridge.parallel.wait()
+    return None
+
+
+def _of_my_turn(bridge: Bridge, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Of what the ranks of this stage gather together, the next is for the one that has had least so far."""
+    me, size = bridge.parallel.place_in_stage
+    had = [0] * size
+    for kind in KINDS:
+        for name, tensor in bridge.export_stage(partial(optimizer.whole, kind=kind)):
+            turn = had.index(min(had))
+            had[turn] += tensor.nbytes
+            if turn == me:
+                yield f"{kind}.{name}", tensor
 
 
 def load_state(bridge: Bridge, optimizer: Optimizer, path: Path) -> None:
@@ -67,15 +96,13 @@ def load_state(bridge: Bridge, optimizer: Optimizer, path: Path) -> None:
     try:
         state = json.loads((shared / STATE).read_text(encoding="utf-8"))
         _check(state, bridge, shared)
-        with ExitStack() as stack:
-            where: dict[str, Any] = {}
-            for shard in range(state["num_shards"]):
-                file = stack.enter_context(safe_open(shared / _shard(shard, state["num_shards"]), framework="pt"))
-                where |= dict.fromkeys(file.keys(), file)
-            for held in bridge.held:
-                for kind in KINDS:
-                    value = bridge.share_of(held, partial(_read, where, kind, bridge, shared))
-                    optimizer.put(held.parameter, kind, value.to(bridge.parallel.device))
+        places: dict[str, Path] = {}
+        for rank in range(state["world_size"]):
+            written: Mapping[str, str] = json.loads((shared / WRITTEN.format(rank)).read_text(encoding="utf-8"))
+            places |= {name: shared / file for name, file in written.items()}
+        source = FileSource(places)
+        take_over(bridge, optimizer, partial(_read, source, bridge, shared))
+        source.close()
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -86,16 +113,50 @@ def load_state(bridge: Bridge, optimizer: Optimizer, path: Path) -> None:
     bridge.parallel.wait()
 
 
-def _read(where: Mapping[str, Any], kind: str, bridge: Bridge, path: Path, name: str) -> Tensor:
-    key = f"{kind}.{name}"
-    if key not in where:
-        raise CheckpointError(f"{path}: {key} is missing")
-    found: Tensor = where[key].get_tensor(key)
-    if tuple(found.shape) != bridge.shapes[name] or found.dtype != torch.float32:
-        raise CheckpointError(
-            f"{path}: {key} is {found.dtype} {tuple(found.shape)}, the model has float32 {bridge.shapes[name]}"
-        )
-    return found
+def take_over(bridge: Bridge, optimizer: Optimizer, read: Callable[[str], ParameterState]) -> None:
+    """Overwrite this rank's shares with those of what `read` gives by name; it holds the tensors of one rule and
+    layer."""
+    for held in bridge.by_rule().values():
+        found: dict[str, ParameterState] = {}
+
+        def whole(name: str, kind: str, found: dict[str, ParameterState] = found) -> Tensor:
+            if name not in found:
+                found[name] = read(name)
+            tensor: Tensor = getattr(found[name], kind)
+            return tensor
+
+        for kind in KINDS:
+            for parameter, share in bridge.shares_of(held, partial(whole, kind=kind)):
+                optimizer.put(parameter, kind, share.to(bridge.parallel.device))
+
+
+def portable_state(bridge: Bridge, optimizer: Optimizer) -> PortableState:
+    """What other strategies continue from, gathered while it is read, on every rank."""
+    streams = {kind: bridge.export(partial(optimizer.whole, kind=kind), torch.float32) for kind in KINDS}
+
+    def read(name: str) -> ParameterState:
+        found: dict[str, Tensor] = {}
+        for kind, stream in streams.items():
+            exported, found[kind] = next(stream)
+            if exported != name:
+                raise ValueError(f"{name} was read out of order: {exported} comes first")
+        return ParameterState(**found)
+
+    return PortableState(step_count=optimizer.step_count, shapes=bridge.shapes, read=read)
+
+
+def _read(source: FileSource, bridge: Bridge, path: Path, name: str) -> ParameterState:
+    found: dict[str, Tensor] = {}
+    for kind in KINDS:
+        key = f"{kind}.{name}"
+        if key not in source.names:
+            raise CheckpointError(f"{path}: {key} is missing")
+        found[kind] = each = source.get(key)
+        if tuple(each.shape) != bridge.shapes[name] or each.dtype != torch.float32:
+            raise CheckpointError(
+                f"{path}: {key} is {each.dtype} {tuple(each.shape)}, the model has float32 {bridge.shapes[name]}"
+            )
+    return ParameterState(**found)
 
 
 def _check(state: Mapping[str, Any], bridge: Bridge, path: Path) -> None:
@@ -106,8 +167,8 @@ def _check(state: Mapping[str, Any], bridge: Bridge, path: Path) -> None:
         raise CheckpointError(f"{path}: tensor {min(odd)} is in only one of the checkpoint and the model")
 
 
-def _shard(rank: int, size: int) -> str:
-    return f"state-{rank:05d}-of-{size:05d}.safetensors"
+def _write_json(file: Path, what: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
 
 
 def _of_rank_0(path: Path, bridge: Bridge) -> Path:

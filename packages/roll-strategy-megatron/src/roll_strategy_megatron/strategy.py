@@ -10,13 +10,24 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from roll_core.errors import NonFiniteError, UnsupportedError
-from roll_core.modeling.export import write_model
 from roll_core.modeling.model import DTYPES
+from roll_core.modeling.moving import Mover
+from roll_core.modeling.pieces import write_gathered
+from roll_core.modeling.portable_state import check_same
 from roll_core.modeling.task_model import finite_loss, plain_metrics
-from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
+from roll_core.spec.train import (
+    LossFn,
+    LossMetrics,
+    MicroBatch,
+    Part,
+    PortableState,
+    StepStats,
+    TokenOutputs,
+    TrainStrategy,
+    Want,
+)
 from roll_strategy_megatron.config import MegatronConfig
 from roll_strategy_megatron.plugin import CAPABILITIES
 
@@ -33,11 +44,11 @@ with warnings.catch_warnings():
     from roll_strategy_megatron.model import make_config, make_model
     from roll_strategy_megatron.optimizer import Optimizer
     from roll_strategy_megatron.parallel import Parallel, check_sizes
-    from roll_strategy_megatron.state import load_state, save_state
+    from roll_strategy_megatron.state import load_state, portable_state, save_state, take_over
     from roll_strategy_megatron.workarounds import name_missing_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -67,6 +78,7 @@ class MegatronStrategy(TrainStrategy):
         self.hf, source = open_source(model)
         architecture = find_architecture(self.hf.config.model_type)
         self.parallel = Parallel(mesh, self._config)
+        self.mover = Mover(mesh.role, self.parallel.device)
         settings = make_config(architecture.settings(self.hf.config), self._config, model, self.dtype)
         sizes = _sizes(self.hf, settings, self.parallel)
         self.model = make_model(settings, sizes, self.hf, self.parallel)
@@ -138,12 +150,14 @@ class MegatronStrategy(TrainStrategy):
         def at_end(passage: Passage, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
             return nothing(outputs), outputs
 
+        self.mover.need("weights")
         found = self.computation.run(micros, want, at_end, backward=False)
         return [self.computation.on_all_stages(each, micro, want) for each, micro in zip(found, micros, strict=True)]
 
     def _require_training(self) -> Optimizer:
         if self.optimizer is None:
             raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
+        self.mover.need("weights", "grads", "optimizer")
         return self.optimizer
 
     @property
@@ -156,35 +170,70 @@ class MegatronStrategy(TrainStrategy):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered tensor by tensor, on every rank. Tied weights come once."""
+        self.mover.need("weights")
         return self.bridge.export(lambda parameter: parameter.detach(), self.dtype)
 
     def export_model(self, path: Path) -> None:
-        """Gathered tensor by tensor and written by rank 0, which holds what it writes on its host meanwhile."""
-        leader = self._mesh.rank == 0
-        state = {name: whole.cpu() for name, whole in self.export_weights() if leader}
-        if leader:
-            aliases = self.hf.named_parameters(remove_duplicate=False)
-            first: dict[int, str] = {}
-            tied = {name: first.setdefault(id(each), name) for name, each in aliases}
-            write_model(self.hf, self.spec, {name: state[other] for name, other in tied.items()}, path)
-        dist.barrier()
+        """Gathered tensor by tensor, and written meanwhile by rank 0 in files of bounded size, one of which it holds on
+        its host at a time. Collective."""
+        write_gathered(
+            self.hf,
+            self.spec,
+            path,
+            adapters=None,
+            exported=self.export_weights(),
+            whole=lambda each: each,
+            shape_of=lambda each: tuple(each.shape),
+            writes=self._mesh.rank == 0,
+        )
+        self.parallel.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
-    def save(self, path: Path) -> None:
-        """Into rank 0's directory, see `state`. Collective."""
-        save_state(self.bridge, self._require_training(), path)
+    def save(self, path: Path) -> Callable[[], None] | None:
+        """Into rank 0's directory, see `state`. With `async_save_ckpt` each rank copies what it is to write to its
+        host, and leaves it to be written. Collective."""
+        return save_state(self.bridge, self._require_training(), path, later=self._config.async_save_ckpt)
 
     def load(self, path: Path) -> None:
         """From rank 0's directory, whatever arrangement of ranks wrote it. Collective."""
         load_state(self.bridge, self._require_training(), path)
 
+    def export_state(self) -> PortableState:
+        """Gathered parameter by parameter, on every rank. Collective."""
+        return portable_state(self.bridge, self._require_training())
+
+    def import_state(self, state: PortableState) -> None:
+        """Each rank reads all of what its shares are cut from, and keeps these. Collective."""
+        optimizer = self._require_training()
+        check_same(state, self.bridge.shapes)
+        take_over(self.bridge, optimizer, state.read)
+        optimizer.restored(state.step_count)
+        self.parallel.wait()
+
     # -- the rest ------------------------------------------------------------------------------------------------------
 
+    def offload(self, parts: Sequence[Part]) -> None:
+        """The memory of this rank's shares: Megatron keeps weights and gradients in buffers, into which its parameters
+        are views, and these stay."""
+        for part in parts:
+            self.mover.away(part, self._held()[part])
+
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Into the same tensors."""
+        for part in parts:
+            self.mover.back(part)
+
     def memory(self) -> Mapping[str, int]:
-        """Measured on the tensors."""
-        held = {"weights": sum(each.nbytes for each in self.model.parameters())}
-        return held | self.optimizer.memory() if self.optimizer is not None else held
+        """Measured on this rank's shares; 0 for what is moved away."""
+        held = {part: sum(each.nbytes for each in tensors) for part, tensors in self._held().items()}
+        return {part: 0 if self.mover.is_away(part) else size for part, size in held.items()}
+
+    def _held(self) -> dict[Part, list[Tensor]]:
+        weights: list[Tensor] = list(self.model.parameters())
+        if self.optimizer is None:
+            return {"weights": weights, "grads": [], "optimizer": []}
+        return {"weights": weights, "grads": self.optimizer.gradients(), "optimizer": self.optimizer.states()}
 
     def close(self) -> None:
         """Leave Megatron's groups."""

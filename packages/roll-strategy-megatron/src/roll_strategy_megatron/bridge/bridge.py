@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from roll_core.errors import ModelError
-from roll_strategy_megatron.parallel import gathered
+from roll_strategy_megatron.parallel import joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -148,10 +148,19 @@ class Bridge:
             )
         return cut.reshape(held.parameter.shape)
 
-    def share_of(self, held: Held, get: Callable[[str], Tensor]) -> Tensor:
-        """The same from tensors by the names of transformers' model."""
-        parts = [get(name) for name in self._hf_names(held.rule, held.layer)]
-        return self.share(held, [each[held.expert] for each in parts] if held.rule.is_expert else parts)
+    def by_rule(self) -> dict[tuple[str, int], list[Held]]:
+        """What this rank holds, by the name in its rule and by its layer: the experts of a layer together."""
+        found: dict[tuple[str, int], list[Held]] = {}
+        for each in self.held:
+            found.setdefault((each.rule.mcore, each.layer), []).append(each)
+        return found
+
+    def shares_of(self, held: Sequence[Held], get: Callable[[str], Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """What the parameters of one entry of `by_rule` hold of whole tensors by the names of transformers' model, each
+        of which is asked for once."""
+        parts = [get(name) for name in self._hf_names(held[0].rule, held[0].layer)]
+        for each in held:
+            yield each.parameter, self.share(each, [part[each.expert] for part in parts] if each.expert >= 0 else parts)
 
     def _kept_apart(self, rule: Rule, layer: int, source: Source) -> bool:
         return bool(rule.stored) and _named(rule.stored[0], layer, 0) in source.names
@@ -182,9 +191,7 @@ class Bridge:
         """Whole tensors by the names and in the order of transformers' model, on every rank, new ones. `read` says what
         of a parameter is wanted, in its shape and in `dtype`. Collective; holds the tensors of one rule and layer."""
         pending: dict[str, Tensor] = {}
-        mine: dict[tuple[str, int], list[Held]] = {}
-        for each in self.held:
-            mine.setdefault((each.rule.mcore, each.layer), []).append(each)
+        mine = self.by_rule()
         for name, (rule, layer) in self.groups.items():
             if name not in pending:
                 names = self._hf_names(rule, layer)
@@ -197,19 +204,32 @@ class Bridge:
                 pending.update(zip(names, whole, strict=True))
             yield name, pending.pop(name)
 
+    @torch.no_grad()
+    def export_stage(self, read: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The same of what this stage has, on its ranks alone: over all stages each tensor comes once."""
+        here, mine = self.parallel.pp.rank(), self.by_rule()
+        for rule, layer in dict.fromkeys(self.groups.values()):
+            if self.stages[(rule.mcore, layer)] == here:
+                parts = self._parts(rule, mine[(rule.mcore, layer)], read)
+                yield from zip(self._hf_names(rule, layer), parts, strict=True)
+
     def _parts(self, rule: Rule, held: Sequence[Held], read: Callable[[nn.Parameter], Tensor]) -> list[Tensor]:
         """Hugging Face's tensors, from the shares of all ranks of this stage."""
         if not rule.is_expert:
             return self._split(rule, read(held[0].parameter), self.parallel.tp)
         in_order = sorted(held, key=lambda each: each.expert)
-        own = [self._split(rule, read(each.parameter), self.parallel.etp) for each in in_order]
-        stacked = [torch.stack(parts) for parts in zip(*own, strict=True)]
-        return [torch.cat(gathered(each, self.parallel.ep)) for each in stacked]
+        stacked: list[Tensor] = []
+        for at, each in enumerate(in_order):
+            parts = self._split(rule, read(each.parameter), self.parallel.etp)
+            stacked = stacked or [part.new_empty(len(in_order), *part.shape) for part in parts]
+            for stack, part in zip(stacked, parts, strict=True):
+                stack[at] = part
+        return [joined(each, self.parallel.ep, 0) for each in stacked]
 
     def _split(self, rule: Rule, share: Tensor, group: Any) -> list[Tensor]:
         transform = rule.transform
         shaped = share.reshape(transform.whole_shape(share, group.size(), self.sizes))
-        whole = shaped if transform.tp_dim is None else torch.cat(gathered(shaped, group), dim=transform.tp_dim)
+        whole = shaped if transform.tp_dim is None else joined(shaped, group, transform.tp_dim)
         parts = transform.split(whole, len(rule.hf), self.sizes)
         return [each.clone() if each.data_ptr() == share.data_ptr() else each for each in parts]
 

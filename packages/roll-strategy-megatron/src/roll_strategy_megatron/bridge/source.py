@@ -34,11 +34,12 @@ class Source(ABC):
 
 
 class FileSource(Source):
-    """A directory's safetensors files."""
+    """Safetensors files."""
 
-    def __init__(self, files: ModelFiles) -> None:
-        self._places = files.places
-        self.names = frozenset(files.places)
+    def __init__(self, places: Mapping[str, Path]) -> None:
+        """`places` says which tensor stands in which."""
+        self._places = places
+        self.names = frozenset(places)
         self._stack, self._opened = ExitStack(), dict[Path, Any]()
 
     def get(self, name: str) -> Tensor:
@@ -77,7 +78,7 @@ def open_source(spec: ModelSpec) -> tuple[PreTrainedModel, Source]:
     if spec.random_init is None and Path(spec.path).is_dir():
         files = ModelFiles(Path(spec.path))
         if files.places:
-            return empty_model(spec), FileSource(files)
+            return empty_model(spec), FileSource(files.places)
     model = load_model(spec)
     tensors, buffers = dict(model.state_dict()), dict(model.named_buffers())
     model.to("meta")

@@ -1,0 +1,62 @@
+"""A model that is spread over ranks is written as transformers loads it, and no rank holds more of it than a little."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+from megatron_programs import MIXTURE, PRELOAD, export
+from transformers import AutoModelForCausalLM
+
+from roll_core.spec.providers import TrainProvider
+from roll_core.testing.bench import Case
+from roll_core.testing.models import QWEN3, write_checkpoint
+from roll_core.testing.ranks import RankHost, free_port
+from roll_core.testing.subject import registry
+
+PIECE_BYTES = 1 << 16
+DENSE = QWEN3 | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 12}
+TIED = DENSE | {"tie_word_embeddings": True}
+EXPERTS = MIXTURE | {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 8}
+GATHERED = {"dense": 2 * 192 * 64 * 4, "experts": 4 * 2 * 64 * 64 * 4}
+"""Bytes of the most that is gathered at once: gate and up of a layer; those of all of its experts."""
+
+
+@pytest.fixture(scope="module")
+def host():
+    found = RankHost(preload=PRELOAD)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "gathered", "config"),
+    [
+        pytest.param(DENSE, "dense", {"tensor_model_parallel_size": 2}, id="tensor"),
+        pytest.param(TIED, "dense", {"pipeline_model_parallel_size": 2}, id="pipeline, tied"),
+        pytest.param(EXPERTS, "experts", {"expert_model_parallel_size": 2}, id="experts"),
+    ],
+)
+def test_what_is_written_is_what_was_read_and_no_rank_holds_it_all(host, tmp_path, model, gathered, config):
+    case = Case(
+        provider=registry().find(TrainProvider, "megatron_infer"),
+        strategy_config=config,
+        model=write_checkpoint(tmp_path / "in", model, task="causal_lm", vocab_size=61),
+        training=None,
+        world_size=2,
+        devices=("cpu", "cpu"),
+        master_port=free_port(),
+    )
+    counts = host.run(export, case, str(tmp_path / "out"), PIECE_BYTES, num_ranks=2, timeout_s=100)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "in").state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    whole = sum(each.nbytes for each in expected.values())
+    # What is gathered, once as it comes from the ranks and once in order; and on rank 0 a file that is not yet full.
+    for rank, (most, share) in enumerate(counts):
+        assert GATHERED[gathered] <= most <= 3 * GATHERED[gathered] + PIECE_BYTES, (rank, most, share)
+    assert 3 * GATHERED[gathered] + PIECE_BYTES < whole / 3
