@@ -144,6 +144,17 @@ def sometimes(prompt, response, **row):
         raise RuntimeError("odd")
     return float(len(response))
 
+def flaky(prompt, response, **row):
+    """Fails the first two times that it sees an answer."""
+    import hashlib, pathlib
+    seen = pathlib.Path("seen") / hashlib.sha256(f"{prompt}|{response}".encode()).hexdigest()
+    seen.parent.mkdir(exist_ok=True)
+    times = len(seen.read_text()) if seen.exists() else 0
+    seen.write_text("." * (times + 1))
+    if times < 2:
+        raise RuntimeError("not yet")
+    return share_of_digits(prompt, response)
+
 def endless(prompt, response, **row):
     import pathlib, time
     pathlib.Path("judging").touch()

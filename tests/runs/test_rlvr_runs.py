@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roll_core.runtime import judging
+
 REFERENCE = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}
 CRITIC = {
     "strategy_args": {"strategy_name": "hf_train"},
@@ -98,7 +100,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
 
 
 def test_a_failure_of_the_judge_is_not_a_zero(runs):
-    judges = {"digits": {"reward": "function", "function": "rollrewards:sometimes"}}
+    judges = {"digits": {"reward": "function", "function": "rollrewards:sometimes", "max_retries": 0}}
     result = runs.ok(runs.rlvr(rewards=judges, guards={"reward_failures": {"threshold": 1.0}}))
     for line in runs.metrics(result):
         assert line["reward/failures"] > 0
@@ -110,6 +112,57 @@ def test_a_judge_that_always_fails_ends_the_run(runs):
     result = runs.run(runs.rlvr(rewards=judges))
     assert "guard reward_failures" in str(result.error)
     assert "the judge is out" in str(result.error)
+
+
+def test_what_fails_is_judged_again_and_the_run_is_as_if_it_had_not(local_runs, monkeypatch):
+    monkeypatch.setattr(judging, "RETRY_S", 0.0)
+    flaky = {"digits": {"reward": "function", "function": "rollrewards:flaky"}}
+    result = local_runs.ok(local_runs.rlvr(max_steps=2, rewards=flaky))
+    lines = local_runs.metrics(result)
+    # 16 answers a step, two retries for each that was not given before.
+    assert 0 < lines[0]["reward/retries"] <= 32
+    assert all(line["reward/failures"] == 0 for line in lines)
+    steady = local_runs.metrics(local_runs.ok(local_runs.rlvr(max_steps=2)))
+    assert [line["score/mean"] for line in lines] == [line["score/mean"] for line in steady]
+    assert [line["actor/grad_norm"] for line in lines] == [line["actor/grad_norm"] for line in steady]
+    once = {"digits": flaky["digits"] | {"max_retries": 1}}
+    excluded = local_runs.run(local_runs.rlvr(max_steps=1, seed=4, rewards=once))
+    assert "guard reward_failures" in str(excluded.error)
+
+
+def test_a_broken_judge_is_found_out_where_filters_leave_out_every_group(local_runs):
+    judges = {
+        "digits": {
+            "reward": "function",
+            "function": "rollrewards:broken",
+            "max_retries": 0,
+            "query_filter_config": {"type": "std_filter"},
+        }
+    }
+    result = local_runs.run(local_runs.rlvr(rewards=judges, dynamic_sampling_max_tries=2))
+    # 2 × 4 prompts with 4 answers each.
+    assert "32 of 32 rewards could not be computed" in str(result.error)
+
+
+def test_a_judge_that_dies_is_replaced_and_what_it_judged_is_judged_again(ray_runs):
+    """Its function ends the worker itself, once."""
+    killer = (
+        "import os, pathlib, signal\n"
+        "def once(prompt, response, **row):\n"
+        "    try:\n"
+        "        pathlib.Path('killed').touch(exist_ok=False)\n"
+        "    except FileExistsError:\n"
+        "        return float(len(response))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (ray_runs.folder / "killer.py").write_text(killer, encoding="utf-8")
+    judge = {"reward": "function", "function": "killer:once", "isolation": "none", "world_size": 2}
+    result = ray_runs.ok(ray_runs.rlvr(rewards={"digits": judge}))
+    lines = ray_runs.metrics(result)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[0]["reward/retries"] >= 4  # at least the group whose judge died
+    assert all(line["reward/failures"] == 0 for line in lines)
+    assert "is there instead of the one that died" in result.run_dir.log.read_text(encoding="utf-8")
 
 
 def test_equal_rewards_everywhere_are_pointed_out(runs):

@@ -275,6 +275,12 @@ class RunDirectoryError(RollError, OSError):
     exit_code = 2
 
 
+class RecordingError(RollError, ValueError):
+    """Recorded rollouts that are missing, damaged, or not those that the config would have had."""
+
+    exit_code = 2
+
+
 class RewardFailure(RollError, RuntimeError):
     """Raised by a reward that could not be computed (a sandbox died, a service answered 500). It is never 0."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from roll_core.spec.config import (
     Config,
@@ -163,6 +164,11 @@ class RLVRConfig(_Judged):
     stale_groups: Literal["drop", "reuse"] = "drop"
     """Groups of a resumed run that are older than `async_generation_ratio` allows now: ask their prompts again, or
     train on them nevertheless."""
+    record_rollouts: bool = False
+    """Write each step's rollouts to `rollouts/` of the run directory, exactly."""
+    replay_rollouts: str | None = None
+    """Directory of a run that recorded its rollouts: train on these, step by step. No engine and no judge is
+    started."""
     dynamic_sampling_max_tries: Annotated[float, Field(ge=1)] = 10.0
     """With a `query_filter_config`: for one batch at most this times `rollout_batch_size` prompts are asked. What is
     left then is trained on."""
@@ -295,6 +301,32 @@ class RLVRConfig(_Judged):
             )
         return self
 
+    @field_validator("replay_rollouts")
+    @classmethod
+    def _follow_links(cls, value: str | None) -> str | None:
+        """`latest` will mean another run as soon as this one begins."""
+        return None if value is None else str(Path(value).expanduser().resolve())
+
+    @model_validator(mode="after")
+    def _replay_is_possible(self) -> RLVRConfig:
+        if self.replay_rollouts is None:
+            return self
+        if self.record_rollouts:
+            raise ValueError("record_rollouts would write again what replay_rollouts reads: leave one of them out")
+        if self.validation is not None and self.eval_steps:
+            raise ValueError("replay_rollouts starts no engine, and validation needs one: set eval_steps to 0")
+        from roll_core.runtime.rollout.recording import BatchTerms, Recording
+
+        terms = BatchTerms(
+            rollout_batch_size=self.rollout_batch_size,
+            num_return_sequences_in_group=self.num_return_sequences_in_group,
+            temperature=self.actor_infer.generating_args.temperature,
+        )
+        # A resumed run asks for steps from where its checkpoint was written: it is told then if one is missing.
+        first = self.max_steps if self.resume_from_checkpoint else 1
+        Recording(Path(self.replay_rollouts)).check(terms, range(first, self.max_steps + 1))
+        return self
+
     @model_validator(mode="after")
     def _reference_is_used(self) -> RLVRConfig:
         if self.stays_close and self.reference is None and not self.actor_train.model_args.trains_adapters:
@@ -331,6 +363,11 @@ class RLVRConfig(_Judged):
         if self.is_use_additional_prompts:
             return self.max_additional_running_prompts / self.rollout_batch_size
         return self.async_generation_ratio
+
+    @property
+    def generates(self) -> bool:
+        """Whether an engine draws answers: not where recorded ones are replayed."""
+        return self.replay_rollouts is None
 
     @property
     def filters(self) -> bool:

@@ -39,12 +39,12 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
             kind="train",
             num_steps=(steps - config.critic_warmup) * config.steps_per_batch(config.actor_train),
         ),
-        RoleSpec(name="actor_infer", kind="generate", model_from="actor_train"),
     ]
-    phases = [
-        Phase(name="publish", acts={"actor_train": "publish", "actor_infer": "receive"}),
-        Phase(name="rollout", acts={"actor_infer": "generate"}),
-    ]
+    phases = []
+    if config.generates:
+        roles.append(RoleSpec(name="actor_infer", kind="generate", model_from="actor_train"))
+        phases.append(Phase(name="publish", acts={"actor_train": "publish", "actor_infer": "receive"}))
+        phases.append(Phase(name="rollout", acts={"actor_infer": "generate"}))
     if config.recomputes_logprobs or (config.stays_close and config.reference is None):
         phases.append(Phase(name="logprobs of the policy", acts={"actor_train": "score"}))
     if config.reference is not None:
@@ -59,7 +59,8 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
     if config.save_steps:
         trained = [role.name for role in roles if role.kind == "train"]
         phases += [Phase(name=f"checkpoint of {name}", acts={name: "save"}) for name in trained]
-    roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
+    if config.generates:
+        roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
     outputs = config.rollout_batch_size * config.num_return_sequences_in_group
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs)
 

@@ -93,6 +93,8 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             concurrent=config.async_generation_ratio > 0,
             keep_partials=config.partial_rollout,
             stale=config.stale_groups,
+            record=config.record_rollouts,
+            replay=config.replay_rollouts or "",
         )
         self.rollouts = run.rollouts("actor_infer", plan)
 

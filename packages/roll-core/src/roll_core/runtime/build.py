@@ -167,7 +167,7 @@ def group_specs(
                 env={**config.system_envs, **worker.system_envs},
                 environment=_environment(worker, args["provider"], registry),
                 timeout_s=config.rpc_timeout,
-                survives=role.kind == "generate" and len(places[role.name]) > 1,
+                survives=role.kind in ("generate", "reward") and len(places[role.name]) > 1,
             )
         )
     return specs

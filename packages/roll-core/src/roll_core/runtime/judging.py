@@ -1,21 +1,34 @@
-"""Which judge judges which sample."""
+"""Judging samples: which judge judges which, on which of its workers, and again where that fails.
+
+answered group ──► Judges ──► RewardRole ──► a worker ──► value | failure ──► once more on the next worker?
+                   by tag     by turns                                        else it is excluded
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
 from typing import TYPE_CHECKING
 
-from roll_core.errors import DataError
+from roll_core.errors import DataError, RollError, WorkerDiedError
 from roll_core.spec.reward import RewardRequest
-from roll_core.types import Group
+from roll_core.types import Group, Reward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.runtime.roles import RewardRole
+    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.spec.config import RewardConfig
     from roll_core.spec.pipeline import Prompt
     from roll_core.types import Sample
+
+log = logging.getLogger(__name__)
+
+RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
+"""Until a failed judgement is tried again; for each further time twice as long, up to the longest."""
 
 
 class Judges:
@@ -39,12 +52,89 @@ class Judges:
             )
         return self._by_tag[tag]
 
+    @property
+    def retries(self) -> int:
+        """Judgements that were tried again so far."""
+        return sum(role.retries for role in self._roles.values())
+
+    async def close(self) -> None:
+        """End what the judges do besides judging."""
+        for role in self._roles.values():
+            await role.close()
+
     async def judged(self, prompt: Prompt, group: Group, tokenizer: PreTrainedTokenizerBase) -> Group:
         """The group with its samples' rewards."""
         role = self._roles[self.domain_of(prompt.tag)]
         rewards = await role.score([request_of(sample, prompt.text, tokenizer) for sample in group.samples])
         samples = (sample.with_reward(reward) for sample, reward in zip(group.samples, rewards, strict=True))
         return Group(id=group.id, samples=tuple(samples))
+
+
+class RewardRole:
+    """A judge on any number of workers, which take turns."""
+
+    def __init__(self, name: str, config: RewardConfig, group: WorkerGroup) -> None:
+        self.name, self.config, self.group = name, config, group
+        self._turns = itertools.cycle(range(group.world_size))
+        self._replacing: dict[int, asyncio.Task[None]] = {}
+        """Ranks that have died and do not judge yet again. A task that has failed stays: nobody will."""
+        self.retries = 0
+        """Judgements that were tried again so far."""
+
+    async def start(self) -> None:
+        """Load what the judges need."""
+        await self.group.call("start")
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
+        """Judge the samples of a group together, on one worker. Those that fail are judged again on the next one, after
+        a pause that doubles: what they need may be there again."""
+        found = await self._judged(requests)
+        for attempt in range(self.config.max_retries):
+            failed = [at for at, reward in enumerate(found) if reward.failed]
+            if not failed:
+                break
+            self.retries += len(failed)
+            await asyncio.sleep(min(RETRY_S * 2**attempt, LONGEST_RETRY_S))
+            for at, reward in zip(failed, await self._judged([requests[at] for at in failed]), strict=True):
+                found[at] = reward
+        return found
+
+    async def close(self) -> None:
+        """Make no more workers anew."""
+        for task in self._replacing.values():
+            task.cancel()
+        await asyncio.gather(*self._replacing.values(), return_exceptions=True)
+
+    async def _judged(self, requests: Sequence[RewardRequest]) -> list[Reward]:
+        """A worker that dies takes its judgements with it: they are failures."""
+        rank = await self._next()
+        try:
+            found: list[Reward] = await self.group.call_rank(rank, "score", requests)
+        except WorkerDiedError as death:
+            if rank not in self.group.lost:  # its death ends the run
+                raise
+            if rank not in self._replacing:
+                self._replacing[rank] = asyncio.ensure_future(self._replace(rank))
+            return [Reward(value=None, failure=str(death))] * len(requests)
+        return found
+
+    async def _next(self) -> int:
+        """The rank whose turn it is, of those that judge."""
+        while len(self._replacing) == self.group.world_size:
+            pending = [task for task in self._replacing.values() if not task.done()]
+            if not pending:
+                await asyncio.gather(*self._replacing.values())
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        return next(rank for rank in self._turns if rank not in self._replacing)
+
+    async def _replace(self, rank: int) -> None:
+        try:
+            await self.group.replace(rank)
+            await self.group.call_rank(rank, "start")
+        except RollError as failure:
+            log.warning("%s rank %d died and could not be replaced: %s", self.name, rank, failure)
+            raise
+        del self._replacing[rank]
 
 
 def request_of(sample: Sample, prompt: str, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:

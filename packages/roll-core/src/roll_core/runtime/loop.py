@@ -25,7 +25,7 @@ from roll_core.runtime.console import Console
 from roll_core.runtime.data import RunData
 from roll_core.runtime.executors import choose_executor, make_executor
 from roll_core.runtime.guards import Guards
-from roll_core.runtime.judging import Judges
+from roll_core.runtime.judging import Judges, RewardRole
 from roll_core.runtime.ledger import Ledger
 from roll_core.runtime.logs import run_logging
 from roll_core.runtime.memory_use import forget_peak
@@ -36,8 +36,9 @@ from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.record import RunFacts, RunRecord
 from roll_core.runtime.report import write_report
 from roll_core.runtime.resuming import check_fits, load_run
-from roll_core.runtime.roles import GroupInferRole, GroupTrainRole, RewardRole
+from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
 from roll_core.runtime.rollout.drafts import stop_finder
+from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import ActiveRun
 from roll_core.runtime.run_dir import RunDir, find_checkpoint
 from roll_core.runtime.samples import SamplesFile
@@ -45,6 +46,7 @@ from roll_core.runtime.saving import RunSaver
 from roll_core.runtime.stopping import StopSignals
 from roll_core.runtime.tokenizer import prepare_tokenizer
 from roll_core.runtime.tracking import MetricsFile, Trackers
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import TrackerProvider
 
 if TYPE_CHECKING:
@@ -215,6 +217,7 @@ class _Driver:
                 ledger=ledger,
                 guards=guards,
                 samples=samples,
+                recorder=Recorder(self.run_dir.path, history=history, resumed_step=resumed_step),
             )
             with ledger.stage("data"):
                 num_steps = self.pipeline.num_steps(run)
@@ -334,7 +337,7 @@ class _Driver:
         judges: dict[str, RewardRole] = {}
         for role in roles:
             name, group, worker = role.name, groups[role.name], configs[role.name]
-            if role.kind == "reward":
+            if isinstance(worker, RewardConfig):
                 judges[name.partition(".")[2]] = judge = RewardRole(name, worker, group)
                 await judge.start()
                 continue
@@ -362,7 +365,7 @@ class _Driver:
                 run.train_roles[name] = model
                 await run.turns.admit(model)
         if judges:
-            tags = {domain: configs[f"rewards.{domain}"].tag_included for domain in judges}  # type: ignore[attr-defined]
+            tags = {domain: judge.config.tag_included for domain, judge in judges.items()}
             run.judges = Judges(judges, tags)
         stack.push_async_callback(run.close)
         run.publishing = Publishing(run, roles, self.registry, executor, self.record)

@@ -59,14 +59,14 @@ class Publishing:
         """Metrics of the publish; empty where `target` already holds the current weights of `source`."""
         link = self._links.get((source, target)) or self._connect(source, target)
         version = self._run.train_role(source).weight_version
-        if link.version == version and self._run.infer_role(target).holds_weights:
+        if link.version == version and self._run.engine(target).holds_weights:
             return {}
         async with self._run.turns.take({source: WEIGHTS, target: ENGINE}):
             return await self._publish(link, source, target, version)
 
     async def _publish(self, link: _Link, source: str, target: str, version: int) -> dict[str, float]:
         guards = self._run.guards
-        engine = self._run.infer_role(target)
+        engine = self._run.engine(target)
         metrics: dict[str, float] = {}
         try:
             report = await self._until_nobody_dies(engine, link, version)
@@ -107,7 +107,7 @@ class Publishing:
 
     def _connect(self, source: str, target: str) -> _Link:
         run = self._run
-        trainer, engine = run.train_role(source), run.infer_role(target)
+        trainer, engine = run.train_role(source), run.engine(target)
         train, infer = self._capabilities(source), self._capabilities(target)
         directory = run.config.model_update_dir or ""
         shares_memory = self._executor.shares_memory
@@ -135,7 +135,7 @@ class Publishing:
     async def _probe(self, source: str, target: str) -> dict[str, float]:
         """The same fixed tokens, through the trainer and through the engine."""
         run = self._run
-        gap = await logprob_probe(run.train_role(source), run.infer_role(target), probe_tokens(len(run.tokenizer)))
+        gap = await logprob_probe(run.train_role(source), run.engine(target), probe_tokens(len(run.tokenizer)))
         run.guards.check_at_most(
             "logprob_probe",
             gap,

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.drafts import FindStop
     from roll_core.runtime.rollout.routing import Routing
     from roll_core.spec.config import WorkerConfig
-    from roll_core.spec.reward import RewardRequest
     from roll_core.spec.train import LossFn, LossMetrics, StepStats
-    from roll_core.types import Completion, DataRank, Floats, GenerateRequest, Reward, TrainSequence
+    from roll_core.types import Completion, DataRank, Floats, GenerateRequest, TrainSequence
 
 log = logging.getLogger(__name__)
 
@@ -319,23 +318,6 @@ class GroupInferRole(InferRole):
                 raise
             return {}  # the others go on, and tell the next time
         return join_readings(readings)
-
-
-class RewardRole:
-    """A judge on any number of workers, which take turns."""
-
-    def __init__(self, name: str, config: WorkerConfig, group: WorkerGroup) -> None:
-        self.name, self.config, self.group = name, config, group
-        self._turn = itertools.cycle(range(group.world_size))
-
-    async def start(self) -> None:
-        """Load what the judges need."""
-        await self.group.call("start")
-
-    async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """Judge the samples of a group together, on one worker."""
-        found: list[Reward] = await self.group.call_rank(next(self._turn), "score", requests)
-        return found
 
 
 def even_chunks(sequences: Sequence[TrainSequence], size: int) -> list[Sequence[TrainSequence]]:

@@ -12,7 +12,9 @@ from typing_extensions import override
 
 from roll_core.errors import RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.rollout.of_run import RunRollouts, roll_out
+from roll_core.runtime.rollout.groups import Verdicts
+from roll_core.runtime.rollout.of_run import DrawnRollouts, roll_out
+from roll_core.runtime.rollout.replay import ReplayedRole, ReplayedRollouts
 from roll_core.runtime.turns import SlotTurns
 from roll_core.spec.pipeline import Run
 from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
@@ -31,11 +33,13 @@ if TYPE_CHECKING:
     from roll_core.runtime.ledger import Ledger
     from roll_core.runtime.publishing import Publishing
     from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
+    from roll_core.runtime.rollout.of_run import RunRollouts
+    from roll_core.runtime.rollout.recording import Recorder
     from roll_core.runtime.run_dir import RunDir
     from roll_core.runtime.samples import SamplesFile
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig
-    from roll_core.spec.pipeline import Prompt, RolloutPlan, Split
+    from roll_core.spec.pipeline import InferRole, Prompt, RolloutPlan, Split
     from roll_core.types import Group, Sample, SamplingParams, TrainSequence
 
 T = TypeVar("T")
@@ -55,6 +59,7 @@ class ActiveRun(Run):
         ledger: Ledger,
         guards: Guards,
         samples: SamplesFile,
+        recorder: Recorder,
     ) -> None:
         self.config, self.dir, self.tokenizer = config, run_dir.path, tokenizer
         self.step = 0
@@ -65,9 +70,12 @@ class ActiveRun(Run):
         self.busy_roles: set[str] = set()
         """Roles that generate while others train."""
         self._rollouts: list[RunRollouts] = []
+        self._replayed: dict[str, ReplayedRole] = {}
+        """Roles whose rollouts another run recorded."""
         self.publishing: Publishing
         self.guards = guards
         self._registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
+        self._recorder = recorder
         self._metrics: dict[str, float] = {}
 
     @override
@@ -75,7 +83,11 @@ class ActiveRun(Run):
         return _role(self.train_roles, name, "trains or scores")
 
     @override
-    def infer_role(self, name: str) -> GroupInferRole:
+    def infer_role(self, name: str) -> InferRole:
+        return self._replayed.get(name) or self.engine(name)
+
+    def engine(self, name: str) -> GroupInferRole:
+        """A role that generates in this run."""
         return _role(self.infer_roles, name, "generates")
 
     @override
@@ -109,6 +121,9 @@ class ActiveRun(Run):
 
     @override
     async def publish_weights(self, source: str, target: str) -> None:
+        if replayed := self._replayed.get(target):
+            replayed.version = self.train_role(source).weight_version
+            return
         with self.stage("weight_sync"):
             self.log(await self.publishing.publish(source, target))
 
@@ -118,7 +133,7 @@ class ActiveRun(Run):
     ) -> list[Group]:
         with self.stage("rollout" if split == "train" else "evaluation"):
             groups = await roll_out(
-                self.infer_role(role),
+                self.engine(role),
                 prompts,
                 params,
                 n=n,
@@ -127,14 +142,18 @@ class ActiveRun(Run):
                 tokenizer=self.tokenizer,
             )
         self.check_tokens(role, groups)
-        self.check_rewards(groups)
+        self.check_rewards(Verdicts.of(groups))
         return groups
 
     @override
     def rollouts(self, role: str, plan: RolloutPlan) -> RunRollouts:
+        if plan.replay:
+            replayed = self._replayed[role] = ReplayedRole(role, self.config.roles()[role])
+            self._rollouts.append(ReplayedRollouts(self, replayed, plan))
+            return self._rollouts[-1]
         if plan.concurrent:
             self.busy_roles.add(role)
-        self._rollouts.append(RunRollouts(self, self.infer_role(role), plan))
+        self._rollouts.append(DrawnRollouts(self, self.engine(role), plan, self._recorder))
         return self._rollouts[-1]
 
     async def close(self) -> None:
@@ -143,6 +162,8 @@ class ActiveRun(Run):
             await rollouts.close()
         for role in self.infer_roles.values():
             await role.dispatcher.close()
+        if self.judges is not None:
+            await self.judges.close()
 
     def check_tokens(self, role: str, groups: Sequence[Group], *, mixed: bool = False) -> None:
         """What the engine drew must be what can be trained on: ids that exist, a logprob and a version for each.
@@ -154,18 +175,15 @@ class ActiveRun(Run):
             if problem := token_problem(sample, vocab_size=size, version=version, mixed=mixed):
                 self.guards.check("token_round_trip", False, f"sample {sample.id}: {problem}")
 
-    def check_rewards(self, groups: Sequence[Group]) -> None:
+    def check_rewards(self, verdicts: Verdicts) -> None:
         """A judge that fails too often is broken, whatever it says of the rest."""
-        rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
-        failures = [reward.failure for reward in rewards if reward.failed]
-        if failures:
+        if verdicts.failed:
             threshold = self.config.guards.reward_failures.threshold
-            share = len(failures) / len(rewards)
             self.guards.check(
                 "reward_failures",
-                share <= threshold,
-                f"{len(failures)} of {len(rewards)} rewards could not be computed, more than the"
-                f" {threshold:.0%} allowed; the first: {failures[0]}",
+                verdicts.failed <= threshold * verdicts.judged,
+                f"{verdicts.failed} of {verdicts.judged} rewards could not be computed, more than the"
+                f" {threshold:.0%} allowed; the first: {verdicts.first_failure}",
             )
 
     @override

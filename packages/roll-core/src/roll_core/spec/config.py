@@ -424,6 +424,9 @@ class RewardConfig(WorkerConfig):
     """Factor on the value."""
     timeout_s: PositiveFloat = 10.0
     """Seconds after which judging one sample is given up, as a failure."""
+    max_retries: NonNegativeInt = 2
+    """How often a judgement that failed is tried again, on another worker where there are several. What fails then is
+    excluded."""
     query_filter_config: QueryFilterConfig = QueryFilterConfig()
     """Which of its groups are worth training on."""
 
@@ -494,7 +497,7 @@ class RewardFailuresConfig(GuardConfig):
     """`guards.reward_failures`."""
 
     threshold: Fraction = 0.2
-    """Largest share of a step's samples whose reward could not be computed."""
+    """Largest share of the samples judged since the last step whose reward could not be computed, retries included."""
 
 
 class GuardsConfig(Config):
@@ -512,7 +515,7 @@ class GuardsConfig(Config):
     logprob_gap: LogprobGapConfig = LogprobGapConfig()
     """On the tokens of a rollout the engine and the trainer disagree although both held the same weights."""
     reward_failures: RewardFailuresConfig = RewardFailuresConfig()
-    """Too many samples of a step have no reward because judging them failed."""
+    """Too many samples have no reward because judging them failed."""
     non_finite: GuardConfig = GuardConfig()
     """A loss, gradient or logprob is NaN or infinite."""
     zero_steps: GuardConfig = GuardConfig()

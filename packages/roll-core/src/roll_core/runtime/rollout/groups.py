@@ -1,17 +1,61 @@
-"""From completions to groups, and the seeds of the draws."""
+"""From completions to groups, the seeds of the draws, and what is known of a batch."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from roll_core.data.sequences import sample_of
 from roll_core.types import GenerateRequest, Group
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from roll_core.spec.pipeline import Prompt
     from roll_core.types import Completion, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdicts:
+    """How judging went: samples that were judged, and those of them that have no reward after the last retry."""
+
+    judged: int = 0
+    failed: int = 0
+    first_failure: str = ""
+    """Why the first of them has none."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Verdicts:
+        """Of these groups; samples that nobody judged do not count."""
+        rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
+        failures = [reward.failure for reward in rewards if reward.failed]
+        return cls(judged=len(rewards), failed=len(failures), first_failure=failures[0] if failures else "")
+
+    def __add__(self, other: Verdicts) -> Verdicts:
+        return Verdicts(
+            judged=self.judged + other.judged,
+            failed=self.failed + other.failed,
+            first_failure=self.first_failure or other.first_failure,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """How a batch came about."""
+
+    ages: tuple[int, ...]
+    """Of its groups, in steps from their first token to this batch."""
+    left_out: int
+    """Groups that were judged and left out, since the last batch."""
+    stale: int
+    """Groups that were too old, since the last batch."""
+    surplus: int
+    """Groups that stay for the next batch, finished or not."""
+    positions: tuple[int, ...]
+    """Of its groups' prompts, each in the order of its tag."""
+    verdicts: Verdicts
+    """Of all groups that were judged since the last batch, whichever batch they are for and those left out too."""
 
 
 def request_for(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from roll_core.runtime.rollout.groups import group_of, request_for
+from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.pipeline import Rollouts
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.judging import Judges
     from roll_core.runtime.roles import GroupInferRole
-    from roll_core.runtime.rollout.scheduler import BatchFacts
+    from roll_core.runtime.rollout.groups import BatchFacts
+    from roll_core.runtime.rollout.recording import Recorder
     from roll_core.runtime.run import ActiveRun
     from roll_core.spec.pipeline import Prompt, RolloutPlan
     from roll_core.types import Completion, Group, SamplingParams
@@ -59,24 +62,22 @@ async def roll_out(
 
 
 class RunRollouts(Rollouts):
-    """The scheduler of one role of a run."""
+    """Batches of a run, wherever they come from: accounted for, watched by the guards, told in the metrics."""
 
-    def __init__(self, run: ActiveRun, role: GroupInferRole, plan: RolloutPlan) -> None:
+    def __init__(self, run: ActiveRun, role: str, plan: RolloutPlan) -> None:
         self._run, self._role, self._plan = run, role, plan
-        judges = run.judges
 
-        async def judge(prompt: Prompt, group: Group) -> Group:
-            return group if judges is None else await judges.judged(prompt, group, run.tokenizer)
-
-        self._scheduler = RolloutScheduler(plan, role.dispatcher, judge, seed=run.config.seed, turn=role.turn)
+    @abstractmethod
+    async def _next(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
+        """The batch that is trained on once `step` steps are done."""
 
     @override
     async def batch(self) -> list[Group]:
         run = self._run
         with run.stage("rollout"):
-            groups, facts = await self._scheduler.batch(run.step)
-        run.check_tokens(self._role.name, groups, mixed=self._plan.ahead > 0)
-        run.check_rewards(groups)
+            groups, facts = await self._next(run.step)
+        run.check_tokens(self._role, groups, mixed=self._plan.ahead > 0)
+        run.check_rewards(facts.verdicts)
         bound = math.ceil(self._plan.ahead)
         oldest = max(facts.ages, default=0)
         run.guard(
@@ -85,25 +86,14 @@ class RunRollouts(Rollouts):
             f"step {run.step + 1}: a group was begun {oldest} steps ago, {bound} are allowed",
         )
         run.log(self._metrics(groups, facts))
-        return groups
-
-    @override
-    def state(self) -> Mapping[str, Any]:
-        return self._scheduler.state()
-
-    @override
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._scheduler.load_state(state)
+        return list(groups)
 
     async def close(self) -> None:
         """End what is being generated."""
-        await self._scheduler.close()
 
     def _metrics(self, groups: Sequence[Group], facts: BatchFacts) -> dict[str, float]:
         """Nothing where batches are simply what was asked."""
         found: dict[str, float] = {}
-        if lost := self._role.dispatcher.accounts.lost_replicas:
-            found["rollout/lost_replicas"] = float(lost)
         if self._plan.keep is not None:
             found["rollout/left_out_groups"] = float(facts.left_out)
         if self._plan.ahead:
@@ -119,4 +109,52 @@ class RunRollouts(Rollouts):
                 if samples
                 else 0.0,
             }
+        return found
+
+
+class DrawnRollouts(RunRollouts):
+    """Drawn by a role of the run, and recorded where the plan says so."""
+
+    def __init__(self, run: ActiveRun, role: GroupInferRole, plan: RolloutPlan, recorder: Recorder) -> None:
+        super().__init__(run, role.name, plan)
+        self._engine, self._recorder = role, recorder
+        self._judges = judges = run.judges
+        self._retries = 0
+        """Of judgements, up to the last batch."""
+        if plan.record:
+            recorder.begin()
+
+        async def judge(prompt: Prompt, group: Group) -> Group:
+            return group if judges is None else await judges.judged(prompt, group, run.tokenizer)
+
+        self._scheduler = RolloutScheduler(plan, role.dispatcher, judge, seed=run.config.seed, turn=role.turn)
+
+    @override
+    async def _next(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
+        groups, facts = await self._scheduler.batch(step)
+        if self._plan.record:
+            batch = RecordedBatch(groups=groups, facts=facts, weight_version=self._engine.weight_version)
+            await asyncio.to_thread(self._recorder.write, step + 1, BatchTerms.of(self._plan), batch)
+        return groups, facts
+
+    @override
+    def state(self) -> Mapping[str, Any]:
+        return self._scheduler.state()
+
+    @override
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._scheduler.load_state(state)
+
+    @override
+    async def close(self) -> None:
+        await self._scheduler.close()
+
+    @override
+    def _metrics(self, groups: Sequence[Group], facts: BatchFacts) -> dict[str, float]:
+        found = super()._metrics(groups, facts)
+        if lost := self._engine.dispatcher.accounts.lost_replicas:
+            found["rollout/lost_replicas"] = float(lost)
+        if self._judges is not None and (retries := self._judges.retries - self._retries):
+            self._retries += retries
+            found["reward/retries"] = float(retries)
         return found

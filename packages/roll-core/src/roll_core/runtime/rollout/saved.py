@@ -1,4 +1,4 @@
-"""Groups and half-drawn outputs as JSON, for checkpoints: arrays as base64 of their bytes, exactly."""
+"""Groups and half-drawn outputs as JSON, for checkpoints and recordings: arrays as base64 of their bytes, exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saved_group(group: Group) -> dict[str, Any]:
                 "id": sample.id,
                 "finish": sample.finish_reason,
                 "reward": _saved_reward(sample.reward),
-                **{name: _text(getattr(sample, name), dtype) for name, dtype in ARRAYS.items()},
+                **{name: saved_array(getattr(sample, name), dtype) for name, dtype in ARRAYS.items()},
             }
             for sample in group.samples
         ]
@@ -46,7 +46,7 @@ def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
                 tag=prompt.tag,
                 metadata=prompt.metadata,
                 reward=_reward_from(each["reward"]),
-                **{name: _array(each[name], dtype) for name, dtype in ARRAYS.items()},
+                **{name: array_from(each[name], dtype) for name, dtype in ARRAYS.items()},
             )
             for each in saved["samples"]
         ),
@@ -61,7 +61,7 @@ def saved_outputs(outputs: Sequence[CompletionOutput | None]) -> list[dict[str, 
         else {
             "finish": output.finish_reason,
             "stop": output.stop,
-            **{name: _text(getattr(output, name), dtype) for name, dtype in DRAWN.items()},
+            **{name: saved_array(getattr(output, name), dtype) for name, dtype in DRAWN.items()},
         }
         for output in outputs
     ]
@@ -75,7 +75,7 @@ def outputs_from(saved: Sequence[Mapping[str, Any] | None]) -> list[CompletionOu
         else CompletionOutput(
             finish_reason=each["finish"],
             stop=each["stop"],
-            **{name: _array(each[name], dtype) for name, dtype in DRAWN.items()},
+            **{name: array_from(each[name], dtype) for name, dtype in DRAWN.items()},
         )
         for each in saved
     ]
@@ -91,9 +91,11 @@ def _reward_from(saved: Mapping[str, Any] | None) -> Reward | None:
     return None if saved is None else Reward(**saved)
 
 
-def _text(array: np.ndarray[Any, Any], dtype: str) -> str:
+def saved_array(array: np.ndarray[Any, Any], dtype: str) -> str:
+    """Its bytes as base64, exactly."""
     return base64.b64encode(np.ascontiguousarray(array, dtype=dtype).tobytes()).decode()
 
 
-def _array(text: str, dtype: str) -> Any:
+def array_from(text: str, dtype: str) -> Any:
+    """The array that was saved, writable."""
     return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()

@@ -18,11 +18,10 @@ import asyncio
 import math
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointMismatchError
-from roll_core.runtime.rollout.groups import group_of, request_for
+from roll_core.runtime.rollout.groups import BatchFacts, Verdicts, group_of, request_for
 from roll_core.runtime.rollout.lines import Entry, Line
 from roll_core.runtime.rollout.saved import group_from, outputs_from, saved_group, saved_outputs
 
@@ -35,18 +34,8 @@ if TYPE_CHECKING:
     from roll_core.types import Completion, Group
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFacts:
-    """How a batch came about."""
-
-    ages: tuple[int, ...]
-    """Of its groups, in steps from their first token to this batch."""
-    left_out: int
-    """Groups that were judged and left out, since the last batch."""
-    stale: int
-    """Groups that were too old, since the last batch."""
-    surplus: int
-    """Groups that stay for the next batch, finished or not."""
+REPLAYED = "replayed"
+"""In the state of rollouts that were not generated, instead of lines."""
 
 
 class RolloutScheduler:
@@ -75,6 +64,7 @@ class RolloutScheduler:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._counts: Counter[str] = Counter()
+        self._verdicts = Verdicts()
 
     async def batch(self, step: int) -> tuple[list[Group], BatchFacts]:
         """The groups to train on in `step`, with the weights that the engine holds now for what is yet to be drawn.
@@ -109,7 +99,10 @@ class RolloutScheduler:
             left_out=self._counts.pop("left out", 0),
             stale=self._counts.pop("stale", 0),
             surplus=sum(len(line.entries) for line in self._lines),
+            positions=tuple(entry.position for entry in taken),
+            verdicts=self._verdicts,
         )
+        self._verdicts = Verdicts()
         return [entry.group for entry in taken if entry.group is not None], facts
 
     async def close(self) -> None:
@@ -143,7 +136,15 @@ class RolloutScheduler:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Tags that it does not know begin at their first prompt."""
+        """Continue from `state`. Tags that it does not know begin at their first prompt.
+
+        Raises `CheckpointMismatchError`.
+        """
+        if state.get(REPLAYED) is True:
+            raise CheckpointMismatchError(
+                "the checkpoint is of a run that replayed rollouts and does not know which prompts are next: go on with"
+                " replay_rollouts"
+            )
         for line in self._lines:
             saved = state.get(line.tag)
             if saved is None:
@@ -264,6 +265,7 @@ class RolloutScheduler:
     def _settle(self, line: Line, entry: Entry, group: Group) -> None:
         if entry.dropped:
             return
+        self._verdicts += Verdicts.of([group])
         kept = self.plan.keep is None or self.plan.keep(group)
         self._counts["left out"] += not kept
         line.settle(entry, group if kept else None)

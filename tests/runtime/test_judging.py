@@ -1,0 +1,122 @@
+"""A judge's workers: what fails is tried again elsewhere, and one that dies takes no run with it."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from roll_core.errors import WorkerDiedError
+from roll_core.runtime import judging
+from roll_core.runtime.judging import RewardRole
+from roll_core.spec.config import RewardConfig
+from roll_core.types import Reward
+
+FAILURE = Reward(value=None, failure="offline")
+
+
+class Workers:
+    """A group whose ranks answer by a table: `answers(rank, request, time asked)`."""
+
+    def __init__(self, world_size, answers, survives=True):
+        self.world_size, self.answers, self.survives = world_size, answers, survives
+        self.lost = frozenset()
+        self.asked, self.times = [], {}
+        self.replaced, self.started = [], []
+
+    async def call_rank(self, rank, method, *args):
+        await asyncio.sleep(0)
+        if method == "start":
+            self.started.append(rank)
+            return None
+        (requests,) = args
+        self.asked.append((rank, list(requests)))
+        found = []
+        for request in requests:
+            self.times[request] = self.times.get(request, -1) + 1
+            found.append(self.answers(rank, request, self.times[request]))
+        if "dies" in found:
+            self.lost |= {rank} if self.survives else set()
+            raise WorkerDiedError("rewards.math", rank, "here", "score", "it was killed", "")
+        return found
+
+    async def replace(self, rank):
+        await asyncio.sleep(0)
+        self.replaced.append(rank)
+        self.lost -= {rank}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(judging, "RETRY_S", 0.0)
+
+
+def role_of(workers, **config):
+    return RewardRole("rewards.math", RewardConfig(reward="any", **config), workers)
+
+
+def value(number):
+    return Reward(value=float(number))
+
+
+def test_only_what_failed_is_judged_again_and_by_another_worker():
+    workers = Workers(2, lambda rank, request, time: FAILURE if request == "b" and time == 0 else value(time))
+    role = role_of(workers)
+    found = asyncio.run(role.score(["a", "b", "c"]))
+    assert found == [value(0), value(1), value(0)]
+    assert workers.asked == [(0, ["a", "b", "c"]), (1, ["b"])]
+    assert role.retries == 1
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_what_fails_every_time_is_a_failure_after_so_many_retries(retries):
+    workers = Workers(1, lambda rank, request, time: Reward(value=None, failure=f"offline {time}"))
+    role = role_of(workers, max_retries=retries)
+    assert asyncio.run(role.score(["a"])) == [Reward(value=None, failure=f"offline {retries}")]
+    assert len(workers.asked) == 1 + retries
+    assert role.retries == retries
+
+
+def test_a_worker_that_dies_is_made_anew_and_its_samples_are_judged_elsewhere():
+    workers = Workers(2, lambda rank, request, time: "dies" if rank == 0 and not workers.replaced else value(rank))
+    role = role_of(workers)
+
+    async def main():
+        found = await role.score(["a", "b"])
+        await asyncio.sleep(0.01)
+        later = [await role.score([name]) for name in "cd"]
+        await role.close()
+        return found, later
+
+    found, later = asyncio.run(main())
+    assert found == [value(1), value(1)]
+    assert workers.replaced == workers.started == [0]
+    assert sorted(each[0].value for each in later) == [0.0, 1.0]
+
+
+def test_nothing_is_judged_while_every_worker_is_made_anew_and_then_it_is():
+    workers = Workers(2, lambda rank, request, time: "dies" if len(workers.replaced) < 2 else value(7))
+    assert asyncio.run(role_of(workers).score(["a"])) == [value(7)]
+    assert sorted(workers.replaced) == [0, 1]
+
+
+def test_a_death_that_ends_the_run_is_not_a_failure_of_a_sample():
+    workers = Workers(1, lambda rank, request, time: "dies", survives=False)
+    with pytest.raises(WorkerDiedError, match="it was killed"):
+        asyncio.run(role_of(workers).score(["a"]))
+
+
+def test_who_cannot_be_replaced_is_not_asked_again_and_the_last_one_says_why():
+    async def refuse(rank):
+        await asyncio.sleep(0)
+        raise WorkerDiedError("rewards.math", rank, "here", "start", "no memory", "")
+
+    workers = Workers(2, lambda rank, request, time: "dies")
+    workers.replace = refuse
+    with pytest.raises(WorkerDiedError, match="no memory"):
+        asyncio.run(role_of(workers, max_retries=5).score(["a"]))
+    assert sorted(rank for rank, _ in workers.asked) == [0, 1]
+
+
+def test_judges_count_the_retries_of_all_domains():
+    roles = {name: SimpleNamespace(retries=number) for name, number in (("math", 2), ("code", 3))}
+    assert judging.Judges(roles, {}).retries == 5
