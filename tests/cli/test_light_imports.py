@@ -49,6 +49,13 @@ actor_infer:
 rewards:
   math: {reward: math_rule}
 """
+THEIRS = """\
+defaults: [common]
+sequence_length: 2048
+sft_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
 CASES = {
     # arguments, forbidden besides HEAVY, budget of modules
     "version": (["--version"], ("pluggy", "pydantic", "yaml", "rich", "hydra", "omegaconf"), 110),
@@ -64,6 +71,8 @@ CASES = {
     "check with a mistake": (["check", "wrong.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
     "checkpoint list": (["checkpoint", "list", "run"], ("pluggy", "rich", "hydra", "omegaconf", "numpy"), 250),
     "checkpoint verify": (["checkpoint", "verify", "run"], ("pluggy", "rich", "hydra", "omegaconf", "numpy"), 250),
+    "help of import": (["import", "roll", "--help"], ("pluggy", "pydantic", "yaml", "hydra", "omegaconf"), 130),
+    "import of a config with fragments": (["import", "roll", "theirs.yaml", "-o", "ours.yaml"], ("rich", "numpy"), 650),
     "check of fragments and overrides": (["check", "composed.yaml", "seed=3"], ("numpy",), 640),
 }
 
@@ -74,6 +83,7 @@ def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, bud
     (tmp_path / "random.yaml").write_text(RANDOM)
     (tmp_path / "wrong.yaml").write_text(SFT + "sede: 1\n")
     (tmp_path / "composed.yaml").write_text(RLVR)
+    (tmp_path / "theirs.yaml").write_text(THEIRS)
     (tmp_path / "common.yaml").write_text("seed: 7\n")
     with CheckpointStore(tmp_path / "run" / "checkpoints").writing(
         1, asdict(SavedRun(pipeline="sft", pipeline_state={}, roles={}))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from roll_core.pipelines.filters import group_filter, passes
+from roll_core.pipelines.filters import domains, group_filter, passes
 from roll_core.spec.config import QueryFilterConfig, RewardConfig
 from roll_core.types import Group, Reward, Sample
 
@@ -72,3 +72,9 @@ def test_each_domain_has_its_own_filter_and_a_single_one_is_for_every_tag():
 def test_a_band_in_which_nothing_lies_is_refused():
     with pytest.raises(ValidationError, match=r"between threshold_down 0.8 and threshold_up 0.2: there are none"):
         config("mean_filter", threshold_down=0.8, threshold_up=0.2)
+
+
+def test_a_tags_domain_is_the_entry_that_judges_it():
+    rewards = {"math": RewardConfig(reward="r", tag_included=["aime"]), "code": RewardConfig(reward="r")}
+    assert domains(rewards, ["math", "aime", "code", "chat"]) == {"math": "math", "aime": "math", "code": "code"}
+    assert domains({"math": rewards["math"]}, ["chat", ""]) == {"chat": "math", "": "math"}

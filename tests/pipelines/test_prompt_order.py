@@ -38,6 +38,29 @@ def test_domains_get_the_share_that_was_asked_for():
     assert Counter(prompt.tag for prompt in batch(order, 0)) == {"a": 5, "b": 3, "c": 2}
 
 
+def test_a_share_may_be_of_the_rewards_entry_that_judges_several_tags():
+    names = {"gsm8k": "math", "aime": "math", "kodcode": "code"}
+    order = PromptOrder(
+        rows(gsm8k=30, aime=10, kodcode=20, chat=5), size=8, shares={"math": 0.75, "code": 0.25}, seed=0, domains=names
+    )
+    tags = Counter(prompt.tag for step in range(20) for prompt in batch(order, step))
+    assert tags["kodcode"] == 20 * 2
+    assert tags["gsm8k"] + tags["aime"] == 20 * 6
+    assert tags["aime"] == 30  # three epochs of the 40 rows of math
+    assert "chat" not in tags
+
+
+def test_a_share_by_tag_wins_over_the_domain_of_the_tag():
+    order = PromptOrder(
+        rows(gsm8k=9, aime=9),
+        size=4,
+        shares={"aime": 0.5, "math": 0.5},
+        seed=0,
+        domains={"gsm8k": "math", "aime": "math"},
+    )
+    assert Counter(prompt.tag for prompt in batch(order, 0)) == {"aime": 2, "gsm8k": 2}
+
+
 def test_without_shares_domains_are_taken_in_proportion_to_their_rows():
     order = PromptOrder(rows(a=30, b=10), size=8, shares={}, seed=0)
     assert Counter(prompt.tag for prompt in batch(order, 3)) == {"a": 6, "b": 2}

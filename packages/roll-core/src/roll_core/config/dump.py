@@ -29,10 +29,34 @@ for _first, _resolvers in Loader.yaml_implicit_resolvers.items():
             _Dumper.yaml_implicit_resolvers[_first].append(_resolver)
 
 
+class _CompactDumper(_Dumper):
+    """Lists and mappings that hold no others in one line, but for the whole."""
+
+    def serialize(self, node: yaml.Node) -> None:
+        if isinstance(node, yaml.CollectionNode):
+            node.flow_style = False
+        super().serialize(node)
+
+
+class Verbatim(str):
+    """Text that is written as it is: an interpolation that is to be resolved when the config is loaded."""
+
+
 def dump(config: RunConfig) -> str:
     """The config as YAML, complete: defaults are written out, and nothing is left to compose or to resolve."""
-    values = config.model_dump(mode="python", serialize_as_any=True, warnings=False)
-    text: str = yaml.dump(_plain(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return to_yaml(config.model_dump(mode="python", serialize_as_any=True, warnings=False))
+
+
+def to_yaml(values: Any, *, compact: bool = False) -> str:
+    """Values as YAML that loads to the same values; `compact` puts lists and mappings of scalars into one line."""
+    text: str = yaml.dump(
+        _plain(values),
+        Dumper=_CompactDumper if compact else _Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=120,
+        default_flow_style=None if compact else False,
+    )
     return text
 
 
@@ -41,6 +65,8 @@ def _plain(value: Any) -> Any:
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
+    if isinstance(value, Verbatim):
+        return str(value)
     if isinstance(value, str):
         return _escape(value)
     return value

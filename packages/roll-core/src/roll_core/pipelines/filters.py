@@ -1,4 +1,5 @@
-"""Which groups are worth training on: dynamic sampling by the mean or the spread of their rewards."""
+"""Which domain a tag belongs to, and which groups are worth training on: dynamic sampling by the mean or the spread of
+their rewards."""
 
 from __future__ import annotations
 
@@ -6,10 +7,18 @@ import statistics
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from roll_core.spec.config import QueryFilterConfig, RewardConfig
     from roll_core.types import Group
+
+
+def domains(rewards: Mapping[str, RewardConfig], tags: Iterable[str]) -> dict[str, str]:
+    """The entry of `rewards` that judges each of `tags`, where one does; a single judge judges every tag."""
+    if len(rewards) == 1:
+        return dict.fromkeys(tags, next(iter(rewards)))
+    by_tag = {tag: domain for domain, reward in rewards.items() for tag in (domain, *reward.tag_included)}
+    return {tag: by_tag[tag] for tag in tags if tag in by_tag}
 
 
 def group_filter(rewards: Mapping[str, RewardConfig]) -> Callable[[Group], bool]:

@@ -21,16 +21,26 @@ if TYPE_CHECKING:
 
 
 class PromptOrder:
-    """The prompts of a run. `counts` are each tag's of a batch of `size`."""
+    """The prompts of a run. `counts` are each domain's of a batch of `size`."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, size: int, shares: Mapping[str, float], seed: int) -> None:
-        """`shares` by tag; empty takes each domain in proportion to its rows.
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        size: int,
+        shares: Mapping[str, float],
+        seed: int,
+        domains: Mapping[str, str] | None = None,
+    ) -> None:
+        """`shares` by tag, or by one of the `domains` that tags belong to; empty takes each tag in proportion to its
+        rows.
 
-        Raises `DataError` for a tag without rows.
+        Raises `DataError` for a share without rows.
         """
         by_tag: defaultdict[str, list[Prompt]] = defaultdict(list)
         for prompt in prompts:
-            by_tag[prompt.tag].append(prompt)
+            domain = (domains or {}).get(prompt.tag, prompt.tag)
+            by_tag[domain if prompt.tag not in shares and domain in shares else prompt.tag].append(prompt)
         missing = [tag for tag, share in shares.items() if share > 0 and tag not in by_tag]
         if missing:
             raise DataError(

@@ -23,7 +23,7 @@ from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, ma
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.pipelines.correction import correct
 from roll_core.pipelines.experience import Experience, logprob_gaps, sample_metrics
-from roll_core.pipelines.filters import group_filter
+from roll_core.pipelines.filters import domains, group_filter
 from roll_core.pipelines.messages import skipped
 from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder
@@ -46,8 +46,13 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     def num_steps(self, run: Run) -> int:
         config = self.config
         data = config.actor_train.data_args
+        prompts = run.prompts(data)
         self.order = PromptOrder(
-            run.prompts(data), size=config.rollout_batch_size, shares=data.domain_interleave_probs, seed=config.seed
+            prompts,
+            size=config.rollout_batch_size,
+            shares=data.domain_interleave_probs,
+            seed=config.seed,
+            domains=domains(config.rewards, {prompt.tag for prompt in prompts}),
         )
         self.sampling = sampling_params(
             config.actor_infer.generating_args, default_max_new_tokens=config.response_length

@@ -216,7 +216,8 @@ class DataArguments(Config):
     template: str = "native"
     """Chat template: `native` is the tokenizer's own (plain text where it has none), else a name from the docs."""
     domain_interleave_probs: dict[str, NonNegativeFloat] = {}
-    """Share of each domain in a batch; equal to their shares in the data where empty."""
+    """Share of each domain in a batch, by tag or by the entry of `rewards` that judges its tags; equal to their shares
+    in the data where empty."""
     max_samples: PositiveInt | None = None
     """Take only the first rows."""
 

@@ -1,0 +1,1 @@
+"""Other trainers' configs, rewritten into ours: what became of each key, and why."""

@@ -1,0 +1,153 @@
+"""`roll-core import roll FILE`: another trainer's config in our words, and what became of each of its keys."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import textwrap
+from collections import Counter
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.builtin.importing.roll import import_roll
+from roll_core.builtin.importing.rules import STATUSES
+from roll_core.builtin.importing.writing import written
+from roll_core.cli.check import summary
+from roll_core.config import load
+from roll_core.config.validate import schema_of
+from roll_core.errors import ConfigError, PluginError, RunDirectoryError
+from roll_core.plugins.registry import load_registry
+from roll_core.spec.config import RunConfig
+from roll_core.spec.providers import PipelineProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.builtin.importing.roll import Entry, Imported
+    from roll_core.plugins.registry import Registry
+
+HEADINGS = {
+    "kept": "kept",
+    "renamed": "renamed",
+    "changed": "changed",
+    "added": "added: ROLL does it without being told",
+    "not needed": "not needed here",
+    "dead": "do nothing in ROLL",
+    "unsupported": "not supported here",
+    "unknown": "known to neither",
+}
+BY_NAME = ("kept", "not needed")
+"""Told by their names alone, unless every key is asked for."""
+
+
+def import_config(
+    file: Path, out: Path | None, disabled_plugins: Sequence[str], *, as_json: bool, verbose: bool
+) -> int:
+    """Write the new config to `out`, or to stdout, and the report to stdout, or beside a config to stderr. Returns the
+    exit code: 1 if `roll-core check` would refuse the new config."""
+    if out is not None and out.exists():
+        raise RunDirectoryError(f"{out} is there already; name a file that is not")
+    registry = load_registry(disabled_plugins)
+    imported = import_roll(file, registry)
+    provider = registry.find(PipelineProvider, imported.pipeline)
+    schema = schema_of(provider, RunConfig, owner=registry.owner(provider))
+    text = written(imported.config, schema, heading=f"Imported from {file.name} by roll-core import roll.")
+    verdict, problems = _checked(text, out or Path("imported.yaml"), registry)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    if as_json:
+        sys.stdout.write(json.dumps(_plain(file, out, imported, text, verdict, problems), indent=2) + "\n")
+    else:
+        if out is None:
+            sys.stdout.write(text)
+        (sys.stdout if out is not None else sys.stderr).write(
+            _report(file, out, imported, verdict, problems, verbose=verbose)
+        )
+    return 1 if problems else 0
+
+
+def _checked(text: str, name: Path, registry: Registry) -> tuple[str, list[str]]:
+    """What `roll-core check` says of the new config: a line if it is good, else every mistake."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / name.name
+        file.write_text(text, encoding="utf-8")
+        try:
+            return summary(load(file, (), registry)), []
+        except ConfigError as error:
+            return "", [str(each).replace(str(file), str(name)) for each in error.problems]
+        except PluginError as error:
+            return "", [str(error)]
+
+
+def _plain(
+    file: Path, out: Path | None, imported: Imported, text: str, verdict: str, problems: list[str]
+) -> dict[str, object]:
+    return {
+        "input": str(file),
+        "output": str(out) if out is not None else None,
+        "pipeline": imported.pipeline,
+        "ok": not problems,
+        "check": verdict or problems,
+        "keys": [asdict(each) for each in imported.entries],
+        "config": text,
+    }
+
+
+def _report(
+    file: Path, out: Path | None, imported: Imported, verdict: str, problems: list[str], *, verbose: bool
+) -> str:
+    counts = Counter(each.status for each in imported.entries)
+    counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    lines = [f"{file}: {imported.pipeline}, {counted}"]
+    for status in ("unsupported", "unknown", "changed", "renamed", "added", "dead", "not needed", "kept"):
+        entries = [each for each in imported.entries if each.status == status]
+        if not entries:
+            continue
+        lines += ["", f"{HEADINGS[status]} ({len(entries)})"]
+        if status in BY_NAME and not verbose:
+            lines += _wrapped(sorted({_short(each.key) for each in entries}))
+        else:
+            lines += _told(entries)
+    name = out if out is not None else "the new config"
+    lines.append("")
+    if problems:
+        lines += [f"{name} is refused by roll-core check:", *(f"  {problem}" for problem in problems)]
+    else:
+        lines.append(f"{name}: ok: {verdict}")
+    return "\n".join(lines) + "\n"
+
+
+def _told(entries: list[Entry]) -> list[str]:
+    """Lines for each key, one for neighbours of one mapping of which the same is said."""
+    lines: list[str] = []
+    for (_, note, _), group in groupby(entries, key=lambda each: (_place(each), each.note, each.to)):
+        found = list(group)
+        first = found[0]
+        to = " and ".join(first.to)
+        if len(found) == 1:
+            name = f"{first.key} → {to}" if first.key and to and to != first.key else first.key or to
+        else:
+            name = f"{_place(first)}: {', '.join(each.key.removeprefix(f'{_place(each)}.') for each in found)}"
+        lines.append(f"  {first.where}: {name}" if first.where else f"  {name}")
+        if note:
+            lines.append(f"      {note}")
+    return lines
+
+
+def _place(entry: Entry) -> str:
+    """The role or the mapping at the top to which a key belongs."""
+    steps = entry.key.split(".")
+    return ".".join(steps[: 2 if steps[0] == "rewards" else 1]) if len(steps) > 1 else entry.key
+
+
+def _short(key: str) -> str:
+    """Its last part, which says enough of a key with nothing to tell."""
+    return key.rpartition(".")[2]
+
+
+def _wrapped(words: list[str], width: int = 116) -> list[str]:
+    return textwrap.wrap(", ".join(words), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)

@@ -1,0 +1,78 @@
+"""docs/from-roll.md has every key of the tables with what becomes of it. ROLL_UPDATE_GOLDEN=1 writes them anew."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from roll_core.builtin.importing import roll_keys
+from roll_core.builtin.importing.rules import STATUSES, Each, Rule
+
+DOCS = Path(__file__).parents[2] / "docs" / "from-roll.md"
+BEGIN, END = "<!-- tables: made by tests/importing/test_from_roll_docs.py -->\n", "<!-- end of tables -->"
+TITLES = {
+    "`rlvr`: the run": roll_keys.RLVR,
+    "`sft`: the run, where it differs": {
+        key: rule for key, rule in roll_keys.SFT.items() if roll_keys.RLVR.get(key) is not rule
+    },
+    "`actor_train`, `sft_train`, `critic`": roll_keys.TRAIN,
+    "`actor_infer`, where it differs": {
+        key: rule for key, rule in roll_keys.INFER.items() if roll_keys.TRAIN.get(key) is not rule
+    },
+    "`model_args`": roll_keys.MODEL,
+    "`training_args`": roll_keys.TRAINING,
+    "`data_args`": roll_keys.DATA,
+    "`generating_args`": roll_keys.GENERATING,
+    "`rewards.<domain>`": roll_keys.REWARD,
+    "`validation`": roll_keys.VALIDATION,
+    **{f"`strategy_config` of `{name}`": table for name, table in roll_keys.STRATEGIES.items()},
+}
+ELSEWHERE = {"model_args", "training_args", "data_args", "generating_args", "strategy_args"}
+"""Have tables of their own."""
+
+
+def rows(table, prefix=""):
+    """`(keys, what becomes of them)`, keys of which the same is said in one row."""
+    said: dict[str, list[str]] = {}
+    for key, rule in table.items():
+        if isinstance(rule, Each):
+            rule, key = rule.rule, f"{key}.<name>"
+        if isinstance(rule, Rule):
+            said.setdefault(rule.says, []).append(prefix + key)
+        elif key not in ELSEWHERE and key != "rewards.<name>":
+            for says, keys in rows(rule, f"{prefix}{key}."):
+                said.setdefault(says, []).extend(keys)
+    return list(said.items())
+
+
+def tables() -> str:
+    text = ""
+    for title, table in TITLES.items():
+        found = {
+            key: rule
+            for key, rule in table.items()
+            if isinstance(rule, (Rule, Each)) or (key not in ELSEWHERE and not key.startswith(("actor_", "sft_")))
+        }
+        text += f"### {title}\n\n| key | what becomes of it |\n|---|---|\n"
+        for says, keys in rows(
+            {key: rule for key, rule in found.items() if key not in ("reference", "critic", "validation")}
+        ):
+            text += f"| {', '.join(f'`{key}`' for key in keys)} | {says.replace('|', chr(92) + '|')} |\n"
+        text += "\n"
+    return text
+
+
+def test_the_tables_are_those_of_the_code():
+    text = DOCS.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    wanted = f"{before}{begin}{tables()}{END}{after}"
+    if os.environ.get("ROLL_UPDATE_GOLDEN"):
+        DOCS.write_text(wanted, encoding="utf-8")
+    assert DOCS.read_text(encoding="utf-8") == wanted
+
+
+def test_every_status_is_explained():
+    text = DOCS.read_text(encoding="utf-8").partition("## Every key")[0]
+    assert re.findall(r"^\| ([a-z ]+) \| \w", text, re.MULTILINE)[1:] == list(STATUSES)

@@ -1,0 +1,78 @@
+"""Which keys must be left out for a strategy's schema to take the rest."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import model_validator
+
+from roll_core.builtin.importing.strategies import refusals
+from roll_core.spec.config import Config, StrategyConfig
+
+
+class Inner(Config):
+    size: int = 1
+
+
+class Engine(StrategyConfig):
+    mode: Literal["fast", "exact"] = "exact"
+    ranks: int = 1
+    inner: Inner = Inner()
+    names: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data):
+        for key in ("overlap", "fusion"):
+            if key in data:
+                raise ValueError(f"{key} is not supported: no")
+        return data
+
+    @model_validator(mode="after")
+    def _together(self):
+        if self.mode == "fast" and self.ranks == 1:
+            raise ValueError("mode fast needs ranks above 1")
+        return self
+
+
+def without(keys, paths):
+    rest = {key: dict(each) if isinstance(each, dict) else each for key, each in keys.items()}
+    for path in paths:
+        parent = rest
+        for step in path[:-1]:
+            parent = parent[step]
+        del parent[path[-1]]
+    return rest
+
+
+def test_each_refusal_has_its_own_reason():
+    found = refusals(
+        Engine, {"overlap": True, "fusion": 1, "rank": 2, "mode": "wild", "inner": {"sise": 1}, "names": ["a", 3]}
+    )
+    assert found[("overlap",)] == "overlap is not supported: no"
+    assert found[("fusion",)] == "fusion is not supported: no"
+    assert found[("rank",)] == "there is no such key here; did you mean ranks?"
+    assert "'wild'" in found[("mode",)]
+    assert set(found) == {("overlap",), ("fusion",), ("rank",), ("mode",), ("inner", "sise"), ("names",)}
+
+
+def test_of_a_rule_about_two_keys_the_first_that_is_named_goes():
+    assert set(refusals(Engine, {"mode": "fast"})) == {("mode",)}
+    assert refusals(Engine, {"mode": "fast", "ranks": 2}) == {}
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 3),
+    st.sampled_from(["fast", "exact", "x"]),
+    st.lists(st.sampled_from(["a", 1])),
+    st.dictionaries(st.sampled_from(["size", "x"]), st.integers(0, 2)),
+)
+
+
+@given(st.dictionaries(st.sampled_from(["mode", "ranks", "inner", "names", "overlap", "fusion", "other"]), VALUES))
+def test_what_is_left_is_valid(keys):
+    Engine.model_validate(without(keys, refusals(Engine, keys)))

@@ -1,0 +1,401 @@
+"""Configs in the shapes of ROLL's examples: what a run is told, worked out by hand, and every key accounted for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll_core.builtin.importing.roll import import_roll
+from roll_core.builtin.importing.rules import STATUSES
+from roll_core.cli.main import main
+from roll_core.config import load
+from roll_core.plugins.registry import load_registry
+from roll_core.spec.providers import InferProvider, TrainProvider
+
+FILES = Path(__file__).parent / "roll"
+IMPORTABLE = (
+    "rlvr_megatron_vllm",
+    "rlvr_async_sglang",
+    "rlvr_lora_deepspeed",
+    "rlvr_ppo_critic",
+    "sft_fsdp2",
+    "sft_defaults",
+)
+EXPECTED = {
+    "rlvr_megatron_vllm": {
+        "exp_name": "math-code-16-gpus",
+        "seed": 7,
+        "output_dir": "./runs",
+        "system_envs": {"USE_MODELSCOPE": "1", "NCCL_DEBUG": "WARN", "NVTE_FLASH_ATTN": "true"},
+        "track_with": ["tensorboard"],
+        "tracker_kwargs": {"tensorboard": {"log_dir": "/data/tensorboard"}},
+        "prompt_length": 2048,
+        "response_length": 4096,
+        "num_return_sequences_in_group": 8,
+        "adv_estimator": "reinforce",
+        "norm_mean_type": "batch",
+        "norm_std_type": "batch",
+        "kl_penalty": "k2",
+        "kl_loss_coef": 0.002,
+        "dual_clip_loss": True,
+        "dual_clip": pytest.approx(1.2),
+        "pg_variant": "ppo",
+        "actor_train.data_args.template": "native",
+        "actor_train.data_args.messages": "messages",
+        "actor_train.data_args.domain_interleave_probs": {"math": 0.6, "code": 0.3, "judge": 0.1},
+        "actor_train.strategy_args.strategy_config": {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 1,
+            "context_parallel_size": 1,
+            "use_distributed_optimizer": True,
+            "sequence_parallel": True,
+            "recompute_granularity": "full",
+        },
+        "actor_train.ranks_per_replica": 4,
+        "actor_train.infer_batch_size": 4,
+        "actor_train.training_args.learning_rate": 1e-6,
+        "actor_train.training_args.gradient_accumulation_steps": 32,
+        "actor_infer.num_gpus_per_worker": 2,
+        "actor_infer.generating_args.temperature": 0.99,
+        "actor_infer.generating_args.top_p": 0.99,
+        "actor_infer.generating_args.top_k": 50,
+        "actor_infer.generating_args.max_new_tokens": None,
+        "reference.device_mapping": tuple(range(16)),
+        "validation.generating_args.num_return_sequences": 2,
+        "validation.generating_args.top_k": 40,
+        "validation.data_args.messages": "messages",
+        "rewards.math.reward": "math_rule",
+        "rewards.math.tag_included": ["gsm8k", "aime"],
+        "rewards.math.world_size": 8,
+        "rewards.math.query_filter_config.type": "mean_filter",
+        "rewards.code.function": "imported_rewards:code",
+        "rewards.judge.function": "imported_rewards:judge",
+        "rewards.judge.device_mapping": None,
+    },
+    "rlvr_async_sglang": {
+        "output_dir": "/data/runs",
+        "pretrain": "/models/policy",
+        "track_with": [],
+        "tracker_kwargs": {},
+        "response_length": 512,
+        "norm_mean_type": None,
+        "async_generation_ratio": 1.0,
+        "is_use_additional_prompts": False,
+        "is_num_return_sequences_expand": True,
+        "train_infer_correction.is_weight.upper_bound": 1.5,
+        "actor_train.data_args.template": "chatml",
+        "actor_train.strategy_args.strategy_config": {
+            "param_dtype": "bf16",
+            "reduce_dtype": "fp32",
+            "wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
+            "offload_policy": True,
+            "ulysses_size": 2,
+        },
+        "actor_train.ranks_per_replica": 2,
+        "actor_infer.strategy_args.strategy_config": {"mem_fraction_static": 0.7, "tp_size": 2},
+        "actor_infer.num_gpus_per_worker": 2,
+        "actor_infer.generating_args.top_k": -1,
+        "actor_infer.generating_args.stop_strings": ["</answer>"],
+        "reference": None,
+    },
+    "rlvr_lora_deepspeed": {
+        "exp_name": "lora-ppo",
+        "pg_variant": "ppo",
+        "adv_estimator": "reinforce",
+        "prompt_length": 1024,
+        "response_length": 512,
+        "actor_train.model_args.lora_target": "q_proj,v_proj",
+        "actor_train.model_args.lora_rank": 16,
+        "actor_train.model_args.lora_alpha": 32,
+        "actor_train.data_args.prompt": "question",
+        "actor_train.data_args.template": "plain",
+        "actor_train.strategy_args.strategy_config.zero_optimization.stage": 3,
+        "actor_infer.model_args.lora_target": None,
+        "actor_infer.generating_args.temperature": 0.95,
+        "actor_infer.generating_args.top_p": 0.7,
+        "reference": None,
+    },
+    "rlvr_ppo_critic": {
+        "adv_estimator": "gae",
+        "num_return_sequences_in_group": 2,
+        "track_with": [],
+        "critic.model_args.model_name_or_path": "/models/value",
+        "critic.training_args.learning_rate": 1e-5,
+        "router_args.router_name": "prompt_affinity",
+        "actor_train.data_args.template": "native",
+        "validation.data_args.template": "native",
+        "validation.data_args.messages": "conversation",
+        "validation.generating_args.max_new_tokens": 1024,
+        "validation.generating_args.temperature": 0.95,
+    },
+    "sft_fsdp2": {
+        "max_steps": None,
+        "prompt_length": 4096,
+        "response_length": 4096,
+        "max_grad_norm": 0.5,
+        "sft_train.data_args.prompt": "question",
+        "sft_train.data_args.response": "answer",
+        "sft_train.data_args.system": "system",
+        "sft_train.data_args.template": "native",
+        "validation.data_args.prompt": "question",
+        "validation.data_args.response": "answer",
+        "sft_train.training_args.num_train_epochs": 2,
+        "sft_train.model_args.attn_implementation": "sdpa",
+        "sft_train.strategy_args.strategy_config": {
+            "ep_size": 4,
+            "param_dtype": "bf16",
+            "async_save_ckpt": False,
+            "ulysses_size": 2,
+        },
+    },
+    "sft_defaults": {
+        "prompt_length": 128,
+        "response_length": 128,
+        "sft_train.data_args.prompt": "instruction",
+        "sft_train.data_args.response": "output",
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    for name in ("ROLL_TEST_RUNS", "ROLL_TEST_MODEL", "ROLL_TEST_WANDB"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def registry():
+    registry = load_registry()
+    for kind, names in (
+        (TrainProvider, ("megatron_train", "fsdp2_train", "deepspeed_train")),
+        (InferProvider, ("vllm", "sglang")),
+    ):
+        if missing := [name for name in names if name not in registry.names(kind)]:
+            pytest.skip(f"needs the plugins of {missing}")
+    return registry
+
+
+def dug(value, path):
+    for step in path.split("."):
+        value = value.get(step) if isinstance(value, dict) else getattr(value, step)
+    return value
+
+
+@pytest.mark.parametrize("name", IMPORTABLE)
+def test_the_new_config_loads_to_what_roll_would_have_done(name, registry, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ROLL_TEST_MODEL", "/models/policy")
+    monkeypatch.setenv("ROLL_TEST_RUNS", "/data/runs")
+    out = tmp_path / "ours.yaml"
+    assert main(["import", "roll", str(FILES / f"{name}.yaml"), "-o", str(out)]) == 0, capsys.readouterr().out
+    config = load(out, (), registry).config
+    assert {path: dug(config, path) for path in EXPECTED[name]} == EXPECTED[name]
+
+
+def leaves(value, prefix=""):
+    if isinstance(value, dict) and value:
+        return [leaf for key, each in value.items() for leaf in leaves(each, f"{prefix}{key}.")]
+    return [prefix.removesuffix(".")]
+
+
+@pytest.mark.parametrize("name", IMPORTABLE)
+def test_every_key_of_the_file_is_in_the_report_exactly_once(name, registry):
+    imported = import_roll(FILES / f"{name}.yaml", registry)
+    own = yaml.safe_load((FILES / f"{name}.yaml").read_text())
+    told = [each.key for each in imported.entries if each.status != "added"]
+    assert len(told) == len(set(told))
+    # What is composed from elsewhere stands below a key that the file itself has as one.
+    assert not [
+        leaf for leaf in leaves(own) if leaf not in told and not any(key.startswith(f"{leaf}.") for key in told)
+    ]
+    assert {each.status for each in imported.entries} <= set(STATUSES)
+
+
+@pytest.mark.parametrize("name", IMPORTABLE)
+def test_every_key_is_told_with_its_line(name, registry):
+    """The line that is named bears the key, be it in the file or in a fragment."""
+    for each in import_roll(FILES / f"{name}.yaml", registry).entries:
+        if each.status == "added":
+            continue
+        file, line, _ = each.where.rsplit(":", 2)
+        text = Path(file).read_text().splitlines()[int(line) - 1]
+        last = each.key.rpartition(".")[2]
+        assert last in text or "${" in text or last.isdigit(), each
+
+
+@pytest.mark.parametrize("name", IMPORTABLE)
+def test_every_value_of_the_new_config_comes_from_an_entry(name, registry):
+    imported = import_roll(FILES / f"{name}.yaml", registry)
+    told = {to for each in imported.entries for to in each.to} | {"pipeline"}
+    assert not [
+        leaf
+        for leaf in leaves(imported.config)
+        if leaf not in told and not any(leaf.startswith(f"{to}.") for to in told)
+    ]
+    assert not [to for to in told if dug(imported.config, to) is None]
+
+
+def entries(name, registry):
+    return {each.key: each for each in import_roll(FILES / f"{name}.yaml", registry).entries}
+
+
+def test_what_a_strategy_refuses_is_left_out_with_its_own_reason(registry):
+    found = entries("rlvr_megatron_vllm", registry)
+    prefix = "actor_train.strategy_args.strategy_config"
+    for key, reason in (
+        ("overlap_grad_reduce", "gradients may come in several calls"),
+        ("virtual_pipeline_model_parallel_size", "interleaved"),
+        ("some_new_knob", "no such key here"),
+    ):
+        assert found[f"{prefix}.{key}"].status == "unsupported"
+        assert reason in found[f"{prefix}.{key}"].note
+    engine = found["actor_infer.strategy_args.strategy_config.data_parallel_size"]
+    assert engine.status == "unsupported"
+    assert "device_mapping" in engine.note
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "status"),
+    [
+        ("rlvr_megatron_vllm", "actor_train.data_args.dataset_dir", "dead"),
+        ("rlvr_megatron_vllm", "validation.eval_steps", "dead"),
+        ("rlvr_megatron_vllm", "actor_infer.generating_args.max_new_tokens", "dead"),
+        ("rlvr_megatron_vllm", "checkpoint_config.output_dir", "unsupported"),
+        ("rlvr_megatron_vllm", "importance_sampling", "not needed"),
+        ("rlvr_megatron_vllm", "rewards.judge.judge_prompt", "unsupported"),
+        ("rlvr_megatron_vllm", "rewards.math.model_args.model_name_or_path", "not needed"),
+        ("rlvr_async_sglang", "norm_mean_type", "dead"),
+        ("rlvr_async_sglang", "track_with", "unsupported"),
+        ("rlvr_async_sglang", "reference.strategy_args.strategy_name", "not needed"),
+        ("rlvr_lora_deepspeed", "rank_of_adapters", "not needed"),
+        ("rlvr_lora_deepspeed", "max_running_request", "unknown"),
+        ("sft_fsdp2", "max_steps", "dead"),
+        ("sft_fsdp2", "sft_train.data_args.prompt", "dead"),
+        ("sft_fsdp2", "sft_train.strategy_args.strategy_config.efsdp_size", "unsupported"),
+        ("sft_defaults", "prompt_length", "dead"),
+    ],
+)
+def test_what_became_of_a_key(file, key, status, registry):
+    assert entries(file, registry)[key].status == status
+
+
+def test_an_unknown_key_is_told_with_the_nearest_one(registry):
+    assert "did you mean max_running_requests?" in entries("rlvr_lora_deepspeed", registry)["max_running_request"].note
+
+
+@pytest.mark.parametrize(
+    ("lines", "refused"),
+    [
+        ("importance_sampling: seq", "importance_sampling"),
+        ("rl_loss_coef: 0.5", "rl_loss_coef"),
+        ("length_loss_weight: true", "length_loss_weight"),
+        ("kl_penalty: full", "kl_penalty"),
+        ("adv_estimator: agentic_reinforce", "adv_estimator"),
+        ("user_defined_rollout_loop_cls: my.Loop", "user_defined_rollout_loop_cls"),
+    ],
+)
+def test_nothing_that_decides_what_is_learnt_disappears(lines, refused, tmp_path, capsys):
+    file = tmp_path / "theirs.yaml"
+    file.write_text((FILES / "rlvr_ppo_critic.yaml").read_text() + lines + "\n")
+    assert main(["import", "roll", str(file), "-o", str(tmp_path / "ours.yaml")]) == 1
+    assert re.search(rf"refused by roll-core check:\n  \S+ours\.yaml:\d+:\d+: {refused}", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("dpo", r"dpo\.yaml:6:1: chosen_key belongs to ROLL's dpo"),
+        ("agentic", r"agentic\.yaml:9:1: train_env_manager belongs to ROLL's agentic"),
+        ("distill", r"distill\.yaml:6:1: student belongs to ROLL's distill"),
+        ("onpolicy_distill", r"onpolicy_distill\.yaml:5:1: student_train belongs to ROLL's on-policy distillation"),
+        (
+            "rlvr_images",
+            r"rlvr_images\.yaml:4:37: actor_train\.data_args\.image_max_pixels belongs to ROLL's rlvr with",
+        ),
+        ("rollout_only", r"rollout_only\.yaml:3:1: actor_infer belongs to ROLL's rollout alone"),
+    ],
+)
+def test_a_pipeline_that_is_not_here_is_said_so(file, says, tmp_path, capsys):
+    out = tmp_path / "ours.yaml"
+    assert main(["import", "roll", str(FILES / f"{file}.yaml"), "-o", str(out)]) == 2
+    shown = capsys.readouterr()
+    assert re.match(rf"error: \S*{says}", shown.err)
+    assert shown.out == ""
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "the file is empty"),
+        ("a: [1", "not valid YAML"),
+        ("a: 1\n", "this is no config of ROLL's"),
+        ("sequence_length: ${response_len}\nsft_train: {}\n", "refers to a key that is not in this config"),
+        ("defaults: [absent]\nsft_train: {}\n", "there is no fragment 'absent'"),
+    ],
+)
+def test_files_that_roll_could_not_load_either(text, says, tmp_path, capsys):
+    (tmp_path / "theirs.yaml").write_text(text)
+    assert main(["import", "roll", str(tmp_path / "theirs.yaml")]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model_args: 3",
+        "strategy_args: vllm",
+        "strategy_args: {strategy_name: 5, strategy_config: [1]}",
+        "strategy_args: {strategy_name: fsdp2_train, strategy_config: 7}",
+        "data_args: [1, 2]",
+        "device_mapping: 8",
+        "training_args: {}",
+    ],
+)
+def test_values_of_another_shape_are_refused_and_not_fallen_over(line, tmp_path, capsys):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(f"pretrain: m\nsequence_length: 8\nsft_train:\n  {line}\n")
+    assert main(["import", "roll", str(file), "-o", str(tmp_path / "ours.yaml")]) == 1
+    assert "refused by roll-core check" in capsys.readouterr().out
+
+
+def test_what_comes_from_the_environment_stays_there(registry, monkeypatch):
+    monkeypatch.setenv("ROLL_TEST_MODEL", "/secret/place")
+    config = import_roll(FILES / "rlvr_async_sglang.yaml", registry).config
+    assert config["pretrain"] == "${oc.env:ROLL_TEST_MODEL}"
+    assert config["output_dir"] == "${oc.env:ROLL_TEST_RUNS,./runs}"
+
+
+def test_the_config_goes_to_stdout_and_the_report_beside_it(capsys):
+    assert main(["import", "roll", str(FILES / "sft_defaults.yaml")]) == 0
+    shown = capsys.readouterr()
+    assert yaml.safe_load(shown.out)["pipeline"] == "sft"
+    assert "sft_defaults.yaml: sft, " in shown.err
+
+
+def test_json_has_the_report_and_the_config(capsys):
+    assert main(["import", "roll", str(FILES / "sft_defaults.yaml"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert yaml.safe_load(found["config"])["response_length"] == 128
+    assert {each["key"]: each["status"] for each in found["keys"]}["sequence_length"] == "renamed"
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path, capsys):
+    out = tmp_path / "ours.yaml"
+    out.write_text("mine")
+    assert main(["import", "roll", str(FILES / "sft_defaults.yaml"), "-o", str(out)]) == 2
+    assert out.read_text() == "mine"
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_without_a_plugin_its_keys_stay_and_the_package_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("ROLL_PLUGINS", "roll-core")
+    out = tmp_path / "ours.yaml"
+    assert main(["import", "roll", str(FILES / "sft_fsdp2.yaml"), "-o", str(out)]) == 1
+    assert "pip install roll-strategy-fsdp2" in capsys.readouterr().out
+    assert yaml.safe_load(out.read_text())["sft_train"]["strategy_args"]["strategy_config"]["efsdp_size"] == 2
