@@ -202,6 +202,26 @@ def test_a_judge_that_raises_ends_the_batch_with_its_error_and_leaves_nothing_ru
     in_virtual_time(main)
 
 
+def test_what_fails_between_two_batches_ends_the_next_one():
+    """Nobody waits then; the group would be waited for until the end of time."""
+
+    async def judge(prompt, group):
+        if prompt.id == "a7":
+            raise ValueError("no such judge")
+        return group
+
+    async def main():
+        dispatcher = fleet()
+        scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), dispatcher, judge, seed=1)
+        await scheduler.batch(0)
+        await asyncio.sleep(3600)
+        with pytest.raises(ValueError, match="no such judge"):
+            await scheduler.batch(1)
+        assert dispatcher.num_running == dispatcher.num_open == 0
+
+    in_virtual_time(main)
+
+
 def test_a_batch_that_is_called_off_leaves_nothing_running():
     async def main():
         dispatcher = fleet()
@@ -270,18 +290,17 @@ def test_groups_that_a_smaller_bound_makes_too_old_are_dropped_or_reused(stale):
     in_virtual_time(main)
 
 
-def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused():
+@pytest.mark.parametrize("kept", ["group", "drawn"])
+def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept):
     async def main():
         dispatcher = fleet()
         scheduler = RolloutScheduler(plan(ahead=1.0), dispatcher, None, seed=1)
         await scheduler.batch(0)
         state = scheduler.state()
-        for each in state["a"]["kept"]:
-            each["drawn"] = None
-        state["a"]["kept"] = [each for each in state["a"]["kept"] if each["group"] is not None]
+        state["a"]["kept"] = [each for each in state["a"]["kept"] if each[kept] is not None]
         assert state["a"]["kept"]
         other = RolloutScheduler(plan(ahead=1.0, n=5), dispatcher, None, seed=1)
-        with pytest.raises(CheckpointMismatchError, match="keeps 4 answers to prompt a6, this config asks for 5"):
+        with pytest.raises(CheckpointMismatchError, match=r"^the checkpoint keeps 4 answers to .*, this config asks for 5"):
             other.load_state(state)
         with pytest.raises(CheckpointMismatchError, match="saved rollouts of 'a' cannot be read"):
             other.load_state({"a": {"next": 3}})

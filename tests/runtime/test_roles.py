@@ -175,6 +175,30 @@ def test_answers_come_back_in_request_order_and_are_told_as_they_are_ready():
     assert seen == ["2", "1", "0"]
 
 
+def test_a_replica_that_died_twice_before_it_had_weights_takes_part_once():
+    class Mortal(FakeInferGroup):
+        lost = frozenset({1})
+
+        async def replace(self, rank):
+            self.lost = frozenset()
+
+        async def call_rank(self, rank, method, *arguments, deadline_s=None):
+            if method != "start":
+                return await super().call_rank(rank, method, *arguments)
+
+    async def main():
+        group = Mortal(2)
+        role = GroupInferRole("actor_infer", InferWorkerConfig(), group)
+        await role.revive()
+        group.lost = frozenset({1})
+        await role.revive()
+        role.received(1)
+        await role.generate(requests([1] * 6))
+        return [len(asked) for asked in group.submitted]
+
+    assert asyncio.run(main()) == [3, 3]
+
+
 def test_requests_go_to_the_replica_with_the_fewest_outputs():
     group = FakeInferGroup(2)
     asyncio.run(GroupInferRole("actor_infer", InferWorkerConfig(), group).generate(requests([8, 2, 2, 2, 2, 4])))

@@ -227,7 +227,7 @@ class GroupInferRole(InferRole):
         it is `fed`, which is to say that weights are published to it. The rest is for its `Dispatcher`."""
         self.name, self.config, self.group = name, config, group
         self._replicas = {rank: WorkerReplica(group, rank) for rank in range(group.world_size)}
-        self._waiting: list[int] = []
+        self._waiting: set[int] = set()
         """Ranks that were made anew and have no weights yet."""
         self.dispatcher = Dispatcher(
             self._replicas.values(),
@@ -274,15 +274,15 @@ class GroupInferRole(InferRole):
             self.dispatcher.remove(self._replicas[rank])
             await self.group.replace(rank)
             await self.group.call_rank(rank, "start")
-            self._waiting.append(rank)
+            self._waiting.add(rank)
 
     def received(self, version: int) -> None:
         """Weights of this version were published to it."""
         self._version, self._fed, self.holds_weights = version, True, True
-        while self._waiting:
-            rank = self._waiting.pop()
+        for rank in sorted(self._waiting):
             self._replicas[rank] = WorkerReplica(self.group, rank)
             self.dispatcher.add(self._replicas[rank])
+        self._waiting.clear()
 
     @property
     @override

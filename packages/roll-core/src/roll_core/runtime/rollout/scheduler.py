@@ -69,7 +69,7 @@ class RolloutScheduler:
     async def batch(self, step: int) -> tuple[list[Group], BatchFacts]:
         """The groups to train on in `step`, with the weights that the engine holds now for what is yet to be drawn.
 
-        Raises the first error of an engine or a judge.
+        Raises the first error of an engine or a judge, also of what failed since the last batch.
         """
         self._step, self._wanted = step, True
         for line in self._lines:
@@ -79,11 +79,11 @@ class RolloutScheduler:
                 self._drop_stale()
                 self._ask_again()
                 self._admit()
-                while not all(line.is_complete for line in self._lines):
+                while self._failure is None and not all(line.is_complete for line in self._lines):
                     self._changed.clear()
                     await self._changed.wait()
-                    if self._failure is not None:
-                        raise self._failure
+                if self._failure is not None:
+                    raise self._failure
             except BaseException:
                 await self.close()
                 raise
@@ -152,6 +152,8 @@ class RolloutScheduler:
             try:
                 line.next = saved["next"]
                 line.replace([self._entry_from(line, each) for each in saved["kept"]])
+            except CheckpointMismatchError:
+                raise
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointMismatchError(
                     f"the saved rollouts of {line.tag!r} cannot be read: {error!r}"
@@ -162,13 +164,14 @@ class RolloutScheduler:
         entry = Entry(prompt, saved["position"], saved["born"])
         if saved["group"] is not None:
             entry.group = group_from(saved["group"], prompt)
-            if len(entry.group.samples) != self.plan.n:
-                raise CheckpointMismatchError(
-                    f"the checkpoint keeps {len(entry.group.samples)} answers to prompt {prompt.id}, this config asks"
-                    f" for {self.plan.n}: leave num_return_sequences_in_group as it was"
-                )
         if saved["drawn"] is not None:
             entry.drawn = outputs_from(saved["drawn"])
+        answers = entry.drawn if entry.group is None else entry.group.samples
+        if answers is not None and len(answers) != self.plan.n:
+            raise CheckpointMismatchError(
+                f"the checkpoint keeps {len(answers)} answers to prompt {prompt.id}, this config asks for"
+                f" {self.plan.n}: leave num_return_sequences_in_group as it was"
+            )
         return entry
 
     # -- lines ---------------------------------------------------------------------------------------------------------
