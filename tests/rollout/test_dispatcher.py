@@ -195,18 +195,17 @@ def test_replicas_that_die_at_any_moment_lose_nothing_and_nothing_counts_twice(s
     async def main():
         rng = random.Random(seed)
         living = [engine(f"e{i}") for i in range(4)]
-        made, busy_victims = len(living), 0
+        made, busy_victims, joining = len(living), 0, []
 
-        async def another(lost):
+        async def another():
             nonlocal made
             await asyncio.sleep(rng.uniform(0, 3))
             made += 1
             living.append(engine(f"e{made}"))
-            return living[-1]
+            dispatcher.add(living[-1])
 
         dispatcher = Dispatcher(
             living,
-            replace=another if replaced else None,
             progress_s=rng.choice([0.0, 0.3]),
             max_running=rng.choice([None, 12]),
             routing=rng.choice(["least_loaded", "prompt_affinity", "sticky"]),
@@ -221,15 +220,18 @@ def test_replicas_that_die_at_any_moment_lose_nothing_and_nothing_counts_twice(s
         for start in range(0, 40, 10):
             dispatcher.ask(asked[start : start + 10], answered)
             await asyncio.sleep(rng.uniform(0, 1))
-            if replaced or len(living) > 1:
+            if len(living) > 1:
                 victim = living.pop(rng.randrange(len(living)))
                 busy_victims += bool(victim._requests)  # one that has nothing to do is not missed
                 victim.kill()
+                if replaced:
+                    joining.append(asyncio.ensure_future(another()))
             if rng.random() < 0.5:
                 async with dispatcher.paused(in_flight=rng.random() < 0.5):
                     await asyncio.sleep(0.1)
         while dispatcher.num_open:
             await asyncio.sleep(1)
+        await asyncio.gather(*joining)
         await dispatcher.close()
         assert sorted(answers) == sorted(each.id for each in asked)
         for each in asked:
@@ -276,25 +278,6 @@ def test_when_the_last_replica_dies_everybody_who_waits_is_told():
         assert dispatcher.accounts.ended == {"failed": 2}
         with pytest.raises(WorkerDiedError):  # nobody is there, so nobody waits for ever
             await dispatcher.generate([request("c")])
-
-    in_virtual_time(main)
-
-
-def test_a_replica_that_cannot_be_replaced_is_an_error_only_when_none_is_left():
-    async def cannot(lost):
-        raise RollError("no slot is free")
-
-    async def main():
-        one, other = engine("0"), engine("1")
-        dispatcher = Dispatcher([one, other], replace=cannot)
-        waiting = asyncio.ensure_future(dispatcher.generate([request(f"r{i}") for i in range(4)]))
-        await asyncio.sleep(0.1)
-        one.kill()
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        other.kill()
-        with pytest.raises(RollError, match="no slot is free"):
-            await waiting
 
     in_virtual_time(main)
 

@@ -25,7 +25,7 @@ from roll_core.runtime.rollout.routing import Router, Seat
 from roll_core.types import Completion
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from roll_core.runtime.rollout.drafts import FindStop
     from roll_core.runtime.rollout.replica import Answered, Replica
@@ -53,14 +53,12 @@ class Dispatcher:
         expand: bool = False,
         find_stop: FindStop | None = None,
         progress_s: float = 0.0,
-        replace: Callable[[Replica], Awaitable[Replica]] | None = None,
     ) -> None:
         """`max_running` outputs on a replica at once. `expand` asks for every output by itself, which spreads a group
         over replicas and prefills its prompt on each. Every `progress_s` seconds replicas are asked what they have
-        drawn, which is all that is left if they die; 0 never asks. `replace` makes a new replica of one that died.
-        """
+        drawn, which is all that is left if they die; 0 never asks."""
         self._router = Router(routing, max_running)
-        self._expand, self._find_stop, self._progress_s, self._replace = expand, find_stop, progress_s, replace
+        self._expand, self._find_stop, self._progress_s = expand, find_stop, progress_s
         self._seats: list[Seat] = []
         self._numbers, self._orders, self._attempts = itertools.count(), itertools.count(), itertools.count()
         self._queue: list[tuple[int, int, int, Piece]] = []
@@ -72,7 +70,6 @@ class Dispatcher:
         """Outputs that replicas are drawing."""
         self._calm = asyncio.Event()
         """Set when nothing runs any more."""
-        self._replacing: set[asyncio.Task[None] | None] = set()
         self._death: BaseException | None = None
         """Of the replica that died last."""
         self._poll: asyncio.Task[None] | None = None
@@ -188,10 +185,9 @@ class Dispatcher:
     async def close(self) -> None:
         """Forget everything."""
         self.forget(list(self._errands))
-        tasks = [task for task in (*self._replacing, self._poll) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._poll is not None:
+            self._poll.cancel()
+            await asyncio.gather(self._poll, return_exceptions=True)
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
@@ -226,22 +222,7 @@ class Dispatcher:
                 self._extend(piece.drafts[at], part, piece.errand.request.params)
         for piece in [*pieces, *seat.waiting]:
             self._go_on(piece)
-        if self._replace is not None:
-            self._replacing.add(asyncio.ensure_future(self._make_another(seat.replica, error)))
         self._death = error
-
-    async def _make_another(self, lost: Replica, error: WorkerDiedError) -> None:
-        if self._replace is None:
-            return
-        try:
-            self.add(await self._replace(lost))
-        except Exception as failure:  # whatever starting an engine raises: the others go on
-            log.warning("%s died and could not be replaced: %s", lost.name, failure)
-            failure.__cause__ = error
-            self._death = failure
-        finally:
-            self._replacing.discard(asyncio.current_task())
-        self._dispatch()
 
     def _fail_all(self, error: BaseException) -> None:
         for errand in list(self._errands.values()):
@@ -258,8 +239,8 @@ class Dispatcher:
 
     def _dispatch(self) -> None:
         """Let begin what has room. What is asked for at once enters a replica at once."""
-        if self._death is not None and not self._seats and not self._replacing:
-            # Nobody is left to answer, and nobody will come.
+        if self._death is not None and not self._seats:
+            # Nobody is left to answer.
             asyncio.get_running_loop().call_soon(self._fail_all, self._death)
             return
         if self._holds:
