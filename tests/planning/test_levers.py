@@ -57,6 +57,16 @@ def test_two_levers_where_one_does_not_do(loaded, registry, planned):
     assert planned(*LONG, *found.overrides, host_bytes=both).over == 0
 
 
+def test_a_microbatch_that_cannot_be_halved_is_divided_otherwise(loaded, registry, planned):
+    sevens = ("rollout_batch_size=14", "actor_train.training_args.per_device_train_batch_size=7")
+    ones = [
+        "actor_train.training_args.per_device_train_batch_size=1",
+        "actor_train.training_args.gradient_accumulation_steps=7",
+    ]
+    _, found = proposal(loaded, registry, *LONG, *sevens, host_bytes=most(planned(*LONG, sevens[0], *ones)))
+    assert found.overrides == ones
+
+
 def test_where_nothing_does_the_nearest_is_said(loaded, registry):
     plan, found = proposal(loaded, registry, *LONG, host_bytes=PROCESS_BYTES)
     assert 0 < found.over < plan.over

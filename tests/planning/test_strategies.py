@@ -18,6 +18,14 @@ MODEL = model_size(
 LAYER = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
 P = 2 * 64_000 + 64 + 4 * LAYER
 REST = 2 * 64_000 + 64
+MIXTURE = model_size(
+    {
+        "model_type": "mixtral", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8,
+    }
+)  # fmt: skip
+EXPERTS = 8 * 3 * 64 * 128
+"""Parameters of a layer's."""
 
 
 def uses(kind, name, keys, act, **more):
@@ -69,6 +77,20 @@ def test_fsdp2_cuts_layers_by_tensor_parallelism():
     assert found["buffers"] == 4 * (REST + 2 * (LAYER // 2)) + 4 * REST
 
 
+def test_fsdp2_gathers_of_the_experts_those_of_a_rank():
+    found = train("fsdp2_train", {"ep_size": 4}, model=MIXTURE, trained_parameters=MIXTURE.parameters, world_size=4)
+    layer = MIXTURE.layers[0].parameters - EXPERTS + EXPERTS // 4
+    assert found["weights"] == 4 * MIXTURE.parameters // 4
+    assert found["buffers"] == 4 * (REST + 2 * layer) + 4 * REST
+    assert found["gradients"] == 4 * MIXTURE.parameters // 4 + 4 * (REST + layer)
+
+
+@pytest.mark.parametrize("key", ["ulysses_size", "ring_size"])
+def test_fsdp2_computes_a_share_of_the_tokens_where_ranks_share_them(key):
+    alone, shared = (train("fsdp2_train", keys, train_tokens=tokens) for keys, tokens in (({}, 64), ({key: 2}, 128)))
+    assert shared == alone
+
+
 @pytest.mark.parametrize(
     ("stage", "weights", "optimizer", "gradients", "buffers"),
     [
@@ -103,15 +125,8 @@ def test_megatron_cuts_by_tensor_and_pipeline_and_spreads_state_over_replicas():
 
 
 def test_megatron_spreads_experts_by_their_own_parallelism():
-    mixture = model_size(
-        {
-            "model_type": "mixtral", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8,
-        }
-    )  # fmt: skip
-    experts = 2 * 8 * 3 * 64 * 128
-    found = train("megatron_train", {"expert_model_parallel_size": 4}, model=mixture, world_size=4, on_host=False)
-    assert found["weights"] == 4 * (mixture.parameters - experts - mixture.final_norm + experts // 4)
+    found = train("megatron_train", {"expert_model_parallel_size": 4}, model=MIXTURE, world_size=4, on_host=False)
+    assert found["weights"] == 4 * (MIXTURE.parameters - 2 * EXPERTS - MIXTURE.final_norm + 2 * EXPERTS // 4)
 
 
 @pytest.mark.parametrize(

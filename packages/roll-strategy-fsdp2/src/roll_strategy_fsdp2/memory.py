@@ -12,7 +12,7 @@ from roll_strategy_fsdp2.config import FSDP2Config
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.plan import Memory, MemoryQuestion, ModelSize
+    from roll_core.spec.plan import LayerSize, Memory, MemoryQuestion, ModelSize
 
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:
@@ -22,11 +22,11 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
         raise TypeError(f"the FSDP2 strategies take an FSDP2Config, not a {type(config).__name__}")
     parallel = config.tensor_model_parallel_size
     shards = parallel * (config.fsdp_size or max(1, question.world_size // parallel))
-    uses = [*_held(question, config, shards), *_gathered(question, config, parallel)]
+    uses = [*_held(question, config, shards), *_gathered(question, config)]
     if question.trains:
-        uses += _gradients(question, config, parallel, shards)
+        uses += _gradients(question, config, shards)
     cut = replace(question, model=_cut(question.model, parallel))
-    uses += computation(cut, fused=False, chunk_tokens=config.logprob_chunk_tokens, shards=config.ulysses_size)
+    uses += computation(cut, fused=False, chunk_tokens=config.logprob_chunk_tokens, shards=config.context_size)
     return MemoryAnswer(uses=tuple(uses), levers=tuple(_levers(question, config)))
 
 
@@ -58,12 +58,12 @@ def _held(question: MemoryQuestion, config: FSDP2Config, shards: int) -> Iterato
         )
 
 
-def _gathered(question: MemoryQuestion, config: FSDP2Config, parallel: int) -> Iterator[Use]:
+def _gathered(question: MemoryQuestion, config: FSDP2Config) -> Iterator[Use]:
     """What stands in no layer is whole for a forward and its backward pass; of layers the one that computes and the one
     that is gathered meanwhile, unless they are not freed."""
     model, size = question.model, _computed(question, config)
     rest = model.embedding + model.head + model.final_norm
-    layers = [layer.parameters // parallel for layer in model.layers]
+    layers = [_on_one(layer, config) for layer in model.layers]
     whole = sum(layers) if config.reshard_after_forward is False else 2 * max(layers, default=0)
     yield Use(
         what="buffers",
@@ -77,7 +77,7 @@ def _gathered(question: MemoryQuestion, config: FSDP2Config, parallel: int) -> I
     )
 
 
-def _gradients(question: MemoryQuestion, config: FSDP2Config, parallel: int, shards: int) -> Iterator[Use]:
+def _gradients(question: MemoryQuestion, config: FSDP2Config, shards: int) -> Iterator[Use]:
     """Shares until the step; whole ones until they are added up over ranks, which is once a step if not more often."""
     model, trained = question.model, question.trained_parameters
     reduced = DTYPE_BYTES[config.reduce_dtype]
@@ -86,13 +86,13 @@ def _gradients(question: MemoryQuestion, config: FSDP2Config, parallel: int, sha
         during=UPDATE, on="host" if config.offload_policy else "device",
     )  # fmt: skip
     rest = model.embedding + model.head + model.final_norm
+    layers = [_on_one(layer, config) for layer in model.layers]
     if question.added_parameters:
         whole, how = trained, "of adapters"
     elif question.num_micro_batches > 1 and not config.reduce_scatter_during_grad_accumulation:
-        whole, how = (model.parameters - rest) // parallel + rest, "of the whole model, over all microbatches"
+        whole, how = rest + sum(layers), "of the whole model, over all microbatches"
     else:
-        largest = max((layer.parameters for layer in model.layers), default=0) // parallel
-        whole, how = rest + largest, "of what stands in no layer and of one layer"
+        whole, how = rest + max(layers, default=0), "of what stands in no layer and of one layer"
     yield Use(
         what="gradients",
         num_bytes=reduced * whole,
@@ -105,6 +105,11 @@ def _gradients(question: MemoryQuestion, config: FSDP2Config, parallel: int, sha
         formula=f"{reduced} × {millions(rest)} on its way to other ranks",
         during=("backward",),
     )
+
+
+def _on_one(layer: LayerSize, config: FSDP2Config) -> int:
+    """Parameters of a layer that a rank has when it is gathered."""
+    return (layer.parameters - layer.experts + layer.experts // config.ep_size) // config.tensor_model_parallel_size
 
 
 def _cut(model: ModelSize, parallel: int) -> ModelSize:

@@ -113,7 +113,7 @@ def _smaller_micro_batches(name: str, worker: WorkerConfig) -> Iterator[Change]:
     for size in _halves(args.per_device_train_batch_size):
         times = args.per_device_train_batch_size // size
         if size * times != args.per_device_train_batch_size:
-            return
+            continue
         keys = {
             f"{name}.training_args.per_device_train_batch_size": size,
             f"{name}.training_args.gradient_accumulation_steps": args.gradient_accumulation_steps * times,
