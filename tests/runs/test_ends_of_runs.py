@@ -180,3 +180,16 @@ def test_a_killed_worker_ends_the_run_with_its_name(ray_runs, monkeypatch):
     record = record_of(result.run_dir.path)
     assert record["outcome"] == "failed"
     assert record["guards"]["counts"] == {"dead_worker": 1}
+
+
+def test_a_worker_that_cannot_say_what_it_took_does_not_spoil_a_run_that_is_done(local_runs, monkeypatch):
+    from roll_core.runtime.workers.train import TrainWorker
+
+    def breaks(worker):
+        raise OSError("no such counter")
+
+    monkeypatch.setattr(TrainWorker, "memory_use", breaks)
+    result = local_runs.ok(local_runs.sft())
+    assert (result.run_dir.export / "config.json").is_file()
+    assert record_of(result.run_dir.path)["memory"] is None
+    assert "no such counter" in result.run_dir.log.read_text(encoding="utf-8")

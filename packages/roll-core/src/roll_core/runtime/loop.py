@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
 from roll_core.config.secrets import Redactor
-from roll_core.errors import NonFiniteError, WorkerDiedError
+from roll_core.errors import NonFiniteError, RollError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.build import group_specs, makes_room, slots_per_worker
@@ -401,9 +401,14 @@ class _Driver:
                 await run.train_role(name).export(self.run_dir.export)
 
     async def _measure_memory(self, run: ActiveRun) -> None:
-        """Into the record, beside what was predicted. Rewards have no model and are not asked."""
+        """Into the record, beside what was predicted. Rewards have no model and are not asked. All is done and exported
+        by then: a worker that does not answer costs the figures and not the run."""
         groups = [role.group for role in run.train_roles.values()] + [role.group for role in run.infer_roles.values()]
-        measured = {group.role: await group.call("memory_use") for group in groups}
+        try:
+            measured = {group.role: await group.call("memory_use") for group in groups}
+        except RollError as error:
+            log.warning("what the workers took of memory is not known: %s", error)
+            return
         self.record.update(memory=compared(self.plan, measured))
 
     def _tracker_factories(self) -> dict[str, Callable[[], Tracker]]:
