@@ -129,7 +129,9 @@ def test_deadline_names_every_rank_that_did_not_answer() -> None:
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[1].set_result(None)
 
-    with pytest.raises(WorkerTimeoutError, match=r"^actor: step got no answer within 0.05 s from rank 0, 2$"):
+    with pytest.raises(
+        WorkerTimeoutError, match=r"^actor: step got no answer within 0.05 s from rank 0 on h0; rank 2 on h2$"
+    ):
         outcome(settle, seconds=0.05)
 
 

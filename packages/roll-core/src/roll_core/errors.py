@@ -8,6 +8,7 @@ and survives pickling, because errors cross process boundaries: all arguments ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -189,19 +190,29 @@ class WorkerDiedError(WorkerError):
 
 
 class WorkerTimeoutError(RollError, TimeoutError):
-    """A call's deadline passed; names every rank that did not answer."""
+    """A call's deadline passed; names every rank that did not answer, and its host."""
 
-    def __init__(self, role: str, method: str, seconds: float, silent: Sequence[int]) -> None:
-        super().__init__(role, method, seconds, tuple(silent))
-        self.role, self.method, self.seconds, self.silent = role, method, seconds, tuple(silent)
+    def __init__(
+        self, role: str, method: str, seconds: float, silent: Sequence[int], hosts: Sequence[str] = ()
+    ) -> None:
+        """`hosts` are those of the silent ranks, in their order."""
+        super().__init__(role, method, seconds, tuple(silent), tuple(hosts))
+        self.role, self.method, self.seconds = role, method, seconds
+        self.silent, self.hosts = tuple(silent), tuple(hosts)
 
     def located(self, where: str) -> Self:
         """Itself: it says where it comes from."""
         return self
 
     def __str__(self) -> str:
-        ranks = ", ".join(str(rank) for rank in self.silent)
-        return f"{self.role}: {self.method} got no answer within {self.seconds:g} s from rank {ranks}"
+        by_host: dict[str, list[str]] = {}
+        for rank, host in zip_longest(self.silent, self.hosts, fillvalue=""):
+            by_host.setdefault(str(host), []).append(str(rank))
+        ranks = "; ".join(
+            f"rank {', '.join(ranks)} on {host}" if host else f"rank {', '.join(ranks)}"
+            for host, ranks in by_host.items()
+        )
+        return f"{self.role}: {self.method} got no answer within {self.seconds:g} s from {ranks}"
 
 
 # -- weight sync -------------------------------------------------------------------------------------------------------

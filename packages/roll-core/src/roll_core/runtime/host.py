@@ -19,6 +19,17 @@ def hostname() -> str:
     return socket.gethostname()
 
 
+def interface_of(address: str) -> str:
+    """The network interface that has this IP address, empty if none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        # Link-local addresses of IPv6 are given with their interface: fe80::1%eth0.
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    return ""
+
+
 def usable_cores() -> int:
     """Cores that this process may use: its affinity, and the CPU quota of its cgroup rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

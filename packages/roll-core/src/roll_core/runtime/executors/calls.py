@@ -93,9 +93,10 @@ async def collect(
             await _let_others_answer(futures)
             raise_first_cause(role, method, futures)
         if pending:
-            silent = [member.rank for member, future in futures.items() if future in pending]
-            late = WorkerTimeoutError(role, method, seconds, silent)
-            late.trace = await stacks(silent) if stacks else ""
+            silent = [member for member, future in futures.items() if future in pending]
+            ranks, hosts = [member.rank for member in silent], [member.host for member in silent]
+            late = WorkerTimeoutError(role, method, seconds, ranks, hosts)
+            late.trace = await stacks(ranks) if stacks else ""
             raise late
         return [future.result() for future in futures.values()]
     finally:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from roll_core.runtime.concurrency import gather
 from roll_core.runtime.executors.base import Executor, Member, Peers, WorkerGroup
 from roll_core.runtime.executors.calls import CallFailed, Failure, collect, retrieve
 from roll_core.runtime.executors.codecs import PICKLED, WIRE, decode
-from roll_core.runtime.executors.foreign_process import ProcessEndedError
+from roll_core.runtime.executors.deaths import cause_of_death
 from roll_core.runtime.executors.ray_instance import RayInstance
 from roll_core.runtime.executors.ray_placement import Reservation
 from roll_core.runtime.executors.reaper import MARK
@@ -57,7 +56,6 @@ DEATH_NEWS_S = 10.0
 """How long after a failed call the news of the worker's death may take."""
 SHARED_BYTES = 100_000
 """Arguments at least as large that go to several ranks are put into Ray's object store once."""
-LONGEST_WORDS = 300
 MAX_CONCURRENCY = 100_000
 """Calls that one worker may have begun: more than a rollout has requests."""
 
@@ -216,6 +214,7 @@ class RayExecutor(Executor):
         for worker, member, greeting in zip(workers, unknown, greetings, strict=True):
             address = "127.0.0.1" if self._instance.single_host else greeting.address
             worker.member = replace(member, host=greeting.host, pid=greeting.pid, address=address)
+            worker.interface = "" if self._instance.single_host else greeting.interface
         return greetings
 
     async def _make(self, spec: GroupSpec, workers: Sequence[RayWorker], first: Greeting) -> None:
@@ -288,6 +287,8 @@ class RayWorker:
         self._pending: dict[asyncio.Future[Any], str] = {}
         """Who waits, and for which method."""
         self._unanswered = 0
+        self.interface = ""
+        """The network interface at which it meets its peers, where one has to be named."""
         self.is_dead = False
         self.death: WorkerDiedError | None = None
         """How it died, where its group survives that."""
@@ -310,6 +311,10 @@ class RayWorker:
         """Make the worker in it."""
         self.place = place
         env = {"MASTER_ADDR": peers.master_addr, "MASTER_PORT": str(peers.master_port)}
+        if self.interface:
+            from roll_core.runtime.executors.ray_host import GLOO_INTERFACE
+
+            env[GLOO_INTERFACE] = self.interface
         spec = self.spec
         try:
             payload = self._codec.dumps((spec.target, place, peers, dict(spec.args), env, import_path(spec)))
@@ -365,19 +370,8 @@ class RayWorker:
         """What is known: Ray's words, the crash that the process itself wrote, the kernel's count of killings."""
         method = next((method for future, method in self._pending.items() if not future.cancelled()), "")
         trace = _text(self._crash_file)
-        crash = re.search(r"^Fatal Python error: (.+)$", trace, re.MULTILINE)
-        struck = num_oom_kills() - self._oom_kills_before
-        process = f"process {self.member.pid}" if self.member.pid else "its process"
-        if not self.member.pid:
-            cause = f"{process} did not start: {_first_words(error)}"
-        elif crash:
-            cause = f"{process} crashed: {crash[1]}"
-        elif isinstance(ended := getattr(error, "cause", None), ProcessEndedError):
-            cause = f"{process} {ended}"
-        elif struck > 0 and self.member.host in (hostname(), "?"):
-            cause = f"{process} is gone, and the kernel killed {struck} processes for want of memory (SIGKILL)"
-        else:
-            cause = f"{process} is gone, most likely killed (SIGKILL): {_first_words(error)}"
+        struck = num_oom_kills() - self._oom_kills_before if self.member.host in (hostname(), "?") else 0
+        cause = cause_of_death(error, pid=self.member.pid, trace=trace, oom_kills=struck)
         return WorkerDiedError(self.spec.role, self.place.rank, self.member.host, method, cause, trace or str(error))
 
     def _ask(self, method: str, ref: Any, codec: Codec | None = None) -> asyncio.Future[Any]:
@@ -447,14 +441,6 @@ class RayWorker:
 def _again(death: WorkerDiedError) -> WorkerDiedError:
     """The same error to raise in one more place, without the traceback of another."""
     return WorkerDiedError(*death.args)
-
-
-def _first_words(error: BaseException) -> str:
-    """The part of Ray's message that says what happened, on one line."""
-    text = str(error).strip() or type(error).__name__
-    detail = re.search(r"Worker exit detail: (.+?)(Some common causes|There are some|$)", text)
-    words = " ".join((detail[1] if detail else text).split())
-    return words if len(words) <= LONGEST_WORDS else words[: LONGEST_WORDS - 1] + "…"
 
 
 def codec_of(spec: GroupSpec) -> Codec:

@@ -12,13 +12,11 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
-import ray
-
 from roll_core.plugins.requirements import INSTALL_VARIABLE
 from roll_core.runtime.executors.calls import Failure
 from roll_core.runtime.executors.codecs import PICKLED, encode_failure, encode_result
 from roll_core.runtime.executors.foreign_process import ForeignProcess, ProcessEndedError
-from roll_core.runtime.executors.ray_host import Greeting, Turns, free_port, settle
+from roll_core.runtime.executors.ray_host import Turns, greeting, settle
 from roll_core.runtime.host import hostname
 from roll_core.runtime.python_environments.prepare import environment_of, install_command, prepare
 
@@ -70,15 +68,7 @@ class ForeignRayHost:
             hello = await self._process.start(self._python, env)
         except Exception as error:
             return encode_failure(PICKLED, Failure.of(error))
-        address = ray.util.get_node_ip_address()
-        greeting = Greeting(
-            host=hello["host"],
-            address=address,
-            pid=hello["pid"],
-            port=free_port(),
-            fingerprint=hello["fingerprint"],
-        )
-        return encode_result(PICKLED, greeting)
+        return encode_result(PICKLED, greeting(hello["host"], hello["pid"], hello["fingerprint"]))
 
     async def lifeline(self) -> None:
         """Never returns: raises when the process ends, and Ray raises when this actor does."""

@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,7 +25,7 @@ from roll_core.runtime.executors.calls import CallFailed, Failure
 from roll_core.runtime.executors.codecs import PICKLED, answer, encode_failure, encode_result
 from roll_core.runtime.executors.deafness import be_deaf_to
 from roll_core.runtime.executors.host import WorkerHost
-from roll_core.runtime.host import hostname, usable_cores
+from roll_core.runtime.host import hostname, interface_of, usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 PORTS = range(20_000, 32_000)
 """Below the range from which systems take ports for outgoing connections, so that none takes ours meanwhile."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""gloo's variable. Without it gloo takes the address of the host's own name, which is 127.0.1.1 on many hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class Greeting:
     pid: int
     port: int
     """Free on its host just now."""
+    interface: str = ""
+    """The network interface with this address; empty where the user names one for gloo, or none has it."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     """Of its Python environment, where that is not the driver's: the interpreter and versions."""
 
@@ -66,8 +71,7 @@ class RayHost:
 
     async def greet(self) -> bytes:
         """Say who is here: a `Greeting`."""
-        address = ray.util.get_node_ip_address()
-        return encode_result(PICKLED, Greeting(host=hostname(), address=address, pid=os.getpid(), port=free_port()))
+        return encode_result(PICKLED, greeting(hostname(), os.getpid()))
 
     async def lifeline(self) -> None:
         """Never answers: the caller learns of the death of this process by the end of this call."""
@@ -153,6 +157,15 @@ def settle(role: str, rank: int, env: Mapping[str, str], level: int) -> str:
     logging.basicConfig(level=level, format=f"%(levelname)s {name} %(name)s: %(message)s", force=True)
     be_deaf_to(signal.SIGTERM)
     return name
+
+
+def greeting(host: str, pid: int, fingerprint: Mapping[str, str] = MappingProxyType({})) -> Greeting:
+    """Of a worker's process on this node."""
+    address = ray.util.get_node_ip_address()
+    interface = "" if GLOO_INTERFACE in os.environ else interface_of(address)
+    return Greeting(
+        host=host, address=address, pid=pid, port=free_port(), interface=interface, fingerprint=dict(fingerprint)
+    )
 
 
 def free_port() -> int:

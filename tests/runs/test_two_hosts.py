@@ -1,0 +1,239 @@
+"""Runs over two hosts, one of which is lost in the middle.
+
+A host is a set of namespaces (network, name, processes, mounts) with a Ray node in it; a pair of virtual interfaces is
+the cable:
+
+    driver, head, rank 0 or 1     roll-a 10.77.0.1 ═══════ 10.77.0.2 roll-b     the other rank
+
+Where namespaces are refused there are two Ray nodes of one host, of which one is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import pytest
+import yaml
+
+from roll_core.runtime.host import hostname
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+MAKE_HOST = """
+hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$2" && ip link set lo up && echo ready &&
+exec sleep infinity
+"""
+RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "0",
+    # A host that does not answer is given up after seconds rather than a minute.
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+NODE = ["--num-cpus=2", "--object-store-memory=100000000"]
+
+
+class Hosts(Protocol):
+    address: str
+    """Of Ray."""
+    lost: str
+    """Name of the host that `lose` takes away."""
+
+    def command(self, words: Sequence[str]) -> list[str]: ...
+
+    def lose(self) -> None: ...
+
+
+class Host:
+    """Everything in it ends with its first process."""
+
+    def __init__(self, name: str, scratch: Path) -> None:
+        self.name = name
+        spaces = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        make = ["unshare", *spaces, "sh", "-c", MAKE_HOST, "sh", name, str(scratch)]
+        self._keeper = subprocess.Popen(make, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self._keeper.stdout is not None
+        if (said := self._keeper.stdout.readline()) != "ready\n":
+            self.close()
+            pytest.skip(f"namespaces are refused: {said.strip()}")
+        (first,) = psutil.Process(self._keeper.pid).children()
+        self.pid = first.pid
+
+    def command(self, *words: str) -> list[str]:
+        """To be run outside, runs inside, in the folder in which it is run outside."""
+        entered = ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", "-p", "env", f"--chdir={Path.cwd()}"]
+        return [*entered, *words]
+
+    def run(self, *words: str) -> None:
+        done = subprocess.run(
+            self.command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout
+
+    def close(self) -> None:
+        self._keeper.kill()
+        self._keeper.communicate()
+
+
+class CabledHosts:
+    address = "10.77.0.1:6379"
+    lost = "roll-b"
+
+    def __init__(self, scratch: Path) -> None:
+        self._a, self._b = (Host(name, scratch) for name in ("roll-a", self.lost))
+        cable = ["ip", "link", "add", "cable", "netns", str(self._a.pid), "type", "veth", "peer", "name", "cable"]
+        subprocess.run([*cable, "netns", str(self._b.pid)], check=True)
+        for at, host in enumerate((self._a, self._b), start=1):
+            host.run("ip", "address", "add", f"10.77.0.{at}/24", "dev", "cable")
+            host.run("ip", "link", "set", "cable", "up")
+            host.run("ip", "route", "add", "default", "dev", "cable")
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *NODE]
+        self._a.run(
+            *ray,
+            "--head",
+            "--port=6379",
+            "--node-ip-address=10.77.0.1",
+            "--include-dashboard=false",
+            f"--temp-dir={scratch}",
+        )
+        self._b.run(*ray, f"--address={self.address}", "--node-ip-address=10.77.0.2")
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        return self._a.command(*words)
+
+    def lose(self) -> None:
+        """Pull the cable: nothing on the other host is told."""
+        self._b.run("ip", "link", "set", "cable", "down")
+
+    def close(self) -> None:
+        for host in (self._a, self._b):
+            host.close()
+
+
+class RayNodes:
+    """Two nodes of Ray on this host."""
+
+    lost = hostname()
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        node = {"num_cpus": 2, "object_store_memory": 100_000_000}
+        self._cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+        self._second = self._cluster.add_node(**node)
+        self.address = self._cluster.address
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        return list(words)
+
+    def lose(self) -> None:
+        self._cluster.remove_node(self._second, allow_graceful=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture
+def clean_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ.copy():
+        if name.startswith("RAY_"):
+            monkeypatch.delenv(name)
+    for name, value in RAY.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def cabled(clean_ray: None) -> Iterator[CabledHosts]:
+    # Sockets lie in it, whose paths must be short.
+    scratch = Path(tempfile.mkdtemp(prefix="roll-", dir="/tmp"))
+    try:
+        with contextlib.closing(CabledHosts(scratch)) as hosts:
+            yield hosts
+    finally:
+        shutil.rmtree(scratch)
+
+
+@pytest.fixture(params=["cable pulled", "node killed"])
+def hosts(request: pytest.FixtureRequest, clean_ray: None) -> Iterator[Hosts]:
+    if request.param == "cable pulled":
+        yield request.getfixturevalue("cabled")
+        return
+    with contextlib.closing(RayNodes()) as nodes:
+        yield nodes
+
+
+def start(runs, hosts: Hosts, config) -> subprocess.Popen:
+    path = runs.folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    words = [sys.executable, "-m", "roll_core", "run", str(path)]
+    env = os.environ | {"RAY_ADDRESS": hosts.address}
+    return subprocess.Popen(hosts.command(words), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ends(process: subprocess.Popen, code: int) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == code, output
+    assert "Traceback" not in output
+    return output
+
+
+def test_a_run_that_loses_a_host_names_it_and_goes_on_with_what_is_left(local_runs, hosts):
+    runs = local_runs
+    config = runs.sft(executor="ray", num_gpus_per_node=1, save_steps=1, max_steps=10_000)
+    config["sft_train"] |= {"device_mapping": [0, 1]}
+    config["sft_train"]["training_args"] |= {"lr_scheduler_type": "constant"}
+    process = start(runs, hosts, config)
+    checkpoints = runs.folder / "output" / "sft" / "001" / "checkpoints"
+    deadline = time.monotonic() + 240
+    while not list(checkpoints.glob("step-[2-9]*")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    hosts.lose()
+    said = " ".join(ends(process, 1).split())
+    gone = rf"sft_train rank [01] on {hosts.lost} died (during \w+|between two calls): its host is gone or cannot be"
+    assert re.search(gone, said), said
+    record = json.loads((checkpoints.parent / "run.json").read_text(encoding="utf-8"))
+    assert record["outcome"] == "failed"
+    assert re.search(gone, record["error"]["message"])
+
+    done = max(int(path.name.partition("-")[2]) for path in checkpoints.glob("step-*"))
+    config["sft_train"] |= {"device_mapping": [0]}
+    config["sft_train"]["training_args"] |= {"gradient_accumulation_steps": 2}
+    ends(start(runs, hosts, config | {"max_steps": done + 2, "resume_from_checkpoint": "auto"}), 0)
+    resumed = json.loads((runs.folder / "output/sft/002/run.json").read_text(encoding="utf-8"))
+    assert resumed["resumed_step"] == done
+    whole = runs.ok(config | {"max_steps": done + 2, "exp_name": "whole", "executor": "local"})
+    losses = [
+        [line["train/loss"] for line in read(folder)[-2:]]
+        for folder in (runs.folder / "output/sft/002", whole.run_dir.path)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def read(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_trainer_and_engine_sit_on_different_hosts(local_runs, cabled):
+    runs = local_runs
+    config = runs.rlvr(executor="ray", num_gpus_per_node=1, max_steps=2)
+    config["actor_train"] |= {"device_mapping": [0]}
+    config["actor_infer"] |= {"device_mapping": [1]}
+    ends(start(runs, cabled, config), 0)
+    record = json.loads((runs.folder / "output/rlvr/001/run.json").read_text(encoding="utf-8"))
+    assert set(record["weight_transports"].values()) == {"collective"}
+    assert len(read(runs.folder / "output/rlvr/001")) == 2
