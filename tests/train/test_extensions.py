@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from filelock import FileLock
 
 from roll_core.errors import ExtensionError
@@ -101,3 +102,99 @@ def test_two_at_once_compile_once(source):
     first, second = (each.communicate()[0] for each in both)
     assert first == second
     assert first.strip()
+
+
+# -- compiled ahead
+
+
+def test_a_library_that_came_with_the_package_is_taken(source, monkeypatch):
+    made = extension(source)
+    shipped = made.build_ahead(made.ahead_folder())
+    monkeypatch.setattr(Extension, "_compile", None)  # whoever compiles now fails
+    monkeypatch.setenv("CXX", "another-compiler")
+    assert made.library() == shipped
+    assert ctypes.CDLL(str(shipped)).answer() == 42
+
+
+@pytest.mark.parametrize("changed", ["source", "flags", "torch"])
+def test_what_came_for_something_else_is_left_aside(source, changed, monkeypatch):
+    made = extension(source)
+    shipped = made.build_ahead(made.ahead_folder())
+    if changed == "source":
+        source.write_text(GOOD + "// another\n")
+    elif changed == "torch":
+        monkeypatch.setattr(torch, "__version__", "0.1")
+    library = extension(source, 7 if changed == "flags" else 42).library()
+    assert library.is_relative_to(extensions.cache_folder())
+    assert shipped.is_file()
+
+
+# -- CUDA sources
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch):
+    """Sets what nvidia-smi says of the GPUs' capabilities."""
+    for name in ("TORCH_CUDA_ARCH_LIST", "FORCE_CUDA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def say(lines, code=0):
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nprintf '{lines}'\nexit {code}\n")
+        program.chmod(0o755)
+        extensions._capabilities.cache_clear()
+
+    say("NVIDIA-SMI has failed because it could not communicate with the driver.\\n", 9)
+    yield say
+    extensions._capabilities.cache_clear()
+
+
+def test_architectures_are_those_of_the_gpus(gpus):
+    gpus("9.0\\n8.0\\n9.0\\n10.0\\n")
+    assert extensions.cuda_architectures("fast") == "8.0;9.0;10.0"
+
+
+def test_architectures_that_are_named_count(gpus, monkeypatch):
+    gpus("9.0\\n")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
+    assert extensions.cuda_architectures("fast") == "8.0+PTX"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native")
+    assert extensions.cuda_architectures("fast") == "9.0"
+
+
+def test_without_a_gpu_it_takes_force_cuda(gpus, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    with pytest.raises(ExtensionError, match=r"^extension fast: no GPU .* set FORCE_CUDA=1"):
+        extensions.cuda_architectures("fast")
+    monkeypatch.setenv("FORCE_CUDA", "1")
+    assert extensions.cuda_architectures("fast") == "9.0"
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    assert extensions.cuda_architectures("fast") == extensions.COMMON_ARCHITECTURES
+
+
+def test_gpus_older_than_pascal_are_refused(gpus):
+    gpus("5.2\\n8.0\\n")
+    with pytest.raises(ExtensionError, match=r"compute capability 5\.2, 8\.0, and 6\.0 is the least"):
+        extensions.cuda_architectures("fast")
+
+
+def test_what_is_compiled_for_other_gpus_is_another_library(gpus, source):
+    kernel = source.with_suffix(".cu")
+    kernel.write_text(GOOD)
+    made = Extension(name="answer", sources=(kernel,))
+    keys = []
+    for said in ("8.0", "9.0", "9.0", "8.0\\n9.0"):
+        gpus(f"{said}\\n")
+        keys.append(made.key())
+    assert keys[1] == keys[2]
+    assert len(set(keys)) == 3
+
+
+def test_a_torch_without_cuda_is_named(gpus, source, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    kernel = source.with_suffix(".cu")
+    kernel.write_text(GOOD)
+    with pytest.raises(ExtensionError, match=r"has CUDA sources, and torch .* is built without CUDA"):
+        Extension(name="answer", sources=(kernel,)).library()

@@ -1,6 +1,6 @@
-"""C++ and CUDA sources of a package, compiled on first use and kept.
+"""C++ and CUDA sources of a package, compiled on first use and kept, or compiled ahead and shipped in its wheel.
 
-    Extension -> key (sources, flags, torch, processor) -> lock -> compiled in a process of its own -> moved into place
+    Extension -> key (sources, flags, torch, processor) -> shipped? -> lock -> compiled in a process of its own -> kept
 
 torch's `cpp_extension` compiles. A process of its own gives it an environment with ninja on its path, keeps what it
 prints, and may be killed half way: only complete folders are moved into the cache, and the lock dies with its owner
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -25,12 +27,25 @@ from filelock import FileLock, Timeout
 
 from roll_core.errors import ExtensionError
 
+log = logging.getLogger(__name__)
+
 BUILD_TIMEOUT_S = 600.0
 """For one extension, waiting for another process that compiles it included."""
 CACHE_VARIABLE = "TORCH_EXTENSIONS_DIR"
 """torch's own variable for where extensions are kept."""
 LAST_LINES = 25
 """Of what the compiler said, in an error."""
+AHEAD = "compiled"
+"""Folder beside the first source, where libraries lie that were compiled when the package's wheel was built."""
+ARCHITECTURES_VARIABLE = "TORCH_CUDA_ARCH_LIST"
+"""torch's own variable for the GPUs that CUDA sources are compiled for: `8.0;9.0+PTX`."""
+FORCE_VARIABLE = "FORCE_CUDA"
+"""`1` compiles CUDA sources where no GPU is, for hosts that have one."""
+COMMON_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0+PTX"
+"""What is compiled for where the GPUs are not here and not named: Turing to Hopper, and what comes after by PTX."""
+OLDEST_CAPABILITY = 6.0
+"""Pascal."""
+SURVEY_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +63,15 @@ class Extension:
     """For the very processor that it is compiled on."""
 
     def library(self) -> Path:
-        """The shared library, compiled if it is not there yet: seconds to minutes.
+        """The shared library: the one that came with the package if it fits this torch and processor, else compiled
+        unless that was done before: seconds to minutes.
 
         Raises `ExtensionError`, with what the compiler said, if it cannot be.
         """
+        if (shipped := self.ahead_folder() / self.ahead_name() / f"{self.name}.so").is_file():
+            return shipped
+        if any(self.ahead_folder().glob(f"{self.name}-*")):
+            log.info("extension %s came compiled for another torch or processor: compiling it here", self.name)
         folder = cache_folder() / f"{self.name}-{self.key()}"
         library = folder / f"{self.name}.so"
         if library.is_file():
@@ -72,16 +92,42 @@ class Extension:
             ) from error
         return library
 
+    def build_ahead(self, folder: Path) -> Path:
+        """Compile into a folder, which becomes `AHEAD` beside the first source in a wheel. Returns the library.
+
+        Raises `ExtensionError` like `library`.
+        """
+        made = folder / self.ahead_name()
+        made.mkdir(parents=True)
+        self._compile(made)
+        return made / f"{self.name}.so"
+
+    def ahead_folder(self) -> Path:
+        """Where libraries lie that came with the package."""
+        return self.sources[0].parent / AHEAD
+
+    def ahead_name(self) -> str:
+        """Folder in it of a library that was compiled ahead: it does not matter by which compiler."""
+        return f"{self.name}-{self._digest()}"
+
     def key(self) -> str:
         """Of what the library depends on."""
+        return self._digest(os.environ.get("CXX", ""), os.environ.get("CC", ""))
+
+    @property
+    def has_cuda_sources(self) -> bool:
+        """Whether nvcc is needed, or hipcc."""
+        return any(each.suffix == ".cu" for each in self.sources)
+
+    def _digest(self, *compilers: str) -> str:
         import torch
 
         parts = [torch.__version__, str(torch.version.cuda), str(torch.version.hip), platform.machine(), *self.cflags]
-        parts += [*self.cuda_cflags, *self.ldflags, os.environ.get("CXX", ""), os.environ.get("CC", "")]
+        parts += [*self.cuda_cflags, *self.ldflags, *compilers]
         if self.native:
             parts.append(_processor())
-        if self.cuda_cflags or any(each.suffix == ".cu" for each in self.sources):
-            parts.append(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+        if self.has_cuda_sources:
+            parts += [f"{name}={value}" for name, value in _gpu_environment(self.name).items()]
         digest = hashlib.sha256(json.dumps(parts).encode())
         for each in self.sources:
             digest.update(each.read_bytes())
@@ -106,12 +152,14 @@ class Extension:
             "build_directory": str(folder),
         }
         # ninja is beside this interpreter, which need not be on the path.
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        env = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+        if self.has_cuda_sources:
+            env |= _gpu_environment(self.name)
         command = [sys.executable, "-m", "roll_core.modeling.extension_build", json.dumps(task)]
         try:
             done = subprocess.run(
                 command,
-                env={**os.environ, "PATH": path},
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -134,6 +182,59 @@ def cache_folder() -> Path:
         return Path(chosen) / "roll"
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "roll" / "extensions"
+
+
+def cuda_architectures(name: str) -> str:
+    """For which GPUs the CUDA sources of an extension are compiled, in the words of `TORCH_CUDA_ARCH_LIST`: what that
+    variable says, or the capabilities of the GPUs that nvidia-smi names. Without a GPU `FORCE_CUDA=1` is needed, and
+    stands for `COMMON_ARCHITECTURES` where the variable says nothing.
+
+    Raises `ExtensionError` where there is nothing to compile for, or only GPUs that are too old.
+    """
+    here, chosen = _capabilities(), os.environ.get(ARCHITECTURES_VARIABLE, "")
+    if not here and os.environ.get(FORCE_VARIABLE, "0") in ("", "0"):
+        raise ExtensionError(
+            f"extension {name}: no GPU of NVIDIA is here to compile for (nvidia-smi names none). To compile for other"
+            f" hosts set {FORCE_VARIABLE}=1, and {ARCHITECTURES_VARIABLE} to the compute capabilities of their GPUs,"
+            " '8.0;9.0'"
+        )
+    if chosen and chosen != "native":
+        return chosen
+    if not here:
+        return COMMON_ARCHITECTURES
+    if min(map(float, here)) < OLDEST_CAPABILITY:
+        raise ExtensionError(
+            f"extension {name}: the GPUs here have compute capability {', '.join(here)}, and {OLDEST_CAPABILITY} is the"
+            f" least that is compiled for: use newer ones, or hide the old (CUDA_VISIBLE_DEVICES) and set"
+            f" {ARCHITECTURES_VARIABLE}"
+        )
+    return ";".join(here)
+
+
+def _gpu_environment(name: str) -> dict[str, str]:
+    """For which GPUs torch's builder compiles, in its own variables. Raises `ExtensionError` where it could not."""
+    import torch
+
+    if torch.version.hip:
+        return {"PYTORCH_ROCM_ARCH": os.environ.get("PYTORCH_ROCM_ARCH", "")}
+    if not torch.version.cuda:
+        raise ExtensionError(
+            f"extension {name}: it has CUDA sources, and torch {torch.__version__} is built without CUDA: install one"
+            " that is"
+        )
+    return {ARCHITECTURES_VARIABLE: cuda_architectures(name)}
+
+
+@lru_cache(maxsize=1)
+def _capabilities() -> tuple[str, ...]:
+    """Compute capabilities of the GPUs of this host, `8.0`, asked without making a context on them."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SURVEY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = {line.strip() for line in done.stdout.splitlines() if done.returncode == 0}
+    return tuple(sorted((each for each in found if re.fullmatch(r"\d+\.\d", each)), key=float))
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,60 @@
+"""`BUILD_EXT=1`: the wheel of roll-core brings its kernels compiled."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).resolve().parents[2] / "packages" / "roll-core"
+USE = """
+import torch
+from roll_core.builtin.hf.kernels.decode import EXTENSION, DecodeKernels
+print(EXTENSION.library())
+kernels = DecodeKernels(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, qk_epsilon=1e-6, dtype=torch.float32)
+kernels.begin(torch.zeros(1, 1, 4, 8))
+gate, up = torch.randn(3, 8), torch.randn(3, 8)
+torch.testing.assert_close(kernels.gate(torch.cat([gate, up], 1)), torch.nn.functional.silu(gate) * up)
+"""
+
+
+def build(folder: Path, **variables: str) -> Path:
+    env = {name: value for name, value in os.environ.items() if name != "BUILD_EXT"} | variables
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(command, cwd=CORE, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_a_wheel_as_it_is_has_sources_alone(tmp_path):
+    wheel = build(tmp_path)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "roll_core/builtin/hf/kernels/decode.cpp" in names
+    assert [name for name in names if name.endswith(".so")] == []
+
+
+@pytest.mark.slow
+def test_kernels_that_were_compiled_ahead_need_no_compiler(tmp_path):
+    wheel = build(tmp_path, BUILD_EXT="1")
+    assert "none-any" not in wheel.name
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    env = os.environ | {
+        "PYTHONPATH": str(tmp_path / "installed"),
+        "CXX": "no-such-compiler",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "kept"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", USE], env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "installed" / "roll_core" / "builtin" / "hf" / "kernels")
+
+
+@pytest.mark.slow
+def test_a_build_that_cannot_compile_fails_with_what_is_missing(tmp_path):
+    with pytest.raises(AssertionError, match=r"(?s)extension roll_decode: .*no C\+\+ compiler no-such-compiler"):
+        build(tmp_path, BUILD_EXT="1", CXX="no-such-compiler")
