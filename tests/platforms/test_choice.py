@@ -161,3 +161,24 @@ def test_a_role_without_slots_talks_as_hosts_do() -> None:
 
     assert backend(device_mapping=[0, 1]) == "board_ccl"
     assert backend(world_size=2) == "gloo"
+
+
+def test_what_a_strategy_wants_for_its_workers_gives_way_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roll_core.builtin.hf.config import HFTrainConfig
+    from roll_core.pipelines.config import SFTConfig
+    from roll_core.plugins.registry import load_registry
+    from roll_core.runtime.build import group_specs
+    from roll_core.spec.pipeline import RoleSpec
+
+    wanted = [EnvVar(name=name, value="wanted", reason="a test") for name in ("FREE", "EXPORTED", "OF_THE_RUN")]
+    wanted.append(EnvVar(name="NEEDED", value="wanted", reason="a test", required=True))
+    monkeypatch.setattr(HFTrainConfig, "worker_environment", lambda self: tuple(wanted), raising=True)
+    for name in ("EXPORTED", "NEEDED"):
+        monkeypatch.setenv(name, "exported")
+    role = {"data_args": {"file_name": "x"}, "strategy_args": {"strategy_name": "hf_train"}, "world_size": 2}
+    keys = {"pipeline": "sft", "pretrain": "model", "sft_train": role, "system_envs": {"OF_THE_RUN": "set"}}
+    config = SFTConfig.model_validate(keys)
+    roles = [RoleSpec(name="sft_train", kind="train", num_steps=1)]
+    places = place_roles(config.roles(), Board(), num_gpus_per_node=2)
+    (spec,) = group_specs(roles, config, load_registry(), Board(), places, Path("tokenizer"))
+    assert spec.env == {"FREE": "wanted", "EXPORTED": "exported", "NEEDED": "wanted", "OF_THE_RUN": "set"}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.loading import strategy_config
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
 from roll_core.runtime.placement import HOST_BACKEND
+from roll_core.runtime.platform import values_of
 from roll_core.runtime.python_environments.spec import environment_spec
 from roll_core.spec.config import RewardConfig, StrategyConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
@@ -164,13 +165,20 @@ def group_specs(
                 target=WORKERS[role.kind],
                 args={"role": role.name, **args},
                 places=places[role.name],
-                env={**config.system_envs, **worker.system_envs},
+                env={**_variables(worker, args["provider"]), **config.system_envs, **worker.system_envs},
                 environment=_environment(worker, args["provider"], registry),
                 timeout_s=config.rpc_timeout,
                 survives=role.kind in ("generate", "reward") and len(places[role.name]) > 1,
             )
         )
     return specs
+
+
+def _variables(worker: WorkerConfig, provider: Provider) -> dict[str, str]:
+    """What a role's strategy wants for its workers."""
+    if not isinstance(provider, TrainProvider | InferProvider):
+        return {}
+    return values_of(_settings(worker, provider).worker_environment())
 
 
 def _environment(worker: WorkerConfig, provider: Provider, registry: Registry) -> EnvironmentSpec | None:

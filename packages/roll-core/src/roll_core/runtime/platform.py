@@ -12,10 +12,10 @@ from roll_core.plugins.targets import load_target
 from roll_core.spec.providers import PlatformProvider
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.platform import Platform, Probe, RoleKind
+    from roll_core.spec.platform import EnvVar, Platform, Probe, RoleKind
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +75,10 @@ def _probe(platform: Platform, name: str) -> Probe:
 def environment_of(
     platform: Platform, kind: RoleKind, local_indices: Sequence[int], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """What the platform wants for a worker. What the user has set in the driver's environment is handed on instead,
-    unless workers would not work with it."""
-    return {
-        each.name: each.value if each.required else environ.get(each.name, each.value)
-        for each in platform.environment(kind, local_indices)
-    }
+    """What the platform wants for a worker, see `values_of`."""
+    return values_of(platform.environment(kind, local_indices), environ)
+
+
+def values_of(variables: Iterable[EnvVar], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What the user has set in the driver's environment is handed on instead, unless workers would not work with it."""
+    return {each.name: each.value if each.required else environ.get(each.name, each.value) for each in variables}

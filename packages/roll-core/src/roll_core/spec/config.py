@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from roll_core.spec.devices import parse_device_mapping
-from roll_core.spec.platform import RoleKind  # noqa: TC001 - pydantic reads the annotation
+from roll_core.spec.platform import EnvVar, RoleKind  # noqa: TC001 - pydantic reads the annotation
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -71,6 +71,11 @@ class StrategyConfig(Config):
     def serves_adapters(self) -> bool:
         """Of an infer strategy: whether it takes trained adapters as they are, not merged into the weights."""
         return False
+
+    def worker_environment(self) -> tuple[EnvVar, ...]:
+        """Variables for its workers, besides the platform's and above them. What the driver's environment says is
+        handed on instead, unless they are required; `system_envs` win over both."""
+        return ()
 
     def ranks_per_replica(self) -> int:
         """Of a train strategy: ranks over which it spreads one replica of the model, a divisor of the role's."""
