@@ -56,9 +56,14 @@ class Arrangement:
     model: dict = field(default_factory=lambda: QWEN3)
     config: dict = field(default_factory=dict)
     checkpointing: bool = False
+    calls: tuple[int, int, int] = (1, 1, 1)
+    """Over which the microbatches of each step are spread."""
 
 
 QUICK = {
+    "dp 2, overlapped, several calls": Arrangement(
+        ranks=2, config={"overlap_grad_reduce": True, "ddp_bucket_size": 2000}, calls=(2, 1, 3)
+    ),
     "llama, scaled rotation": Arrangement(ranks=1, model=LLAMA),
     "mistral, window": Arrangement(ranks=1, model=MISTRAL),
     "tp 2, in small chunks": Arrangement(ranks=2, config=sizes(tp=2, logprob_chunk_tokens=4)),
@@ -71,6 +76,12 @@ PRODUCTS = {
     "mixtral": Arrangement(ranks=1, model=MIXTRAL),
     "mistral, cp 2, window": Arrangement(ranks=2, model=MISTRAL, config=sizes(cp=2)),
     "dp 2": Arrangement(ranks=2),
+    "ep 2, pp 2, overlapped": Arrangement(
+        ranks=4, config=sizes(ep=2, pp=2, overlap_grad_reduce=True), model=MIXTURE, calls=(1, 2, 1)
+    ),
+    "dp 2, tp 2, sp, tied, overlapped": Arrangement(
+        ranks=4, config=sizes(tp=2, sp=True, overlap_grad_reduce=True, ddp_bucket_size=500), model=TIED
+    ),
     "tp 2, tied": Arrangement(ranks=2, config=sizes(tp=2), model=TIED),
     "dp 2, tp 2": Arrangement(ranks=4, config=sizes(tp=2)),
     "tp 2, pp 2, sp": Arrangement(ranks=4, config=sizes(tp=2, pp=2, sp=True)),
@@ -138,17 +149,18 @@ def case_of(arrangement, folder):
     )
 
 
-def steps(number):
-    """Of shares with different numbers of microbatches."""
-    split = Split(max_sequences=3)
-    return [Step(sequences=make_batch(VOCABULARY, seed=i), loss=LOSSES["policy"], split=split) for i in range(number)]
+def steps(calls):
+    """Of shares with different numbers of microbatches, and one for each number of calls."""
+    split, loss = Split(max_sequences=3), LOSSES["policy"]
+    batches = [make_batch(VOCABULARY, seed=seed) for seed in range(len(calls))]
+    return [Step(sequences=each, loss=loss, split=split, calls=of) for each, of in zip(batches, calls, strict=True)]
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_it_computes_and_learns_as_transformers_does(run, tmp_path, arrangement):
     # Of this seed, no sequence begins with token 0, whose row of the embedding is 0: any token might follow it best.
     case, batch = case_of(arrangement, tmp_path), make_batch(VOCABULARY, seed=10)
-    answers = run(score_and_train, case, batch, steps(3))
+    answers = run(score_and_train, case, batch, steps(arrangement.calls))
     reference = Reference(TransformersModel(case.model), "causal_lm")
     start, expected = reference.weights(), reference.by_sequence(batch, WANT)
     leaders = [each for each in answers if each["place"].leader]
@@ -156,7 +168,7 @@ def test_it_computes_and_learns_as_transformers_does(run, tmp_path, arrangement)
     for name, bound in {"logprobs": 1e-4, "entropy": 1e-4, "topk_logprobs": 1e-4, "topk_ids": 0.0}.items():
         found = {key: row for each in leaders for key, row in each["scored"][name].items()}
         check_rows(name, found, expected[name], bound)
-    for at, right in enumerate(reference.train(TRAINING, steps(3))):
+    for at, right in enumerate(reference.train(TRAINING, steps(arrangement.calls))):
         assert sum(each["losses"][at] for each in leaders) == pytest.approx(right.loss, rel=1e-4)
         for each in answers:
             assert each["stats"][at].grad_norm == pytest.approx(right.grad_norm, rel=1e-4)

@@ -57,6 +57,21 @@ def test_another_platform_is_refused_with_the_strategies_that_run_there(tmp_path
     assert "fsdp2_infer" not in said
 
 
+@pytest.mark.parametrize(
+    ("keys", "variables"),
+    [
+        ({}, {}),
+        ({"pipeline_model_parallel_size": 2}, {}),
+        ({"tensor_model_parallel_size": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ({"context_parallel_size": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    ],
+)
+def test_workers_that_share_layers_get_the_variable_that_megatron_relies_on(keys, variables):
+    wanted = MegatronConfig.model_validate(keys).worker_environment()
+    assert {each.name: each.value for each in wanted} == variables
+    assert not any(each.required for each in wanted)
+
+
 def test_a_twin_that_only_scores_cannot_be_trained(tmp_path):
     assert "has no optimizer" in refusal(tmp_path, name="megatron_infer")
 
@@ -82,6 +97,7 @@ def test_saying_no_to_what_is_not_supported_is_fine(key):
             "needs sequence_parallel: true",
         ),
         ({"moe_token_dispatcher_type": "allgather"}, "Input should be 'alltoall'"),
+        ({"ddp_bucket_size": 1000}, "ddp_bucket_size belongs to overlap_grad_reduce: true"),
         ({"recompute_num_layers": 2}, "belong to recompute_granularity: full"),
         ({"recompute_modules": ["moe"]}, "belongs to recompute_granularity: selective"),
         ({"use_distributed_optimizer": False}, "Input should be True"),

@@ -25,6 +25,19 @@ class TestDataParallel(TrainStrategyConformance):
     preload = PRELOAD
 
 
+@pytest.mark.slow
+class TestOverlapped(TrainStrategyConformance):
+    """Two replicas that add gradients up during the last backward pass, and checkpoints that are written later."""
+
+    name = "megatron_train"
+    preload = PRELOAD
+    variants = {  # noqa: RUF012
+        "one": {},
+        "overlapped": {"overlap_grad_reduce": True, "ddp_bucket_size": 2000, "async_save_ckpt": True},
+    }
+    ranks_of = {"one": (1,), "overlapped": (2,)}  # noqa: RUF012
+
+
 class TestScoring(TrainStrategyConformance):
     """The twin without optimizer, over two tensor parallel ranks."""
 

@@ -78,7 +78,9 @@ class Computation:
     ) -> list[Any]:
         """What `at_end` returned beside the loss, of each microbatch; None but on the last stage. Where experts are
         spread over replicas, all of them call it together."""
-        passages = self._passages(micros, want)
+        # Where each bucket of gradients is added up as soon as it is there, every replica has to have some.
+        fewest = 1 if backward and self.config.overlap_grad_reduce else 0
+        passages = self._passages(micros, want, fewest)
         if not passages:
             return []
         self.model.train(backward)
@@ -111,10 +113,10 @@ class Computation:
 
         return model(passage.packing), finish
 
-    def _passages(self, micros: Sequence[MicroBatch], want: Want) -> list[Passage]:
+    def _passages(self, micros: Sequence[MicroBatch], want: Want, fewest: int) -> list[Passage]:
         """Replicas that share experts go through as many microbatches as each other. What is lacking comes last, and
         counts for nothing."""
-        number = len(micros)
+        number = max(len(micros), fewest)
         if self.parallel.ep.size() > 1:
             number = self.parallel.most(number, self.parallel.dp)
         idle = [idle_micro()] * (number - len(micros))

@@ -12,15 +12,13 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from roll_core.spec.config import PositiveInt, StrategyConfig
+from roll_core.spec.platform import EnvVar
 
 TRANSFORMER_ENGINE = "it needs Transformer Engine, whose layers this plugin does not use yet"
 DROPS = "with it a token's logprobs would depend on what else is in its microbatch"
-CALLS = "gradients may come in several calls before a step, and are added up over ranks once, at the step"
 REFUSED = {
     "overlap_param_gather": "weights are read between steps (exports, scoring), when they must be whole",
-    "overlap_grad_reduce": CALLS,
-    "delay_grad_reduce": CALLS,
-    "ddp_bucket_size": CALLS,
+    "delay_grad_reduce": "each stage adds its gradients up as soon as they are there, with overlap_grad_reduce",
     "ddp_average_in_collective": "gradients are sums here: what a batch's loss is divided by is in the loss",
     "apply_rope_fusion": TRANSFORMER_ENGINE,
     "moe_grouped_gemm": TRANSFORMER_ENGINE,
@@ -68,6 +66,11 @@ class MegatronConfig(StrategyConfig):
     """Count the output layer as a layer when layers are spread over stages."""
     use_distributed_optimizer: Literal[True] = True
     """Spread the optimizer's state over data parallel ranks. Always so: the numbers are the same, the memory less."""
+    overlap_grad_reduce: bool = False
+    """Add gradients up over replicas while the backward pass of the last microbatch still runs, bucket by bucket."""
+    ddp_bucket_size: PositiveInt | None = None
+    """Of `overlap_grad_reduce`: parameters of a bucket, on the first stage; others have one. Where not given Megatron's
+    40 million, or a million per replica where that is more."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """What is computed again in the backward pass where `model_args` asks for gradient checkpointing: whole layers
     (where not given), or the parts named in `recompute_modules`."""
@@ -101,6 +104,13 @@ class MegatronConfig(StrategyConfig):
             f" {self.pipeline_model_parallel_size} × context_parallel_size {self.context_parallel_size}"
         )
 
+    def worker_environment(self) -> tuple[EnvVar, ...]:
+        """Where ranks share a layer or a sequence."""
+        if self.tensor_model_parallel_size == self.context_parallel_size == 1:
+            return ()
+        why = "Megatron begins to communicate before it computes, and relies on the device to begin in the same order"
+        return (EnvVar(name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", reason=why),)
+
     @model_validator(mode="before")
     @classmethod
     def _say_why(cls, data: Any) -> Any:
@@ -120,6 +130,8 @@ class MegatronConfig(StrategyConfig):
             raise ValueError(
                 "expert_model_parallel_size beside a tensor_model_parallel_size above 1 needs sequence_parallel: true"
             )
+        if self.ddp_bucket_size and not self.overlap_grad_reduce:
+            raise ValueError("ddp_bucket_size belongs to overlap_grad_reduce: true")
         if self.recompute_granularity != "full" and (self.recompute_method or self.recompute_num_layers):
             raise ValueError("recompute_method and recompute_num_layers belong to recompute_granularity: full")
         if self.recompute_granularity != "selective" and self.recompute_modules is not None:

@@ -17,6 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from roll_core.modeling.optimizer import MOMENTS, moments, schedule
 from roll_core.spec.train import StepStats
+from roll_strategy_megatron.reduction import OverlappedReduction
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,6 +36,7 @@ class Optimizer:
         self.schedule = schedule(training)
         self.step_count = 0
         self.masters_apart = dtype != torch.float32
+        self.reduction = OverlappedReduction(model) if model.ddp_config.overlap_grad_reduce else None
         self.mcore: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -56,6 +58,16 @@ class Optimizer:
             parameter: each for each in self.mcore.chained_optimizers for parameter in each.model_param_group_index_map
         }
 
+    def begin(self) -> None:
+        """Before passes that add to the gradients."""
+        if self.reduction is not None:
+            self.reduction.begin()
+
+    def settle(self) -> None:
+        """Until nothing is on its way into the gradients."""
+        if self.reduction is not None:
+            self.reduction.wait()
+
     def step(self) -> StepStats:
         """Collective over the ranks."""
         finalize_model_grads([self.model])
@@ -75,6 +87,8 @@ class Optimizer:
 
     def clear(self) -> None:
         """Drop the gradients."""
+        if self.reduction is not None:
+            self.reduction.forget()
         self.model.zero_grad_buffer()
         self.mcore.zero_grad()
 

@@ -89,9 +89,14 @@ class MegatronStrategy(TrainStrategy):
         self.optimizer: Optimizer | None = None
         if self.training is not None:
             how = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=True,
+                check_for_nan_in_grad=False,
+                overlap_grad_reduce=self._config.overlap_grad_reduce,
+                bucket_size=self._config.ddp_bucket_size,
             )
             wrapped = DistributedDataParallel(settings, how, self.model)
+            settings.no_sync_func = wrapped.no_sync
             self.optimizer = Optimizer(wrapped, self.training, self.dtype)
         else:
             self.model.requires_grad_(False)
@@ -116,6 +121,7 @@ class MegatronStrategy(TrainStrategy):
         """Raises `NonFiniteError`, which names the sequences, on every rank; what the gradients were is lost then.
         Collective: a rank that finds one goes through the passes that the others need, and then tells them."""
         optimizer = self._require_training()
+        optimizer.begin()
         errors: list[NonFiniteError] = []
 
         def at_end(passage: Passage, outputs: TokenOutputs) -> tuple[Tensor, LossMetrics]:
@@ -216,6 +222,8 @@ class MegatronStrategy(TrainStrategy):
     def offload(self, parts: Sequence[Part]) -> None:
         """The memory of this rank's shares: Megatron keeps weights and gradients in buffers, into which its parameters
         are views, and these stay."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
         for part in parts:
             self.mover.away(part, self._held()[part])
 
