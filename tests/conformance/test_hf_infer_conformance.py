@@ -7,6 +7,7 @@ from roll_core.testing import InferStrategyConformance
 
 class TestHFInfer(InferStrategyConformance):
     name = "hf_infer"
+    tight_config = {"kv_cache_gib": 2**-10}  # noqa: RUF012
 
 
 class TestHFInferInPieces(InferStrategyConformance):

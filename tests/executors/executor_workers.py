@@ -11,7 +11,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from roll_core.errors import CorruptTensorError, GuardTrippedError
+from roll_core.errors import CorruptTensorError, EngineDiedError, GuardTrippedError
 from roll_core.runtime.executors.base import Peers, Place
 
 
@@ -101,6 +101,9 @@ class Recorder:
 
     def divide(self) -> float:
         return 1 / 0
+
+    def lose_engine(self) -> None:
+        raise EngineDiedError("the engine is gone")
 
     def exit(self) -> None:
         sys.exit(3)

@@ -335,6 +335,25 @@ def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending
 
 
 @only_ray
+def test_a_worker_whose_engine_died_counts_as_dead_and_can_be_replaced(run: Run, another: Executor) -> None:
+    async def lose_one() -> None:
+        async with another:
+            group = (await another.start([spec(survives=True)]))["judge"]
+            with pytest.raises(
+                WorkerDiedError, match=r"judge rank 1 on .* died during lose_engine: the engine is gone"
+            ):
+                await group.call_rank(1, "lose_engine")
+            another.check_alive()
+            assert group.lost == {1}
+            assert await group.call("greet", "Ann") == ["hello Ann from 0"]
+            await group.replace(1)
+            assert group.lost == frozenset()
+            assert await group.call("greet", "Ann") == ["hello Ann from 0", "hello Ann from 1"]
+
+    run(lose_one())
+
+
+@only_ray
 def test_crash_is_told_from_a_kill_and_shows_where_it_was(run: Run, another: Executor) -> None:
     async def crash() -> None:
         async with another:

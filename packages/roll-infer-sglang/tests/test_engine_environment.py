@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll_infer_sglang.engine_environment import engine_environment
-from roll_infer_sglang.registration import INSISTED_ON
+from roll_infer_sglang.registration import HOST_CACHE, INSISTED_ON
 
 
 def variables(device, present=None, *, num_threads=4, num_slots=1):
@@ -13,7 +13,8 @@ def variables(device, present=None, *, num_threads=4, num_slots=1):
 def test_the_cpus_engine_is_only_asked_for_on_a_cpu():
     assert variables("cpu")["SGLANG_USE_CPU_ENGINE"] == "1"
     assert variables("cpu")[INSISTED_ON] == "pytorch"
-    assert not {"SGLANG_USE_CPU_ENGINE", INSISTED_ON, "OMP_NUM_THREADS"} & variables("cuda").keys()
+    assert variables("cpu")[HOST_CACHE]
+    assert not {"SGLANG_USE_CPU_ENGINE", INSISTED_ON, HOST_CACHE, "OMP_NUM_THREADS"} & variables("cuda").keys()
 
 
 def test_threads_are_shared_by_the_slots():

@@ -9,15 +9,15 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from vllm_live import ARCHITECTURE, CACHE, Live, post, request
+from vllm_live import CACHE
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
-from roll_core.spec.model import LoraSpec, ModelSpec
-from roll_core.spec.weights import make_manifest
+from roll_core.spec.model import LoraSpec
 from roll_core.testing.infer.adapters import RANK, drawn, merged
+from roll_core.testing.infer.live import Live, biased, request
+from roll_infer_vllm.config import VllmConfig
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-SPEC = ModelSpec(random_init=ARCHITECTURE, seed=1, dtype="fp32")
 LAYERS = [
     f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
 ]
@@ -27,10 +27,11 @@ class Adapted(Live):
     """Publishes adapters; the trainer's model has them merged."""
 
     def __init__(self):
-        super().__init__(
-            dataclasses.replace(SPEC, lora=LoraSpec(targets=("all-linear",), rank=RANK, alpha=6.0)),
-            {**CACHE, "enable_lora": True},
-        )
+        from roll_infer_vllm.strategy import VllmStrategy
+
+        lora = LoraSpec(targets=("all-linear",), rank=RANK, alpha=6.0)
+        config = VllmConfig.model_validate({**CACHE, "enable_lora": True})
+        super().__init__(VllmStrategy(config), dataclasses.replace(biased(), lora=lora))
         self.base = {name: each.detach().clone() for name, each in self.model.named_parameters()}
 
     def take(self, adapter):
@@ -55,12 +56,10 @@ def test_requests_go_on_under_the_next_adapter(live):
         running = asyncio.create_task(live.strategy.generate(request("long", prompt, max_new_tokens=240)))
         while live.strategy.metrics()["generated_tokens"] == 0:
             await asyncio.sleep(0.01)
-        tensors = list(adapters[1].items())
-        await live.strategy.update_weights(old + 1, make_manifest(old + 1, tensors), iter(tensors))
+        await live.update(list(adapters[1].items()))
         return await running
 
     output = live.run(update_meanwhile()).outputs[0]
-    live.version = old + 1
     first = int((output.versions == old).sum())
     assert output.versions.tolist() == [old] * first + [old + 1] * (240 - first)
     assert 0 < first < 240
@@ -77,7 +76,7 @@ def test_the_endpoint_serves_the_adapter_under_the_roles_name_and_the_model_bene
     for model, weights in (("actor_infer", adapter), ("actor_infer-base", {})):
         body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 5, "temperature": 1.0, "ignore_eos": True}
         ids = {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        (choice,) = post(live, "completions", body | ids)["choices"]
+        (choice,) = live.post("completions", body | ids)["choices"]
         live.take(weights)
         right = live.logprobs([5, 6, 7, *choice["token_ids"]], 3)
         np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], right, atol=1e-4)

@@ -10,6 +10,7 @@ from roll_core.testing import InferStrategyConformance
 class TestVllm(InferStrategyConformance):
     name = "vllm"
     variants = {"default": {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 64}}  # noqa: RUF012
+    tight_config = {"kv_cache_memory_bytes": 1 << 20, "block_size": 32}  # noqa: RUF012
     adapter_config = {"enable_lora": True}  # noqa: RUF012
     timeout_s = 300.0
 

@@ -1,4 +1,4 @@
-"""Sleep, the endpoint and the engine's end: on the real engine, where it is installed."""
+"""The endpoint and the engine's end: on the real engine, where it is installed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from vllm_live import ARCHITECTURE, CACHE, WAIT_S, Live, ask, post, request
+from vllm_live import CACHE, start
 
 from roll_core.errors import RollError
-from roll_core.spec.model import ModelSpec
+from roll_core.testing.infer.live import biased
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-SPEC = ModelSpec(random_init=ARCHITECTURE, seed=1, dtype="fp32")
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def live():
-    engine = Live(SPEC, CACHE)
+    engine = start(biased())
     yield engine
     engine.close()
 
@@ -34,38 +34,6 @@ def live():
 def resident():
     """Bytes of vLLM's processes below this one."""
     return sum(each.memory_info().rss for each in psutil.Process().children(recursive=True))
-
-
-# -- sleep -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_sleeping_engine_gives_the_memory_of_its_cache_back(live):
-    live.publish()
-
-    async def fill():
-        """Different prompts, so that nearly all blocks are written to: 20 MiB of keys and values."""
-        drawn = np.random.default_rng(0)
-        prompts = [drawn.integers(2, 100, 200) for _ in range(200)]
-        await asyncio.gather(*[live.strategy.generate(request(f"r{i}", each)) for i, each in enumerate(prompts)])
-
-    live.run(fill())
-    before = resident()
-    live.run(live.strategy.sleep())
-    assert before - resident() > 12 << 20
-    live.run(live.strategy.wake())
-    live.publish()
-    assert len(live.generate("after", [5, 6, 7]).outputs[0].token_ids) == 8
-
-
-def test_an_engine_that_slept_answers_nobody_before_weights_are_published(live):
-    live.run(live.strategy.sleep())
-    with pytest.raises(RuntimeError, match="wake it before its weights are updated"):
-        live.publish()
-    live.run(live.strategy.wake())
-    with pytest.raises(RuntimeError, match="weights have to be published"):
-        live.generate("early", [5, 6, 7])
-    live.publish()
-    live.generate("late", [5, 6, 7])
 
 
 # -- the endpoint ------------------------------------------------------------------------------------------------------
@@ -85,7 +53,7 @@ def test_the_endpoint_takes_and_gives_ids_and_logprobs(live):
         "return_tokens_as_token_ids": True,
         "ignore_eos": True,
     }
-    (choice,) = post(live, "completions", body)["choices"]
+    (choice,) = live.post("completions", body)["choices"]
     tokens = choice["token_ids"]
     assert len(tokens) == 6
     assert [f"token_id:{token}" for token in tokens] == choice["logprobs"]["tokens"]
@@ -99,7 +67,7 @@ def test_requests_to_the_endpoint_wait_while_the_engine_sleeps(live):
 
     async def wake_meanwhile():
         body = {"model": "actor_infer", "prompt": [5, 6], "max_tokens": 4, "return_token_ids": True, "ignore_eos": True}
-        asking = asyncio.create_task(asyncio.to_thread(ask, live, "completions", body))
+        asking = asyncio.create_task(asyncio.to_thread(live.ask, "completions", body))
         done, _ = await asyncio.wait([asking], timeout=0.5)
         assert not done
         await live.strategy.wake()
@@ -112,13 +80,13 @@ def test_requests_to_the_endpoint_wait_while_the_engine_sleeps(live):
 
 def test_a_model_that_is_not_served_is_not_found(live):
     with pytest.raises(urllib.error.HTTPError, match="404") as caught:
-        post(live, "completions", {"model": "gpt", "prompt": [5], "max_tokens": 1})
+        live.post("completions", {"model": "gpt", "prompt": [5], "max_tokens": 1})
     caught.value.close()
 
 
 def test_an_address_that_is_not_the_hosts_is_named():
     with pytest.raises(RollError, match=r"nothing can listen at endpoint_host 192\.0\.2\.1"):
-        Live(SPEC, {**CACHE, "endpoint_host": "192.0.2.1"})
+        start(biased(), {**CACHE, "endpoint_host": "192.0.2.1"})
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -126,10 +94,10 @@ def test_an_address_that_is_not_the_hosts_is_named():
 OWNER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from vllm_live import ARCHITECTURE, CACHE, Live
-from roll_core.spec.model import ModelSpec
+from vllm_live import start
+from roll_core.testing.infer.live import biased
 if __name__ == "__main__":
-    live = Live(ModelSpec(random_init=ARCHITECTURE, seed=1, dtype="fp32"), CACHE)
+    live = start(biased())
     print("ready", flush=True)
     import time
     time.sleep(600)

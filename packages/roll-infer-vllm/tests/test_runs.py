@@ -1,80 +1,33 @@
-"""The quick start, shortened, with no other change than the engine's name: as a user runs it, on both executors."""
+"""The quick start, shortened, with the engine's name changed and where the roles sit: as a user runs it."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+from roll_core.testing.quickstart import QuickStartTests
 
-REPOSITORY = Path(__file__).parents[3]
-QUICKSTART = REPOSITORY / "examples" / "quickstart"
-SHORT = (
-    "max_steps=2",
-    "eval_steps=0",
-    "rollout_batch_size=8",
-    "num_return_sequences_in_group=4",
-    "actor_train.training_args.per_device_train_batch_size=16",
-    "actor_train.training_args.gradient_accumulation_steps=2",
-    "guards.logprob_probe.every=1",
-)
+OTHER_TORCH = "2.12.1"
 
 
-def roll(folder, *arguments, timeout=280):
-    """`roll-core` as from a shell, with output in `folder`."""
-    command = [sys.executable, "-m", "roll_core", *arguments, f"output_dir={folder}"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.timeout(900)
+class TestQuickStart(QuickStartTests):
+    engine = "vllm"
+    settings = {"kv_cache_memory_bytes": 64 << 20}  # noqa: RUF012
+    repository = Path(__file__).parents[3]
 
-
-@pytest.fixture(scope="module")
-def pretrained(tmp_path_factory):
-    """What the quick start's SFT leaves, which is right often enough to be rewarded, and the quick start's data."""
-    folder = tmp_path_factory.mktemp("sft")
-    subprocess.run([sys.executable, str(QUICKSTART / "make_data.py"), str(folder)], check=True)
-    roll(
-        folder,
-        "run",
-        str(QUICKSTART / "sft.yaml"),
-        "eval_steps=0",
-        f"sft_train.data_args.file_name={folder}/sft.jsonl",
-        f"validation.data_args.file_name={folder}/val.jsonl",
-    )
-    return folder
-
-
-def run_grpo(pretrained, folder, *more):
-    """The lines of its metrics, and its record."""
-    roll(
-        folder,
-        "run",
-        str(QUICKSTART / "grpo.yaml"),
-        *SHORT,
-        f"pretrain={pretrained}/quickstart-sft/latest/export",
-        f"actor_train.data_args.file_name={pretrained}/train.jsonl",
-        f"validation.data_args.file_name={pretrained}/val.jsonl",
-        "actor_infer.strategy_args.strategy_name=vllm",
-        "+actor_infer.strategy_args.strategy_config.kv_cache_memory_bytes=67108864",
-        *more,
-    )
-    run = folder / "quickstart-grpo" / "latest"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
-    for line in lines:
-        assert line["engine/actor_infer/generated_tokens"] >= line["tokens/generated"] > 0
-        assert line["actor/logprob_gap"] < 1e-4
-        assert line["weight_sync/logprob_probe"] < 1e-4
-    return lines, json.loads((run / "run.json").read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize(
-    ("executor", "transport"), [("local", "shared"), pytest.param("ray", "shm", marks=[pytest.mark.ray])]
-)
-def test_the_quick_start_runs_on_vllm(pretrained, tmp_path, executor, transport):
-    _, record = run_grpo(pretrained, tmp_path, f"executor={executor}")
-    assert record["weight_transports"] == {"actor_train -> actor_infer": transport}
+    @pytest.mark.ray
+    def test_trainer_and_engine_may_have_different_torch(self, pretrained, tmp_path, monkeypatch):
+        """The trainer in an environment that uv makes of packages, vLLM in this one."""
+        monkeypatch.setenv("ROLL_ENVIRONMENTS_DIR", str(self.repository / ".engines" / "roles"))
+        left = self.grpo(pretrained, tmp_path, f"+actor_train.environment.packages=['torch=={OTHER_TORCH}']")
+        self.check(left, num_steps=2)
+        record = left.record
+        assert record["weight_transports"] == {"actor_train -> actor_infer": "shm"}
+        assert record["environments"]["actor_train"]["torch"].partition("+")[0] == OTHER_TORCH
+        assert record["versions"]["torch"] == version("torch")
+        assert not version("torch").startswith(OTHER_TORCH)

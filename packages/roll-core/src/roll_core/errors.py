@@ -189,6 +189,11 @@ class WorkerDiedError(WorkerError):
         return f"{self.role} rank {self.rank} on {self.host} died {when}: {self.cause}"
 
 
+class EngineDiedError(RollError, RuntimeError):
+    """The processes of an inference engine are gone, while the worker that started them lives. It cannot be mended
+    there: the worker counts as dead."""
+
+
 class WorkerTimeoutError(RollError, TimeoutError):
     """A call's deadline passed; names every rank that did not answer, and its host."""
 

@@ -73,7 +73,8 @@ _REASONS: dict[str, str] = {
         speculative_attention_mode speculative_draft_attention_backend speculative_dsa_topk_backend
         speculative_draft_kv_cache_dtype speculative_draft_window_size speculative_moe_runner_backend
         speculative_moe_a2a_backend speculative_draft_model_quantization speculative_skip_dp_mlp_sync
-        enable_multi_layer_eagle speculative_adaptive speculative_adaptive_config spec_trace_dir
+        enable_draft_weights_cpu_backup enable_multi_layer_eagle speculative_adaptive speculative_adaptive_config
+        spec_trace_dir
         speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth speculative_ngram_match_type
         speculative_ngram_max_trie_depth speculative_ngram_capacity speculative_ngram_external_corpus_path
         speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens
@@ -83,8 +84,8 @@ _REASONS: dict[str, str] = {
         max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size experts_shared_outer_loras
         lora_use_virtual_experts lora_strict_loading lora_drain_wait_threshold
     """,
-    "is not supported yet: the engine keeps its memory; lower mem_fraction_static where roles share slots": """
-        enable_memory_saver enable_weights_cpu_backup enable_draft_weights_cpu_backup
+    "is decided by sleep_level": """
+        enable_memory_saver enable_weights_cpu_backup
     """,
     "is not supported yet: prefill and decoding share the engine's processes": """
         decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank decoupled_spec_role

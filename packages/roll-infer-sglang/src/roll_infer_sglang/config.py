@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
 from roll_core.spec.config import PositiveInt, StrategyConfig
 from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
+
+OURS = ("bucket_mib", "sleep_level")
+"""What SGLang is not told."""
 
 if TYPE_CHECKING:
     _EngineKeys = StrategyConfig
@@ -55,6 +58,9 @@ class SglangConfig(_EngineKeys):
     host: str = "127.0.0.1"
     """Address at which the server listens, OpenAI's routes (`/v1`) among others. Whoever reaches it can draw from the
     model; weights and other requests are out of reach without the worker's key."""
+    sleep_level: Literal[0, 1, 2] = 1
+    """What is given back while others use the slots: 1, keys and values, and weights to the host; 2, weights
+    altogether, which the next publish brings anyway; 0, nothing. On a CPU keys and values go, and weights stay."""
     bucket_mib: PositiveInt = 64
     """Of published weights that are on their way into the engine's processes at a time; a larger tensor travels
     alone."""
@@ -71,5 +77,5 @@ class SglangConfig(_EngineKeys):
 
     def engine_arguments(self) -> dict[str, Any]:
         """What goes to SGLang as it is: what was given, and what has a value by default."""
-        found = {name: getattr(self, name) for name in type(self).model_fields if name != "bucket_mib"}
+        found = {name: getattr(self, name) for name in type(self).model_fields if name not in OURS}
         return {name: value for name, value in found.items() if value is not None or name in self.model_fields_set}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_infer_sglang.registration import INSISTED_ON
+from roll_infer_sglang.registration import HOST_CACHE, INSISTED_ON
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +23,7 @@ def engine_environment(device: str, present: Mapping[str, str], *, num_threads: 
     if device == "cpu":
         wanted["SGLANG_USE_CPU_ENGINE"] = "1"  # it would look for another device
         wanted[INSISTED_ON] = "pytorch"  # SGLang 0.5.20 overrules `sampling_backend` there
+        wanted[HOST_CACHE] = "1"
     found = {name: value for name, value in wanted.items() if name not in present}
     if device == "cpu" and num_threads:
         # Whatever the worker's own number is: that one is for all its slots.

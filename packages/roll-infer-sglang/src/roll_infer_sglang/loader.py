@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.runtime_context import get_parallel
 
 from roll_core.modeling.buckets import BucketInfo, read_bucket
+from roll_core.modeling.comparing import compare
 from roll_core.spec.weights import digest
 from roll_infer_sglang.held import locate, parts
 
@@ -44,20 +45,9 @@ def act(model: nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> None:
     os.replace(f"{path}.part", path)
 
 
-def compare(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, Any]:
+def compare_announced(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, Any]:
     """What of the manifest's names and shapes this process has otherwise, does not have, and misses."""
-    unknown, shapes, covered = [], {}, set()
-    for name, shape in message["tensors"]:
-        try:
-            part = locate(model, name)
-        except KeyError:
-            unknown.append(name)
-            continue
-        covered.add(part.key)
-        if list(part.shape) != shape:
-            shapes[name] = list(part.shape)
-    missing = [name for name, part in parts(model) if part.key not in covered]
-    return {"unknown": unknown, "shapes": shapes, "missing": missing}
+    return compare(message["tensors"], lambda name: locate(model, name), parts(model))
 
 
 def load(model: Any, message: dict[str, Any], rank: int) -> None:
@@ -75,4 +65,8 @@ def digests(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, s
     return found
 
 
-ACTS: dict[str, Callable[[Any, dict[str, Any], int], Any]] = {"compare": compare, "load": load, "digest": digests}
+ACTS: dict[str, Callable[[Any, dict[str, Any], int], Any]] = {
+    "compare": compare_announced,
+    "load": load,
+    "digest": digests,
+}

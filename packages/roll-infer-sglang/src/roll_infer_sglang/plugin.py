@@ -16,10 +16,11 @@ VERSIONS = ">=0.5.20,<0.5.21"
 """Of SGLang: each release has other arguments and other insides."""
 CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
+    sleeps=True,
     prompt_logprobs=True,
     in_flight_update=True,
     endpoint=True,
-    weight_transports=("shm", "collective", "shared"),
+    weight_transports=("shm", "collective", "shared", "disk"),
 )
 
 

@@ -9,14 +9,22 @@ SAMPLING_BACKEND = "roll"
 INSISTED_ON = "ROLL_SGLANG_SAMPLING_BACKEND"
 """Variable of our servers' processes: another name of the sampler, for a device on which SGLang asks for that one
 whatever it is told. Servers of others keep their own."""
+HOST_CACHE = "ROLL_SGLANG_HOST_CACHE"
+"""Variable of our servers' processes: keys and values lie in the host's memory, see `host_cache`."""
 
 
 def register() -> None:
-    """Name the sampler; its module is imported where an engine asks for it. May be called again."""
+    """Name the sampler, whose module is imported where an engine asks for it, and our hook. May be called again."""
     from sglang.srt.layers.sampler import register_sampler_backend
 
     for name in filter(None, (SAMPLING_BACKEND, os.environ.get(INSISTED_ON))):
         register_sampler_backend(name, _sampler)
+    if os.environ.get(HOST_CACHE):
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        from roll_infer_sglang.host_cache import AFTER, release
+
+        HookRegistry.register(AFTER, release, HookType.AFTER)
 
 
 def _sampler() -> object:

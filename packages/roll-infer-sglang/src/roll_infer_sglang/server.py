@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import aiohttp
 import psutil
 
-from roll_core.errors import ConfigError, ConfigProblem, RollError
+from roll_core.errors import ConfigError, ConfigProblem, EngineDiedError, RollError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -37,6 +37,10 @@ LONGEST_LINE = 1 << 30
 
 class ServerError(RollError):
     """The server is dead, or refused what it was asked."""
+
+
+class ServerDiedError(ServerError, EngineDiedError):
+    """It is dead, or as good as that."""
 
 
 class Server:
@@ -137,11 +141,11 @@ class Server:
             raise RuntimeError("the engine does not run: start it first, and not after stop")
         return self._session
 
-    def _died(self, path: str) -> ServerError:
+    def _died(self, path: str) -> ServerDiedError:
         process = self._process
         status = process.poll() if process is not None else None
         how = "is dead" if status is not None else "does not answer"
-        return ServerError(f"{self._who}: SGLang's server {how} ({path}); its own messages above say why")
+        return ServerDiedError(f"{self._who}: SGLang's server {how} ({path}); its own messages above say why")
 
 
 def _begin(who: str, process: subprocess.Popen[bytes], line: bytes, pipe: BinaryIO) -> bytes:

@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.errors import WeightSyncError
 from roll_core.modeling.buckets import BucketWriter, Incoming
+from roll_core.modeling.comparing import entries, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,23 +42,8 @@ class Transfer:
 
     async def compare(self, manifest: WeightManifest) -> None:
         """Refuse a manifest that is not this model's, before anything is touched."""
-        entries = [(entry.name, list(entry.shape)) for entry in manifest.tensors]
-        for answer in await self._act("compare", tensors=entries):
-            if answer["unknown"]:
-                raise UnexpectedTensorError(
-                    f"{self._who}: was sent {answer['unknown'][0]}, which SGLang's model does not have, or holds in a"
-                    f" form that cannot be read back ({len(answer['unknown'])} such tensors)"
-                )
-            for name, shape in answer["shapes"].items():
-                sent = next(list(entry.shape) for entry in manifest.tensors if entry.name == name)
-                raise CorruptTensorError(
-                    f"{self._who}: {name} is {sent} in the manifest, and {shape} in SGLang's model"
-                )
-            if answer["missing"]:
-                raise MissingTensorError(
-                    f"{self._who}: {answer['missing'][0]} is not in the manifest of version {manifest.version}"
-                    f" ({len(answer['missing'])} such tensors)"
-                )
+        answers = await self._act("compare", tensors=entries(manifest))
+        refuse(self._who, "SGLang", manifest, answers)
 
     async def load(self, manifest: WeightManifest, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """All tensors, bucket by bucket."""

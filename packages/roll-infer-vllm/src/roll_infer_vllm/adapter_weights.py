@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.modeling.comparing import entries
 from roll_infer_vllm.updates import Loader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from roll_core.modeling.buckets import Incoming
     from roll_core.spec.model import LoraSpec
-    from roll_core.types import TensorEntry, WeightManifest
+    from roll_core.types import WeightManifest
 
 NUMBER = 1
 """vLLM's id of the one adapter that there is."""
@@ -56,7 +57,7 @@ class AdapterWeights(Loader):
 
     @override
     async def compare(self, manifest: WeightManifest) -> None:
-        for answer in await self._engine.collective_rpc("roll_compare_adapter", args=(_entries(manifest.tensors),)):
+        for answer in await self._engine.collective_rpc("roll_compare_adapter", args=(entries(manifest),)):
             if answer["unknown"]:
                 raise UnexpectedTensorError(
                     f"{self._who}: was sent {answer['unknown'][0]}, for which vLLM's model has no adapter"
@@ -81,9 +82,9 @@ class AdapterWeights(Loader):
         self.request = LoRARequest(**fields)
 
     @override
-    async def digests(self, entries: Sequence[TensorEntry]) -> list[Mapping[str, str]]:
+    async def digests(self, manifest: WeightManifest) -> list[Mapping[str, str]]:
         found: list[Mapping[str, str]] = await self._engine.collective_rpc(
-            "roll_adapter_digests", args=(_entries(entries),)
+            "roll_adapter_digests", args=(entries(manifest),)
         )
         return found
 
@@ -111,7 +112,3 @@ class AdapterWeights(Loader):
         save_file(tensors, self._folder / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "r": self._rank, "lora_alpha": self._rank, "target_modules": layers}
         (self._folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
-def _entries(tensors: Sequence[TensorEntry]) -> list[tuple[str, list[int]]]:
-    return [(entry.name, list(entry.shape)) for entry in tensors]

@@ -9,6 +9,9 @@ from pydantic import Field, create_model, model_validator
 from roll_core.spec.config import PositiveInt, StrategyConfig
 from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
 
+OURS = ("bucket_mib", "sleep_level", "endpoint_host")
+"""What vLLM is not told."""
+
 if TYPE_CHECKING:
     _EngineKeys = StrategyConfig
 else:
@@ -91,6 +94,5 @@ class VllmConfig(_EngineKeys):
 
     def engine_arguments(self) -> dict[str, Any]:
         """What goes to vLLM as it is: what was given, and what has a value by default."""
-        ours = {"bucket_mib", "sleep_level", "endpoint_host"}
-        found = {name: getattr(self, name) for name in type(self).model_fields if name not in ours}
+        found = {name: getattr(self, name) for name in type(self).model_fields if name not in OURS}
         return {name: value for name, value in found.items() if value is not None or name in self.model_fields_set}

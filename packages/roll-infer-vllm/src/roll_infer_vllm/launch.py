@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ConfigError, ConfigProblem, ModelError
+from roll_core.modeling.engine_files import engine_files
 from roll_infer_vllm.adapter_weights import engine_arguments as adapter_arguments
 from roll_infer_vllm.engine_environment import engine_environment, environment
 from roll_infer_vllm.engine_metrics import stat_logger
 from roll_infer_vllm.lifeline import owned
-from roll_infer_vllm.model_files import model_files
 from roll_infer_vllm.registration import TRANSFER
 
 if TYPE_CHECKING:
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from roll_core.modeling.engine_files import EngineFiles
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_infer_vllm.config import VllmConfig
     from roll_infer_vllm.engine_metrics import EngineMetrics
-    from roll_infer_vllm.model_files import ModelFiles
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 CPU_CACHE_BYTES = 4 << 30
@@ -37,7 +39,7 @@ class Launched:
 
     engine: AsyncLLM
     arguments: AsyncEngineArgs
-    files: ModelFiles
+    files: EngineFiles
 
 
 def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: EngineMetrics) -> Launched:
@@ -60,7 +62,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
         num_slots=slots,
         compiles=not given.get("enforce_eager", False),
     )
-    with environment({**variables, **owned()}), model_files(model) as files:
+    with environment({**variables, **owned()}), engine_files(model, "vLLM") as files:
         if device == "cpu":
             _check_heads(files.head_size, who)
         arguments = _arguments(model, files, given, slots, who)
@@ -83,11 +85,11 @@ def _check_heads(size: int, who: str) -> None:
         )
 
 
-def _arguments(model: ModelSpec, files: ModelFiles, given: Mapping[str, Any], slots: int, who: str) -> AsyncEngineArgs:
+def _arguments(model: ModelSpec, files: EngineFiles, given: Mapping[str, Any], slots: int, who: str) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     own: dict[str, Any] = {
-        **files.arguments,
+        **_file_arguments(files),
         **(adapter_arguments(model.lora) if model.lora is not None else {}),
         "dtype": DTYPES[model.dtype],
         "seed": model.seed % 2**31,
@@ -103,6 +105,23 @@ def _arguments(model: ModelSpec, files: ModelFiles, given: Mapping[str, Any], sl
         return AsyncEngineArgs(**given, **own)
     except (ValueError, TypeError) as error:
         raise ModelError(f"{who}: vLLM refuses strategy_config: {error}") from error
+
+
+def _file_arguments(files: EngineFiles) -> dict[str, Any]:
+    """Where model, config and tokenizer are."""
+    found: dict[str, Any] = {"model": files.model}
+    if files.overrides:
+        found["hf_config_path"] = str(files.scratch / "config")
+        files.config.save_pretrained(found["hf_config_path"])
+    if not files.tokenizer:
+        return {**found, "skip_tokenizer_init": True}
+    if files.tokenizer == files.model or not Path(files.tokenizer).is_dir():
+        return {**found, "tokenizer": files.tokenizer}
+    # vLLM looks for a config beside a tokenizer, and complains for two seconds where there is none.
+    beside = files.scratch / "tokenizer"
+    shutil.copytree(files.tokenizer, beside)
+    files.config.save_pretrained(beside)
+    return {**found, "tokenizer": str(beside)}
 
 
 def _check_known(given: Mapping[str, Any], known: set[str]) -> None:

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
 from roll_core.modeling.buckets import BucketWriter
+from roll_core.modeling.comparing import entries, refuse
 from roll_infer_vllm.updates import Loader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from roll_core.modeling.buckets import Incoming
-    from roll_core.types import TensorEntry, WeightManifest
+    from roll_core.types import WeightManifest
 
 
 class ModelWeights(Loader):
@@ -29,22 +29,8 @@ class ModelWeights(Loader):
 
     @override
     async def compare(self, manifest: WeightManifest) -> None:
-        entries = [(entry.name, list(entry.shape)) for entry in manifest.tensors]
-        answers = await self._engine.collective_rpc("roll_compare", args=(entries,))
-        for answer in answers:
-            if answer["unknown"]:
-                raise UnexpectedTensorError(
-                    f"{self._who}: was sent {answer['unknown'][0]}, which vLLM's model does not have, or holds in a"
-                    f" form that cannot be read back ({len(answer['unknown'])} such tensors)"
-                )
-            for name, shape in answer["shapes"].items():
-                sent = next(list(entry.shape) for entry in manifest.tensors if entry.name == name)
-                raise CorruptTensorError(f"{self._who}: {name} is {sent} in the manifest, and {shape} in vLLM's model")
-            if answer["missing"]:
-                raise MissingTensorError(
-                    f"{self._who}: {answer['missing'][0]} is not in the manifest of version {manifest.version}"
-                    f" ({len(answer['missing'])} such tensors)"
-                )
+        answers = await self._engine.collective_rpc("roll_compare", args=(entries(manifest),))
+        refuse(self._who, "vLLM", manifest, answers)
 
     @override
     async def load(self, incoming: Incoming) -> None:
@@ -62,8 +48,8 @@ class ModelWeights(Loader):
         incoming.refuse_missing()
 
     @override
-    async def digests(self, entries: Sequence[TensorEntry]) -> list[Mapping[str, str]]:
-        names = [entry.name for entry in entries]
+    async def digests(self, manifest: WeightManifest) -> list[Mapping[str, str]]:
+        names = [entry.name for entry in manifest.tensors]
         found: list[Mapping[str, str]] = await self._engine.collective_rpc("roll_digests", args=(names,))
         return found
 

@@ -24,6 +24,7 @@ from roll_core.spec.requests import check_request
 from roll_core.types import Completion
 from roll_infer_vllm.adapter_weights import AdapterWeights
 from roll_infer_vllm.config import VllmConfig
+from roll_infer_vllm.deaths import engine_deaths
 from roll_infer_vllm.engine_metrics import KINDS, EngineMetrics
 from roll_infer_vllm.launch import launch
 from roll_infer_vllm.model_weights import ModelWeights
@@ -113,11 +114,12 @@ class VllmStrategy(InferStrategy):
         engine = self._ready
         if self._asleep or not self._settings.sleep_level:
             return
-        if self._on_host:
-            await engine.pause_generation(mode="abort", clear_cache=True)
-            await engine.collective_rpc("roll_release_cache")
-        else:
-            await engine.sleep(level=self._settings.sleep_level, mode="abort")
+        with engine_deaths():
+            if self._on_host:
+                await engine.pause_generation(mode="abort", clear_cache=True)
+                await engine.collective_rpc("roll_release_cache")
+            else:
+                await engine.sleep(level=self._settings.sleep_level, mode="abort")
         self._asleep = self._stale = True
 
     @override
@@ -126,8 +128,9 @@ class VllmStrategy(InferStrategy):
         if not self._asleep:
             return
         if not self._on_host:
-            await engine.wake_up()
-            await engine.pause_generation(mode="keep", clear_cache=False)
+            with engine_deaths():
+                await engine.wake_up()
+                await engine.pause_generation(mode="keep", clear_cache=False)
         # It stays paused until the update that follows: weights that slept are not to answer anybody.
         self._asleep = False
 
@@ -156,7 +159,8 @@ class VllmStrategy(InferStrategy):
         _ = self._ready
         if self._updates is None or self._asleep:
             raise RuntimeError("the engine sleeps: wake it before its weights are updated")
-        receipt = await self._updates.apply(version, manifest, tensors)
+        with engine_deaths():
+            receipt = await self._updates.apply(version, manifest, tensors)
         if self._server is not None and self._adapter is not None:
             self._server.serve_adapter(self._adapter.request)
         self._stale = False
@@ -175,7 +179,7 @@ class VllmStrategy(InferStrategy):
         if request.params.stop and not request.params.ignore_eos:
             if not all(request.params.stop):
                 raise DataError("stop strings: an empty string would end every response at once")
-            if "tokenizer" not in self._files.arguments:
+            if not self._files.tokenizer:
                 raise UnsupportedError(
                     "stop strings need a tokenizer, and this role's model has none; stop_token_ids work without"
                 )
@@ -195,7 +199,8 @@ class VllmStrategy(InferStrategy):
         waiting = set(chosen.values())
         while waiting:
             names = [name for each, task in chosen.items() if task in waiting for name in self._names.get(each, ())]
-            await engine.abort(names)
+            with engine_deaths():
+                await engine.abort(names)
             _, waiting = await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
         return [task.result() for task in chosen.values() if not task.cancelled() and task.exception() is None]
 
@@ -223,20 +228,18 @@ class VllmStrategy(InferStrategy):
         """One output, by vLLM's last word on it."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         final = None
         try:
-            async for each in self._ready.generate(
-                tokens_input(request.prompt_ids.tolist()),
-                sampling_params(request, index, self._files.end_ids),
-                name,
-                lora_request=self._adapter.request if self._adapter is not None else None,
-                priority=request.priority,
-            ):
-                final = each
-        except EngineDeadError as error:
-            raise RollError(f"{self._who}: vLLM's engine is dead; its own messages above say why") from error
+            with engine_deaths():
+                async for each in self._ready.generate(
+                    tokens_input(request.prompt_ids.tolist()),
+                    sampling_params(request, index, self._files.end_ids),
+                    name,
+                    lora_request=self._adapter.request if self._adapter is not None else None,
+                    priority=request.priority,
+                ):
+                    final = each
         except (VLLMClientError, ValueError) as error:
             raise DataError(f"request {request.id!r}: {error}") from error
         if final is None:

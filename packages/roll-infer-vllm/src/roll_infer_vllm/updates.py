@@ -11,13 +11,13 @@ from roll_core.modeling.buckets import Incoming
 from roll_core.types import WeightReceipt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from roll_core.spec.model import MeshInfo
-    from roll_core.types import TensorEntry, WeightManifest
+    from roll_core.types import WeightManifest
 
 
 class Loader(ABC):
@@ -32,7 +32,7 @@ class Loader(ABC):
         """All tensors. Also after an error the engine is left ready for the next update. Raises `WeightSyncError`."""
 
     @abstractmethod
-    async def digests(self, entries: Sequence[TensorEntry]) -> list[Mapping[str, str]]:
+    async def digests(self, manifest: WeightManifest) -> list[Mapping[str, str]]:
         """Of what the engine's processes hold under these names, by process."""
 
     @abstractmethod
@@ -67,7 +67,7 @@ class WeightUpdates:
                 await self._loader.load(Incoming(who, manifest, iter(tensors)))
                 await engine.update_weight_version(str(version))
                 self.version = version
-                answers = await self._loader.digests(manifest.tensors)
+                answers = await self._loader.digests(manifest)
             finally:
                 await engine.resume_generation()
         digests = {name: digest for answer in answers for name, digest in answer.items()}

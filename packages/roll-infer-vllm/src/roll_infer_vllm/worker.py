@@ -21,30 +21,18 @@ class WorkerExtension:
 
     def roll_release_cache(self) -> None:
         """On a CPU: the memory of keys and values, which nobody will read again, goes back to the host."""
-        from roll_infer_vllm.host_memory import release_pages
+        from roll_core.modeling.host_memory import release_pages
 
         for each in self.model_runner.kv_caches:
             release_pages(each)
 
     def roll_compare(self, entries: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
         """What of these names and shapes this process has otherwise, does not have, and misses."""
+        from roll_core.modeling.comparing import compare
         from roll_infer_vllm.held import locate, parts
 
         model = self.model_runner.get_model()
-        unknown, shapes, covered = [], {}, set()
-        for name, shape in entries:
-            try:
-                part = locate(model, name)
-            except KeyError:
-                unknown.append(name)
-                continue
-            if part is None:
-                continue
-            covered.add(part.key)
-            if part.shape != tuple(shape):
-                shapes[name] = list(part.shape)
-        missing = [name for name, part in parts(model) if part.key not in covered]
-        return {"unknown": unknown, "shapes": shapes, "missing": missing}
+        return compare(entries, lambda name: locate(model, name), parts(model))
 
     def roll_compare_adapter(self, entries: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
         """What of these names and shapes of an adapter this process has no room for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from roll_core.errors import EngineDiedError
 from roll_core.runtime.executors.foreign_process import ProcessEndedError
 
 LONGEST_WORDS = 300
@@ -13,10 +14,12 @@ _EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?)(Some common causes|There a
 
 
 def cause_of_death(error: BaseException, *, pid: int, trace: str, oom_kills: int) -> str:
-    """On one line. `error` is what Ray raised; `pid` is 0 for a process that never said who it is; `trace` is what it
-    wrote itself when it crashed; `oom_kills` are processes that the kernel of its host has killed meanwhile for want of
-    memory."""
+    """On one line. `error` is what Ray raised, or the worker of a dead engine; `pid` is 0 for a process that never said
+    who it is; `trace` is what it wrote itself when it crashed; `oom_kills` are processes that the kernel of its host has
+    killed meanwhile for want of memory."""
     process = f"process {pid}"
+    if isinstance(error, EngineDiedError):
+        return str(error)
     if lost := _NODE_DIED.search(str(error)):
         return f"its host is gone or cannot be reached, says Ray: {lost['why'].strip()}"
     if not pid:

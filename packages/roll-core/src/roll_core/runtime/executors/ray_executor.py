@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import UnsupportedError, WorkerDiedError
+from roll_core.errors import EngineDiedError, UnsupportedError, WorkerDiedError
 from roll_core.runtime.concurrency import gather
 from roll_core.runtime.executors.base import Executor, Member, Peers, WorkerGroup
 from roll_core.runtime.executors.calls import CallFailed, Failure, collect, retrieve
@@ -118,9 +118,9 @@ class RayExecutor(Executor):
             self._instance.close()
 
     def death_of(self, worker: RayWorker, error: BaseException) -> None:
-        """A worker's process is gone: fail every call that is pending, and all later ones; only those to it where its
-        group survives that."""
-        if self.is_closing or self._death is not None:
+        """A worker's process is gone, or of no use any more: fail every call that is pending, and all later ones; only
+        those to it where its group survives that."""
+        if self.is_closing or self._death is not None or worker.death is not None:
             return
         death = worker.describe_death(error)
         if worker.spec.survives and any(each.spec is worker.spec and each.death is None for each in self._workers):
@@ -391,7 +391,10 @@ class RayWorker:
             try:
                 future.set_result(decode(codec, answer) if codec else answer)
             except CallFailed as failed:
-                future.set_exception(failed)
+                if isinstance(failed.failure.error, EngineDiedError):
+                    self._executor.death_of(self, failed.failure.error)
+                if not future.done():
+                    future.set_exception(failed)
             except Exception as wrong:  # whatever the unpickling of a foreign object raises
                 future.set_exception(CallFailed(Failure.of(wrong)))
 

@@ -12,7 +12,7 @@ import pytest
 
 from roll_core.errors import RollError
 from roll_core.testing.infer.engine import ask
-from roll_core.testing.infer.subject import InferSubject
+from roll_core.testing.infer.subject import TIGHT, InferSubject
 from roll_core.testing.refusals import RefusalTests
 
 if TYPE_CHECKING:
@@ -91,6 +91,22 @@ class StartingTests(RefusalTests, InferSubject):
         if nowhere not in str(caught.value):
             raise AssertionError(f"the error does not say which model: {caught.value}")
         engine.run(engine.strategy.stop)
+
+    def test_more_than_the_cache_holds_is_answered(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
+        """20 sequences of 260 to 300 tokens, for which there is room for three at a time: they wait or are begun again,
+        and each has its whole answer. Of engines whose author says how little room there may be (`tight_config`)."""
+        if not self.tight_config:
+            pytest.skip(f"{self.name} has no tight_config")
+        engine = fresh(setup.with_(strategy_config={**setup.strategy_config, **self.tight_config}))
+        engine.start()
+        requests = [ask(self.prompt(4 + i), n=2, max_new_tokens=260 + 4 * i) for i in range(10)]
+        assert sum(2 * each.params.max_new_tokens for each in requests) > 5 * TIGHT
+        found = engine.generate(*requests)
+        self.check_logprobs(setup, answers, requests, found)
+        for request, completion in zip(requests, found, strict=True):
+            sizes = [len(output.token_ids) for output in completion.outputs]
+            if sizes != [request.params.max_new_tokens] * 2:
+                raise AssertionError(f"{request.params.max_new_tokens} tokens were asked for twice; {sizes} were drawn")
 
     def test_an_engine_whose_process_dies_says_so(self, fresh: Fresh, setup: Setup) -> None:
         """`generate` raises soon; `stop` works. Of engines whose author names their `processes`."""

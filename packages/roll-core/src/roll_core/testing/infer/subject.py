@@ -35,6 +35,8 @@ VOCABULARY = 40
 """As many as the tokenizer has: each token is a character."""
 SEEN = 2
 """A change of weights is seen if it moves a logprob by so many times the bound."""
+TIGHT = 1024
+"""Tokens whose keys and values an engine has room for with `tight_config`."""
 FIRST_ORDINARY = 2
 """Ids below are padding and end."""
 
@@ -53,6 +55,10 @@ class InferSubject(Part):
 
     adapter_config: ClassVar[Mapping[str, Any]] = {}
     """What a strategy that declares `lora` needs in its configuration to serve adapters."""
+
+    tight_config: ClassVar[Mapping[str, Any]] = {}
+    """What in its configuration leaves an engine no more room than for keys and values of `TIGHT` tokens; empty where
+    it has no such limit. With the default model a token takes 1,024 bytes in fp32."""
 
     _kind = InferProvider
 

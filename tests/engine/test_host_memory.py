@@ -1,4 +1,4 @@
-"""Memory that is given back is no longer the process's; without vLLM."""
+"""Memory that is given back is no longer the process's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import psutil
 import pytest
 import torch
 
-from roll_infer_vllm.host_memory import release_pages
+from roll_core.modeling.host_memory import release_pages
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM runs on Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 
 
 def test_pages_leave_the_process_and_come_back_when_they_are_written_to():

@@ -1,0 +1,206 @@
+"""The quick start's GRPO on an engine, shortened, with `roll-core` as from a shell: for plugins of this repository.
+
+    class TestQuickStart(QuickStartTests):
+        engine = "vllm"
+        settings = {"kv_cache_memory_bytes": 64 << 20}
+
+Only the engine's name and its settings are changed, and where the roles sit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+SHORT = (
+    "max_steps=2",
+    "eval_steps=0",
+    "rollout_batch_size=8",
+    "num_return_sequences_in_group=4",
+    "actor_train.training_args.per_device_train_batch_size=16",
+    "actor_train.training_args.gradient_accumulation_steps=2",
+    "guards.logprob_probe.every=1",
+)
+APART = ("executor=ray", "num_gpus_per_node=2", "actor_infer.device_mapping=[1]")
+PLACES = {
+    "one process": ("executor=local",),
+    "taking turns": ("executor=ray",),
+    "apart": APART,
+    "apart and asynchronous": (*APART, "async_generation_ratio=1", "max_steps=4"),
+}
+TWO = ("executor=ray", "num_gpus_per_node=3", "actor_infer.device_mapping=[1, 2]", "async_generation_ratio=1")
+BOUND = 1e-4
+"""Between logprobs of the engine and of the trainer, of the same weights in fp32."""
+RUN_S = 800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a run has left behind."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """Of its steps."""
+        text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
+        return [line for line in map(json.loads, text.splitlines()) if line["step"]]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """`run.json`."""
+        found: dict[str, Any] = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def log(self) -> str:
+        """Everything that was logged."""
+        return (self.folder / "log.txt").read_text(encoding="utf-8")
+
+
+class QuickStartTests:
+    """Runs from what the quick start's SFT leaves, which is right often enough to be rewarded."""
+
+    engine: ClassVar[str]
+    """Name of the strategy."""
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Its `strategy_config`."""
+    repository: ClassVar[Path]
+    """Where `examples/quickstart` is."""
+
+    @pytest.fixture(scope="class")
+    def pretrained(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A folder with the quick start's data and model."""
+        folder = tmp_path_factory.mktemp("sft")
+        subprocess.run([sys.executable, str(self._examples / "make_data.py"), str(folder)], check=True)
+        command = self._command(
+            "sft.yaml",
+            f"output_dir={folder}",
+            "eval_steps=0",
+            f"sft_train.data_args.file_name={folder}/sft.jsonl",
+            f"validation.data_args.file_name={folder}/val.jsonl",
+        )
+        self._end(self._begin(command, folder / "sft.txt"), folder / "sft.txt")
+        return folder
+
+    @pytest.mark.ray
+    @pytest.mark.parametrize("where", PLACES)
+    def test_it_runs(self, pretrained: Path, tmp_path: Path, where: str) -> None:
+        """The engine computes the trainer's logprobs with the trainer's weights, wherever they are."""
+        left = self.grpo(pretrained, tmp_path, *PLACES[where])
+        self.check(left, num_steps=4 if "asynchronous" in where else 2)
+        transport = "shared" if where == "one process" else "shm"
+        assert left.record["weight_transports"] == {"actor_train -> actor_infer": transport}
+        if "asynchronous" in where:
+            assert max(line["rollout/staleness/max"] for line in left.metrics) == 1
+
+    @pytest.mark.ray
+    @pytest.mark.parametrize("victim", ["worker", "engine"])
+    def test_a_replica_that_is_killed_is_replaced(self, pretrained: Path, tmp_path: Path, victim: str) -> None:
+        """The worker with its engine, or the engine's own processes alone; the run goes on to its end."""
+        log = tmp_path / "run.txt"
+        run = self._begin(self._grpo(pretrained, tmp_path, *TWO, "max_steps=6"), log)
+        try:
+            deadline = time.monotonic() + RUN_S
+            while not self._has_begun(tmp_path) and run.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            worker, engine = _processes(run.pid, "actor_infer-1")
+            for each in (worker,) if victim == "worker" else engine:
+                os.kill(each.pid, signal.SIGKILL)
+        except BaseException:
+            run.kill()
+            raise
+        self._end(run, log)
+        left = Left(tmp_path / "quickstart-grpo" / "latest")
+        self.check(left, num_steps=6)
+        assert left.metrics[-1]["rollout/lost_replicas"] == 1
+        assert "is there instead of the one that died" in left.log
+        assert max(line["rollout/staleness/max"] for line in left.metrics) <= 1
+
+    # -- for tests of one engine ---------------------------------------------------------------------------------------
+
+    def grpo(self, pretrained: Path, folder: Path, *overrides: str) -> Left:
+        """A run to its end."""
+        log = folder / "run.txt"
+        self._end(self._begin(self._grpo(pretrained, folder, *overrides), log), log)
+        return Left(folder / "quickstart-grpo" / "latest")
+
+    def check(self, left: Left, *, num_steps: int) -> None:
+        """Fail unless all steps are there, with tokens and right logprobs."""
+        assert [line["step"] for line in left.metrics] == list(range(1, num_steps + 1))
+        for line in left.metrics:
+            assert line["tokens/generated"] > 0
+            assert line["actor/logprob_gap"] < BOUND
+        probes = [line["weight_sync/logprob_probe"] for line in left.metrics if "weight_sync/logprob_probe" in line]
+        assert probes
+        assert max(probes) < BOUND
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _examples(self) -> Path:
+        return self.repository / "examples" / "quickstart"
+
+    def _command(self, config: str, *overrides: str) -> list[str]:
+        return [sys.executable, "-m", "roll_core", "run", str(self._examples / config), *overrides]
+
+    def _grpo(self, pretrained: Path, folder: Path, *overrides: str) -> list[str]:
+        return self._command(
+            "grpo.yaml",
+            *SHORT,
+            f"output_dir={folder}",
+            f"pretrain={pretrained}/quickstart-sft/latest/export",
+            f"actor_train.data_args.file_name={pretrained}/train.jsonl",
+            f"validation.data_args.file_name={pretrained}/val.jsonl",
+            f"actor_infer.strategy_args.strategy_name={self.engine}",
+            *(f"+actor_infer.strategy_args.strategy_config.{key}={value}" for key, value in self.settings.items()),
+            *overrides,
+        )
+
+    def _begin(self, command: list[str], log: Path) -> subprocess.Popen[str]:
+        # `python -m` puts the repository on the path, where the reward's module is.
+        with log.open("w", encoding="utf-8") as file:
+            return subprocess.Popen(command, cwd=self.repository, stdout=file, stderr=subprocess.STDOUT, text=True)
+
+    def _end(self, run: subprocess.Popen[str], log: Path) -> None:
+        try:
+            status = run.wait(RUN_S)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            status = None
+        assert status == 0, f"status {status}: {log.read_text(encoding='utf-8')[-4000:]}"
+
+    def _has_begun(self, folder: Path) -> bool:
+        found = folder / "quickstart-grpo" / "latest" / "metrics.jsonl"
+        return found.is_file() and len(found.read_text(encoding="utf-8").splitlines()) > 1
+
+
+def _processes(run: int, name: str) -> tuple[psutil.Process, list[psutil.Process]]:
+    """The worker of this name in a run, and the processes below it: its engine's."""
+    named = {each.pid: each for each in _named(run, name)}
+    top = next(each for each in named.values() if each.ppid() not in named)
+    worker = top if any("ray::" in word for word in top.cmdline()) else top.parent()
+    assert worker is not None
+    return worker, worker.children(recursive=True)
+
+
+def _named(run: int, name: str) -> Iterator[psutil.Process]:
+    for each in psutil.Process(run).children(recursive=True):
+        try:
+            if each.environ().get("WORKER_NAME") == name:
+                yield each
+        except psutil.Error:  # it has ended meanwhile
+            continue

@@ -1,0 +1,103 @@
+"""Starting SGLang's server: its arguments, ours and the user's, its environment, and its model's files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import ModelError
+from roll_core.modeling.engine_files import EngineFiles, engine_files
+from roll_infer_sglang.engine_environment import engine_environment
+from roll_infer_sglang.registration import SAMPLING_BACKEND
+from roll_infer_sglang.server import Server, ServerError
+from roll_infer_sglang.transfer import LOADER
+
+if TYPE_CHECKING:
+    from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_infer_sglang.config import SglangConfig
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+CPU_CACHE_TOKENS = 1 << 16
+"""Of keys and values on a CPU, where nothing else is said: SGLang would take most of the host's memory."""
+SPARE_TOKENS = 8
+"""SGLang keeps so many of its context length back, or fewer."""
+PRIORITIES = {"schedule_low_priority_values_first": True, "disable_priority_preemption": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A server that runs."""
+
+    server: Server
+    files: EngineFiles
+    limit: int
+    """Tokens of the longest sequence that it takes."""
+
+
+async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_slots: int) -> Launched:
+    """Raises `ModelError`, `ConfigError`."""
+    who = f"{mesh.role} rank {mesh.rank}"
+    device = mesh.device.partition(":")[0]
+    variables = engine_environment(device, os.environ, num_threads=mesh.num_threads, num_slots=num_slots)
+    server = Server(who)
+    with contextlib.ExitStack() as stack:
+        files = await asyncio.to_thread(stack.enter_context, engine_files(model, "SGLang"))
+        arguments = server_arguments(settings, model, mesh, files, num_slots)
+        try:
+            await server.start(arguments, variables)
+            found = await server.ask("/server_info")
+        except ServerError as error:
+            await server.stop()
+            raise ModelError(f"{who}: SGLang does not start with this model and strategy_config: {error}") from error
+        except BaseException:
+            await server.stop()
+            raise
+    limit = min(arguments["context_length"] - SPARE_TOKENS, int(found["max_req_input_len"]))
+    return Launched(server=server, files=files, limit=limit)
+
+
+def server_arguments(
+    settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, files: EngineFiles, num_slots: int
+) -> dict[str, Any]:
+    """The user's, and those that are not the user's. Raises `ModelError`."""
+    device, _, index = mesh.device.partition(":")
+    limit = settings.context_length or files.max_positions
+    if limit > files.max_positions:
+        raise ModelError(
+            f"{mesh.role} rank {mesh.rank}: strategy_config.context_length is {limit}, but the model has"
+            f" {files.max_positions} positions; leave it out, or set max_position_embeddings in model_config_kwargs"
+        )
+    sleeps = device != "cpu" and settings.sleep_level > 0
+    return {
+        **({"max_total_tokens": CPU_CACHE_TOKENS} if device == "cpu" else {}),
+        **settings.engine_arguments(),
+        **_file_arguments(files),
+        "tp_size": num_slots,
+        "context_length": limit + SPARE_TOKENS,
+        "dtype": DTYPES[model.dtype],
+        "random_seed": model.seed % 2**31,
+        "trust_remote_code": model.trust_remote_code,
+        "device": device,
+        "base_gpu_id": int(index or 0),
+        "sampling_backend": SAMPLING_BACKEND,
+        "sampling_defaults": "openai",  # the role's generating_args decide, not the model's files
+        "enable_custom_logit_processor": True,
+        "custom_weight_loader": [LOADER],
+        "weight_version": "0",
+        **(PRIORITIES if settings.enable_priority_scheduling else {}),
+        "enable_memory_saver": sleeps,
+        "enable_weights_cpu_backup": sleeps and settings.sleep_level == 1,
+        "log_level": settings.log_level or "warning",  # type: ignore[attr-defined]  # of `_EngineKeys`
+    }
+
+
+def _file_arguments(files: EngineFiles) -> dict[str, Any]:
+    """Where model and tokenizer are."""
+    found: dict[str, Any] = {"model_path": files.model}
+    if files.overrides:
+        found["json_model_override_args"] = json.dumps(files.overrides)
+    return found | ({"tokenizer_path": files.tokenizer} if files.tokenizer else {"skip_tokenizer_init": True})

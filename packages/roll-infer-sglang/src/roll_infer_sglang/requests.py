@@ -1,0 +1,250 @@
+"""Requests on their way through SGLang: what enters together, is interrupted, and enters again with what it has.
+
+generate()  -> one `Draw` per output -> all of a turn of the event loop enter with one call of /generate
+halt()      -> SGLang ends what runs, where it is; nothing enters
+go_on()     -> what was interrupted enters again, its tokens so far behind its prompt
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import DataError, RollError, UnsupportedError
+from roll_core.types import Completion
+from roll_infer_sglang.drawing import Draw
+from roll_infer_sglang.sampling import sampling_params
+from roll_infer_sglang.server import Server, ServerError
+from roll_infer_sglang.texts import Texts
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+    from roll_core.modeling.engine_files import EngineFiles
+    from roll_core.spec.model import ModelSpec
+    from roll_core.types import CompletionOutput, GenerateRequest
+    from roll_infer_sglang.engine_metrics import EngineMetrics
+
+ABORT_AGAIN_S = 0.05
+"""SGLang ignores the abort of a request that it has not yet."""
+DRAIN_S = 0.9
+"""For aborted requests to end, before SGLang is asked to wait for them itself, which it does second by second."""
+
+
+class Requests:
+    """Of one engine. All methods are called on one event loop; `abort`, `halt` and `go_on` one after the other."""
+
+    def __init__(
+        self,
+        server: Server,
+        who: str,
+        model: ModelSpec,
+        files: EngineFiles,
+        metrics: EngineMetrics,
+        *,
+        priorities: bool,
+    ) -> None:
+        """`priorities`: whether the engine heeds those of the requests."""
+        self._server, self._who, self._model, self._files = server, who, model, files
+        self._metrics, self._priorities = metrics, priorities
+        self.version = 0
+        """Of the weights that draw."""
+        self._running: dict[str, _Running] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._entering: list[Draw] = []
+        """Draws of this turn of the event loop."""
+        self._names = itertools.count()
+        self._open = asyncio.Event()
+        """Clear while nothing may enter."""
+        self._open.set()
+        self._texts: Texts | None = None
+        """From the first request with stop strings on."""
+        self._keep(metrics.watch(server, lambda: bool(self._running)))
+
+    async def close(self) -> None:
+        """Cancel whatever runs."""
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def ids(self) -> list[str]:
+        """Of the requests that run."""
+        return [*self._running]
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `InferStrategy.generate`; the request is one that the engine can serve."""
+        if request.params.stop and not request.params.ignore_eos:
+            await self._prepare_stops(request)
+        if request.id in self._running:
+            raise DataError(f"request {request.id!r}: a request of this id is still running; ids are unique")
+        running = _Running(request)
+        self._running[request.id] = running
+        running.task = self._keep(self._complete(running))
+        try:
+            return await running.task
+        finally:
+            del self._running[request.id]
+
+    async def abort(self, ids: Sequence[str]) -> list[Completion]:
+        """See `InferStrategy.abort`."""
+        chosen = [self._running[each] for each in ids if each in self._running]
+        draws = [draw for each in chosen for draw in each.draws]
+        for draw in draws:
+            draw.aborted = True
+        waiting = {each.task for each in chosen if each.task is not None}
+        while waiting:
+            await asyncio.gather(*[self._end(draw) for draw in draws if draw.asked and not draw.answer.done()])
+            _, waiting = await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
+        tasks = [each.task for each in chosen if each.task is not None]
+        return [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+
+    async def halt(self) -> None:
+        """Interrupt what runs, and let nothing enter; returns when nothing runs."""
+        self._open.clear()
+        draws = [draw for each in self._running.values() for draw in each.draws if draw.asked]
+        if draws:
+            await self._server.ask("/abort_request", {"abort_all": True})
+            await asyncio.wait([draw.answer for draw in draws], timeout=DRAIN_S)
+        await self._server.ask("/pause_generation", {"mode": "abort"})
+
+    async def go_on(self) -> None:
+        """With what was interrupted, and with what has come since."""
+        with contextlib.suppress(RollError):  # a dead server is complained of by those who wait for it
+            await self._server.ask("/continue_generation", {})
+        self._open.set()
+
+    # -- one request ---------------------------------------------------------------------------------------------------
+
+    async def _complete(self, running: _Running) -> Completion:
+        drawing = [asyncio.create_task(self._draw(draw)) for draw in running.draws]
+        try:
+            outputs = await asyncio.gather(*drawing)
+        finally:
+            for task in drawing:
+                task.cancel()
+            await asyncio.gather(*drawing, return_exceptions=True)
+            for draw in running.draws:
+                if draw.asked and not draw.answer.done():  # its call was cancelled
+                    self._keep(self._end(draw))
+        first = running.draws[0]
+        return Completion(id=first.request.id, outputs=tuple(outputs), prompt_logprobs=first.prompt_logprobs)
+
+    async def _draw(self, draw: Draw) -> CompletionOutput:
+        """One output. An update interrupts it; it enters again with what it has."""
+        while True:
+            if not self._open.is_set():
+                await self._open.wait()
+            self._enter(draw)
+            version = self.version
+            answer = await draw.answer
+            self._metrics.note(answer["meta_info"])
+            draw.take(answer, version)
+            if (end := draw.end(self._files.end_ids, self._texts.decode if self._texts else None)) is not None:
+                return draw.output(*end)
+            reason = answer["meta_info"]["finish_reason"]
+            if reason["type"] == "stop":  # by an end token that only the tokenizer knows
+                return draw.output(len(draw.tokens), "stop", reason.get("matched"))
+            if reason["type"] != "abort" or reason.get("status_code"):
+                raise RollError(f"{self._who}: SGLang ended request {draw.request.id!r}: {reason}")
+            if draw.aborted:
+                return draw.output(len(draw.tokens), "abort", None)
+
+    async def _end(self, draw: Draw) -> None:
+        with contextlib.suppress(ServerError):  # a dead server has nothing to end
+            await self._server.ask("/abort_request", {"rid": draw.name})
+
+    async def _prepare_stops(self, request: GenerateRequest) -> None:
+        """Stop strings are looked for here too, which takes a tokenizer."""
+        if not all(request.params.stop):
+            raise DataError("stop strings: an empty string would end every response at once")
+        if not self._files.tokenizer:
+            raise UnsupportedError(
+                "stop strings need a tokenizer, and this role's model has none; stop_token_ids work without"
+            )
+        if self._texts is None:
+            self._texts = await asyncio.to_thread(Texts, self._model)
+
+    # -- many at once --------------------------------------------------------------------------------------------------
+
+    def _enter(self, draw: Draw) -> None:
+        """Ask for the rest of it, together with all that enters in this turn of the event loop."""
+        draw.answer = asyncio.get_running_loop().create_future()
+        draw.name = f"{next(self._names)}."  # SGLang aborts a name once more, two seconds after its stream has ended
+        draw.asked = True
+        if not self._entering:
+            asyncio.get_running_loop().call_soon(self._send_entering)
+        self._entering.append(draw)
+
+    def _send_entering(self) -> None:
+        entering, self._entering = self._entering, []
+        by_priority: defaultdict[int, list[Draw]] = defaultdict(list)
+        for draw in entering:
+            by_priority[draw.request.priority].append(draw)
+        for draws in by_priority.values():
+            self._keep(self._stream(draws))
+
+    async def _stream(self, draws: list[Draw]) -> None:
+        """Hand each draw its answer, or what went wrong."""
+        answers = [draw.answer for draw in draws]  # one that was interrupted may have entered again before this ends
+        error: BaseException = asyncio.CancelledError()
+        try:
+            async for said in self._server.stream("/generate", self._body(draws)):
+                if "error" in said:
+                    raise DataError(f"{self._who}: SGLang refuses a request: {said['error'].get('message')}")
+                if said["meta_info"]["finish_reason"] is not None:
+                    answer = answers[said["index"]]
+                    if not answer.done():
+                        answer.set_result(said)
+            error = RollError(f"{self._who}: SGLang ended a request without an answer")
+        except Exception as found:  # each of them raises it
+            error = found
+        finally:
+            for answer in answers:
+                if answer.done():
+                    continue
+                if isinstance(error, asyncio.CancelledError):
+                    answer.cancel()
+                else:
+                    answer.set_exception(error)
+
+    def _body(self, draws: list[Draw]) -> dict[str, Any]:
+        params = [self._params(draw) for draw in draws]
+        wants_prompt = [draw.request.prompt_logprobs and draw.index == 0 and not draw.tokens for draw in draws]
+        carrier = self._server.carrier
+        return {
+            "input_ids": [draw.prompt for draw in draws],
+            "sampling_params": params,
+            "rid": [draw.name for draw in draws],
+            "return_logprob": True,
+            "logprob_start_len": [0 if wants else -1 for wants in wants_prompt],
+            "custom_logit_processor": [carrier if "custom_params" in each else None for each in params],
+            "stream": True,
+            "priority": draws[0].request.priority if self._priorities else None,
+        }
+
+    def _params(self, draw: Draw) -> dict[str, Any]:
+        found = sampling_params(draw.request, draw.index, len(draw.tokens), self._files.end_ids)
+        if self._texts is not None and "stop" in found:
+            found["stop"] = [stop for stop in found["stop"] if self._texts.writable(stop)]
+        return found
+
+    def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task that ends with the engine."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class _Running:
+    """A call of `generate`."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        loop = asyncio.get_running_loop()
+        self.draws = [Draw(request=request, index=index, answer=loop.create_future()) for index in range(request.n)]
+        self.task: asyncio.Task[Completion] | None = None
