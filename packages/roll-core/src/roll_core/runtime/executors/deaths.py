@@ -15,8 +15,8 @@ _EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?)(Some common causes|There a
 
 def cause_of_death(error: BaseException, *, pid: int, trace: str, oom_kills: int) -> str:
     """On one line. `error` is what Ray raised, or the worker of a dead engine; `pid` is 0 for a process that never said
-    who it is; `trace` is what it wrote itself when it crashed; `oom_kills` are processes that the kernel of its host has
-    killed meanwhile for want of memory."""
+    who it is; `trace` is what it wrote itself when it crashed; `oom_kills` are processes that the kernel of its host
+    has killed meanwhile for want of memory."""
     process = f"process {pid}"
     if isinstance(error, EngineDiedError):
         return str(error)
