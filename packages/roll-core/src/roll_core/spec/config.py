@@ -604,8 +604,8 @@ class RunConfig(Config):
     router_args: RouterArguments = RouterArguments()
     """Which replica of an engine a request goes to."""
     max_running_requests: PositiveInt | None = None
-    """Responses that one replica of an engine is given at once; the others wait, and go where there is room first. All
-    at once where not given: the engine queues them."""
+    """Responses that one replica of an engine is given at once, each asked for by itself; the others wait, and go where
+    there is room first. All at once where not given: the engine queues them."""
     is_num_return_sequences_expand: bool = False
     """Ask for each response of a group by itself: a group spreads over replicas, each of which computes the prompt."""
     model_update_timeout: PositiveFloat = 120.0

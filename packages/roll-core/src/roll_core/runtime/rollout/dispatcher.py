@@ -1,11 +1,12 @@
-"""Requests over replicas: who draws what, what happens when weights change or a replica dies.
+"""Requests over replicas: who asks for what, and how it goes on when it was cut short.
 
-    ask ──► queue ──► router ──► Replica.begin ──► answered ──► all outputs complete? ──► answer
-              ▲                                       │
-              └───────── cut short, or the replica died: the rest, from the last token that is known
+    ask ──► queue ──► Fleet: a replica draws ──► ended ──► all outputs complete? ──► answer
+              ▲                                    │
+              └──── cut short, or the replica died: the rest, from the last token that is known
 
-A request for n outputs goes to one replica, which shares the prompt's prefill among them. What is cut short goes on
-output by output. The queue is in order of arrival, and what goes on keeps its place.
+A request for n outputs goes to one replica, which shares the prompt's prefill among them, unless outputs are asked for
+one by one. What is cut short goes on output by output. The queue is in order of arrival, and what goes on keeps its
+place.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import logging
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from roll_core.errors import RollError, WorkerDiedError
 from roll_core.runtime.rollout.accounts import Accounts
-from roll_core.runtime.rollout.drafts import Draft, cut_at, rest_of
+from roll_core.runtime.rollout.drafts import Draft, cut_at
 from roll_core.runtime.rollout.errands import Errand, Piece
-from roll_core.runtime.rollout.routing import Router, Seat
+from roll_core.runtime.rollout.fleet import Fleet
+from roll_core.runtime.rollout.routing import Router
 from roll_core.types import Completion
 
 if TYPE_CHECKING:
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
 
     Drawn = Sequence[CompletionOutput | None]
     """Outputs of a request as far as they are drawn; those cut short end in `abort`."""
-
-log = logging.getLogger(__name__)
-
-ABORT_AGAIN_S = 0.5
-"""An abort may overtake the request that it is to end, and is then asked again."""
 
 
 class Dispatcher:
@@ -55,27 +50,35 @@ class Dispatcher:
         progress_s: float = 0.0,
     ) -> None:
         """`max_running` outputs on a replica at once. `expand` asks for every output by itself, which spreads a group
-        over replicas and prefills its prompt on each. Every `progress_s` seconds replicas are asked what they have
-        drawn, which is all that is left if they die; 0 never asks."""
-        self._router = Router(routing, max_running)
-        self._expand, self._find_stop, self._progress_s = expand, find_stop, progress_s
-        self._seats: list[Seat] = []
-        self._numbers, self._orders, self._attempts = itertools.count(), itertools.count(), itertools.count()
+        over replicas and prefills its prompt on each; so does `max_running`, because a replica does not tell which
+        outputs of a group have ended, and what is counted as running for its longest sibling keeps others waiting.
+        Every `progress_s` seconds replicas are asked what they have drawn, which is all that is left if they die; 0
+        never asks.
+        """
+        self._expand, self._find_stop = expand or max_running is not None, find_stop
+        self.accounts = Accounts()
+        self._fleet = Fleet(
+            Router(routing, max_running),
+            self.accounts,
+            ended=self._ended,
+            lost=self._lost,
+            progress_s=progress_s,
+        )
+        self._orders, self._ticks = itertools.count(), itertools.count()
         self._queue: list[tuple[int, int, int, Piece]] = []
         self._errands: dict[str, Errand] = {}
         self._holds = 0
-        self._starved: set[Seat] = set()
-        """Those with something that will run there and nowhere else."""
-        self.num_running = 0
-        """Outputs that replicas are drawing."""
-        self._calm = asyncio.Event()
-        """Set when nothing runs any more."""
-        self._death: BaseException | None = None
-        """Of the replica that died last."""
-        self._poll: asyncio.Task[None] | None = None
-        self.accounts = Accounts()
         for replica in replicas:
             self.add(replica)
+
+    def add(self, replica: Replica) -> None:
+        """One more replica."""
+        self._fleet.add(replica)
+        self._dispatch()
+
+    def remove(self, replica: Replica) -> None:
+        """It is gone; one that had nothing to do may not have been missed. Unknown ones are ignored."""
+        self._fleet.remove(replica)
 
     # -- for those who ask ---------------------------------------------------------------------------------------------
 
@@ -136,7 +139,7 @@ class Dispatcher:
             return
         for id in chosen:
             self._close(self._errands[id], "forgotten")
-        self._end_orphans()
+        self._fleet.forget_orphans()
         self._dispatch()
 
     async def take_back(self, ids: Iterable[str]) -> dict[str, Drawn]:
@@ -150,7 +153,7 @@ class Dispatcher:
                 if not errand.pieces:
                     errand.recalled.set_result(None)
             waiting.append(errand.recalled)
-        await self._abort_until(waiting, lambda piece: piece.errand.recalled is not None)
+        await self._fleet.abort_until(waiting, lambda piece: piece.errand.recalled is not None)
         taken: dict[str, Drawn] = {}
         for errand in errands:
             if not errand.over:
@@ -165,13 +168,8 @@ class Dispatcher:
         and go on afterwards from their last token."""
         self._holds += 1
         try:
-            while not in_flight and self.num_running:
-                self._calm.clear()
-                calm = asyncio.ensure_future(self._calm.wait())
-                try:
-                    await self._abort_until([calm], lambda piece: True)
-                finally:
-                    calm.cancel()
+            if not in_flight:
+                await self._fleet.abort_all()
             yield
         finally:
             self._holds -= 1
@@ -182,51 +180,15 @@ class Dispatcher:
         """Requests that somebody waits for."""
         return len(self._errands)
 
+    @property
+    def num_running(self) -> int:
+        """Outputs that replicas are drawing."""
+        return self._fleet.num_running
+
     async def close(self) -> None:
         """Forget everything."""
         self.forget(list(self._errands))
-        if self._poll is not None:
-            self._poll.cancel()
-            await asyncio.gather(self._poll, return_exceptions=True)
-
-    # -- replicas ------------------------------------------------------------------------------------------------------
-
-    def add(self, replica: Replica) -> None:
-        """One more."""
-        seat = Seat(replica, next(self._numbers))
-        self._seats.append(seat)
-        self._router.add(seat)
-        self._dispatch()
-
-    def remove(self, replica: Replica) -> None:
-        """It is gone; one that had nothing to do may not have been missed. Unknown ones are ignored."""
-        for seat in self._seats:
-            if seat.replica is replica:
-                self._lost(seat, WorkerDiedError(replica.name, 0, "", "", "it is gone", ""))
-                self._dispatch()
-                return
-
-    def _lost(self, seat: Seat, error: WorkerDiedError) -> None:
-        """Everything that ran there goes on elsewhere, from the last token that is known."""
-        if not seat.alive:
-            return
-        self._router.remove(seat)
-        self._seats.remove(seat)
-        self._starved.discard(seat)
-        self._count(-seat.load)
-        self.accounts.lost_replicas += 1
-        pieces, seat.running = list(seat.running.values()), {}
-        for piece in pieces:
-            piece.errand.pieces -= 1
-            for at, part in piece.known.items():
-                self._extend(piece.drafts[at], part, piece.errand.request.params)
-        for piece in [*pieces, *seat.waiting]:
-            self._go_on(piece)
-        self._death = error
-
-    def _fail_all(self, error: BaseException) -> None:
-        for errand in list(self._errands.values()):
-            self._fail(errand, error)
+        await self._fleet.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -235,72 +197,38 @@ class Dispatcher:
         whole = Piece(errand, list(drafts))
         together = whole.is_fresh and not self._expand
         for piece in [whole] if together else [Piece(errand, [draft]) for draft in drafts]:
-            heapq.heappush(self._queue, (errand.request.priority, errand.order, next(self._attempts), piece))
+            heapq.heappush(self._queue, (errand.request.priority, errand.order, next(self._ticks), piece))
 
     def _dispatch(self) -> None:
         """Let begin what has room. What is asked for at once enters a replica at once."""
-        if self._death is not None and not self._seats:
-            # Nobody is left to answer.
-            asyncio.get_running_loop().call_soon(self._fail_all, self._death)
+        if (death := self._fleet.end) is not None:
+            asyncio.get_running_loop().call_soon(self._fail_all, death)
             return
         if self._holds:
             return
-        chosen: dict[Seat, list[GenerateRequest]] = {}
-        for seat in list(self._starved):
-            while seat.waiting and self._router.has_room(seat, seat.waiting[0].size):
-                self._begin(seat, seat.waiting.popleft(), chosen)
-            if not seat.waiting:
-                self._starved.discard(seat)
+        self._fleet.serve_waiting()
         while self._queue:
             piece = self._queue[0][-1]
-            if not piece.errand.over and piece.errand.recalled is None:
-                found = self._router.choose(piece.errand.request.id, piece.size)
-                home = self._router.home(piece.errand.request.id) if found is None else None
-                if found is not None:
-                    self._begin(found, piece, chosen)
-                elif home is not None:
-                    home.waiting.append(piece)
-                    self._starved.add(home)
-                else:
-                    break
+            if not piece.is_unwanted and not self._fleet.accept(piece):
+                break
             heapq.heappop(self._queue)
-        for seat, requests in chosen.items():
-            self._start(seat, requests)
+        self._fleet.enter()
 
-    def _begin(self, seat: Seat, piece: Piece, chosen: dict[Seat, list[GenerateRequest]]) -> None:
-        errand = piece.errand
-        if errand.over or errand.recalled is not None:
-            return
-        request = errand.request
-        if not piece.is_fresh:
-            draft = piece.drafts[0]
-            self.accounts.continued += draft.num_tokens > 0
-            request = rest_of(request, draft, f"{request.id}#{draft.index}.{next(self._attempts)}")
-        seat.running[request.id] = piece
-        errand.pieces += 1
-        self._router.change(seat, piece.size)
-        self._count(piece.size)
-        chosen.setdefault(seat, []).append(request)
-
-    def _start(self, seat: Seat, requests: Sequence[GenerateRequest]) -> None:
-        seat.replica.begin(requests, lambda id, outcome: self._answered(seat, id, outcome))
-        if self._progress_s and (self._poll is None or self._poll.done()):
-            self._poll = asyncio.ensure_future(self._watch_progress())
-
-    def _answered(self, seat: Seat, wire: str, outcome: Completion | BaseException) -> None:
-        """A replica says how a piece ended. News of what was forgotten, or lost before, is no news."""
-        if wire not in seat.running:
-            return
-        if isinstance(outcome, WorkerDiedError):
-            self._lost(seat, outcome)
-            self._dispatch()
-            return
-        piece = self._left(seat, wire)
-        errand = piece.errand
+    def _ended(self, piece: Piece, outcome: Completion | BaseException) -> None:
+        """A replica has drawn a piece, as far as it was let, or says what is wrong with it."""
         if isinstance(outcome, BaseException):
-            self._fail(errand, outcome)
+            self._fail(piece.errand, outcome)
         else:
             self._take(piece, outcome)
+        self._dispatch()
+
+    def _lost(self, pieces: Sequence[Piece]) -> None:
+        """The replica died where these ran, or would have: they go on elsewhere, from the last token that is known."""
+        for piece in pieces:
+            for at, part in piece.known.items():
+                self._extend(piece.drafts[at], part, piece.errand.request.params)
+        for piece in pieces:
+            self._go_on(piece)
         self._dispatch()
 
     def _take(self, piece: Piece, completion: Completion) -> None:
@@ -346,8 +274,12 @@ class Dispatcher:
     def _fail(self, errand: Errand, error: BaseException) -> None:
         if not errand.over:
             self._close(errand, "failed")
-            self._end_orphans()
+            self._fleet.forget_orphans()
             errand.answered(errand.request.id, error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for errand in list(self._errands.values()):
+            self._fail(errand, error)
 
     def _close(self, errand: Errand, how: Literal["answered", "failed", "forgotten", "taken_back"]) -> None:
         errand.over = True
@@ -355,48 +287,3 @@ class Dispatcher:
         self.accounts.end(errand.request.id, how)
         if errand.recalled is not None and not errand.recalled.done():
             errand.recalled.set_result(None)
-
-    def _left(self, seat: Seat, wire: str) -> Piece:
-        piece: Piece = seat.running.pop(wire)
-        piece.errand.pieces -= 1
-        self._router.change(seat, -piece.size)
-        self._count(-piece.size)
-        return piece
-
-    def _end_orphans(self) -> None:
-        """Nobody waits any more for some of what runs."""
-        for seat in self._seats:
-            gone = [wire for wire, piece in seat.running.items() if piece.errand.over]
-            for wire in gone:
-                self._left(seat, wire)
-            if gone:
-                seat.replica.forget(gone)
-
-    def _count(self, by: int) -> None:
-        self.num_running += by
-        if not self.num_running:
-            self._calm.set()
-
-    async def _abort_until(self, futures: Sequence[asyncio.Future[Any]], which: Callable[[Piece], bool]) -> None:
-        """Abort what runs of `which`, again and again, until the futures are done."""
-        while pending := [future for future in futures if not future.done()]:
-            chosen = [(seat, [wire for wire, piece in seat.running.items() if which(piece)]) for seat in self._seats]
-            aborts = [asyncio.ensure_future(seat.replica.abort(wires)) for seat, wires in chosen if wires]
-            for outcome in await asyncio.gather(*aborts, return_exceptions=True):
-                if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerDiedError):
-                    raise outcome
-            await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
-
-    async def _watch_progress(self) -> None:
-        while self._errands:
-            await asyncio.sleep(self._progress_s)
-            for seat in list(self._seats):
-                try:
-                    told = await seat.replica.progress()
-                except RollError as error:  # if it died, every request that ran there is answered with that
-                    log.debug("%s did not tell its progress: %s", seat.replica.name, error)
-                    continue
-                for completion in told:
-                    piece = seat.running.get(completion.id)
-                    if piece is not None:
-                        piece.known = dict(enumerate(completion.outputs))

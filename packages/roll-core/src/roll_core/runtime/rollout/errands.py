@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from roll_core.runtime.rollout.drafts import rest_of
+
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from roll_core.runtime.rollout.drafts import Draft
     from roll_core.runtime.rollout.replica import Answered
@@ -45,6 +47,19 @@ class Piece:
         return len(self.drafts)
 
     @property
+    def is_unwanted(self) -> bool:
+        """Nobody waits for it, or it is taken back: nothing of it is to begin."""
+        return self.errand.over or self.errand.recalled is not None
+
+    @property
     def is_fresh(self) -> bool:
         """Nothing of the whole request is drawn yet: it may be asked as it is."""
         return self.size == self.errand.request.n and not any(draft.num_tokens for draft in self.drafts)
+
+    def wire(self, attempts: Iterator[int]) -> GenerateRequest:
+        """What a replica is asked for: the request itself, or what is left of one output under an id of its own."""
+        request = self.errand.request
+        if self.is_fresh:
+            return request
+        draft = self.drafts[0]
+        return rest_of(request, draft, f"{request.id}#{draft.index}.{next(attempts)}")

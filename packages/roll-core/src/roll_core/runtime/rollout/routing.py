@@ -38,7 +38,7 @@ class Router:
     """Chooses seats. Loads are told to it, so that a choice costs the logarithm of the number of replicas."""
 
     def __init__(self, routing: Routing, max_running: int | None) -> None:
-        """At most `max_running` outputs on a replica; one request that is larger still may run alone."""
+        """At most `max_running` outputs on a replica, which are then asked for one by one."""
         self._routing, self._max = routing, max_running
         self._seats: dict[int, Seat] = {}
         self._heap: list[tuple[int, int]] = []
@@ -65,27 +65,27 @@ class Router:
                 self._heap = [(each.load, each.number) for each in self._seats.values()]
                 heapq.heapify(self._heap)
 
-    def has_room(self, seat: Seat, size: int) -> bool:
-        """Whether `size` more outputs may run there."""
-        return self._max is None or seat.load == 0 or seat.load + size <= self._max
+    def has_room(self, seat: Seat) -> bool:
+        """Whether more may run there."""
+        return self._max is None or seat.load < self._max
 
     def home(self, key: str) -> Seat | None:
         """Where this key has to wait for room; None if it may run anywhere."""
         seat = self._homes.get(key) if self._routing == "sticky" else None
         return seat if seat is not None and seat.alive else None
 
-    def choose(self, key: str, size: int) -> Seat | None:
-        """A seat with room for `size` outputs; None if there is none."""
+    def choose(self, key: str) -> Seat | None:
+        """A seat with room; None if there is none."""
         if self._routing != "least_loaded":
             seat = self._homes.get(key)
             if seat is not None and seat.alive:
                 self._homes.move_to_end(key)
-                if self.has_room(seat, size):
+                if self.has_room(seat):
                     return seat
                 if self._routing == "sticky":
                     return None
         seat = self._least()
-        if seat is None or not self.has_room(seat, size):
+        if seat is None or not self.has_room(seat):
             return None
         if self._routing != "least_loaded":
             self._homes[key] = seat

@@ -1,0 +1,210 @@
+"""The replicas that live, and what runs on each of them.
+
+Dispatcher ── accept, enter ──► Seat: Replica.begin ──► ended(piece, outcome)
+                                a replica dies      ──► lost(pieces): they go on elsewhere
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import RollError, WorkerDiedError
+from roll_core.runtime.rollout.routing import Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from roll_core.runtime.rollout.accounts import Accounts
+    from roll_core.runtime.rollout.errands import Piece
+    from roll_core.runtime.rollout.replica import Replica
+    from roll_core.runtime.rollout.routing import Router
+    from roll_core.types import Completion, GenerateRequest
+
+log = logging.getLogger(__name__)
+
+ABORT_AGAIN_S = 0.5
+"""An abort may overtake the request that it is to end, and is then asked again."""
+
+
+class Fleet:
+    """Owned by a dispatcher, which it calls back on the event loop and never from within `accept` and `enter`."""
+
+    def __init__(
+        self,
+        router: Router,
+        accounts: Accounts,
+        *,
+        ended: Callable[[Piece, Completion | BaseException], None],
+        lost: Callable[[Sequence[Piece]], None],
+        progress_s: float,
+    ) -> None:
+        """Every `progress_s` seconds replicas are asked what they have drawn; 0 never asks."""
+        self._router, self._accounts = router, accounts
+        self._ended, self._lost, self._progress_s = ended, lost, progress_s
+        self._seats: list[Seat] = []
+        self._numbers, self._attempts = itertools.count(), itertools.count()
+        self._entering: dict[Seat, list[GenerateRequest]] = {}
+        self._starved: set[Seat] = set()
+        """Those with something that will run there and nowhere else."""
+        self.num_running = 0
+        """Outputs that replicas are drawing."""
+        self._calm = asyncio.Event()
+        """Set when nothing runs any more."""
+        self._death: BaseException | None = None
+        """Of the replica that died last."""
+        self._poll: asyncio.Task[None] | None = None
+
+    # -- replicas ------------------------------------------------------------------------------------------------------
+
+    def add(self, replica: Replica) -> None:
+        """One more."""
+        seat = Seat(replica, next(self._numbers))
+        self._seats.append(seat)
+        self._router.add(seat)
+
+    def remove(self, replica: Replica) -> None:
+        """It is gone; one that had nothing to do may not have been missed. Unknown ones are ignored."""
+        for seat in self._seats:
+            if seat.replica is replica:
+                self._lose(seat, WorkerDiedError(replica.name, 0, "", "", "it is gone", ""))
+                return
+
+    @property
+    def end(self) -> BaseException | None:
+        """Why nobody is left to answer; None while somebody is, or nobody has died."""
+        return None if self._seats else self._death
+
+    def _lose(self, seat: Seat, error: WorkerDiedError) -> None:
+        if not seat.alive:
+            return
+        self._router.remove(seat)
+        self._seats.remove(seat)
+        self._starved.discard(seat)
+        self._count(-seat.load)
+        self._accounts.lost_replicas += 1
+        running, seat.running = list(seat.running.values()), {}
+        for piece in running:
+            piece.errand.pieces -= 1
+        self._death = error
+        self._lost([*running, *seat.waiting])
+
+    # -- what begins ---------------------------------------------------------------------------------------------------
+
+    def serve_waiting(self) -> None:
+        """Accept what waits for the replica where it has to run, where there is room now."""
+        for seat in list(self._starved):
+            while seat.waiting and self._router.has_room(seat):
+                self._place(seat, seat.waiting.popleft())
+            if not seat.waiting:
+                self._starved.discard(seat)
+
+    def accept(self, piece: Piece) -> bool:
+        """Take a piece, or let it wait for the replica where it has to run. False where there is no room."""
+        key = piece.errand.request.id
+        seat = self._router.choose(key)
+        if seat is not None:
+            self._place(seat, piece)
+            return True
+        home = self._router.home(key)
+        if home is None:
+            return False
+        home.waiting.append(piece)
+        self._starved.add(home)
+        return True
+
+    def enter(self) -> None:
+        """Begin what was accepted: what enters a replica together, at once."""
+        entering, self._entering = self._entering, {}
+        for seat, requests in entering.items():
+            seat.replica.begin(requests, partial(self._answered, seat))
+        if entering and self._progress_s and (self._poll is None or self._poll.done()):
+            self._poll = asyncio.ensure_future(self._watch_progress())
+
+    def _place(self, seat: Seat, piece: Piece) -> None:
+        if piece.is_unwanted:
+            return
+        if not piece.is_fresh:
+            self._accounts.continued += piece.drafts[0].num_tokens > 0
+        request = piece.wire(self._attempts)
+        seat.running[request.id] = piece
+        piece.errand.pieces += 1
+        self._router.change(seat, piece.size)
+        self._count(piece.size)
+        self._entering.setdefault(seat, []).append(request)
+
+    # -- what ends -----------------------------------------------------------------------------------------------------
+
+    def _answered(self, seat: Seat, wire: str, outcome: Completion | BaseException) -> None:
+        """A replica says how a piece ended. News of what was forgotten, or lost before, is no news."""
+        if wire not in seat.running:
+            return
+        if isinstance(outcome, WorkerDiedError):
+            self._lose(seat, outcome)
+        else:
+            self._ended(self._left(seat, wire), outcome)
+
+    def _left(self, seat: Seat, wire: str) -> Piece:
+        piece: Piece = seat.running.pop(wire)
+        piece.errand.pieces -= 1
+        self._router.change(seat, -piece.size)
+        self._count(-piece.size)
+        return piece
+
+    def forget_orphans(self) -> None:
+        """Nobody waits any more for some of what runs."""
+        for seat in self._seats:
+            gone = [wire for wire, piece in seat.running.items() if piece.errand.over]
+            for wire in gone:
+                self._left(seat, wire)
+            if gone:
+                seat.replica.forget(gone)
+
+    async def abort_until(self, futures: Sequence[asyncio.Future[Any]], which: Callable[[Piece], bool]) -> None:
+        """Abort what runs of `which`, again and again, until the futures are done."""
+        while pending := [future for future in futures if not future.done()]:
+            chosen = [(seat, [wire for wire, piece in seat.running.items() if which(piece)]) for seat in self._seats]
+            aborts = [asyncio.ensure_future(seat.replica.abort(wires)) for seat, wires in chosen if wires]
+            for outcome in await asyncio.gather(*aborts, return_exceptions=True):
+                if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerDiedError):
+                    raise outcome
+            await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
+
+    async def abort_all(self) -> None:
+        """Cut short whatever runs, until nothing does."""
+        while self.num_running:
+            self._calm.clear()
+            calm = asyncio.ensure_future(self._calm.wait())
+            try:
+                await self.abort_until([calm], lambda piece: True)
+            finally:
+                calm.cancel()
+
+    def _count(self, by: int) -> None:
+        self.num_running += by
+        if not self.num_running:
+            self._calm.set()
+
+    async def _watch_progress(self) -> None:
+        """Note what runs as far as it is drawn, while anything does: it is what is left if a replica dies."""
+        while self.num_running:
+            await asyncio.sleep(self._progress_s)
+            for seat in list(self._seats):
+                try:
+                    told = await seat.replica.progress()
+                except RollError as error:  # if it died, every request that ran there is answered with that
+                    log.debug("%s did not tell its progress: %s", seat.replica.name, error)
+                    continue
+                for completion in told:
+                    piece = seat.running.get(completion.id)
+                    if piece is not None:
+                        piece.known = dict(enumerate(completion.outputs))
+
+    async def close(self) -> None:
+        """Ask for no more progress."""
+        if self._poll is not None:
+            self._poll.cancel()
+            await asyncio.gather(self._poll, return_exceptions=True)
