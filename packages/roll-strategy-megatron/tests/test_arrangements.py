@@ -90,13 +90,22 @@ PRODUCTS = {
     "tp 2, sp, layers recomputed": Arrangement(ranks=2, config=sizes(tp=2, sp=True), checkpointing=True),
     "parts recomputed": Arrangement(
         ranks=1,
-        config={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        config={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
         checkpointing=True,
+    ),
+    "ep 2, allgather, fp64 routers": Arrangement(
+        ranks=2, config=sizes(ep=2, moe_token_dispatcher_type="allgather", moe_router_dtype="fp64"), model=MIXTURE
+    ),
+    "ep 2, cp 2, allgather": Arrangement(
+        ranks=4, config=sizes(ep=2, cp=2, moe_token_dispatcher_type="allgather"), model=MIXTURE
+    ),
+    "ep 2, tp 2, sp, allgather": Arrangement(
+        ranks=4, config=sizes(ep=2, tp=2, etp=1, sp=True, moe_token_dispatcher_type="allgather"), model=MIXTURE
     ),
     "experts recomputed": Arrangement(
         ranks=2,
         model=MIXTURE,
-        config=sizes(ep=2, recompute_granularity="selective", moe_layer_recompute=True),
+        config=sizes(ep=2, moe_layer_recompute=True),
         checkpointing=True,
     ),
     "some layers recomputed": Arrangement(

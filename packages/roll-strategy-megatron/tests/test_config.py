@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 from pydantic import ValidationError
 
@@ -52,7 +54,7 @@ def test_another_platform_is_refused_with_the_strategies_that_run_there(tmp_path
     said = refusal(tmp_path, platform=platform)
     assert f"megatron_train runs on cuda, but platform is {platform}" in said
     assert "fsdp2_train" in said
-    assert "deepspeed_train" in said
+    assert ("deepspeed_train" in said) == (find_spec("roll_strategy_deepspeed") is not None)
     assert "hf_train" in said
     assert "fsdp2_infer" not in said
 
@@ -96,7 +98,11 @@ def test_saying_no_to_what_is_not_supported_is_fine(key):
             {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
             "needs sequence_parallel: true",
         ),
-        ({"moe_token_dispatcher_type": "allgather"}, "Input should be 'alltoall'"),
+        ({"moe_token_dispatcher_type": "flex"}, "Input should be 'alltoall' or 'allgather'"),
+        (
+            {"moe_token_dispatcher_type": "allgather", "pipeline_model_parallel_size": 2},
+            "allgather and pipeline_model_parallel_size above 1 do not go together",
+        ),
         ({"ddp_bucket_size": 1000}, "ddp_bucket_size belongs to overlap_grad_reduce: true"),
         ({"recompute_num_layers": 2}, "belong to recompute_granularity: full"),
         ({"recompute_modules": ["moe"]}, "belongs to recompute_granularity: selective"),
@@ -107,3 +113,21 @@ def test_keys_that_contradict_each_other_are_refused(keys, said):
     with pytest.raises(ValidationError) as caught:
         MegatronConfig.model_validate(keys)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "granularity", "modules"),
+    [
+        ({}, "full", ["core_attn"]),
+        ({"moe_layer_recompute": True}, "selective", ["core_attn", "moe"]),
+        ({"moe_layer_recompute": True, "recompute_granularity": "full"}, "full", ["core_attn", "moe"]),
+        (
+            {"moe_layer_recompute": True, "recompute_granularity": "selective", "recompute_modules": ["moe", "mlp"]},
+            "selective",
+            ["moe", "mlp"],
+        ),
+    ],
+)
+def test_experts_alone_are_computed_again_where_only_they_are_named(keys, granularity, modules):
+    config = MegatronConfig.model_validate(keys)
+    assert (config.recomputation, config.recomputed_modules) == (granularity, modules)

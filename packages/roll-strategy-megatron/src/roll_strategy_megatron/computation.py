@@ -27,7 +27,7 @@ from roll_core.modeling.logprobs import HeadRequest
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
 from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
-from roll_strategy_megatron.packing import Packing, pack_for
+from roll_strategy_megatron.packing import Packing, num_padded, pack_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -118,24 +118,30 @@ class Computation:
         counts for nothing."""
         number = max(len(micros), fewest)
         if self.parallel.ep.size() > 1:
-            number = self.parallel.most(number, self.parallel.dp)
+            (number,) = self.parallel.most([number], self.parallel.dp)
         idle = [idle_micro()] * (number - len(micros))
-        align = self.parallel.tp.size() if self.config.sequence_parallel else 1
         every = [(each, False) for each in micros] + [(each, True) for each in idle]
-        moved = ((each.to(self.parallel.device), idles) for each, idles in every)
+        moved = [(each.to(self.parallel.device), idles) for each, idles in every]
+        cp_size, align = self.parallel.cp.size(), self.parallel.tp.size() if self.config.sequence_parallel else 1
+        tokens = [0] * number
+        if number and self.parallel.ep.size() > 1 and self.config.moe_token_dispatcher_type == "allgather":
+            # Each rank gets the tokens of all, and takes there to be as many on each as it has itself.
+            padded = [num_padded(each.lengths, cp_size=cp_size, align=align) for each, _ in moved]
+            tokens = self.parallel.most(padded, self.parallel.dp)
         return [
             Passage(
                 micro=micro,
                 packing=pack_for(
                     micro,
                     cp_rank=self.parallel.cp.rank(),
-                    cp_size=self.parallel.cp.size(),
+                    cp_size=cp_size,
                     align=align,
                     masked_only=want.masked_only,
+                    at_least=at_least,
                 ),
                 idle=idles,
             )
-            for micro, idles in moved
+            for (micro, idles), at_least in zip(moved, tokens, strict=True)
         ]
 
     # -- the last stage ------------------------------------------------------------------------------------------------

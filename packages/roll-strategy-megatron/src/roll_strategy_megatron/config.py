@@ -16,6 +16,10 @@ from roll_core.spec.platform import EnvVar
 
 TRANSFORMER_ENGINE = "it needs Transformer Engine, whose layers this plugin does not use yet"
 DROPS = "with it a token's logprobs would depend on what else is in its microbatch"
+HYBRID = (
+    "Megatron's optimizer on the host has not been tried: it needs CUDA, and checkpoints here do not know its state;"
+    " is_offload_states moves the optimizer's state between phases"
+)
 REFUSED = {
     "overlap_param_gather": "weights are read between steps (exports, scoring), when they must be whole",
     "delay_grad_reduce": "each stage adds its gradients up as soon as they are there, with overlap_grad_reduce",
@@ -37,8 +41,8 @@ REFUSED = {
     " account_for_loss_in_pipeline_split make room for the ends",
     "cuda_graph_impl": "microbatches differ in length",
     "cuda_graph_scope": "microbatches differ in length",
-    "optimizer_cpu_offload": "it needs Transformer Engine's or Apex' optimizer",
-    "optimizer_offload_fraction": "it needs Transformer Engine's or Apex' optimizer",
+    "optimizer_cpu_offload": HYBRID,
+    "optimizer_offload_fraction": HYBRID,
     "additional_configs": "keys that nothing checks would be ignored when they are misspelt",
 }
 """Keys that configs written for ROLL may have, and why they are not honoured; a value that says no is accepted."""
@@ -79,14 +83,16 @@ class MegatronConfig(StrategyConfig):
     given."""
     recompute_num_layers: PositiveInt | None = None
     """See `recompute_method`; 1 where not given."""
-    recompute_modules: list[Literal["core_attn", "moe"]] | None = None
-    """Of `selective`; `core_attn` where not given. Megatron has others, which need Transformer Engine."""
-    moe_token_dispatcher_type: Literal["alltoall"] = "alltoall"
-    """How tokens travel to their experts. `allgather` needs as many tokens on every rank, and microbatches differ."""
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = None
+    """Of `selective`; `core_attn` where not given. `mlp` are feed-forward layers without experts, `moe` those with.
+    Megatron has others, which need Transformer Engine."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts. With `allgather` all go to all ranks that share experts, and microbatches are
+    padded to the longest among these."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """In which experts are chosen."""
     moe_layer_recompute: bool = False
-    """Compute the expert layers again in the backward pass."""
+    """Adds `moe` to `recompute_modules`; where `recompute_granularity` is not given it is `selective` then."""
     logprob_chunk_tokens: PositiveInt | None = None
     """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
     async_save_ckpt: bool = False
@@ -103,6 +109,17 @@ class MegatronConfig(StrategyConfig):
             f"tensor_model_parallel_size {self.tensor_model_parallel_size} × pipeline_model_parallel_size"
             f" {self.pipeline_model_parallel_size} × context_parallel_size {self.context_parallel_size}"
         )
+
+    @property
+    def recomputation(self) -> Literal["full", "selective"]:
+        """What is done where `model_args` asks for gradient checkpointing."""
+        return self.recompute_granularity or ("selective" if self.moe_layer_recompute else "full")
+
+    @property
+    def recomputed_modules(self) -> list[str]:
+        """Of `selective`."""
+        modules: list[str] = [*(self.recompute_modules or ("core_attn",))]
+        return [*modules, "moe"] if self.moe_layer_recompute and "moe" not in modules else modules
 
     def worker_environment(self) -> tuple[EnvVar, ...]:
         """Where ranks share a layer or a sequence."""
@@ -129,6 +146,11 @@ class MegatronConfig(StrategyConfig):
         if experts and self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
             raise ValueError(
                 "expert_model_parallel_size beside a tensor_model_parallel_size above 1 needs sequence_parallel: true"
+            )
+        if self.moe_token_dispatcher_type == "allgather" and self.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "moe_token_dispatcher_type: allgather and pipeline_model_parallel_size above 1 do not go together:"
+                " between stages Megatron has it for microbatches of one length only. Take alltoall"
             )
         if self.ddp_bucket_size and not self.overlap_grad_reduce:
             raise ValueError("ddp_bucket_size belongs to overlap_grad_reduce: true")

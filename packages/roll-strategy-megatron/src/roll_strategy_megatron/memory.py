@@ -87,12 +87,12 @@ def _stage(question: MemoryQuestion, config: MegatronConfig) -> MemoryQuestion:
         on_host=False,
         train_tokens=tokens * min(stages, question.num_micro_batches),
         score_tokens=-(-question.score_tokens // config.context_parallel_size),
-        gradient_checkpointing=question.gradient_checkpointing and config.recompute_granularity != "selective",
+        gradient_checkpointing=question.gradient_checkpointing and config.recomputation != "selective",
     )
 
 
 def _levers(question: MemoryQuestion, config: MegatronConfig) -> Iterator[Lever]:
-    if question.trains and question.gradient_checkpointing and config.recompute_granularity == "selective":
+    if question.trains and question.gradient_checkpointing and config.recomputation == "selective":
         yield Lever(
             keys={"recompute_granularity": "full", "recompute_modules": None},
             costs="activations are computed twice: about a third more time in training",

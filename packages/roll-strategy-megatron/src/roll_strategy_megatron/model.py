@@ -93,7 +93,8 @@ def make_config(
             bias_dropout_fusion=False,
             # A loss's value is its own share of the objective: nothing is averaged over microbatches and ranks.
             calculate_per_token_loss=True,
-            variable_seq_lengths=True,
+            # Of microbatches that are passed on from stage to stage.
+            variable_seq_lengths=config.pipeline_model_parallel_size > 1,
             moe_token_dispatcher_type=config.moe_token_dispatcher_type,
             moe_router_dtype=config.moe_router_dtype,
         )
@@ -117,11 +118,8 @@ def _parallelism(config: MegatronConfig) -> dict[str, Any]:
 def _recomputation(config: MegatronConfig, spec: ModelSpec) -> dict[str, Any]:
     if not spec.gradient_checkpointing:
         return {}
-    if config.recompute_granularity == "selective":
-        modules = list(config.recompute_modules or ("core_attn",))
-        if config.moe_layer_recompute and "moe" not in modules:
-            modules.append("moe")
-        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    if config.recomputation == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": config.recomputed_modules}
     return {
         "recompute_granularity": "full",
         "recompute_method": config.recompute_method or "uniform",

@@ -18,6 +18,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from roll_core.spec.train import MicroBatch
@@ -46,12 +48,22 @@ class Packing:
     """Where that token stands among the T."""
 
 
-def pack_for(micro: MicroBatch, *, cp_rank: int, cp_size: int, align: int, masked_only: bool) -> Packing:
-    """`align` divides the number of tokens of each context parallel rank."""
+def num_padded(lengths: Sequence[int], *, cp_size: int, align: int) -> int:
+    """P, of sequences of these lengths; see `pack_for`."""
+    pieces = _pieces(cp_size)
+    tokens = sum(-(-each // pieces) * pieces for each in lengths)
+    return -(-tokens // (pieces * align)) * pieces * align
+
+
+def pack_for(
+    micro: MicroBatch, *, cp_rank: int, cp_size: int, align: int, masked_only: bool, at_least: int = 0
+) -> Packing:
+    """`align` divides the number of tokens of each context parallel rank. All of them together have `at_least` so many,
+    a number that `num_padded` gives."""
     lengths = list(micro.lengths)
-    pieces = 2 * cp_size if cp_size > 1 else 1
+    pieces = _pieces(cp_size)
     padded = [-(-each // pieces) * pieces for each in lengths]
-    short = -sum(padded) % (pieces * align)
+    short = max(num_padded(lengths, cp_size=cp_size, align=align), at_least) - sum(padded)
     if short:  # a sequence of padding, of its own so that no other gets longer
         padded, lengths = [*padded, short], [*lengths, 0]
     device = micro.tokens_T.device
@@ -79,6 +91,11 @@ def pack_for(micro: MicroBatch, *, cp_rank: int, cp_size: int, align: int, maske
         targets_N=micro.tokens_T[places_N],
         places_N=places_N,
     )
+
+
+def _pieces(cp_size: int) -> int:
+    """Into which a sequence is cut."""
+    return 2 * cp_size if cp_size > 1 else 1
 
 
 def _share(length: int, padded: int, cp_rank: int, cp_size: int) -> Tensor:

@@ -19,6 +19,8 @@ from roll_core.modeling.process_group import ProcessGroup
 from roll_core.types import DataRank
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from roll_core.errors import NonFiniteError
     from roll_core.spec.model import MeshInfo
     from roll_strategy_megatron.config import MegatronConfig
@@ -69,11 +71,12 @@ class Parallel:
         """Whether losses are computed here."""
         return bool(self.pp.rank() == self.pp.size() - 1)
 
-    def most(self, number: int, group: Any) -> int:
-        """The largest of the numbers that the ranks of a group give. Collective over the group."""
-        found = torch.tensor([number], dtype=torch.int64, device=self.device)
+    def most(self, numbers: Sequence[int], group: Any) -> list[int]:
+        """The largest of the numbers that the ranks of a group give at each place. Collective over the group."""
+        found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return int(found)
+        largest: list[int] = found.tolist()
+        return largest
 
     def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """What a stage has, into `tensor` on the others; in place. Collective over the stages."""
