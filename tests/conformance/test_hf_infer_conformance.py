@@ -8,12 +8,14 @@ from roll_core.testing import InferStrategyConformance
 class TestHFInfer(InferStrategyConformance):
     name = "hf_infer"
     tight_config = {"kv_cache_gib": 2**-10}  # noqa: RUF012
+    adapter_config = {"enable_lora": True}  # noqa: RUF012
 
 
 class TestHFInferInPieces(InferStrategyConformance):
     """Few rows, so that requests wait; prompts computed in pieces that others share; keys and values made anew."""
 
     name = "hf_infer"
+    adapter_config = {"enable_lora": True}  # noqa: RUF012
     variants = {  # noqa: RUF012
         "pieces": {
             "max_num_seqs": 8,

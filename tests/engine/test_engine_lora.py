@@ -1,6 +1,10 @@
-"""The engine beside a trainer of adapters in one process: merged weights become its own, frozen ones are shared."""
+"""The engine beside a trainer of adapters in one process: it takes merged weights, of which frozen ones are shared, or
+the adapter as it is."""
 
 from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ import torch
 from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.data.pack import pack
+from roll_core.modeling.model import load_model
 from roll_core.runtime.weight_sync import SyncPlan, WeightSender
 from roll_core.spec.model import LoraSpec, MeshInfo
 from roll_core.spec.train import LossOutput, TrainingSpec, Want
@@ -26,12 +31,19 @@ class Likelihood:
         return LossOutput(loss=-outputs.logprobs_T[micro.loss_mask_T].mean())
 
 
+LORA = LoraSpec(targets=("q_proj", "o_proj", "up_proj", "down_proj"), rank=4, alpha=8.0)
+"""Of matrices that the engine multiplies with their siblings as one, some and not others have an adapter."""
+
+
 @pytest.fixture
-def trainer(tiny_spec):
-    lora = LoraSpec(targets=("q_proj", "o_proj", "up_proj", "down_proj"), rank=4, alpha=8.0)
+def lora_spec(tiny_spec):
+    return replace(tiny_spec, lora=LORA)
+
+
+@pytest.fixture
+def trainer(lora_spec):
     strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=0.03, num_steps=100))
-    spec = type(tiny_spec)(random_init=tiny_spec.random_init, dtype="fp32", seed=tiny_spec.seed, lora=lora)
-    strategy.build(spec, MeshInfo(role="actor_train", num_threads=1))
+    strategy.build(lora_spec, MeshInfo(role="actor_train", num_threads=1))
     yield strategy
     strategy.close()
 
@@ -49,10 +61,12 @@ async def scored(engine, name):
     return (await engine.generate(request)).prompt_logprobs
 
 
-async def publish(engine, trainer, version):
+async def publish(engine, trainer, version, *, adapters=False):
     sender = WeightSender(trainer, role="actor_train", rank=0)
-    offer = sender.prepare(SyncPlan(version=version, transport="shared", num_receivers=1, dtype="F32"))
-    await engine.update_weights(version, offer.manifest, iter(offer.tensors), shared=True)
+    plan = SyncPlan(version=version, transport="shared", num_receivers=1, dtype="F32", adapters=adapters)
+    offer = sender.prepare(plan)
+    receipt = await engine.update_weights(version, offer.manifest, iter(offer.tensors), shared=True)
+    assert receipt.digests.keys() == offer.manifest.names
     return offer
 
 
@@ -95,3 +109,69 @@ def test_only_the_frozen_weights_are_one_with_the_trainers(with_engine, trainer)
         assert {"model.embed_tokens.weight", "lm_head.weight"} <= shared
 
     with_engine(act)
+
+
+@pytest.mark.parametrize("settings", [{}, {"pack_weights": False}, {"kernels": "torch"}], ids=str)
+def test_a_served_adapter_gives_the_logprobs_of_merged_weights(with_engine, trainer, lora_spec, settings):
+    expected, adapters_alone = [], []
+
+    async def merged(engine):
+        return [await published(engine, version, adapters=False) for version in (1, 2)]
+
+    async def served(engine):
+        before = await scored(engine, "base")
+        return before, [await published(engine, version, adapters=True) for version in (2, 3)]
+
+    async def published(engine, version, *, adapters):
+        expected.append(step(trainer))
+        offer = await publish(engine, trainer, version, adapters=adapters)
+        adapters_alone.append(all(".lora_" in name for name, _ in offer.tensors))
+        return await scored(engine, f"version {version}")
+
+    with_engine(merged)
+    base, found = with_engine(served, spec=lora_spec, enable_lora=True, **settings)
+    assert adapters_alone == [False, False, True, True]
+    untrained = load_model(replace(lora_spec, lora=None))
+    with torch.no_grad():
+        logits = untrained(torch.from_numpy(TOKENS)[None]).logits[0].log_softmax(-1)
+    following = torch.from_numpy(TOKENS)[1:, None]
+    np.testing.assert_allclose(base[1:], logits[:-1].gather(1, following)[:, 0], atol=1e-5)
+    for one, other in zip(found, expected[2:], strict=True):
+        np.testing.assert_allclose(one[1:], other[1:], atol=1e-5)
+
+
+def test_running_requests_go_on_under_the_adapter_that_comes(with_engine, trainer, lora_spec):
+    async def act(engine):
+        params = SamplingParams(max_new_tokens=60, seed=0, ignore_eos=True)
+        request = GenerateRequest(id="long", prompt_ids=TOKENS[:5], params=params)
+        task = asyncio.create_task(engine.generate(request))
+        while engine.metrics()["generated_tokens"] == 0:
+            await asyncio.sleep(0.001)
+        step(trainer)
+        await publish(engine, trainer, 1, adapters=True)
+        output = (await task).outputs[0]
+        whole = np.concatenate([TOKENS[:5], output.token_ids])
+        again = GenerateRequest(
+            id="again", prompt_ids=whole, params=SamplingParams(max_new_tokens=0), prompt_logprobs=True
+        )
+        return output, (await engine.generate(again)).prompt_logprobs[5:]
+
+    output, under_the_new = with_engine(act, spec=lora_spec, enable_lora=True, kv_after_update="recompute")
+    changed = int(output.versions.argmax())
+    assert 0 < changed < 60
+    np.testing.assert_allclose(output.logprobs[changed:], under_the_new[changed:], atol=1e-5)
+    assert np.abs(output.logprobs[:changed] - under_the_new[:changed]).max() > 1e-3
+
+
+def test_an_engine_that_slept_adds_the_next_adapter_to_the_model_beneath(with_engine, trainer, lora_spec):
+    async def act(engine):
+        step(trainer)
+        await publish(engine, trainer, 1, adapters=True)
+        await engine.sleep()
+        with pytest.raises(RuntimeError, match="no weights since it slept"):
+            await scored(engine, "asleep")
+        expected = step(trainer)
+        await publish(engine, trainer, 2, adapters=True)
+        np.testing.assert_allclose((await scored(engine, "awake"))[1:], expected[1:], atol=1e-5)
+
+    with_engine(act, spec=lora_spec, enable_lora=True)

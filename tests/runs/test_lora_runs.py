@@ -1,4 +1,5 @@
-"""Whole runs that train adapters: engines get merged weights, and the policy without its adapters is the reference."""
+"""Whole runs that train adapters: engines get merged weights, or the adapters that they ask for; and the policy without
+its adapters is the reference."""
 
 import json
 
@@ -46,6 +47,19 @@ def test_a_policy_with_adapters_learns_and_the_engine_follows(runs):
     # The first update begins at the reference; later ones have left it.
     assert lines[0]["actor/kl_loss"] < lines[-1]["actor/kl_loss"]
     assert lines[-1]["actor/kl_loss"] > 1e-5
+
+
+@pytest.mark.on_ray
+def test_an_engine_that_asks_for_the_adapter_is_sent_nothing_else(runs):
+    config = with_lora(runs.rlvr(guards=EVERY_STEP))
+    config["actor_infer"]["strategy_args"]["strategy_config"] = {"enable_lora": True}
+    lines = runs.metrics(runs.ok(config))
+    assert [line["weight_sync/version"] for line in lines] == [0, 2, 4]
+    inputs_and_outputs = (32 + 32) + 2 * (32 + 16) + (32 + 32) + 2 * (32 + 64) + (64 + 32)  # q, k, v, o, gate, up, down
+    copied = 0 if runs.executor == "local" else 4 * LORA["lora_rank"] * inputs_and_outputs
+    assert [line["weight_sync/copied_bytes"] for line in lines] == [copied] * 3
+    assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
+    assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
 
 
 @pytest.mark.parametrize("penalty", [KL, {"add_token_level_kl": True, "adv_estimator": "reinforce"}], ids=str)

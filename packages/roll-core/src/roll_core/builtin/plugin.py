@@ -39,6 +39,7 @@ HF_TRAIN = TrainCapabilities(
 )
 HF_INFER = InferCapabilities(
     sleeps=True,
+    lora=True,
     prompt_logprobs=True,
     in_flight_update=True,
     weight_transports=("shared", "shm", "collective", "disk"),

@@ -48,7 +48,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
     from peft import LoraConfig, get_peft_model
 
     extra = _extra_modules(model, spec)
-    targets = _targets(model, spec.lora, extra)
+    targets = target_layers(model, spec.lora, extra)
     _refuse_tied(model, [*targets, *extra])
     config = LoraConfig(
         r=spec.lora.rank,
@@ -248,8 +248,9 @@ def _extra_modules(model: PreTrainedModel, spec: ModelSpec) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _targets(model: PreTrainedModel, lora: LoraSpec, extra: Sequence[str]) -> list[str]:
-    """Paths of the layers that get an adapter."""
+def target_layers(model: PreTrainedModel, lora: LoraSpec, extra: Sequence[str] = ()) -> list[str]:
+    """Paths of the layers that get an adapter, in a model that has none yet. `extra` are the paths of modules that are
+    trained in full. Raises `ModelError` that names the nearest modules for targets that the model does not have."""
     layers = _linear_layers(model)
     head = model.get_output_embeddings()
     if lora.targets == ("all-linear",):

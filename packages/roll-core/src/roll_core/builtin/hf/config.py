@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from typing_extensions import override
+
 from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, StrategyConfig
 
 
@@ -36,6 +38,13 @@ class HFInferConfig(StrategyConfig):
     kernels: Literal["auto", "torch", "compiled"] = "auto"
     """On a CPU, what a decoding step does between its matrix products: kernels that are compiled once for this machine
     (`auto`: where there is a C++ compiler; `compiled`: an error without one), or torch's operators."""
+    enable_lora: bool = False
+    """Take the trained adapter as it is: a publish brings A and B alone, which the engine adds to the weights that it
+    was started with. It keeps a copy of those that have an adapter."""
     kv_after_update: Literal["keep", "recompute"] = "keep"
     """Keys and values of running sequences after a weight update: keep the old ones (what other engines do),
     or compute them again under the new ones."""
+
+    @override
+    def serves_adapters(self) -> bool:
+        return self.enable_lora

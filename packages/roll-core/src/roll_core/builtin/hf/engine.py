@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.builtin.hf.core import EngineCore
+    from roll_core.builtin.hf.held_adapter import HeldAdapter
     from roll_core.builtin.hf.held_weights import HeldWeights
     from roll_core.builtin.hf.runner import Runner
     from roll_core.builtin.hf.sequence import RunningRequest
@@ -62,7 +63,7 @@ class HFInferStrategy(InferStrategy):
             raise TypeError(f"the embedded engine takes an HFInferConfig, not a {type(config).__name__}")
         self._settings: HFInferConfig = config
         self._core: EngineCore | None = None
-        self._weights: HeldWeights | None = None
+        self._weights: HeldWeights | HeldAdapter | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -76,6 +77,7 @@ class HFInferStrategy(InferStrategy):
     )
     capabilities = InferCapabilities(
         sleeps=True,
+        lora=True,
         prompt_logprobs=True,
         in_flight_update=True,
         weight_transports=("shared", "shm", "collective", "disk"),
@@ -127,8 +129,8 @@ class HFInferStrategy(InferStrategy):
         return receipt
 
     async def sleep(self) -> None:
-        """Between two steps. Keys and values, weights and what was made of them go; waking takes no memory, but the
-        weights that are then published, and requests, do."""
+        """Between two steps. Keys and values, weights and what was made of them go (of an engine that serves adapters,
+        all but the weights beneath); waking takes no memory, but what is then published, and requests, do."""
         await self._ask(self._release)
 
     def metrics(self) -> Mapping[str, float]:
@@ -214,6 +216,7 @@ class HFInferStrategy(InferStrategy):
 
         from roll_core.builtin.hf import compiled_decoder, decoder
         from roll_core.builtin.hf.core import EngineCore
+        from roll_core.builtin.hf.held_adapter import HeldAdapter
         from roll_core.builtin.hf.held_weights import HeldWeights
         from roll_core.builtin.hf.module_runner import ModuleRunner
         from roll_core.modeling.layout import make_adjacent
@@ -237,7 +240,9 @@ class HFInferStrategy(InferStrategy):
             log.info("the embedded engine runs this model through transformers' own code, more slowly: %s", reason)
             runner = ModuleRunner(model, **room)
         self._model = model
-        self._weights = HeldWeights(model, role=self._mesh.role, rank=self._mesh.rank)
+        who: dict[str, Any] = {"role": self._mesh.role, "rank": self._mesh.rank}
+        lora = self._spec.lora
+        self._weights = HeldWeights(model, **who) if lora is None else HeldAdapter(model, lora, **who)
         self._eos_ids = end_token_ids(model.config, getattr(model, "generation_config", None), runner.vocab_size)
         self._core = EngineCore(runner, self._settings)
 

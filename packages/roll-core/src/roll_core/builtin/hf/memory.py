@@ -88,6 +88,10 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
     if packed := _packed(question, config):
         formula = f"{size} × {millions(packed)}, laid out for the processor"
         held += (Use(what="weights", num_bytes=size * packed, formula=formula, leaves=True),)
+    if config.enable_lora:
+        beneath = sum(one.outputs * one.inputs for layer in model.layers for one in layer.linears)
+        formula = f"{size} × {millions(beneath)}, kept beneath the adapter if all linear layers have one"
+        held += (Use(what="weights", num_bytes=size * beneath, formula=formula, during=LATER, leaves=True),)
     width = -(-question.longest // ALIGNMENT) * ALIGNMENT
     position = 2 * len(model.layers) * model.key_width * (4 if question.on_host else size)
     room = int(config.kv_cache_gib * GIB)
