@@ -2,9 +2,12 @@ import os
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from roll_core.runtime.weight_sync import shm
 from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
@@ -102,3 +105,37 @@ def test_a_sender_that_fills_nothing_is_silent_at_the_deadline():
         next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(0.1)))
     receiver.close()
     sender.close()
+
+
+def room_for(*sizes):
+    return shm.Room([SimpleNamespace(num_bytes=size) for size in sizes])
+
+
+@given(st.lists(st.integers(0, 40 << 20), min_size=1, max_size=30), st.data())
+def test_buckets_that_are_not_taken_keep_their_memory(sizes, data):
+    room = room_for(*sizes)
+    places, free = [], 0
+    for size in sizes:
+        free += data.draw(st.integers(0, len(places) - free))
+        while (begin := room.take(size, free)) is None:
+            assert free < len(places)  # with nothing under way there is room for each
+            free += 1
+        assert 0 <= begin <= begin + size <= room.num_bytes
+        assert all(begin + size <= other or other + length <= begin for other, length in places[free:])
+        places.append((begin, size))
+
+
+def test_receivers_that_keep_up_are_sent_the_same_memory_again():
+    room = room_for(*[2 << 20] * 40)
+    assert {room.take(2 << 20, max(0, number - 1)) for number in range(40)} == {0, 2 << 20}
+
+
+def test_a_large_tensor_that_is_being_read_leaves_room_for_as_much_again():
+    small = [2 << 20] * 60
+    room = room_for(100 << 20, *small)
+    assert room.take(100 << 20, 0) == 0
+    fitting = 0
+    while room.take(2 << 20, 0) is not None:
+        fitting += 1
+    assert fitting == 50
+    assert room.take(2 << 20, 1) == 0

@@ -24,7 +24,7 @@ import xxhash
 from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import numpy as np
     import numpy.typing as npt
@@ -128,23 +128,40 @@ def _bytes(tensor: Tensor) -> Bytes:
     return found
 
 
+def leaves_of(held: Bytes, source: Bytes | None) -> bytes:
+    """The leaves of `held`, which begins with a chunk, one after the other; `source` is copied into it first, chunk by
+    chunk, if there is one."""
+    found = []
+    for at in range(0, len(held), CHUNK_BYTES):
+        chunk = held[at : at + CHUNK_BYTES]
+        if source is not None:
+            chunk[:] = source[at : at + CHUNK_BYTES]
+        found.append(xxhash.xxh3_128_digest(chunk.data))
+    return b"".join(found)
+
+
+_leaves_of: Callable[[Bytes, Bytes | None], bytes] = leaves_of
+
+
+def take_leaves_from(function: Callable[[Bytes, Bytes | None], bytes]) -> None:
+    """Let `function` do in this process what `leaves_of` does, with the same result: `roll_core.modeling.digests` has a
+    compiled one. It is called from several threads at once."""
+    global _leaves_of
+    _leaves_of = function
+
+
 def _digest_of(held: Bytes, source: Bytes | None = None) -> str:
-    """The digest of `held`, into which `source` is copied first, chunk by chunk, if there is one."""
+    """The digest of `held`, into which `source` is copied first if there is one."""
     import torch
 
     def leaves(start: int) -> bytes:
-        found = []
-        for at in range(start, min(start + SPAN_BYTES, len(held)), CHUNK_BYTES):
-            chunk = held[at : at + CHUNK_BYTES]
-            if source is not None:
-                chunk[:] = source[at : at + CHUNK_BYTES]
-            found.append(xxhash.xxh3_128_digest(chunk.data))
-        return b"".join(found)
+        span = slice(start, start + SPAN_BYTES)
+        return _leaves_of(held[span], None if source is None else source[span])
 
     spans = range(0, len(held), SPAN_BYTES)
     num_threads = min(torch.get_num_threads(), len(spans) // 2)
     if num_threads < 2:
-        return xxhash.xxh3_128_hexdigest(b"".join(map(leaves, spans)))
+        return xxhash.xxh3_128_hexdigest(_leaves_of(held, source))
     with ThreadPoolExecutor(num_threads) as threads:
         return xxhash.xxh3_128_hexdigest(b"".join(threads.map(leaves, spans)))
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from roll_core.spec.plan import Act, Lever, MemoryAnswer, ModelSize
     from roll_core.spec.providers import InferProvider, TrainProvider
 
-SHM_BYTES = 64 << 20
+SHM_BYTES = 16 << 20
 SHM_BUCKET_BYTES = 2 << 20
-"""Of the transport `shm`: all slots beyond two of the largest bucket, and a bucket (`weight_sync.shm`)."""
+"""Of the transport `shm`: its memory, if two of the largest bucket are not more, and a bucket (`weight_sync.shm`)."""
 ACTS: dict[str, tuple[Act, ...]] = {
     "train": ("start", "score", "publish", "backward", "step", "save"),
     "score": ("start", "score"),
@@ -166,7 +166,7 @@ def _sync_buffers(
     act: Act = "receive" if role.kind == "generate" else "publish"
     if len(nodes) == 1 and all("shm" in end.capabilities.weight_transports for end in ends):
         bucket = max(SHM_BUCKET_BYTES, size * largest_matrix(question))
-        num_bytes, how = min(whole + bucket, SHM_BYTES + 2 * bucket), "slots of shared memory"
+        num_bytes, how = min(whole + bucket, max(SHM_BYTES, 2 * bucket)), "shared memory"
         return (Use(what="sync buffers", num_bytes=num_bytes, formula=how, during=(act,), on="host"),)
     num_bytes = min(whole, config.model_update_buffer_size_mb << 20)
     return (Use(what="sync buffers", num_bytes=num_bytes, formula="a bucket of weights", during=(act,)),)

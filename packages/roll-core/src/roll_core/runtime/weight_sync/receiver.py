@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roll_core.errors import StaleWeightsError, UnsupportedError, WeightSyncError
+from roll_core.modeling.digests import use_compiled_digests
 from roll_core.runtime.weight_sync.channel import SenderLostError
 from roll_core.runtime.weight_sync.plan import Deadline, ReceiveOutcome
 
@@ -83,6 +84,7 @@ class WeightReceiver:
 
 def open_receiving_end(plan: SyncPlan, address: str, rank: int, deadline: Deadline) -> ReceivingEnd:
     """A receiver's end of the plan's transport."""
+    use_compiled_digests()
     if plan.transport == "shm":
         from roll_core.runtime.weight_sync.shm import ShmReceiver
 

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from roll_core.errors import UnsupportedError, WeightSyncError
+from roll_core.modeling.digests import use_compiled_digests
 from roll_core.runtime.weight_sync.channel import ReceiversLostError
 from roll_core.runtime.weight_sync.plan import Deadline, Offer, SendOutcome
 from roll_core.runtime.weight_sync.sample import sample_fingerprint
@@ -125,6 +126,7 @@ class WeightSender:
 
 def open_sending_end(plan: SyncPlan, host: str) -> SendingEnd:
     """The sender's end of the plan's transport."""
+    use_compiled_digests()
     if plan.transport == "shm":
         from roll_core.runtime.weight_sync.shm import ShmSender
 

@@ -1,7 +1,10 @@
-"""The transport `shm`: a few slots of anonymous shared memory, filled in turn while receivers read those filled before.
+"""The transport `shm`: anonymous shared memory, into which buckets are copied while receivers read those before.
 
-    sender     fill slot 0 | fill slot 1 | ... | wait until all have taken slot 0 | fill slot 0 | ...
-    receivers              | read slot 0 | read slot 1 | ...
+    sender     fill 0 | fill 1 | fill 2 | ... | no room: wait until all have taken 0 | fill 8 | ...
+    receivers         | read 0 | read 1 | ...
+
+A bucket lies in the first gap that is large enough: where receivers keep up the same few MiB are used again and again,
+which stay in the processor's cache, and a large tensor that takes long to be read leaves the sender room to go on.
 
 The memory has no name. Receivers get its file descriptor over a Unix socket, which also carries "filled" and "taken",
 and whose end tells each side that the other is gone. So nothing can stay in /dev/shm, whoever is killed when.
@@ -18,16 +21,17 @@ import socket
 import struct
 import sys
 import tempfile
+from collections import deque
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
-from roll_core.runtime.weight_sync.buckets import fill, nothing_left, plan_buckets, view
+from roll_core.runtime.weight_sync.buckets import ALIGNMENT, fill, nothing_left, plan_buckets, view
 from roll_core.runtime.weight_sync.channel import ReceiversLostError, ReceivingEnd, SenderLostError, SendingEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -36,22 +40,25 @@ if TYPE_CHECKING:
     from roll_core.types import TensorEntry, WeightManifest
 
 PIPELINE_BYTES = 2 << 20
-"""Buckets are no larger than this unless a tensor is, so that what is in all slots fits into a last-level cache."""
-NUM_SLOTS = (8, 4, 2)
-"""As many as `SPARE_BYTES` allow: the more, the less one end waits for the other."""
-SPARE_BYTES = 64 << 20
-"""What slots may take together beyond two of the largest bucket."""
+"""Buckets are no larger than this unless a tensor is."""
+ROOM_BYTES = 16 << 20
+"""Of the memory, or twice the largest bucket: what is under way fits into a last-level cache."""
 _SHORTEST_S = 1e-3
 """A socket's timeout of 0 would mean something else."""
 _HELLO_S = 1.0
 """Receivers say who they are as soon as they are connected."""
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}si")
-_NUMBER = struct.Struct("!q")
+_FILLED = struct.Struct("!qq")
+"""Number of a bucket and where it begins; or, beside the memory's descriptor, minus its size and 0."""
+_TAKEN = b"."
+"""Of the oldest bucket that was not."""
+_NOTES = 4096
+"""Bytes that are read at a time; more than there are buckets under way."""
 
 
 class ShmSender(SendingEnd):
-    """Owns the memory, listens, and fills slots."""
+    """Owns the memory, listens, and fills it."""
 
     def __init__(self, num_receivers: int, bucket_bytes: int) -> None:
         self._bucket_bytes = min(bucket_bytes, PIPELINE_BYTES)
@@ -68,17 +75,19 @@ class ShmSender(SendingEnd):
     ) -> list[TensorEntry]:
         buckets = plan_buckets(manifest, self._bucket_bytes)
         self._accept(deadline)
-        slots = plan_slots(buckets)
-        memory = self._make_room(slots[-1].stop)
+        room = Room(buckets)
+        memory = self._make_room(room.num_bytes)
         sent: list[TensorEntry] = []
-        for number, bucket in enumerate(buckets):
-            if number >= len(slots):
-                self._wait_taken(number - len(slots), buckets, deadline)
-            sent += fill(memory[slots[number % len(slots)]], bucket, exported)
-            self._tell(number, bucket)
-        nothing_left(exported)
-        for number in range(max(0, len(buckets) - len(slots)), len(buckets)):
-            self._wait_taken(number, buckets, deadline)
+        with contextlib.closing(_Takings(self._receivers, buckets)) as taken:
+            for number, bucket in enumerate(buckets):
+                taken.look(0)
+                while (at := room.take(bucket.num_bytes, taken.by_all)) is None:
+                    taken.wait(deadline)
+                sent += fill(memory[at : at + bucket.num_bytes], bucket, exported)
+                self._tell(number, at, bucket)
+            nothing_left(exported)
+            while taken.by_all < len(buckets):
+                taken.wait(deadline)
         return sent
 
     @override
@@ -119,44 +128,65 @@ class ShmSender(SendingEnd):
                 self._memory = _map(descriptor, num_bytes)
                 for rank, connection in self._receivers.items():
                     try:
-                        socket.send_fds(connection, [_NUMBER.pack(-num_bytes)], [descriptor])
+                        socket.send_fds(connection, [_FILLED.pack(-num_bytes, 0)], [descriptor])
                     except OSError:
                         raise ReceiversLostError("the first tensor", gone=(rank,)) from None
         return self._memory
 
-    def _tell(self, number: int, bucket: Bucket) -> None:
+    def _tell(self, number: int, at: int, bucket: Bucket) -> None:
         for rank, connection in self._receivers.items():
             try:
-                connection.sendall(_NUMBER.pack(number))
+                connection.sendall(_FILLED.pack(number, at))
             except OSError:
                 raise ReceiversLostError(bucket.first, gone=(rank,)) from None
 
-    def _wait_taken(self, number: int, buckets: list[Bucket], deadline: Deadline) -> None:
-        with selectors.DefaultSelector() as waiting:
-            for rank, connection in self._receivers.items():
-                waiting.register(connection, selectors.EVENT_READ, rank)
-            while waiting.get_map():
-                ready = waiting.select(deadline.left)
-                if not ready:
-                    silent = tuple(sorted(key.data for key in waiting.get_map().values()))
-                    raise ReceiversLostError(buckets[number].first, silent=silent)
-                for key, _ in ready:
-                    self._take_note(self._receivers[key.data], key.data, number, buckets)
-                    waiting.unregister(key.fileobj)
 
-    def _take_note(self, connection: socket.socket, rank: int, number: int, buckets: list[Bucket]) -> None:
-        """Read that a receiver has taken bucket `number`."""
-        connection.settimeout(_HELLO_S)
+class _Takings:
+    """How many buckets of a publish each receiver has taken."""
+
+    def __init__(self, receivers: Mapping[int, socket.socket], buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self._taken = dict.fromkeys(receivers, 0)
+        self._selector = selectors.DefaultSelector()
+        for rank, connection in receivers.items() if buckets else ():
+            self._selector.register(connection, selectors.EVENT_READ, rank)
+
+    @property
+    def by_all(self) -> int:
+        """That every receiver has taken."""
+        return min(self._taken.values())
+
+    def wait(self, deadline: Deadline) -> None:
+        """Until somebody has taken another."""
+        if not self.look(deadline.left):
+            oldest = self.by_all
+            silent = tuple(sorted(rank for rank, number in self._taken.items() if number == oldest))
+            raise ReceiversLostError(self._buckets[oldest].first, silent=silent)
+
+    def look(self, timeout_s: float) -> bool:
+        """Read what receivers have said; whether they have said anything."""
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            self._take_note(key.fileobj, key.data)  # type: ignore[arg-type]
+        return bool(ready)
+
+    def close(self) -> None:
+        self._selector.close()
+
+    def _take_note(self, connection: socket.socket, rank: int) -> None:
         try:
-            (taken,) = _NUMBER.unpack(_read(connection, _NUMBER.size))
-        except (EOFError, OSError):
-            raise ReceiversLostError(buckets[number].first, gone=(rank,)) from None
-        if taken != number:
-            raise WeightSyncError(f"receiver {rank} took bucket {taken} where {number} was due")
+            notes = connection.recv(_NOTES)
+        except OSError:
+            notes = b""
+        if not notes:
+            raise ReceiversLostError(self._buckets[self._taken[rank]].first, gone=(rank,))
+        self._taken[rank] += len(notes)
+        if self._taken[rank] >= len(self._buckets):
+            self._selector.unregister(connection)  # it may hang up now
 
 
 class ShmReceiver(ReceivingEnd):
-    """Maps the sender's memory and reads slots in turn."""
+    """Maps the sender's memory and reads buckets in turn."""
 
     def __init__(self, address: str, rank: int, bucket_bytes: int, deadline: Deadline) -> None:
         self.address = address
@@ -174,14 +204,12 @@ class ShmReceiver(ReceivingEnd):
 
     @override
     def receive(self, manifest: WeightManifest, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
-        buckets = plan_buckets(manifest, self._bucket_bytes)
-        slots = plan_slots(buckets)
-        for number, bucket in enumerate(buckets):
-            memory = self._wait_filled(number, deadline)[slots[number % len(slots)]]
+        for number, bucket in enumerate(plan_buckets(manifest, self._bucket_bytes)):
+            memory = self._wait_filled(number, bucket, deadline)
             for piece in bucket.pieces:
                 yield piece.entry.name, view(memory, piece)
             try:
-                self._sender.sendall(_NUMBER.pack(number))
+                self._sender.sendall(_TAKEN)
             except OSError as error:
                 raise SenderLostError(f"the sender hung up after bucket {number}") from error
 
@@ -190,46 +218,59 @@ class ShmReceiver(ReceivingEnd):
         self._sender.close()
         self._memory = None
 
-    def _wait_filled(self, number: int, deadline: Deadline) -> Tensor:
-        """The memory, once bucket `number` lies in its slot."""
+    def _wait_filled(self, number: int, bucket: Bucket, deadline: Deadline) -> Tensor:
+        """The memory of bucket `number`, once it is there."""
         while True:
             self._sender.settimeout(max(deadline.left, _SHORTEST_S))
             try:
-                message, descriptors, _, _ = socket.recv_fds(self._sender, _NUMBER.size, 1)
+                message, descriptors, _, _ = socket.recv_fds(self._sender, _FILLED.size, 1)
             except TimeoutError:
                 raise SenderLostError(f"the sender had not filled bucket {number} when the deadline passed") from None
             except OSError as error:
                 raise SenderLostError(f"the sender hung up before bucket {number}: {error}") from error
             if not message:
                 raise SenderLostError(f"the sender hung up before bucket {number}")
-            (filled,) = _NUMBER.unpack(message)
+            filled, at = _FILLED.unpack(message)
             if descriptors:
                 try:
                     self._memory = _map(descriptors[0], -filled)
                 finally:
                     os.close(descriptors[0])
             elif filled == number and self._memory is not None:
-                return self._memory
+                return self._memory[at : at + bucket.num_bytes]
             else:
                 raise WeightSyncError(f"the sender filled bucket {filled} where {number} was due")
 
 
-def plan_slots(buckets: list[Bucket]) -> list[slice]:
-    """Where in the memory slots lie, one after the other; bucket b uses slot b modulo their number.
+class Room:
+    """Where in the memory buckets lie."""
 
-    Each is as large as its largest bucket, so that one large tensor makes one slot large and not all of them.
-    """
-    largest = max((bucket.num_bytes for bucket in buckets), default=0)
-    slots: list[slice] = []
-    for count in NUM_SLOTS:
-        slots, end = [], 0
-        for at in range(count):
-            num_bytes = max((bucket.num_bytes for bucket in buckets[at::count]), default=0)
-            begin, end = end, end + -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-            slots.append(slice(begin, end))
-        if end <= 2 * largest + SPARE_BYTES:
-            break
-    return slots
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        largest = max((bucket.num_bytes for bucket in buckets), default=0)
+        self.num_bytes = max(ROOM_BYTES, 2 * _aligned(largest))
+        self._used: deque[tuple[int, int]] = deque()
+        """Begin and end of each bucket that is not free, the oldest first."""
+        self._num_freed = 0
+
+    def take(self, num_bytes: int, num_free: int) -> int | None:
+        """Where the first gap of so many bytes begins; None while there is none. All that was taken before the
+        `num_free`-th time, counted from 0, is free again."""
+        while self._num_freed < num_free:
+            self._used.popleft()
+            self._num_freed += 1
+        begin = 0
+        for used_begin, used_end in sorted(self._used):
+            if begin + num_bytes <= used_begin:
+                break
+            begin = used_end
+        if begin + num_bytes > self.num_bytes:
+            return None
+        self._used.append((begin, begin + _aligned(num_bytes)))
+        return begin
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
 def _listen() -> tuple[socket.socket, str]:
