@@ -18,6 +18,7 @@ HOOKS = {
     "roll_policy_losses": [],
     "roll_config_fragments": [],
     "roll_checks": [],
+    "roll_known_errors": [],
     "roll_run_started": ["run"],
     "roll_step_finished": ["run", "step", "metrics"],
     "roll_run_finished": ["run", "error"],
@@ -34,6 +35,7 @@ RECORDS = {
     "PolicyLossProvider": BASE,
     "FragmentProvider": BASE,
     "CheckProvider": [*BASE, "platform"],
+    "KnownErrorsProvider": BASE,
 }
 CHECKS = {
     "CheckResult": ["level", "found", "wanted", "remedy", "subject"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import InferCapabilities, InferProvider
+from roll_core.spec.providers import InferCapabilities, InferProvider, KnownErrorsProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,4 +35,12 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         summary="Generates with an SGLang server of the worker's own: radix cache, tensor parallelism, OpenAI endpoint",
         capabilities=CAPABILITIES,
         platforms=("cpu", "cuda"),
+    )
+
+
+@hookimpl
+def roll_known_errors() -> Iterator[KnownErrorsProvider]:
+    """What the engine says when it cannot go on."""
+    yield KnownErrorsProvider(
+        name="sglang", target="roll_infer_sglang.known_errors:KNOWN_ERRORS", summary="Errors of SGLang"
     )

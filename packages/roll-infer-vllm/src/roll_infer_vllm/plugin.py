@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import InferCapabilities, InferProvider
+from roll_core.spec.providers import InferCapabilities, InferProvider, KnownErrorsProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,3 +38,9 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         memory="roll_infer_vllm.memory:memory",
         platforms=("cpu", "cuda"),
     )
+
+
+@hookimpl
+def roll_known_errors() -> Iterator[KnownErrorsProvider]:
+    """What the engine says when it cannot go on."""
+    yield KnownErrorsProvider(name="vllm", target="roll_infer_vllm.known_errors:KNOWN_ERRORS", summary="Errors of vLLM")

@@ -10,6 +10,7 @@ from roll_core.spec.providers import (
     CheckProvider,
     InferCapabilities,
     InferProvider,
+    KnownErrorsProvider,
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
@@ -194,3 +195,13 @@ def roll_checks() -> Iterator[CheckProvider]:
         ("data", "files", "Whether the config's files of rows are there"),
     ):
         yield CheckProvider(name=name, target=f"roll_core.builtin.checks.{module}:{name}", summary=summary)
+
+
+@hookimpl
+def roll_known_errors() -> Iterator[KnownErrorsProvider]:
+    """Of what every run needs."""
+    yield KnownErrorsProvider(
+        name="core",
+        target="roll_core.builtin.known_errors:KNOWN_ERRORS",
+        summary="Errors of torch, its libraries, Ray and the machine",
+    )

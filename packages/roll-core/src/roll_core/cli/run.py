@@ -36,7 +36,7 @@ def run_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_plug
         result = execute(each, registry, argv=sys.argv, before_s=before_s)
         before_s = 0.0
         if result.error is not None:
-            if not isinstance(result.error, (RollError, KeyboardInterrupt, SystemExit)):
+            if not result.advice and not isinstance(result.error, (RollError, KeyboardInterrupt, SystemExit)):
                 raise result.error
             return getattr(result.error, "exit_code", 1)
     return 0

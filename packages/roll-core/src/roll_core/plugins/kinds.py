@@ -9,6 +9,7 @@ from roll_core.spec.providers import (
     CheckProvider,
     FragmentProvider,
     InferProvider,
+    KnownErrorsProvider,
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
@@ -42,6 +43,7 @@ KINDS = (
     Kind("roll_policy_losses", PolicyLossProvider, "policy loss", "policy_losses"),
     Kind("roll_config_fragments", FragmentProvider, "config fragment", "config_fragments"),
     Kind("roll_checks", CheckProvider, "check", "checks"),
+    Kind("roll_known_errors", KnownErrorsProvider, "list of known errors", "known_errors"),
 )
 
 _BY_RECORD = {kind.record: kind for kind in KINDS}

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import PluginLoadError
-from roll_core.spec.providers import FragmentProvider
+from roll_core.spec.known_errors import KnownError
+from roll_core.spec.providers import FragmentProvider, KnownErrorsProvider
 
 if TYPE_CHECKING:
     from roll_core.spec.providers import Provider
@@ -75,6 +76,9 @@ def check_part(record: Provider, *, owner: str) -> None:
     if isinstance(record, FragmentProvider):
         data_file(record.target, owner=owner)
         return
+    if isinstance(record, KnownErrorsProvider):
+        known_errors(record, owner=owner)
+        return
     contract = _contract(record)
     part = load_target(record.target, owner=owner)
     if contract is None:
@@ -95,6 +99,14 @@ def check_part(record: Provider, *, owner: str) -> None:
         asked = getattr(record, field, "")
         if asked and not callable(load_target(asked, owner=owner)):
             raise PluginLoadError(f"{owner}: {asked} is not callable")
+
+
+def known_errors(record: KnownErrorsProvider, *, owner: str) -> tuple[KnownError, ...]:
+    """The errors that a record lists. Raises `PluginLoadError`."""
+    found = load_target(record.target, owner=owner)
+    if not isinstance(found, tuple) or not all(isinstance(each, KnownError) for each in found):
+        raise PluginLoadError(f"{owner}: {record.target} is no tuple of KnownError")
+    return found
 
 
 def _contract(record: Provider) -> type | None:

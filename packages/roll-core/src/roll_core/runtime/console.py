@@ -162,8 +162,10 @@ class Console:
         rows: Sequence[LedgerRow] = (),
         lines: Sequence[tuple[str, str]] = (),
         error: str = "",
+        advice: str = "",
     ) -> None:
-        """The run is over: where the time went, then how it ended, then `lines` of label and value (paths, results)."""
+        """The run is over: where the time went, then how it ended and what to do about that, then `lines` of label and
+        value (paths, results)."""
         self.close()
         if rows:
             self._rich.print(time_table(rows))
@@ -172,6 +174,8 @@ class Console:
         if error:
             ending.append(f": {error}", style="not bold")
         self._rich.print(ending)
+        for line in advice.splitlines():
+            self._rich.print(Text(f"  {line}"))
         width = max((len(label) for label, _ in lines), default=0)
         for label, value in lines:
             self._rich.print(Text(f"{label:<{width}}  ", style="dim").append(value, style="not dim"))

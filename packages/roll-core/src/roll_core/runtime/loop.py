@@ -26,6 +26,7 @@ from roll_core.runtime.data import RunData
 from roll_core.runtime.executors import choose_executor, make_executor
 from roll_core.runtime.guards import Guards
 from roll_core.runtime.judging import Judges, RewardRole
+from roll_core.runtime.known_errors import advise
 from roll_core.runtime.ledger import Ledger
 from roll_core.runtime.logs import run_logging
 from roll_core.runtime.memory_use import forget_peak
@@ -79,6 +80,8 @@ class RunResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The last value of every metric."""
     error: BaseException | None = None
+    advice: str = ""
+    """What is known about `error`, and what to do; empty where it says so itself, or nobody knows."""
 
 
 def execute(
@@ -130,17 +133,25 @@ def execute(
         except (KeyboardInterrupt, SystemExit, Exception) as raised:
             error = raised
             log.debug("the run ended early", exc_info=raised)
-        outcome = record.finish(error, time_rows=[_row(row) for row in ledger.rows()])
+        known = advise(error, registry) if isinstance(error, Exception) else None
+        advice = known.told(beside=str(error)) if known is not None else ""
+        outcome = record.finish(error, advice=advice, time_rows=[_row(row) for row in ledger.rows()])
         with ledger.stage("report"):
             report = _report(run_dir)
     console.finish(
         outcome=outcome,
         rows=ledger.rows(),
         error="" if error is None else str(error) or type(error).__name__,
+        advice=redactor.text(advice),
         lines=[*driver.results(), ("run", _relative(run_dir.path)), *report],
     )
     return RunResult(
-        run_dir=run_dir, outcome=outcome, steps_done=driver.steps_done, metrics=driver.last_metrics, error=error
+        run_dir=run_dir,
+        outcome=outcome,
+        steps_done=driver.steps_done,
+        metrics=driver.last_metrics,
+        error=error,
+        advice=advice,
     )
 
 

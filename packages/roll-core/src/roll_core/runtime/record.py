@@ -111,12 +111,20 @@ class RunRecord:
         """So many steps are done. Written with the next change: a run that is killed has them in `metrics.jsonl`."""
         self._data["steps_done"] = steps_done
 
-    def finish(self, error: BaseException | None = None, *, time_rows: Sequence[Mapping[str, Any]] = ()) -> Outcome:
-        """The run is over: because of `error`, or because its steps are done. `time_rows` are the ledger's."""
+    def finish(
+        self,
+        error: BaseException | None = None,
+        *,
+        advice: str = "",
+        time_rows: Sequence[Mapping[str, Any]] = (),
+    ) -> Outcome:
+        """The run is over: because of `error`, about which `advice` says what to do, or because its steps are done.
+        `time_rows` are the ledger's."""
         outcome: Outcome = "finished"
         if error is not None:
             outcome = _outcome_of(error)
-            self._data["error"] = {"type": type(error).__name__, "message": str(error)}
+            told = {"advice": advice} if advice else {}
+            self._data["error"] = {"type": type(error).__name__, "message": str(error), **told}
         self._data.update(outcome=outcome, ended=round(time.time(), 3), time=[dict(row) for row in time_rows] or None)
         self._write()
         return outcome

@@ -121,6 +121,7 @@ class _Page:
     outcome: str
     tone: str
     error: str
+    advice: str
     facts: list[tuple[str, str]]
     tiles: list[Tile]
     key_charts: list[Chart]
@@ -187,6 +188,7 @@ def _page(run_dir: RunDir) -> _Page:
         outcome=outcome,
         tone=tone,
         error=f"{error.get('type', 'Error')}: {error.get('message', '')}" if isinstance(error, dict) else "",
+        advice=str(error.get("advice", "")) if isinstance(error, dict) else "",
         facts=_facts(record),
         tiles=_tiles(record, metrics, guards),
         key_charts=key_charts,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         CheckProvider,
         FragmentProvider,
         InferProvider,
+        KnownErrorsProvider,
         PipelineProvider,
         PlatformProvider,
         PolicyLossProvider,
@@ -108,6 +109,12 @@ def roll_config_fragments() -> Iterable[FragmentProvider]:
 @hookspec
 def roll_checks() -> Iterable[CheckProvider]:
     """Offer checks of the machine, the software and the config, for `roll-core doctor`."""
+    yield from ()
+
+
+@hookspec
+def roll_known_errors() -> Iterable[KnownErrorsProvider]:
+    """Offer lists of errors that people meet with this package's engine, each with what to do."""
     yield from ()
 
 

@@ -165,3 +165,9 @@ class CheckProvider(Provider):
 
     platform: str = ""
     """It is of use only where a run would take this platform; empty means everywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownErrorsProvider(Provider):
+    """Offers errors that people meet, with remedies; `target` is a tuple of `roll_core.spec.known_errors.KnownError`,
+    imported when a run has failed."""
