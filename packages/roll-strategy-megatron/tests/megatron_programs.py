@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import Want
 from roll_core.testing import TrainStrategyConformance
-from roll_core.testing.bench import Case, built, outputs, take_step, weights
+from roll_core.testing.bench import Case, as_array, built, outputs, take_step, weights
 from roll_core.testing.models import QWEN3
 
 PRELOAD = ("megatron_on_cpu", *TrainStrategyConformance.preload, "roll_strategy_megatron.strategy")
@@ -28,10 +28,10 @@ MIXTURE = QWEN3 | {
 WANT = Want(logprobs=True, entropy=True, topk=3, temperature=0.8)
 
 
-def score_and_train(rank, case: Case, batch, steps):
+def score_and_train(rank, case: Case, batch, steps, want=WANT):
     """Outputs of the new model, what each step says, and the weights in the end."""
     with built(case, rank) as strategy:
-        before, scored = weights(strategy), outputs(strategy, batch, WANT)
+        before, scored = weights(strategy), outputs(strategy, batch, want)
         stats = [take_step(strategy, step) for step in steps]
         return {
             "place": strategy.data_rank,
@@ -139,3 +139,19 @@ def said(call):
     except UnsupportedError as error:
         return str(error)
     return ""
+
+
+def adapters_around(rank, case: Case, steps):
+    """As they are exported before the steps and after, and what the steps say."""
+    with built(case, rank) as strategy:
+        before = {name: as_array(each) for name, each in strategy.export_adapters()}
+        stats = [take_step(strategy, step)[0] for step in steps]
+        return before, stats, {name: as_array(each) for name, each in strategy.export_adapters()}
+
+
+def train_and_export(rank, case: Case, folder, steps):
+    """A directory, after some steps."""
+    with built(case, rank) as strategy:
+        for step in steps:
+            take_step(strategy, step)
+        strategy.export_model(Path(folder))

@@ -11,9 +11,10 @@ pytest.importorskip("megatron.core")
 from megatron_programs import MIXTURE, PRELOAD, WANT, score_and_train
 
 from roll_core.spec.providers import TrainProvider
+from roll_core.spec.train import Want
 from roll_core.testing.bench import Case, Split, Step
 from roll_core.testing.bounds import check_near, check_rows, check_same
-from roll_core.testing.losses import LOSSES, TRAINING
+from roll_core.testing.losses import OF_TASK, TRAINING
 from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
 from roll_core.testing.ranks import RankHost, free_port
 from roll_core.testing.reference import Reference, TransformersModel
@@ -34,8 +35,10 @@ LLAMA = QWEN3 | {
 }
 MISTRAL = QWEN3 | {"model_type": "mistral", "sliding_window": 4}
 MIXTRAL = QWEN3 | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+FOUR, SIX, EIGHT = ({"num_hidden_layers": each} for each in (4, 6, 8))
 VOCABULARY = 61
 """Odd: tensor parallel ranks have rows of padding."""
+OUTPUTS = {"logprobs": 1e-4, "entropy": 1e-4, "topk_logprobs": 1e-4, "topk_ids": 0.0}
 
 
 def sizes(**short):
@@ -44,6 +47,8 @@ def sizes(**short):
         "pp": "pipeline_model_parallel_size",
         "cp": "context_parallel_size",
         "ep": "expert_model_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
+        "layout": "pipeline_model_parallel_layout",
         "etp": "expert_tensor_parallel_size",
         "sp": "sequence_parallel",
     }
@@ -58,6 +63,7 @@ class Arrangement:
     checkpointing: bool = False
     calls: tuple[int, int, int] = (1, 1, 1)
     """Over which the microbatches of each step are spread."""
+    task: str = "causal_lm"
 
 
 QUICK = {
@@ -69,6 +75,8 @@ QUICK = {
     "tp 2, in small chunks": Arrangement(ranks=2, config=sizes(tp=2, logprob_chunk_tokens=4)),
     "tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), model=QWEN2),
     "pp 2, tied": Arrangement(ranks=2, config=sizes(pp=2), model=TIED),
+    "pp 2, vpp 2, tied": Arrangement(ranks=2, config=sizes(pp=2, vpp=2), model=TIED | FOUR),
+    "values, tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), task="value"),
     "cp 2": Arrangement(ranks=2, config=sizes(cp=2)),
     "ep 2": Arrangement(ranks=2, config=sizes(ep=2), model=MIXTURE),
 }
@@ -76,6 +84,9 @@ PRODUCTS = {
     "mixtral": Arrangement(ranks=1, model=MIXTRAL),
     "mistral, cp 2, window": Arrangement(ranks=2, model=MISTRAL, config=sizes(cp=2)),
     "dp 2": Arrangement(ranks=2),
+    "pp 2, vpp 2, dp 2, overlapped": Arrangement(
+        ranks=4, config=sizes(pp=2, vpp=2, overlap_grad_reduce=True), model=TIED | FOUR, calls=(1, 2, 1)
+    ),
     "ep 2, pp 2, overlapped": Arrangement(
         ranks=4, config=sizes(ep=2, pp=2, overlap_grad_reduce=True), model=MIXTURE, calls=(1, 2, 1)
     ),
@@ -117,6 +128,27 @@ PRODUCTS = {
         ranks=2,
         config=sizes(pp=2, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True),
     ),
+    "pp 2, vpp 4": Arrangement(ranks=2, config=sizes(pp=2, vpp=4), model=QWEN3 | EIGHT),
+    "pp 3, vpp 2": Arrangement(ranks=3, config=sizes(pp=3, vpp=2), model=QWEN3 | SIX),
+    "pp 2, vpp 2, layers recomputed": Arrangement(
+        ranks=2, config=sizes(pp=2, vpp=2), model=QWEN3 | FOUR, checkpointing=True
+    ),
+    "pp 2, vpp 2, ends counted": Arrangement(
+        ranks=2,
+        model=QWEN3 | SIX,
+        config=sizes(
+            pp=2, vpp=2, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True
+        ),
+    ),
+    "pp 2, by layout": Arrangement(ranks=2, config=sizes(pp=2, layout="Ettt|tL"), model=QWEN3 | FOUR),
+    "pp 2, vpp 2, by layout, tied": Arrangement(ranks=2, config=sizes(pp=2, layout="E|tt|t|tL"), model=TIED | FOUR),
+    "tp 2, pp 2, vpp 2, sp": Arrangement(ranks=4, config=sizes(tp=2, pp=2, vpp=2, sp=True), model=QWEN3 | FOUR),
+    "pp 2, vpp 2, cp 2": Arrangement(ranks=4, config=sizes(pp=2, vpp=2, cp=2), model=QWEN3 | FOUR),
+    "pp 2, vpp 2, dp 2": Arrangement(ranks=4, config=sizes(pp=2, vpp=2), model=QWEN3 | FOUR),
+    "ep 2, pp 2, vpp 2": Arrangement(ranks=4, config=sizes(ep=2, pp=2, vpp=2), model=MIXTURE | FOUR),
+    "values, pp 2, tied": Arrangement(ranks=2, config=sizes(pp=2), model=TIED, task="value"),
+    "scores, tp 2": Arrangement(ranks=2, config=sizes(tp=2), task="reward"),
+    "scores, tp 2, cp 2, sp": Arrangement(ranks=4, config=sizes(tp=2, cp=2, sp=True), task="reward"),
     "ep 4": Arrangement(ranks=4, config=sizes(ep=4), model=MIXTURE),
     "ep 2, dp 4": Arrangement(ranks=4, config=sizes(ep=2), model=MIXTURE),
     "ep 2, tp 2, sp": Arrangement(ranks=2, config=sizes(ep=2, tp=2, etp=1, sp=True), model=MIXTURE),
@@ -146,7 +178,7 @@ def run(host):
 
 
 def case_of(arrangement, folder):
-    written = write_checkpoint(folder, arrangement.model, task="causal_lm", vocab_size=VOCABULARY)
+    written = write_checkpoint(folder, arrangement.model, task=arrangement.task, vocab_size=VOCABULARY)
     model = replace(written, gradient_checkpointing=arrangement.checkpointing)
     return Case(
         provider=registry().find(TrainProvider, "megatron_train"),
@@ -158,9 +190,9 @@ def case_of(arrangement, folder):
     )
 
 
-def steps(calls):
+def steps(calls, task):
     """Of shares with different numbers of microbatches, and one for each number of calls."""
-    split, loss = Split(max_sequences=3), LOSSES["policy"]
+    split, loss = Split(max_sequences=3), OF_TASK[task]
     batches = [make_batch(VOCABULARY, seed=seed) for seed in range(len(calls))]
     return [Step(sequences=each, loss=loss, split=split, calls=of) for each, of in zip(batches, calls, strict=True)]
 
@@ -169,15 +201,17 @@ def steps(calls):
 def test_it_computes_and_learns_as_transformers_does(run, tmp_path, arrangement):
     # Of this seed, no sequence begins with token 0, whose row of the embedding is 0: any token might follow it best.
     case, batch = case_of(arrangement, tmp_path), make_batch(VOCABULARY, seed=10)
-    answers = run(score_and_train, case, batch, steps(arrangement.calls))
-    reference = Reference(TransformersModel(case.model), "causal_lm")
-    start, expected = reference.weights(), reference.by_sequence(batch, WANT)
+    task = arrangement.task
+    want, bounds = (WANT, OUTPUTS) if task == "causal_lm" else (Want(values=True), {"values": 1e-4})
+    answers = run(score_and_train, case, batch, steps(arrangement.calls, task), want)
+    reference = Reference(TransformersModel(case.model), task)
+    start, expected = reference.weights(), reference.by_sequence(batch, want)
     leaders = [each for each in answers if each["place"].leader]
     check_same("weights as they were loaded", leaders[0]["before"], start)
-    for name, bound in {"logprobs": 1e-4, "entropy": 1e-4, "topk_logprobs": 1e-4, "topk_ids": 0.0}.items():
+    for name, bound in bounds.items():
         found = {key: row for each in leaders for key, row in each["scored"][name].items()}
         check_rows(name, found, expected[name], bound)
-    for at, right in enumerate(reference.train(TRAINING, steps(arrangement.calls))):
+    for at, right in enumerate(reference.train(TRAINING, steps(arrangement.calls, task))):
         assert sum(each["losses"][at] for each in leaders) == pytest.approx(right.loss, rel=1e-4)
         for each in answers:
             assert each["stats"][at].grad_norm == pytest.approx(right.grad_norm, rel=1e-4)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -14,7 +16,9 @@ import torch
 from megatron_programs import PRELOAD, score_and_train
 from safetensors.torch import load_file, save_file
 
+from roll_core.modeling.model import load_model
 from roll_core.spec.providers import TrainProvider
+from roll_core.spec.train import Want
 from roll_core.testing.bench import Case
 from roll_core.testing.bounds import check_rows
 from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
@@ -146,3 +150,19 @@ def test_another_package_brings_an_architecture(host, tmp_path):
 
     expected = Reference(TransformersModel(case.model), "causal_lm").by_sequence(batch, WANT)
     check_rows("logprobs", answer["scored"]["logprobs"], expected["logprobs"], 1e-4)
+
+
+def test_a_critic_begins_from_a_language_model_with_the_head_that_hf_train_gives_it(host, tmp_path):
+    case = case_of(tmp_path, QWEN3)
+    spec = replace(case.model, task="value", seed=5)
+    (answer,) = host.run(score_and_train, case.with_(model=spec), make_batch(61), [], Want(values=True), timeout_s=100)
+    expected = load_model(spec).state_dict()
+    for name, found in answer["before"].items():
+        assert np.array_equal(found, expected[name].numpy()), name
+    assert "score.weight" in answer["before"]
+
+
+def test_a_language_model_is_no_reward_model(host, tmp_path):
+    case = case_of(tmp_path, QWEN3)
+    said = refusal(host, case.with_(model=replace(case.model, task="reward")))
+    assert "it has no scoring head (score.weight), so it is not a reward model" in said

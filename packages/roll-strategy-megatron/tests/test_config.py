@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 
 import pytest
@@ -10,13 +11,13 @@ from pydantic import ValidationError
 from roll_core.config.loading import load
 from roll_core.errors import ConfigError
 from roll_core.testing.subject import registry
-from roll_strategy_megatron.config import REFUSED, MegatronConfig
+from roll_strategy_megatron.config import REFUSED, MegatronConfig, runs
 
 RUN = """\
 pipeline: sft
 sft_train:
   data_args: {{file_name: rows.jsonl}}
-  model_args: {{model_name_or_path: here}}
+  model_args: {model}
   device_mapping: list(range(0,{slots}))
   strategy_args:
     strategy_name: {name}
@@ -25,9 +26,11 @@ sft_train:
 SPREAD = "{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}"
 
 
-def checked(tmp_path, *, config=SPREAD, slots=8, platform="", name="megatron_train"):
+def checked(
+    tmp_path, *, config=SPREAD, slots=8, platform="", name="megatron_train", model="{model_name_or_path: here}"
+):
     file = tmp_path / "run.yaml"
-    file.write_text(RUN.format(config=config, slots=slots, name=name), encoding="utf-8")
+    file.write_text(RUN.format(config=config, slots=slots, name=name, model=model), encoding="utf-8")
     return load(file, [f"platform={platform}"] if platform else [], registry())
 
 
@@ -47,6 +50,55 @@ def test_ranks_that_make_no_whole_replicas_are_refused_with_the_product(tmp_path
     product = "tensor_model_parallel_size 2 × pipeline_model_parallel_size 2 × context_parallel_size 1 = 4"
     assert product in said
     assert "times data parallel" in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "model", "said"),
+    [
+        (
+            {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+            {"num_hidden_layers": 28},
+            "the model's num_hidden_layers 28 is not a multiple of pipeline_model_parallel_size 4 ×"
+            " virtual_pipeline_model_parallel_size 2 = 8",
+        ),
+        (
+            {"pipeline_model_parallel_size": 4, "account_for_loss_in_pipeline_split": True},
+            {"num_hidden_layers": 28},
+            "num_hidden_layers 28 + 1 for the output layer = 29 is not a multiple of pipeline_model_parallel_size 4",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*3|t*2L"},
+            {"num_hidden_layers": 6},
+            "pipeline_model_parallel_layout has 5 layers (t), the model 6",
+        ),
+        (
+            {"tensor_model_parallel_size": 4},
+            {"num_attention_heads": 16, "num_key_value_heads": 2},
+            "the model's num_key_value_heads 2 is not a multiple of tensor_model_parallel_size 4",
+        ),
+        (
+            {"expert_model_parallel_size": 8},
+            {"num_local_experts": 60},
+            "the model's num_local_experts 60 is not a multiple of expert_model_parallel_size 8",
+        ),
+    ],
+)
+def test_a_model_that_does_not_come_out_even_is_refused_with_the_arithmetic(tmp_path, keys, model, said):
+    stored = tmp_path / "model"
+    stored.mkdir()
+    (stored / "config.json").write_text(json.dumps({"model_type": "qwen3", **model}), encoding="utf-8")
+    for where in ({"model_name_or_path": str(stored)}, {"random_init": {"model_type": "qwen3", **model}}):
+        assert said in refusal(tmp_path, config=json.dumps(keys), model=json.dumps(where))
+
+
+def test_a_model_that_comes_out_even_is_fine(tmp_path):
+    keys = {
+        "pipeline_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": 2,
+        "account_for_loss_in_pipeline_split": True,
+    }
+    model = {"random_init": {"model_type": "qwen3", "num_hidden_layers": 31}}
+    assert checked(tmp_path, config=json.dumps(keys), model=json.dumps(model)).config.sft_train.ranks_per_replica == 4
 
 
 @pytest.mark.parametrize("platform", ["rocm", "npu"])
@@ -106,6 +158,25 @@ def test_saying_no_to_what_is_not_supported_is_fine(key):
         ({"ddp_bucket_size": 1000}, "ddp_bucket_size belongs to overlap_grad_reduce: true"),
         ({"recompute_num_layers": 2}, "belong to recompute_granularity: full"),
         ({"recompute_modules": ["moe"]}, "belongs to recompute_granularity: selective"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "needs a pipeline_model_parallel_size above 1"),
+        (
+            {"pipeline_model_parallel_layout": "Et|t|L", "pipeline_model_parallel_size": 2},
+            "has 3 runs of layers, which is not a multiple of pipeline_model_parallel_size 2",
+        ),
+        (
+            {
+                "pipeline_model_parallel_layout": "Et|(t|)*2L",
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 3,
+            },
+            "has 4 runs of layers, but pipeline_model_parallel_size 2 × virtual_pipeline_model_parallel_size 3 = 6",
+        ),
+        ({"pipeline_model_parallel_layout": "tt|L"}, "does not begin with E, end with L"),
+        ({"pipeline_model_parallel_layout": "Em|L"}, "have only t and | between"),
+        (
+            {"pipeline_model_parallel_layout": "EtL", "account_for_loss_in_pipeline_split": True},
+            "leave account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split out",
+        ),
         ({"use_distributed_optimizer": False}, "Input should be True"),
     ],
 )
@@ -131,3 +202,19 @@ def test_keys_that_contradict_each_other_are_refused(keys, said):
 def test_experts_alone_are_computed_again_where_only_they_are_named(keys, granularity, modules):
     config = MegatronConfig.model_validate(keys)
     assert (config.recomputation, config.recomputed_modules) == (granularity, modules)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("Et*3|(tt|)*2,tL", ["Ettt", "tt", "tt", "tL"]),
+        ("E | t |*2 L", ["E", "t", "", "L"]),
+        ("EL", ["EL"]),
+    ],
+)
+def test_a_layout_is_read_as_megatron_reads_it(layout, expected):
+    assert runs(layout) == expected
+    schedules = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    letters = {"embedding": "E", "decoder": "t", "loss": "L"}
+    rows = schedules.PipelineParallelLayerLayout.parse_str_to_list(layout.replace(" ", ""))
+    assert ["".join(letters[each.name] for each in row) for row in rows] == expected

@@ -8,7 +8,7 @@ import pytest
 from megatron_programs import MIXTURE, PRELOAD
 
 from roll_core.testing import TrainStrategyConformance
-from roll_core.testing.models import write_checkpoint
+from roll_core.testing.models import QWEN3, write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +67,24 @@ class TestPipelineParallel(TrainStrategyConformance):
     variants = {"one": {}, "pp2": {"pipeline_model_parallel_size": 2}}  # noqa: RUF012
     ranks_of = {"one": (1,), "pp2": (2,)}  # noqa: RUF012
     parallelism = {"pipeline_parallel": "pp2"}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestInterleavedPipeline(TrainStrategyConformance):
+    """Two stages with two runs of layers each."""
+
+    name = "megatron_train"
+    preload = PRELOAD
+    variants = {  # noqa: RUF012
+        "one": {},
+        "pp2-vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    }
+    ranks_of = {"one": (1,), "pp2-vpp2": (2,)}  # noqa: RUF012
+    parallelism = {"pipeline_parallel": "pp2-vpp2"}  # noqa: RUF012
+
+    def model(self, task: Task, folder: Path) -> ModelSpec:
+        """Of four layers, one for each run."""
+        return write_checkpoint(folder, QWEN3 | {"num_hidden_layers": 4}, task=task, vocab_size=self.vocab_size)
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ from roll_core.testing.subject import registry
 
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
+VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
+FOUR = QWEN3 | {"num_hidden_layers": 4}
 EP = {"expert_model_parallel_size": 2}
 LATER = {"async_save_ckpt": True}
 
@@ -54,6 +56,8 @@ def steps(number):
     [
         pytest.param(QWEN3, (2, TP), (2, PP), id="tensor to pipeline"),
         pytest.param(MIXTURE, (2, EP | LATER), (1, {}), id="experts, written later, to one rank"),
+        pytest.param(FOUR, (2, VPP), (2, PP), id="interleaved to plain stages", marks=pytest.mark.slow),
+        pytest.param(FOUR, (1, {}), (2, VPP), id="one rank to interleaved stages", marks=pytest.mark.slow),
         pytest.param(MIXTURE, (1, {}), (2, EP), id="one rank to experts", marks=pytest.mark.slow),
         pytest.param(QWEN3, (2, PP | LATER), (4, TP), id="pipeline to tensor and data", marks=pytest.mark.slow),
     ],

@@ -1,5 +1,4 @@
-"""Passes of microbatches through the ranks of a replica: Megatron's schedules, and what stands at the end of the last
-stage.
+"""Passes of microbatches through the ranks of a replica, and what stands at the end of the last stage.
 
     stage 0: tokens -> layers ->  stage 1: layers -> hidden states -> head -> outputs -> loss
 
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -28,12 +26,14 @@ from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
 from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
 from roll_strategy_megatron.packing import Packing, num_padded, pack_for
+from roll_strategy_megatron.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
+    from roll_core.spec.providers import Task
     from roll_core.spec.train import MicroBatch, Want
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.config import MegatronConfig
@@ -52,18 +52,19 @@ class Passage:
 
 
 class Computation:
-    """Of one model; `wrapped` is the same as it is trained."""
+    """Of the runs of layers of one model; `wrapped` are the same as they are trained."""
 
     def __init__(
         self,
-        model: PackedModel,
-        wrapped: Any,
+        runs: Sequence[PackedModel],
+        wrapped: Sequence[Any],
         sizes: Sizes,
         parallel: Parallel,
         config: MegatronConfig,
+        task: Task,
     ) -> None:
-        self.model, self.wrapped, self.parallel, self.config = model, wrapped, parallel, config
-        self.schedule: Any = get_forward_backward_func()
+        self.runs, self.parallel, self.config, self.task = runs, parallel, config, task
+        self.pipeline = Pipeline(runs[0].config, wrapped, parallel.pp)
         rows = sizes.padded_vocab // parallel.tp.size()
         first = parallel.tp.rank() * rows
         self.share = VocabularyShare(group=parallel.tp, first=first, num_real=min(max(sizes.vocab - first, 0), rows))
@@ -83,17 +84,10 @@ class Computation:
         passages = self._passages(micros, want, fewest)
         if not passages:
             return []
-        self.model.train(backward)
+        for each in self.runs:
+            each.train(backward)
         with torch.set_grad_enabled(backward):
-            found = self.schedule(
-                forward_step_func=partial(self._step, want, at_end),
-                data_iterator=iter(passages),
-                model=self.wrapped,
-                num_microbatches=len(passages),
-                seq_length=1,
-                micro_batch_size=1,
-                forward_only=not backward,
-            )
+            found = self.pipeline.run(partial(self._step, want, at_end), passages, backward=backward)
         return found[: len(micros)] if found else [None] * len(micros)
 
     def _step(
@@ -114,11 +108,12 @@ class Computation:
         return model(passage.packing), finish
 
     def _passages(self, micros: Sequence[MicroBatch], want: Want, fewest: int) -> list[Passage]:
-        """Replicas that share experts go through as many microbatches as each other. What is lacking comes last, and
-        counts for nothing."""
+        """Replicas that share experts go through as many microbatches as each other, interleaved stages through a
+        multiple of their number. What is lacking comes last, and counts for nothing."""
         number = max(len(micros), fewest)
         if self.parallel.ep.size() > 1:
             (number,) = self.parallel.most([number], self.parallel.dp)
+        number += -number % self.pipeline.multiple
         idle = [idle_micro()] * (number - len(micros))
         every = [(each, False) for each in micros] + [(each, True) for each in idle]
         moved = [(each.to(self.parallel.device), idles) for each, idles in every]
@@ -136,7 +131,8 @@ class Computation:
                     cp_rank=self.parallel.cp.rank(),
                     cp_size=cp_size,
                     align=align,
-                    masked_only=want.masked_only,
+                    masked_only=want.masked_only and not want.values,
+                    own=self.task == "reward",
                     at_least=at_least,
                 ),
                 idle=idles,
@@ -148,7 +144,13 @@ class Computation:
 
     def _outputs(self, hidden: Tensor, passage: Passage, want: Want) -> TokenOutputs:
         """Complete on each of the stage's ranks."""
-        micro, packing = passage.micro, passage.packing
+        if self.task == "causal_lm":
+            return self._of_tokens(hidden, passage, want)
+        scores_L: Tensor = self.runs[-1].output_layer(hidden)
+        return TokenOutputs(values_T=self._spread(scores_L.index_select(0, passage.packing.rows_N), passage))
+
+    def _of_tokens(self, hidden: Tensor, passage: Passage, want: Want) -> TokenOutputs:
+        packing = passage.packing
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
@@ -162,17 +164,14 @@ class Computation:
         )
         found = sharded_head_outputs(
             hidden[:, 0].index_select(0, packing.rows_N),
-            self.model.head_weight(),
+            self.runs[-1].head_weight(),
             packing.targets_N,
             request,
             self.share,
         )
 
         def spread(rows_N: Tensor | None) -> Tensor | None:
-            if rows_N is None:
-                return None
-            own = rows_N.new_zeros(micro.num_tokens, *rows_N.shape[1:]).index_copy(0, packing.places_N, rows_N)
-            return self._over_context(own)
+            return None if rows_N is None else self._spread(rows_N, passage)
 
         return TokenOutputs(
             logprobs_T=spread(found.logprobs_N) if want.logprobs else None,
@@ -180,6 +179,12 @@ class Computation:
             topk_logprobs_TK=spread(found.topk_logprobs_NK),
             topk_ids_TK=spread(found.topk_ids_NK),
         )
+
+    def _spread(self, rows_N: Tensor, passage: Passage) -> Tensor:
+        """To their places among all tokens."""
+        places_N = passage.packing.places_N
+        own = rows_N.new_zeros(passage.micro.num_tokens, *rows_N.shape[1:]).index_copy(0, places_N, rows_N)
+        return self._over_context(own)
 
     def _over_context(self, own: Tensor) -> Tensor:
         """Each rank has some tokens' outputs and 0 for the others. All compute the same loss of all of them, so that a
@@ -209,6 +214,7 @@ class Computation:
         return TokenOutputs(
             logprobs_T=of(here.logprobs_T, want.logprobs),
             entropy_T=of(here.entropy_T, want.entropy),
+            values_T=of(here.values_T, want.values),
             topk_logprobs_TK=of(here.topk_logprobs_TK, want.topk > 0, want.topk),
             topk_ids_TK=of(here.topk_ids_TK, want.topk > 0, want.topk, dtype=torch.int64),
         )
@@ -222,5 +228,6 @@ def idle_micro() -> MicroBatch:
 
 def nothing(outputs: TokenOutputs) -> Tensor:
     """A loss of 0 that depends on everything that a real one may depend on."""
-    parts = [each for each in (outputs.logprobs_T, outputs.entropy_T) if each is not None and each.requires_grad]
+    every = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
+    parts = [each for each in every if each is not None and each.requires_grad]
     return torch.stack([each.sum() * 0.0 for each in parts]).sum() if parts else torch.zeros(())

@@ -7,12 +7,16 @@ Experts are spread over the ranks of tensor × context × data parallel, in grou
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
 from roll_core.spec.config import PositiveInt, StrategyConfig
 from roll_core.spec.platform import EnvVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 TRANSFORMER_ENGINE = "it needs Transformer Engine, whose layers this plugin does not use yet"
 DROPS = "with it a token's logprobs would depend on what else is in its microbatch"
@@ -35,10 +39,6 @@ REFUSED = {
     "moe_shared_expert_overlap": "none of the supported architectures has shared experts",
     "moe_enable_routing_replay": "no infer strategy returns the experts that it chose yet",
     "mtp_num_layers": "layers that predict several tokens are not supported",
-    "virtual_pipeline_model_parallel_size": "when it was tried, Megatron's interleaved schedule passed microbatches"
-    " of different lengths on to the wrong layers",
-    "pipeline_model_parallel_layout": "layers are spread evenly; account_for_embedding_in_pipeline_split and"
-    " account_for_loss_in_pipeline_split make room for the ends",
     "cuda_graph_impl": "microbatches differ in length",
     "cuda_graph_scope": "microbatches differ in length",
     "optimizer_cpu_offload": HYBRID,
@@ -46,6 +46,8 @@ REFUSED = {
     "additional_configs": "keys that nothing checks would be ignored when they are misspelt",
 }
 """Keys that configs written for ROLL may have, and why they are not honoured; a value that says no is accepted."""
+NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What architectures call it."""
 NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
 
 
@@ -56,6 +58,12 @@ class MegatronConfig(StrategyConfig):
     """Ranks that share each layer: they cut its matrices. They should stand on one host."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages: groups of ranks with different layers, through which microbatches flow one behind the other."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Runs of layers that each stage holds, through which microbatches go in turns: stages wait less for each other,
+    and send more. A step's microbatches are filled up to a multiple of `pipeline_model_parallel_size` by empty ones."""
+    pipeline_model_parallel_layout: str | None = None
+    """Which layers each run holds, as Megatron writes it, one run of all stages after the other: `E` the embedding, `t`
+    a layer, `L` the output layer, a bar between runs; `t*3` is three layers. Spread evenly where not given."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence's tokens."""
     expert_model_parallel_size: PositiveInt = 1
@@ -99,6 +107,13 @@ class MegatronConfig(StrategyConfig):
     """Copy what a checkpoint holds to the hosts and write it while the next steps run: takes them as much memory as it
     is large, 12 bytes per parameter, for so long. Where not given, a step waits until all is written."""
 
+    @property
+    def runs_per_stage(self) -> int:
+        """Runs of layers that a stage holds: 1 unless stages are interleaved."""
+        if self.pipeline_model_parallel_layout is not None:
+            return len(runs(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size
+        return self.virtual_pipeline_model_parallel_size or 1
+
     def ranks_per_replica(self) -> int:
         """TP × PP × CP."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
@@ -128,6 +143,44 @@ class MegatronConfig(StrategyConfig):
         why = "Megatron begins to communicate before it computes, and relies on the device to begin in the same order"
         return (EnvVar(name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", reason=why),)
 
+    def check_model(self, keys: Mapping[str, Any]) -> None:
+        """Layers go evenly over stages, and what ranks share of a layer over them."""
+        layers = keys.get("num_hidden_layers")
+        if isinstance(layers, int):
+            self._check_layers(layers)
+        tensor, experts = self.tensor_model_parallel_size, self.expert_model_parallel_size
+        for key, ranks, over in (
+            ("num_attention_heads", tensor, "tensor_model_parallel_size"),
+            ("num_key_value_heads", tensor, "tensor_model_parallel_size"),
+            ("intermediate_size", tensor, "tensor_model_parallel_size"),
+            *((each, experts, "expert_model_parallel_size") for each in NUMBER_OF_EXPERTS),
+        ):
+            number = keys.get(key)
+            if isinstance(number, int) and number % ranks:
+                raise ValueError(f"the model's {key} {number} is not a multiple of {over} {ranks}")
+
+    def _check_layers(self, layers: int) -> None:
+        if self.pipeline_model_parallel_layout is not None:
+            placed = sum(run.count("t") for run in runs(self.pipeline_model_parallel_layout))
+            if placed != layers:
+                raise ValueError(f"pipeline_model_parallel_layout has {placed} layers (t), the model {layers}")
+            return
+        ends = [
+            f" + 1 for {end}"
+            for end, counted in (
+                ("the embedding", self.account_for_embedding_in_pipeline_split),
+                ("the output layer", self.account_for_loss_in_pipeline_split),
+            )
+            if counted
+        ]
+        counted = f"num_hidden_layers {layers}{''.join(ends)}" + (f" = {layers + len(ends)}" if ends else "")
+        stages, of_stage = self.pipeline_model_parallel_size, self.runs_per_stage
+        number = f"pipeline_model_parallel_size {stages}"
+        if of_stage > 1:
+            number += f" × virtual_pipeline_model_parallel_size {of_stage} = {stages * of_stage}"
+        if (layers + len(ends)) % (stages * of_stage):
+            raise ValueError(f"the model's {counted} is not a multiple of {number}")
+
     @model_validator(mode="before")
     @classmethod
     def _say_why(cls, data: Any) -> Any:
@@ -154,8 +207,49 @@ class MegatronConfig(StrategyConfig):
             )
         if self.ddp_bucket_size and not self.overlap_grad_reduce:
             raise ValueError("ddp_bucket_size belongs to overlap_grad_reduce: true")
+        self._check_runs()
         if self.recompute_granularity != "full" and (self.recompute_method or self.recompute_num_layers):
             raise ValueError("recompute_method and recompute_num_layers belong to recompute_granularity: full")
         if self.recompute_granularity != "selective" and self.recompute_modules is not None:
             raise ValueError("recompute_modules belongs to recompute_granularity: selective")
         return self
+
+    def _check_runs(self) -> None:
+        stages, virtual = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        if virtual is not None and virtual > 1 and stages == 1:
+            raise ValueError(
+                "virtual_pipeline_model_parallel_size above 1 needs a pipeline_model_parallel_size above 1"
+            )
+        layout = self.pipeline_model_parallel_layout
+        if layout is None:
+            return
+        if self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split:
+            raise ValueError(
+                "pipeline_model_parallel_layout says where the embedding and the output layer are: leave"
+                " account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split out"
+            )
+        number = len(runs(layout))
+        if number % stages:
+            raise ValueError(
+                f"pipeline_model_parallel_layout has {number} runs of layers, which is not a multiple of"
+                f" pipeline_model_parallel_size {stages}"
+            )
+        if virtual is not None and virtual * stages != number:
+            raise ValueError(
+                f"pipeline_model_parallel_layout has {number} runs of layers, but pipeline_model_parallel_size {stages}"
+                f" × virtual_pipeline_model_parallel_size {virtual} = {stages * virtual}"
+            )
+
+
+def runs(layout: str) -> list[str]:
+    """Of a `pipeline_model_parallel_layout`, without repetitions: `Et|(tt|)*2L` is `Et`, `tt`, `tt`, `L`. Raises
+    `ValueError` for what is none."""
+    text = layout.replace(",", "").replace(" ", "")
+    for repeated in (r"\(([^()]+)\)\*(\d+)", r"([EtL|])\*(\d+)"):
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    found = text.split("|")
+    if not re.fullmatch(r"E[t|]*L", text):
+        raise ValueError(
+            f"pipeline_model_parallel_layout {layout!r} does not begin with E, end with L and have only t and | between"
+        )
+    return found

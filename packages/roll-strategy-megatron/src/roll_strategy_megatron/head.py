@@ -87,7 +87,8 @@ class _ShardedHead(torch.autograd.Function):
         nothing_N = log_norm_N.new_zeros(len(targets_N))
         grad_N = nothing_N if grads[0] is None else grads[0]
         slope_N = grads[1] if request.entropy and request.entropy_grad else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        trained = ctx.needs_input_grad[1]
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if trained else None
         grad_hidden: list[Tensor] = []
         slopes_N = nothing_N if slope_N is None else slope_N
         parts = _chunks(request.chunk(len(weight_VH)), hidden_NH, targets_N, log_norm_N, entropy_N, grad_N, slopes_N)
@@ -102,8 +103,10 @@ class _ShardedHead(torch.autograd.Function):
             d_CV.scatter_add_(1, columns_C[:, None], torch.where(here_C, grad_C, 0.0)[:, None])
             d_CV = (d_CV / request.temperature).to(weight_VH.dtype)
             grad_hidden.append(d_CV @ weight_VH)
-            grad_weight_VH += d_CV.T @ hidden_CH
-        return torch.cat(grad_hidden).to(hidden_NH.dtype), grad_weight_VH.to(weight_VH.dtype), None, None, None
+            if grad_weight_VH is not None:
+                grad_weight_VH += d_CV.T @ hidden_CH
+        grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
+        return torch.cat(grad_hidden).to(hidden_NH.dtype), grad_weight, None, None, None
 
 
 def _chunks(size: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,22 +54,26 @@ def _start(question: MemoryQuestion) -> Iterator[Use]:
 
 
 def _trained(question: MemoryQuestion, config: MegatronConfig, dense: int, experts: int) -> Iterator[Use]:
-    """Gradients of all that a rank holds, in float32; AdamW's state of a share of it."""
+    """Gradients of all that a rank trains, in float32; AdamW's state of a share of it. One factor of an adapter is cut
+    by tensor parallelism and the other is not: both are counted as if they were not."""
+    if question.added_parameters:
+        dense, experts = -(-question.trained_parameters // config.pipeline_model_parallel_size), 0
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     replicas = max(1, question.world_size // (tensor * stages))  # over data and context parallel ranks
     expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or tensor)
     expert_replicas = max(1, question.world_size // (expert_ranks * stages))
     formula = f"4 × {millions(dense + experts)} on a rank"
     yield Use(what="gradients", num_bytes=4 * (dense + experts), formula=formula, leaves=True)
-    state = MOMENT_BYTES + (MASTER_BYTES if question.dtype != "fp32" else 0)
+    apart = question.dtype != "fp32" and not question.added_parameters
+    state = MOMENT_BYTES + (MASTER_BYTES if apart else 0)
     share = dense // replicas + experts // expert_replicas
     formula = f"{state} × {millions(share)}, a rank's share"
     yield Use(what="optimizer", num_bytes=state * share, formula=formula, during=LATER, leaves=True)
 
 
 def _stage(question: MemoryQuestion, config: MegatronConfig) -> MemoryQuestion:
-    """What a rank of the first stage computes: its layers, of as many microbatches as there are stages, which are on
-    their way before the first comes back."""
+    """What a rank of the first stage computes: its layers, of the microbatches that are on their way before the first
+    comes back."""
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     model = question.model
     layers = tuple(replace(layer, active_width=layer.active_width // tensor) for layer in model.layers)
@@ -85,10 +90,17 @@ def _stage(question: MemoryQuestion, config: MegatronConfig) -> MemoryQuestion:
         question,
         model=cut,
         on_host=False,
-        train_tokens=tokens * min(stages, question.num_micro_batches),
+        train_tokens=math.ceil(tokens * min(_on_their_way(config), question.num_micro_batches)),
         score_tokens=-(-question.score_tokens // config.context_parallel_size),
         gradient_checkpointing=question.gradient_checkpointing and config.recomputation != "selective",
     )
+
+
+def _on_their_way(config: MegatronConfig) -> float:
+    """Microbatches whose activations the first stage holds at once: as many as there are stages. Interleaved, it goes
+    twice as far ahead of the last one (arXiv:2104.04473, 2.2.2), by runs, each of which has a share of its layers."""
+    stages, runs = config.pipeline_model_parallel_size, config.runs_per_stage
+    return stages if runs == 1 else (2 * (stages - 1) + (runs - 1) * stages + 1) / runs
 
 
 def _levers(question: MemoryQuestion, config: MegatronConfig) -> Iterator[Lever]:

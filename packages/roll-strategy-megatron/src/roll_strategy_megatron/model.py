@@ -13,6 +13,7 @@ from torch import nn
 
 from roll_core.errors import ModelError
 from roll_strategy_megatron.attention import PackedAttention
+from roll_strategy_megatron.scalar_head import ScalarHead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,6 +57,9 @@ class PackedModel(GPTModel):  # type: ignore[misc]
 
     def _embedded(self, tokens_1L: Tensor) -> Tensor:
         found: Tensor = self.embedding(input_ids=tokens_1L, position_ids=None)
+        if torch.is_grad_enabled() and not found.requires_grad:
+            # Beside adapters. Layers that are computed again give gradients only where their input has one.
+            return found.requires_grad_()
         if self.padding_id is None:
             return found
         # With sequence parallel each tensor parallel rank goes on with a run of the tokens.
@@ -103,9 +107,15 @@ def make_config(
 
 
 def _parallelism(config: MegatronConfig) -> dict[str, Any]:
+    interleaved = config.runs_per_stage > 1
     return {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": config.runs_per_stage if interleaved else None,
+        "pipeline_model_parallel_layout": config.pipeline_model_parallel_layout,
+        # Megatron's schedule for several runs of layers on a stage sends in each direction apart from the other.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
         "context_parallel_size": config.context_parallel_size,
         "expert_model_parallel_size": config.expert_model_parallel_size,
         "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
@@ -127,19 +137,39 @@ def _recomputation(config: MegatronConfig, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def make_model(config: TransformerConfig, sizes: Sizes, hf: PreTrainedModel, parallel: Parallel) -> PackedModel:
-    """This rank's layers, without numbers but those of rotary frequencies, which are transformers' own."""
+def make_runs(
+    config: TransformerConfig, num_runs: int, sizes: Sizes, hf: PreTrainedModel, parallel: Parallel, *, scalar: bool
+) -> list[PackedModel]:
+    """This rank's layers, run by run, without numbers but those of rotary frequencies, which are transformers' own.
+    `scalar` models end in a layer with one output."""
+    return [_make_run(config, run, num_runs, sizes, hf, parallel, scalar=scalar) for run in range(num_runs)]
+
+
+def _make_run(
+    config: TransformerConfig,
+    run: int,
+    num_runs: int,
+    sizes: Sizes,
+    hf: PreTrainedModel,
+    parallel: Parallel,
+    *,
+    scalar: bool,
+) -> PackedModel:
     stages, stage = parallel.pp.size(), parallel.pp.rank()
+    virtual = run if num_runs > 1 else None
     model = PackedModel(
         config=config,
-        transformer_layer_spec=_block_spec(config),
+        transformer_layer_spec=_block_spec(config, virtual),
         vocab_size=sizes.padded_vocab,
         max_sequence_length=hf.config.max_position_embeddings,
-        pre_process=stage == 0,
-        post_process=stage == stages - 1,
-        share_embeddings_and_output_weights=hf.config.tie_word_embeddings,
+        pre_process=stage == 0 and run == 0,
+        post_process=stage == stages - 1 and run == num_runs - 1,
+        share_embeddings_and_output_weights=hf.config.tie_word_embeddings and not scalar,
         position_embedding_type="rope",
+        vp_stage=virtual,
     )
+    if scalar and model.post_process:
+        model.output_layer = ScalarHead(config)
     model.rotary_pos_emb.inv_freq = frequencies(hf).to(parallel.device)
     model.padding_id = hf.get_input_embeddings().padding_idx
     placed: PackedModel = model.to(parallel.device)
@@ -158,7 +188,7 @@ def frequencies(hf: PreTrainedModel) -> Tensor:
     return found
 
 
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(config: TransformerConfig, run: int | None) -> TransformerBlockSubmodules:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -168,5 +198,5 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    number = get_num_layers_to_build(config)
+    number = get_num_layers_to_build(config, run)
     return TransformerBlockSubmodules(layer_specs=[spec] * number, layer_norm=Norm)

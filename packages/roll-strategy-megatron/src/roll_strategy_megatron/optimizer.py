@@ -20,6 +20,8 @@ from roll_core.spec.train import StepStats
 from roll_strategy_megatron.reduction import OverlappedReduction
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
     from roll_core.spec.train import TrainingSpec
@@ -29,14 +31,17 @@ KINDS = ("master", *MOMENTS)
 
 
 class Optimizer:
-    """Of a model that is wrapped in Megatron's data parallelism."""
+    """Of a rank's runs of layers, each wrapped in Megatron's data parallelism."""
 
-    def __init__(self, model: Any, training: TrainingSpec, dtype: torch.dtype) -> None:
-        self.model, self.training = model, training
+    def __init__(
+        self, runs: list[Any], training: TrainingSpec, dtype: torch.dtype, partial: Sequence[nn.Parameter] = ()
+    ) -> None:
+        """Of the parameters `partial` a rank has a part of the gradient, of a sum over those that cut an expert."""
+        self.runs, self.training, self.partial = runs, training, partial
         self.schedule = schedule(training)
         self.step_count = 0
         self.masters_apart = dtype != torch.float32
-        self.reduction = OverlappedReduction(model) if model.ddp_config.overlap_grad_reduce else None
+        self.reduction = OverlappedReduction(runs) if runs[0].ddp_config.overlap_grad_reduce else None
         self.mcore: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -51,7 +56,7 @@ class Optimizer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
             ),
-            [model],
+            runs,
             use_gloo_process_groups=False,
         )
         self._owners = {
@@ -70,7 +75,10 @@ class Optimizer:
 
     def step(self) -> StepStats:
         """Collective over the ranks."""
-        finalize_model_grads([self.model])
+        finalize_model_grads(self.runs)
+        for parameter in self.partial:
+            gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # Megatron's buffer
+            dist.all_reduce(gradient, group=parallel_state.get_expert_tensor_parallel_group())
         self.mcore.prepare_grads()
         norm = float(self.mcore.get_grad_norm())
         learning_rate = self.training.learning_rate * self.schedule(self.step_count)
@@ -89,7 +97,8 @@ class Optimizer:
         """Drop the gradients."""
         if self.reduction is not None:
             self.reduction.forget()
-        self.model.zero_grad_buffer()
+        for run in self.runs:
+            run.zero_grad_buffer()
         self.mcore.zero_grad()
 
     def _clip(self, norm: float) -> None:
@@ -132,7 +141,7 @@ class Optimizer:
 
     def gradients(self) -> list[Tensor]:
         """All that this rank holds of them."""
-        return [each.grad_data for each in (*self.model.buffers, *self.model.expert_parallel_buffers)]
+        return [each.grad_data for run in self.runs for each in (*run.buffers, *run.expert_parallel_buffers)]
 
     def states(self) -> list[Tensor]:
         """Moments of this rank's share, and masters where these are not the weights themselves."""

@@ -6,7 +6,7 @@ parallel the tokens between layers are cut once more, over TP ranks; the end of 
 
     CP = 2    sequence  a0 a1 a2 a3 | b0 b1 b2 .        rank 0: a0 a3 b0 .        rank 1: a1 a2 b1 b2
 
-Shapes: T flat tokens, P of them with padding, L on this rank, N on this rank that have something after them.
+Shapes: T flat tokens, P of them with padding, L on this rank, N on this rank from whose state an output is computed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Packing:
     """With 0 where there is padding."""
     packed: Packed
     rows_N: Tensor
-    """Among the L, those with a token after them."""
+    """Among the L, those from whose state an output is computed."""
     targets_N: Tensor
-    """That token."""
+    """The token of which it speaks."""
     places_N: Tensor
     """Where that token stands among the T."""
 
@@ -56,10 +56,18 @@ def num_padded(lengths: Sequence[int], *, cp_size: int, align: int) -> int:
 
 
 def pack_for(
-    micro: MicroBatch, *, cp_rank: int, cp_size: int, align: int, masked_only: bool, at_least: int = 0
+    micro: MicroBatch,
+    *,
+    cp_rank: int,
+    cp_size: int,
+    align: int,
+    masked_only: bool = False,
+    own: bool = False,
+    at_least: int = 0,
 ) -> Packing:
     """`align` divides the number of tokens of each context parallel rank. All of them together have `at_least` so many,
-    a number that `num_padded` gives."""
+    a number that `num_padded` gives. Outputs are computed of tokens from the state before them, those in the loss alone
+    if `masked_only`; if `own`, of every token from its own state."""
     lengths = list(micro.lengths)
     pieces = _pieces(cp_size)
     padded = [-(-each // pieces) * pieces for each in lengths]
@@ -73,9 +81,13 @@ def pack_for(
     share = torch.tensor([each // cp_size for each in padded])
     places = torch.where(places < 0, -1, places + starts.repeat_interleave(share)).to(device)
     tokens_L = torch.where(places < 0, 0, micro.tokens_T[places.clamp(min=0)])
-    followed = _followed(micro, masked_only)
-    rows_N = ((places >= 0) & followed[places.clamp(min=0)]).nonzero()[:, 0]
-    places_N = places[rows_N] + 1
+    if own:
+        rows_N = (places >= 0).nonzero()[:, 0]
+        places_N = places[rows_N]
+    else:
+        followed = _followed(micro, masked_only)
+        rows_N = ((places >= 0) & followed[places.clamp(min=0)]).nonzero()[:, 0]
+        places_N = places[rows_N] + 1
     cu_seqlens = torch.tensor([0, *padded], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     options: dict[str, Any] = {
         "qkv_format": "thd",

@@ -39,6 +39,7 @@ class Parallel:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=config.tensor_model_parallel_size,
                 pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+                virtual_pipeline_model_parallel_size=config.runs_per_stage if config.runs_per_stage > 1 else None,
                 context_parallel_size=config.context_parallel_size,
                 expert_model_parallel_size=config.expert_model_parallel_size,
                 expert_tensor_parallel_size=config.expert_tensor_parallel_size,

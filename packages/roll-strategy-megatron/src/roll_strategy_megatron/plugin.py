@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 ROLL_HOOK_API = 1
 
 CAPABILITIES = TrainCapabilities(
-    tasks=("causal_lm",),
+    tasks=("causal_lm", "value", "reward"),
     dtypes=("fp32", "bf16"),
     packing=True,
     gradient_checkpointing=True,
@@ -25,6 +25,8 @@ CAPABILITIES = TrainCapabilities(
     topk=True,
     offload=True,
     portable_state=True,
+    lora=True,
+    adapter_export=True,
     any_world_size=True,
     weight_transports=("shm", "collective"),
 )

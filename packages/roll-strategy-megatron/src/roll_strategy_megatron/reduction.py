@@ -10,16 +10,21 @@ bucket, and what was its own part of the sums in the others' shares:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 class OverlappedReduction:
-    """Of a model that is wrapped in Megatron's data parallelism."""
+    """Of a rank's runs of layers, each wrapped in Megatron's data parallelism."""
 
-    def __init__(self, model: Any) -> None:
-        self._groups: list[Any] = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
+    def __init__(self, runs: Sequence[Any]) -> None:
+        self._groups: list[Any] = [
+            each for run in runs for each in (*run.bucket_groups, *run.expert_parallel_bucket_groups)
+        ]
         self._under_way = False
 
     def begin(self) -> None:

@@ -42,8 +42,11 @@ FILE_BYTES = 1 << 30
 """Of a file; a tensor that is larger has a file of its own."""
 
 
-def save_state(bridge: Bridge, optimizer: Optimizer, path: Path, *, later: bool) -> Callable[[], None] | None:
-    """Write it; or, `later`, copy to the host what this rank is to write and return what writes it. Collective."""
+def save_state(
+    bridge: Bridge, optimizer: Optimizer, path: Path, *, adapters: Mapping[str, Any] | None, later: bool
+) -> Callable[[], None] | None:
+    """Write it; or, `later`, copy to the host what this rank is to write and return what writes it. `adapters` is the
+    identity of those that are trained. Collective."""
     rank = dist.get_rank()
     shared = _of_rank_0(path, bridge)
     shared.mkdir(parents=True, exist_ok=True)
@@ -53,6 +56,7 @@ def save_state(bridge: Bridge, optimizer: Optimizer, path: Path, *, later: bool)
             "world_size": dist.get_world_size(),
             "step_count": optimizer.step_count,
             "parameters": list(bridge.shapes),
+            "adapters": adapters,
         }
         _write_json(shared / STATE, state)
     save_file({"torch_cpu": torch.get_rng_state()}, path / RANDOM)
@@ -90,11 +94,15 @@ def _of_my_turn(bridge: Bridge, optimizer: Optimizer) -> Iterator[tuple[str, Ten
                 yield f"{kind}.{name}", tensor
 
 
-def load_state(bridge: Bridge, optimizer: Optimizer, path: Path) -> None:
-    """Whatever the arrangement was that saved. Collective. Raises `CheckpointError`."""
+def load_state(
+    bridge: Bridge, optimizer: Optimizer, path: Path, check: Callable[[Mapping[str, Any] | None, Path], None]
+) -> None:
+    """Whatever the arrangement was that saved. `check` refuses adapters that are not those of this role. Collective.
+    Raises `CheckpointError`."""
     shared = _of_rank_0(path, bridge)
     try:
         state = json.loads((shared / STATE).read_text(encoding="utf-8"))
+        check(state.get("adapters"), shared)
         _check(state, bridge, shared)
         places: dict[str, Path] = {}
         for rank in range(state["world_size"]):
@@ -130,7 +138,7 @@ def take_over(bridge: Bridge, optimizer: Optimizer, read: Callable[[str], Parame
                 optimizer.put(parameter, kind, share.to(bridge.parallel.device))
 
 
-def portable_state(bridge: Bridge, optimizer: Optimizer) -> PortableState:
+def portable_state(bridge: Bridge, optimizer: Optimizer, adapters: Mapping[str, Any] | None) -> PortableState:
     """What other strategies continue from, gathered while it is read, on every rank."""
     streams = {kind: bridge.export(partial(optimizer.whole, kind=kind), torch.float32) for kind in KINDS}
 
@@ -142,7 +150,7 @@ def portable_state(bridge: Bridge, optimizer: Optimizer) -> PortableState:
                 raise ValueError(f"{name} was read out of order: {exported} comes first")
         return ParameterState(**found)
 
-    return PortableState(step_count=optimizer.step_count, shapes=bridge.shapes, read=read)
+    return PortableState(step_count=optimizer.step_count, shapes=bridge.shapes, read=read, adapters=adapters)
 
 
 def _read(source: FileSource, bridge: Bridge, path: Path, name: str) -> ParameterState:

@@ -7,15 +7,17 @@ Optimizer (distributed AdamW) steps them; the Bridge reads Hugging Face models a
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from roll_core.errors import NonFiniteError, UnsupportedError
+from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
 from roll_core.modeling.model import DTYPES
 from roll_core.modeling.moving import Mover
 from roll_core.modeling.pieces import write_gathered
-from roll_core.modeling.portable_state import check_same
+from roll_core.modeling.portable_state import check_adapters, check_same
 from roll_core.modeling.task_model import finite_loss, plain_metrics
 from roll_core.spec.train import (
     LossFn,
@@ -38,10 +40,11 @@ with warnings.catch_warnings():
 
     from roll_strategy_megatron.bridge.bridge import Bridge
     from roll_strategy_megatron.bridge.registry import find_architecture
-    from roll_strategy_megatron.bridge.source import open_source
+    from roll_strategy_megatron.bridge.source import head_name, open_source
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.computation import Computation, Passage, nothing
-    from roll_strategy_megatron.model import make_config, make_model
+    from roll_strategy_megatron.lora import Lora
+    from roll_strategy_megatron.model import make_config, make_runs
     from roll_strategy_megatron.optimizer import Optimizer
     from roll_strategy_megatron.parallel import Parallel, check_sizes
     from roll_strategy_megatron.state import load_state, portable_state, save_state, take_over
@@ -49,9 +52,9 @@ with warnings.catch_warnings():
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from roll_core.spec.model import MeshInfo, ModelSpec
@@ -67,8 +70,8 @@ class MegatronStrategy(TrainStrategy):
         """Make this rank's share of the model and read its numbers. Collective."""
         if model.task not in CAPABILITIES.tasks:
             raise UnsupportedError(
-                f"role {mesh.role}: the Megatron strategies have language models; a model of task {model.task} can be"
-                " trained by fsdp2_train or deepspeed_train"
+                f"role {mesh.role}: the Megatron strategies have language models, values and scores; a model of task"
+                f" {model.task} can be trained by fsdp2_train or deepspeed_train"
             )
         check_sizes(mesh, self._config)
         if mesh.num_threads:
@@ -76,16 +79,21 @@ class MegatronStrategy(TrainStrategy):
         name_missing_kernel()
         self._mesh, self.spec, self.dtype = mesh, model, DTYPES[model.dtype]
         self.hf, source = open_source(model)
+        self._check_model()
         architecture = find_architecture(self.hf.config.model_type)
         self.parallel = Parallel(mesh, self._config)
         self.mover = Mover(mesh.role, self.parallel.device)
         settings = make_config(architecture.settings(self.hf.config), self._config, model, self.dtype)
         sizes = _sizes(self.hf, settings, self.parallel)
-        self.model = make_model(settings, sizes, self.hf, self.parallel)
-        self.bridge: Bridge = Bridge(architecture, self.hf, self.model, sizes, self.parallel)
+        scalar = head_name(self.hf) if model.task != "causal_lm" else ""
+        number = self._config.runs_per_stage
+        self.runs = make_runs(settings, number, sizes, self.hf, self.parallel, scalar=bool(scalar))
+        self.bridge: Bridge = Bridge(architecture, self.hf, self.runs, sizes, self.parallel, scalar)
         self.bridge.load(source, self.dtype)
         source.close()
-        wrapped: Any = self.model
+        self.lora = Lora(self.runs, self.bridge, model) if model.lora is not None else None
+        self.trained: Bridge = self.bridge if self.lora is None else self.lora.carrier
+        wrapped: list[Any] = list(self.runs)
         self.optimizer: Optimizer | None = None
         if self.training is not None:
             how = DistributedDataParallelConfig(
@@ -95,12 +103,15 @@ class MegatronStrategy(TrainStrategy):
                 overlap_grad_reduce=self._config.overlap_grad_reduce,
                 bucket_size=self._config.ddp_bucket_size,
             )
-            wrapped = DistributedDataParallel(settings, how, self.model)
-            settings.no_sync_func = wrapped.no_sync
-            self.optimizer = Optimizer(wrapped, self.training, self.dtype)
+            wrapped = [DistributedDataParallel(settings, how, each) for each in self.runs]
+            # Megatron calls all of a list where stages are interleaved, and takes no list elsewhere.
+            settings.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+            partial = self.lora.partial if self.lora is not None else ()
+            self.optimizer = Optimizer(wrapped, self.training, self.dtype, partial)
         else:
-            self.model.requires_grad_(False)
-        self.computation = Computation(self.model, wrapped, sizes, self.parallel, self._config)
+            for each in self.runs:
+                each.requires_grad_(False)
+        self.computation = Computation(self.runs, wrapped, sizes, self.parallel, self._config, model.task)
 
     @property
     def data_rank(self) -> DataRank:
@@ -121,6 +132,7 @@ class MegatronStrategy(TrainStrategy):
         """Raises `NonFiniteError`, which names the sequences, on every rank; what the gradients were is lost then.
         Collective: a rank that finds one goes through the passes that the others need, and then tells them."""
         optimizer = self._require_training()
+        self._check_wanted(loss.want)
         optimizer.begin()
         errors: list[NonFiniteError] = []
 
@@ -150,21 +162,38 @@ class MegatronStrategy(TrainStrategy):
         return self._require_training().step()
 
     def _score(self, micros: Sequence[MicroBatch], want: Want) -> list[TokenOutputs]:
-        if want.values:
-            raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
+        self._check_wanted(want)
 
         def at_end(passage: Passage, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
             return nothing(outputs), outputs
 
         self.mover.need("weights")
-        found = self.computation.run(micros, want, at_end, backward=False)
+        with self._beneath() if want.base else nullcontext():
+            found = self.computation.run(micros, want, at_end, backward=False)
         return [self.computation.on_all_stages(each, micro, want) for each, micro in zip(found, micros, strict=True)]
+
+    def _beneath(self) -> AbstractContextManager[None]:
+        if self.lora is None:
+            raise UnsupportedError(f"role {self._mesh.role} has no adapters, so there is no base model beneath them")
+        return self.lora.off()
+
+    def _check_wanted(self, want: Want) -> None:
+        if self.spec.task == "causal_lm" and want.values:
+            raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
+        if self.spec.task != "causal_lm" and (want.logprobs or want.entropy or want.topk):
+            raise UnsupportedError(f"a model of task {self.spec.task} has no logprobs")
 
     def _require_training(self) -> Optimizer:
         if self.optimizer is None:
             raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
         self.mover.need("weights", "grads", "optimizer")
         return self.optimizer
+
+    def _check_model(self) -> None:
+        try:
+            self._config.check_model(self.hf.config.to_dict())
+        except ValueError as error:
+            raise ModelError(f"role {self._mesh.role}: {error}") from error
 
     @property
     def _config(self) -> MegatronConfig:
@@ -177,45 +206,63 @@ class MegatronStrategy(TrainStrategy):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered tensor by tensor, on every rank. Tied weights come once."""
         self.mover.need("weights")
-        return self.bridge.export(lambda parameter: parameter.detach(), self.dtype)
+        return self.bridge.export(self.lora.merged if self.lora is not None else Tensor.detach, self.dtype)
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathered factor by factor, on every rank; experts' one by one."""
+        if self.lora is None:
+            raise UnsupportedError(f"role {self._mesh.role} trains the whole model; there are no adapters to export")
+        self.mover.need("weights")
+        return self.lora.exported()
 
     def export_model(self, path: Path) -> None:
         """Gathered tensor by tensor, and written meanwhile by rank 0 in files of bounded size, one of which it holds on
-        its host at a time. Collective."""
-        write_gathered(
-            self.hf,
-            self.spec,
-            path,
-            adapters=None,
-            exported=self.export_weights(),
-            whole=lambda each: each,
-            shape_of=lambda each: tuple(each.shape),
-            writes=self._mesh.rank == 0,
-        )
+        its host at a time; or the adapters alone. Collective."""
+        leads = self._mesh.rank == 0
+        if self.lora is not None and self.lora.lora.export == "adapter":
+            self.lora.write(path, leads=leads)
+        else:
+            write_gathered(
+                self.hf,
+                self.spec,
+                path,
+                adapters=None,
+                exported=self.export_weights(),
+                whole=lambda each: each,
+                shape_of=lambda each: tuple(each.shape),
+                writes=leads,
+            )
         self.parallel.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> Callable[[], None] | None:
-        """Into rank 0's directory, see `state`. With `async_save_ckpt` each rank copies what it is to write to its
-        host, and leaves it to be written. Collective."""
-        return save_state(self.bridge, self._require_training(), path, later=self._config.async_save_ckpt)
+        """Into rank 0's directory, see `state`: of a model with adapters only what is trained. With `async_save_ckpt`
+        each rank copies what it is to write to its host, and leaves it to be written. Collective."""
+        optimizer, later = self._require_training(), self._config.async_save_ckpt
+        return save_state(self.trained, optimizer, path, adapters=self._identity(), later=later)
 
     def load(self, path: Path) -> None:
         """From rank 0's directory, whatever arrangement of ranks wrote it. Collective."""
-        load_state(self.bridge, self._require_training(), path)
+        optimizer, here = self._require_training(), self._identity()
+        described = self.lora.described if self.lora is not None else None
+        load_state(self.trained, optimizer, path, lambda saved, place: check_adapters(saved, described, here, place))
 
     def export_state(self) -> PortableState:
         """Gathered parameter by parameter, on every rank. Collective."""
-        return portable_state(self.bridge, self._require_training())
+        return portable_state(self.trained, self._require_training(), self._identity())
 
     def import_state(self, state: PortableState) -> None:
         """Each rank reads all of what its shares are cut from, and keeps these. Collective."""
         optimizer = self._require_training()
-        check_same(state, self.bridge.shapes)
-        take_over(self.bridge, optimizer, state.read)
+        described = self.lora.described if self.lora is not None else None
+        check_same(state, self.trained.shapes, adapters=described, identity=self._identity())
+        take_over(self.trained, optimizer, state.read)
         optimizer.restored(state.step_count)
         self.parallel.wait()
+
+    def _identity(self) -> dict[str, Any] | None:
+        return self.lora.identity() if self.lora is not None else None
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
@@ -238,7 +285,7 @@ class MegatronStrategy(TrainStrategy):
         return {part: 0 if self.mover.is_away(part) else size for part, size in held.items()}
 
     def _held(self) -> dict[Part, list[Tensor]]:
-        weights: list[Tensor] = list(self.model.parameters())
+        weights: list[Tensor] = [each for run in self.runs for each in run.parameters()]
         if self.optimizer is None:
             return {"weights": weights, "grads": [], "optimizer": []}
         return {"weights": weights, "grads": self.optimizer.gradients(), "optimizer": self.optimizer.states()}

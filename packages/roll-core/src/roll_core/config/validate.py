@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from roll_core.config.explain import Finding, findings, show
+from roll_core.config.model_keys import model_keys
 from roll_core.config.nearest import suggest_key
 from roll_core.config.schema import members, paths, roles, schema_at
 from roll_core.config.written import COMMAND_LINE, Place
@@ -228,6 +229,8 @@ class _Validation:
         if strategy is not None:
             self._slots(path, worker, role, provider, strategy)
             self._replicas(path, role, provider, strategy)
+            if worker.kind != "generate":
+                self._spread(path, role, strategy)
 
     def _environment(self, path: KeyPath, role: dict[Any, Any]) -> None:
         """An interpreter that is named by its path is there, unless workers run on the hosts of a cluster."""
@@ -323,6 +326,13 @@ class _Validation:
             message = f"{ranks} ranks are not a multiple of {strategy.replica_arithmetic()} = {computed}"
             hint = "the number of ranks is that product times data parallel"
             self.found.append(Finding((*path, "strategy_args", "strategy_config"), message, hint))
+
+    def _spread(self, path: KeyPath, role: dict[Any, Any], strategy: StrategyConfig) -> None:
+        """The model can be cut as the strategy is to cut it, as far as the model is known."""
+        try:
+            strategy.check_model(model_keys(role.get("model_args"), self.data.get("pretrain")))
+        except ValueError as error:
+            self.found.append(Finding((*path, "strategy_args", "strategy_config"), str(error)))
 
     # -- problems ------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ Shapes: I inputs and O outputs of a layer, R rank; W [O, I], A [R, I], B [O, R].
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import warnings
 from contextlib import contextmanager
@@ -118,6 +119,22 @@ class Adapters:
         """What is trained, by name: A and B of every target, and the copies of extra modules."""
         return {name: each for name, each in self.model.named_parameters() if _is_adapter(name)}
 
+    def drawn(self) -> dict[str, Tensor]:
+        """A `[R, I]` of every target by name, as `add_adapters` draws them on a model that has numbers: for whoever
+        keeps these elsewhere, and `model` on the device `meta`."""
+        found: dict[str, Tensor] = {}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._spec.seed)
+            for name, a_RI in self.trained().items():
+                if f".lora_A.{ADAPTER}." in name:
+                    b_OR = self.model.get_parameter(name.replace(".lora_A.", ".lora_B."))
+                    # peft makes two layers, each of which draws its weight, and then draws A's once more.
+                    layer = nn.Linear(a_RI.shape[1], a_RI.shape[0], bias=False)
+                    nn.Linear(b_OR.shape[1], b_OR.shape[0], bias=False)
+                    nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5))
+                    found[name] = layer.weight.detach()
+        return found
+
     @torch.no_grad()
     def merged(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of the model without adapters that computes the same, in the order of its parameters.
@@ -170,12 +187,8 @@ class Adapters:
     def base_digest(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> str:
         """Identifies the model beneath: equal for equal names and bytes. Computed once, since it never changes."""
         if not self._base_digest:
-            listed = [
-                f"{base_name(name)} {digest(full(each))}"
-                for name, each in self.model.named_parameters()
-                if not _is_adapter(name)
-            ]
-            self._base_digest = digest(torch.frombuffer(bytearray("\n".join(listed).encode()), dtype=torch.uint8))
+            beneath = {name: each for name, each in self.model.named_parameters() if not _is_adapter(name)}
+            self._base_digest = weights_digest((base_name(name), full(each)) for name, each in beneath.items())
         return self._base_digest
 
     def identity(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Any]:
@@ -196,6 +209,11 @@ class Adapters:
             f" {here['rank']} and lora_alpha {here['alpha']:g}"
         )
 
+    def also_targets(self, names: Iterable[str]) -> None:
+        """Layers that have adapters too, in what is exported, though `model` has them as one tensor: experts."""
+        config = self._handle.peft_config[ADAPTER]
+        config.target_modules = sorted({*config.target_modules, *names})
+
     def export(self, path: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write the adapters as peft loads them, and the tokenizer. `state`, what is trained as whole tensors, is
         needed for shards. Raises `UnsupportedError` where the base model was made from nothing."""
@@ -211,6 +229,12 @@ class Adapters:
         """Under peft's own names, in tensors that share no memory."""
         whole = self.trained() if state is None else state
         return {f"base_model.model.{name}": each.detach().clone() for name, each in whole.items()}
+
+
+def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Identifies a model: equal for equal names and bytes, in this order."""
+    listed = [f"{name} {digest(each)}" for name, each in weights]
+    return digest(torch.frombuffer(bytearray("\n".join(listed).encode()), dtype=torch.uint8))
 
 
 def base_name(name: str) -> str:

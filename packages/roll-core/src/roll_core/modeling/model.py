@@ -23,6 +23,7 @@ from roll_core.errors import ModelError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from roll_core.spec.model import ModelSpec
@@ -134,6 +135,21 @@ def scalar_head(model: PreTrainedModel) -> nn.Linear:
         raise ModelError(f"{type(model).__name__} has no layer with one output; it cannot give values or scores")
     head: nn.Linear = linear[0]
     return head
+
+
+def not_a_reward_model(spec: ModelSpec) -> ModelError:
+    """Of a directory that lacks the head of task `reward`."""
+    return ModelError(
+        f"{spec.path}: it has no scoring head (score.weight), so it is not a reward model: its scores would be random"
+    )
+
+
+def new_value_head(spec: ModelSpec, width: int) -> Tensor:
+    """`[1, width]` in float32: what a critic that begins from a language model begins with. Near 0, whatever the width:
+    standard deviation 1 / (width + 1). It depends on `spec.seed` alone, so that whoever reads the rest of the model
+    tensor by tensor has the same."""
+    drawn = torch.empty(1, width, dtype=torch.float32)
+    return drawn.normal_(0.0, 1.0 / (width + 1), generator=torch.Generator().manual_seed(spec.seed))
 
 
 # -- configs -----------------------------------------------------------------------------------------------------------
@@ -252,7 +268,7 @@ def _random_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
     except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError, ImportError) as error:
         raise ModelError(f"cannot make a {config.model_type} for task {spec.task}: {_last_line(error)}") from error
     if spec.task != "causal_lm":
-        _new_head(model, replace_head)
+        _new_head(model, replace_head, spec)
     _round(model, DTYPES[spec.dtype])
     return model
 
@@ -282,17 +298,14 @@ def _stored_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
         )
     if head_is_new:
         if spec.task == "reward":
-            raise ModelError(
-                f"{spec.path}: it has no scoring head (score.weight), so it is not a reward model:"
-                " its scores would be random"
-            )
+            raise not_a_reward_model(spec)
         log.info("%s: the value head is new", spec.path)
-        _new_head(model, replace_head)
+        _new_head(model, replace_head, spec)
     return model
 
 
-def _new_head(model: PreTrainedModel, replace: bool) -> None:
-    """A value head that begins near 0, whatever the width: standard deviation 1 / (hidden size + 1)."""
+def _new_head(model: PreTrainedModel, replace: bool, spec: ModelSpec) -> None:
+    """Give the model a `new_value_head`."""
     if replace:
         output = model.get_output_embeddings()
         if not isinstance(output, nn.Linear):
@@ -304,8 +317,7 @@ def _new_head(model: PreTrainedModel, replace: bool) -> None:
         )
     head = scalar_head(model)
     with torch.no_grad():
-        drawn = torch.empty(head.weight.shape, dtype=torch.float32).normal_(0.0, 1.0 / (head.in_features + 1))
-        head.weight.copy_(drawn)
+        head.weight.copy_(new_value_head(spec, head.in_features))
         if head.bias is not None:
             head.bias.zero_()
 

@@ -10,12 +10,15 @@ Cross-field rules belong into `model_validator`s that raise `ValueError` with th
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.platform import EnvVar, RoleKind  # noqa: TC001 - pydantic reads the annotation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -84,6 +87,10 @@ class StrategyConfig(Config):
     def replica_arithmetic(self) -> str:
         """The product that `ranks_per_replica` is, spelled out by keys, for error messages."""
         return str(self.ranks_per_replica())
+
+    def check_model(self, keys: Mapping[str, Any]) -> None:
+        """Of a train strategy: raises `ValueError`, with the arithmetic, for a model that cannot be spread as
+        configured. `keys` are those of its transformers config that are known before anything is loaded."""
 
 
 class ModelArguments(Config):

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from roll_core.errors import ModelError
+from roll_strategy_megatron.bridge.rules import Rule
+from roll_strategy_megatron.bridge.transforms import Copy
 from roll_strategy_megatron.parallel import joined
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from roll_strategy_megatron.bridge.rules import Architecture, Rule
+    from roll_strategy_megatron.bridge.rules import Architecture
     from roll_strategy_megatron.bridge.source import Source
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.model import PackedModel
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-TIED = "lm_head.weight"
+OUTPUT, TIED = "output_layer.weight", "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 SHOWN = 5
 """Names that an error lists."""
@@ -51,23 +53,31 @@ class Held:
 
 
 class Bridge:
-    """Between one Hugging Face model, of which only names and shapes are looked at, and this rank's `model`."""
+    """Between one Hugging Face model, of which only names and shapes are looked at, and the runs of layers of this
+    rank."""
 
     def __init__(
         self,
         architecture: Architecture,
         hf: PreTrainedModel,
-        model: PackedModel,
+        runs: Sequence[PackedModel],
         sizes: Sizes,
         parallel: Parallel,
+        scalar_head: str = "",
     ) -> None:
-        """Collective over the stages. Raises `ModelError` for tensors that no rule names, on either side."""
+        """Collective over the stages. `scalar_head` is the name of the weight that stands in the output layer's place,
+        if one does. Raises `ModelError` for tensors that no rule names, on either side."""
         self.architecture, self.sizes, self.parallel = architecture, sizes, parallel
+        self.rules = tuple(
+            Rule(mcore=OUTPUT, hf=(scalar_head,), transform=Copy()) if scalar_head and each.mcore == OUTPUT else each
+            for each in architecture.rules
+        )
         self.num_layers: int = hf.config.num_hidden_layers
-        self.num_experts: int = model.config.num_moe_experts or 0
+        self.num_experts: int = runs[0].config.num_moe_experts or 0
         self.shapes = {name: tuple(each.shape) for name, each in hf.named_parameters()}
-        self.tied = bool(hf.config.tie_word_embeddings)
-        self.held = [self._placed(model, name, each) for name, each in model.named_parameters()]
+        self.tied = bool(hf.config.tie_word_embeddings) and not scalar_head
+        self.spare = {TIED} if self.tied or (scalar_head and scalar_head != TIED) else set()
+        self.held = [self._placed(run, name, each) for run in runs for name, each in run.named_parameters()]
         for each in self.held:
             # Megatron says so where it draws weights, which it does not here. The norm of gradients depends on it.
             each.parameter.tensor_model_parallel = each.rule.transform.tp_dim is not None  # type: ignore[attr-defined]
@@ -76,18 +86,18 @@ class Bridge:
 
     # -- what belongs together -----------------------------------------------------------------------------------------
 
-    def _placed(self, model: PackedModel, name: str, parameter: nn.Parameter) -> Held:
-        """Numbers in a rank's names count from 0 on that rank."""
+    def _placed(self, run: PackedModel, name: str, parameter: nn.Parameter) -> Held:
+        """Numbers in a rank's names count from 0 in each run."""
 
         def layer(match: re.Match[str]) -> str:
-            return f"decoder.layers.{model.decoder.layers[int(match[1])].layer_number - 1}."
+            return f"decoder.layers.{run.decoder.layers[int(match[1])].layer_number - 1}."
 
         def expert(match: re.Match[str]) -> str:
             own = self.num_experts // self.parallel.ep.size()
             return f".local_experts.{self.parallel.ep.rank() * own + int(match[1])}."
 
         whole = EXPERT.sub(expert, LAYER.sub(layer, name))
-        for rule in self.architecture.rules:
+        for rule in self.rules:
             found = rule.pattern.fullmatch(whole)
             if found is not None:
                 numbers = found.groupdict()
@@ -102,7 +112,7 @@ class Bridge:
     def _groups(self) -> dict[str, tuple[Rule, int]]:
         """By each name of the Hugging Face model, in its order: the rule and the layer that it stands for."""
         known: dict[str, tuple[Rule, int]] = {}
-        for rule in self.architecture.rules:
+        for rule in self.rules:
             for layer in range(self.num_layers) if "{layer}" in rule.mcore else (-1,):
                 for name in self._hf_names(rule, layer):
                     known.setdefault(name, (rule, layer))
@@ -177,8 +187,7 @@ class Bridge:
                 expected.update(self._source_names(rule, layer, expert, source))
         _refuse("the files lack", sorted(expected - source.names))
         ignored = [re.compile(each) for each in self.architecture.ignored]
-        spare = {TIED} if self.tied else set()
-        left = source.names - expected - spare
+        left = source.names - expected - self.spare
         _refuse(
             "nothing takes these tensors of the files:",
             sorted(name for name in left if not any(each.fullmatch(name) for each in ignored)),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.modeling.files import ModelFiles
-from roll_core.modeling.model import empty_model, load_model
+from roll_core.modeling.model import empty_model, load_model, new_value_head, not_a_reward_model, scalar_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,18 +34,20 @@ class Source(ABC):
 
 
 class FileSource(Source):
-    """Safetensors files."""
+    """Safetensors files, and what was made because they lack it."""
 
-    def __init__(self, places: Mapping[str, Path]) -> None:
+    def __init__(self, places: Mapping[str, Path], made: Mapping[str, Tensor] | None = None) -> None:
         """`places` says which tensor stands in which."""
-        self._places = places
-        self.names = frozenset(places)
+        self._places, self._made = places, made or {}
+        self.names = frozenset((*places, *self._made))
         self._stack, self._opened = ExitStack(), dict[Path, Any]()
 
     def get(self, name: str) -> Tensor:
         """Read now; the file stays open."""
         from safetensors import safe_open
 
+        if name in self._made:
+            return self._made[name]
         place = self._places[name]
         if place not in self._opened:
             self._opened[place] = self._stack.enter_context(safe_open(place, framework="pt"))
@@ -78,7 +80,8 @@ def open_source(spec: ModelSpec) -> tuple[PreTrainedModel, Source]:
     if spec.random_init is None and Path(spec.path).is_dir():
         files = ModelFiles(Path(spec.path))
         if files.places:
-            return empty_model(spec), FileSource(files.places)
+            model = empty_model(spec)
+            return model, FileSource(files.places, _made(model, spec, files))
     model = load_model(spec)
     tensors, buffers = dict(model.state_dict()), dict(model.named_buffers())
     model.to("meta")
@@ -86,3 +89,22 @@ def open_source(spec: ModelSpec) -> tuple[PreTrainedModel, Source]:
         module, _, leaf = name.rpartition(".")
         model.get_submodule(module).register_buffer(leaf, buffer, persistent=name in tensors)
     return model, MemorySource(tensors)
+
+
+def head_name(model: PreTrainedModel) -> str:
+    """Of the weight of the layer with one output that a model of task `value` or `reward` has."""
+    head = scalar_head(model).weight
+    name: str = next(name for name, each in model.named_parameters() if each is head)
+    return name
+
+
+def _made(model: PreTrainedModel, spec: ModelSpec, files: ModelFiles) -> dict[str, Tensor]:
+    """The head of a critic that begins from a language model."""
+    if spec.task == "causal_lm":
+        return {}
+    name = head_name(model)
+    if name in files.places:
+        return {}
+    if spec.task == "reward":
+        raise not_a_reward_model(spec)
+    return {name: new_value_head(spec, model.get_parameter(name).shape[1])}

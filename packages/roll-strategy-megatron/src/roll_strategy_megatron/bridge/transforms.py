@@ -113,7 +113,7 @@ class FuseGateUp(Transform):
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """Gate and up, in this order."""
         both = torch.cat(list(parts))
-        return both.reshape(2, -1, *both.shape[1:])
+        return both.reshape(2, len(both) // 2, *both.shape[1:])  # parts may have no columns: an expert without tokens
 
     def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
         """Gate and up, in this order, or both in one."""

@@ -1,0 +1,30 @@
+"""What can be known of a role's model without loading anything: the keys of its transformers config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def model_keys(model_args: object, pretrain: object) -> Mapping[str, Any]:
+    """Of a raw `model_args` and the pipeline's `pretrain`. Empty for a model that is not here yet or not named."""
+    given = model_args if isinstance(model_args, dict) else {}
+    overrides = given.get("model_config_kwargs")
+    keys = given.get("random_init")
+    if not isinstance(keys, dict):
+        keys = _stored(given.get("model_name_or_path") or pretrain)
+    return {**keys, **overrides} if keys and isinstance(overrides, dict) else keys
+
+
+def _stored(path: object) -> dict[str, Any]:
+    if not isinstance(path, str):
+        return {}
+    try:
+        found = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # who builds the model says what is wrong with it
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,317 @@
+"""Which of Megatron's layers get adapters, under which of peft's names, and how these go in and out.
+
+The targets are looked up in transformers' model, as everywhere (`roll_core.modeling.lora`); the bridge knows which
+layers of Megatron they are parts of. Experts, which transformers holds as one tensor, are targets by the names that
+files give them: `gate_proj`, `mlp.experts.up_proj`.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roll_core.errors import ModelError, UnsupportedError
+from roll_core.modeling.lora import ADAPTER, add_adapters, base_name, weights_digest
+from roll_core.modeling.model import empty_model
+from roll_strategy_megatron.adapters import Adapter, cut_of, partial_factors
+from roll_strategy_megatron.bridge.bridge import Bridge, Held
+from roll_strategy_megatron.bridge.rules import Rule
+from roll_strategy_megatron.bridge.transforms import Copy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from roll_core.spec.model import ModelSpec
+    from roll_strategy_megatron.model import PackedModel
+
+EXPERT = "{expert}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A layer that gets an adapter, as transformers or its files name it."""
+
+    path: str
+    """With `{expert}` where each expert has one."""
+    rule: Rule
+    """Of the layer's weight."""
+    layer: int
+    part: int
+    """Which of the tensors that Megatron's layer is made of."""
+    num_parts: int
+    shape: tuple[int, int]
+    """O, I."""
+
+    def name(self, side: str) -> str:
+        """Of A or B, as peft calls it; without the expert where each has one."""
+        return f"{self.path.replace(f'{EXPERT}.', '')}.lora_{side}.{ADAPTER}.weight"
+
+
+class Carrier(Bridge):
+    """The bridge for what is trained: A and B of every target, and modules that are trained in full."""
+
+    def __init__(self, base: Bridge, held: list[Held], groups: dict[str, tuple[Rule, int]], shapes: dict[str, Any]):
+        """Collective over the stages."""
+        self.sizes, self.parallel, self.num_experts = base.sizes, base.parallel, base.num_experts
+        self.tied, self.held, self.groups, self.shapes = False, held, groups, shapes
+        self.stages = self._stages()
+
+
+class Lora:
+    """The adapters of one model, whose other parameters are frozen."""
+
+    def __init__(self, runs: Sequence[PackedModel], base: Bridge, spec: ModelSpec) -> None:
+        """Collective. Raises `ModelError` and `UnsupportedError` for targets that the model does not have, or that
+        Megatron's layers cannot have."""
+        if spec.lora is None:
+            raise AssertionError("asked only of models with adapters")
+        self.spec, self.lora, self.base = spec, spec.lora, base
+        inside, self.expert_targets = _expert_targets(base, spec)
+        # Without numbers: it says which modules there are, what they are called, and how they are written.
+        self.described = add_adapters(empty_model(replace(spec, lora=None)), replace(spec, lora=inside))
+        names = self.described.trained()
+        self.targets = [*(_target(base, name) for name in names if _side(name) == "A"), *self.expert_targets]
+        self.extras = {name: base_name(_plain(name)) for name in names if not _side(name)}
+        for run in runs:
+            run.requires_grad_(False)
+        owners = {id(each): module for run in runs for module in run.modules() for each in module.parameters(False)}
+        self.adapters: dict[nn.Parameter, Adapter] = {}
+        self.originals: dict[nn.Parameter, Tensor] = {}
+        held, groups, shapes = self._factors(owners)
+        more, more_groups = self._whole_modules(list(names))
+        for name in more_groups:
+            shapes[name] = tuple(names[name].shape)
+        order = [*names, *(each for each in shapes if each not in names)]
+        known = groups | more_groups
+        self.carrier = Carrier(
+            base, [*held, *more], {name: known[name] for name in order}, {name: shapes[name] for name in order}
+        )
+        self._draw()
+
+    @property
+    def partial(self) -> list[nn.Parameter]:
+        """What `partial_factors` finds."""
+        return partial_factors(list(self.adapters.values()))
+
+    # -- making --------------------------------------------------------------------------------------------------------
+
+    def _factors(
+        self, owners: dict[int, nn.Module]
+    ) -> tuple[list[Held], dict[str, tuple[Rule, int]], dict[str, tuple[int, ...]]]:
+        places: dict[tuple[str, int], list[Held]] = {}
+        for each in self.base.held:
+            places.setdefault((each.rule.mcore, each.layer), []).append(each)
+        held: list[Held] = []
+        groups: dict[str, tuple[Rule, int]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        rank, experts = self.lora.rank, self.base.num_experts
+        for target in self.targets:
+            outputs, inputs = target.shape
+            rules = _factor_rules(target)
+            stack = (experts,) if target.rule.is_expert else ()
+            for side, rule in rules.items():
+                groups[target.name(side)] = (rule, -1)
+                shapes[target.name(side)] = (*stack, rank, inputs) if side == "A" else (*stack, outputs, rank)
+            for place in places.get((target.rule.mcore, target.layer), []):
+                factors = self._adapter(owners[id(place.parameter)], place, target).add(target.part, rank)
+                for (_, rule), factor in zip(rules.items(), factors, strict=True):
+                    factor.tensor_model_parallel = rule.transform.tp_dim is not None  # type: ignore[attr-defined]
+                    held.append(Held(parameter=factor, rule=rule, layer=-1, expert=place.expert))
+        return held, groups, shapes
+
+    def _adapter(self, linear: nn.Module, place: Held, target: Target) -> Adapter:
+        if place.parameter not in self.adapters:
+            group = self.base.parallel.etp if place.rule.is_expert else self.base.parallel.tp
+            ranks = group.size()
+            sizes = replace(
+                self.base.sizes,
+                num_heads=self.base.sizes.num_heads // ranks,
+                num_groups=self.base.sizes.num_groups // ranks,
+            )
+            adapter = Adapter(linear, place, target.num_parts, sizes, scale=self.lora.scale)
+            linear.add_module("adapter", adapter)
+            self.adapters[place.parameter] = adapter
+        return self.adapters[place.parameter]
+
+    def _whole_modules(self, names: list[str]) -> tuple[list[Held], dict[str, tuple[Rule, int]]]:
+        """What is trained in full: the parameters themselves, beside a copy of what they were."""
+        held: list[Held] = []
+        groups: dict[str, tuple[Rule, int]] = {}
+        by_base = {plain: name for name, plain in self.extras.items()}
+        for plain in by_base:
+            rule, layer = self.base.groups[plain]
+            together = self.base._hf_names(rule, layer)
+            lacking = [each for each in together if each not in by_base]
+            if lacking:
+                raise UnsupportedError(
+                    f"additional_target takes {plain} but not {', '.join(lacking)}: Megatron has them in one"
+                    " tensor, which is trained in full or not"
+                )
+            trained = tuple(by_base[each] for each in together)
+            own = Rule(mcore=trained[0], hf=trained, transform=rule.transform)
+            groups.update(dict.fromkeys(trained, (own, -1)))
+            for place in self.base.held:
+                first = plain == together[0]  # of parameters that several names stand for, once
+                if first and place.rule is rule and place.layer == layer:
+                    place.parameter.requires_grad_(True)
+                    self.originals[place.parameter] = place.parameter.detach().clone()
+                    held.append(Held(parameter=place.parameter, rule=own, layer=-1, expert=-1))
+        return held, groups
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        """A as peft draws it; of experts in the same way, one after another."""
+        drawn = self.described.drawn()
+        generator = torch.Generator().manual_seed(self.spec.seed)
+        for target in self.expert_targets:
+            whole = torch.empty(self.carrier.shapes[target.name("A")])
+            drawn[target.name("A")] = whole.uniform_(-1.0, 1.0, generator=generator) * target.shape[1] ** -0.5
+        for held in self.carrier.by_rule().values():
+            if held[0].rule.hf[0] in drawn:
+                for parameter, share in self.carrier.shares_of(held, drawn.__getitem__):
+                    parameter.copy_(share)
+
+    # -- as others read them -------------------------------------------------------------------------------------------
+
+    def merged(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's share of a weight that computes what it and its adapter do."""
+        return self.adapters[parameter].merged() if parameter in self.adapters else parameter.detach()
+
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        """As `TrainStrategy.export_adapters` yields them. Collective."""
+        if self.lora.extra_modules:
+            raise UnsupportedError(
+                f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full beside the adapters: an"
+                " engine that is sent these alone would not have it"
+            )
+        for name, whole in self._factors_of_layers():
+            yield name.replace(f".{ADAPTER}.", "."), whole * self.lora.scale if _side(name) == "B" else whole
+
+    def write(self, path: Path, *, leads: bool) -> None:
+        """What peft loads. Collective; written where `leads`."""
+        state = {name: each.cpu() for name, each in self._factors_of_layers() if leads}
+        if leads:
+            if self.expert_targets:
+                self.described.also_targets(sorted({each.path.rpartition(".")[2] for each in self.expert_targets}))
+            self.described.export(path, state)
+
+    def _factors_of_layers(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that is trained, with the experts' apart."""
+        paths = {target.name(side): target for target in self.expert_targets for side in "AB"}
+        for name, whole in self.carrier.export(lambda parameter: parameter.detach(), torch.float32):
+            if name not in paths:
+                yield name, whole
+                continue
+            target, ending = paths[name], name[name.index(".lora_") :]
+            for expert, factor in enumerate(whole):
+                yield target.path.replace(EXPERT, str(expert)) + ending, factor
+
+    def identity(self) -> dict[str, Any]:
+        """As `Adapters.identity` of `roll_core.modeling.lora`. Collective."""
+        if not hasattr(self, "_digest"):
+            dtype = next(iter(self.base.held)).parameter.dtype
+            beneath = self.base.export(lambda each: self.originals.get(each, each).detach(), dtype)
+            self._digest = weights_digest((name, each.cpu()) for name, each in beneath)
+        return {"base_model": self._digest, "rank": self.lora.rank, "alpha": self.lora.alpha}
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """For the time being the model computes as it did before training."""
+        trained = {each: each.detach().clone() for each in self.originals}
+        self._switch(on=False, numbers=self.originals)
+        try:
+            yield
+        finally:
+            self._switch(on=True, numbers=trained)
+
+    @torch.no_grad()
+    def _switch(self, *, on: bool, numbers: dict[nn.Parameter, Tensor]) -> None:
+        for each in self.adapters.values():
+            each.enabled = on
+        for parameter, number in numbers.items():
+            parameter.copy_(number)
+
+
+def _factor_rules(target: Target) -> dict[str, Rule]:
+    cut = cut_of(target.rule.transform)
+    dims = {"A": 1 if cut == "inputs" else None, "B": 0 if cut == "outputs" else None}
+    suffix = f".{EXPERT}" if target.rule.is_expert else ""
+    return {
+        side: Rule(mcore=f"{target.name(side)}{suffix}", hf=(target.name(side),), transform=Copy(tp_dim=dim))
+        for side, dim in dims.items()
+    }
+
+
+def _side(name: str) -> str:
+    """A or B of a factor's name; empty for what is trained in full."""
+    found = re.search(r"\.lora_([AB])\.", name)
+    return found[1] if found else ""
+
+
+def _plain(name: str) -> str:
+    return name.replace(f".modules_to_save.{ADAPTER}.", ".")
+
+
+def _target(base: Bridge, name: str) -> Target:
+    path = name[: name.index(".lora_A.")]
+    weight = f"{path}.weight"
+    rule, layer = base.groups[weight]
+    if layer < 0:
+        raise UnsupportedError(f"lora_target: {path} stands outside of the layers, and Megatron has no adapter for it")
+    names = base._hf_names(rule, layer)
+    outputs, inputs = base.shapes[weight]
+    return Target(
+        path=path,
+        rule=rule,
+        layer=layer,
+        part=names.index(weight),
+        num_parts=len(names),
+        shape=(outputs, inputs),
+    )
+
+
+def _expert_targets(base: Bridge, spec: ModelSpec) -> tuple[Any, list[Target]]:
+    """The rest of the targets, which transformers' model has as layers, and those that are experts'."""
+    lora = spec.lora
+    if lora is None or isinstance(lora.targets, str) or lora.targets == ("all-linear",):
+        return lora, []
+    found: list[Target] = []
+    of_experts: set[str] = set()
+    for rule, layer in dict.fromkeys(base.groups.values()):
+        for part, stored in enumerate(rule.stored if rule.is_expert else ()):
+            path = stored.replace("{layer}", str(layer)).removesuffix(".weight")
+            bare = path.replace(f"{EXPERT}.", "")
+            names = [each for each in lora.targets if bare == each or bare.endswith(f".{each}")]
+            of_experts.update(names)
+            if names:
+                outputs, inputs = base.shapes[base._hf_names(rule, layer)[0]][1:]
+                if len(rule.stored) > len(rule.hf):
+                    outputs //= len(rule.stored)
+                found.append(
+                    Target(
+                        path=path,
+                        rule=rule,
+                        layer=layer,
+                        part=part,
+                        num_parts=len(rule.stored),
+                        shape=(outputs, inputs),
+                    )
+                )
+    inside = tuple(each for each in lora.targets if each not in of_experts or _names_a_layer(base, each))
+    if not inside:
+        raise ModelError(
+            f"lora_target: {', '.join(sorted(of_experts))} are layers of experts alone; name a layer that all tokens go"
+            " through as well, for example o_proj"
+        )
+    return replace(lora, targets=inside), found
+
+
+def _names_a_layer(base: Bridge, name: str) -> bool:
+    return any(each == f"{name}.weight" or each.endswith(f".{name}.weight") for each in base.shapes)
