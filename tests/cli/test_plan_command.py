@@ -75,3 +75,31 @@ def test_everything_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
         use["num_bytes"] for use in role["uses"] if not use["during"] or "backward" in use["during"]
     )
     assert found["proposal"] is None or found["proposal"]["over_bytes"] < found["over_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--nodes", "0", "a whole number > 0"),
+        ("--nodes", "1.5", "a whole number > 0"),
+        ("--host-memory", "nan", "a number ≥ 0"),
+        ("--slot-memory", "-1", "a number ≥ 0"),
+        ("--host-memory", "80GiB", "a number ≥ 0"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_2(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, expected: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "run.yaml", option, value])
+    assert ended.value.code == 2
+    assert f"argument {option}: found {value}, expected {expected}" in capsys.readouterr().err
+
+
+def test_what_is_not_known_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = ["~sft_train.model_args.random_init", "pretrain=output/before/latest/export"]
+    assert cli.main(["plan", "run.yaml", "--host-memory", "8", *unknown]) == 0
+    shown = capsys.readouterr().out
+    assert "not known: there is no directory output/before/latest/export" in shown
+    assert "· the rest takes at most" in shown
+    assert "✓" not in shown

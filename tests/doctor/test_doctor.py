@@ -199,7 +199,7 @@ def test_an_engine_that_is_missing_is_an_error_only_for_a_config_that_uses_it(do
     assert of(doctor(records=records, config=config()), "requirements")["acme_train"].level == "error"
     other = {"data_args": {"file_name": "rows.jsonl"}, "strategy_args": {"strategy_name": "hf_train"}}
     unused = doctor(records=records, config=config(sft_train=other))
-    assert of(unused, "requirements")["acme_train"].level == "warning"
+    assert of(unused, "requirements")["acme_train"].level == "note"
 
 
 def test_an_engine_of_another_version_is_shown_beside_what_is_wanted(doctor: Doctor) -> None:
@@ -236,7 +236,7 @@ def test_the_environment_of_a_role_is_looked_at_instead_of_this_one(doctor: Doct
         return of(findings, "requirements")["acme_train"], of(findings, "environment")["sft_train"]
 
     needs, environment = found("/nowhere/env")
-    assert needs.level == "warning"
+    assert needs.level == "note"
     assert environment.level == "error"
     assert environment.found == ("sft_train: environment /nowhere/env: there is no interpreter /nowhere/env/bin/python")
     assert environment.remedy.startswith("uv venv /nowhere/env && uv pip install --python /nowhere/env/bin/python ")

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError
 from roll_core.runtime.executors import choose_executor
+from roll_core.runtime.executors.base import GroupSpec
+from roll_core.runtime.executors.ray_placement import Reservation
 from roll_core.runtime.placement import Place, overlap, place_roles, slots_of, slots_per_node
 from roll_core.spec.config import (
     InferWorkerConfig,
@@ -95,6 +97,17 @@ def test_complete_example_of_the_documentation() -> None:
     assert [p.local_indices for p in places["actor_infer"]][4:] == [(0, 1), (2, 3)]
     assert overlap(places["actor_train"], places["actor_infer"]) == "partial"
     assert [p.node for p in places["rewards.code_sandbox"]] == [0, 1] * 4
+
+
+def test_a_node_that_a_cluster_lacks_is_named_also_where_it_is_needed_more_than_others() -> None:
+    """Slots 0, 15, 23 and 31 are on four nodes, of which there are three."""
+    places = place({"actor_train": train([0, 15, 23, 31])}, num_gpus_per_node=8)["actor_train"]
+    wanted = [GroupSpec(role="actor_train", kind="train", target="unused:Unused", places=places)]
+    reservation = Reservation(EightAccelerators(), 8, 60)
+    needs = reservation._slots_needed(wanted)
+    with pytest.raises(PlacementError, match="actor_train asks for slot 31, but there are 24 slots"):
+        reservation._check_existence(wanted, needs, [{"GPU": 8.0}] * 3)
+    reservation._check_existence(wanted, needs, [{"GPU": 8.0}] * 4)
 
 
 # -- arithmetic

@@ -95,6 +95,14 @@ def test_an_unknown_name_gets_the_nearest_and_the_available_ones():
     assert raised.value.__cause__ is None
 
 
+def test_the_beginning_of_a_name_gets_those_that_begin_so():
+    registry = Registry([plugin("one", "1.0", engine("turbine_of_acme"), engine("turbine_of_ours"), engine("fan"))])
+    with pytest.raises(UnknownProviderError, match="did you mean 'turbine_of_acme' or 'turbine_of_ours'"):
+        registry.find(InferProvider, "turb")
+    with pytest.raises(UnknownProviderError, match="no infer strategy is called ''\n"):
+        registry.find(InferProvider, "")
+
+
 def test_an_unknown_name_of_a_known_package_says_what_to_install():
     with pytest.raises(UnknownProviderError, match="pip install roll-infer-vllm"):
         Registry([]).find(InferProvider, "vllm")

@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roll_core.errors import ModelError
+
 
 @pytest.mark.on_ray
 def test_a_run_leaves_a_complete_record(runs):
@@ -123,3 +125,11 @@ def test_a_learning_rate_of_zero_is_found_out(runs):
     result = runs.run(config)
     assert type(result.error).__name__ == "WeightsUnchangedError"
     assert "learning rate was 0" in str(result.error)
+
+
+def test_a_model_that_the_run_before_has_not_written_is_named(local_runs):
+    config = local_runs.sft(pretrain="output/before/latest/export", tokenizer=None)
+    del config["sft_train"]["model_args"]["random_init"]
+    result = local_runs.run(config)
+    assert isinstance(result.error, ModelError)
+    assert str(result.error).startswith("there is no directory output/before/latest/export: mend the path")

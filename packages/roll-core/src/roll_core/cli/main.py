@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -93,12 +94,12 @@ def _plan(words: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     parser.add_argument("-v", "--verbose", action="store_true", help="the formula of every amount, with its numbers")
-    parser.add_argument("--nodes", metavar="N", type=int, help="nodes that there are; this host where not given")
+    parser.add_argument("--nodes", metavar="N", type=_count, help="nodes that there are; this host where not given")
     parser.add_argument(
-        "--slot-memory", metavar="GIB", type=float, help="free memory of a slot, else what is found here"
+        "--slot-memory", metavar="GIB", type=_amount, help="free memory of a slot, else what is found here"
     )
     parser.add_argument(
-        "--host-memory", metavar="GIB", type=float, help="free memory of a host, else what is found here"
+        "--host-memory", metavar="GIB", type=_amount, help="free memory of a host, else what is found here"
     )
     configs, overrides, disabled, options = _words(parser, words, nargs="+")
     if len(configs) != 1:
@@ -226,6 +227,22 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"roll-core {command}", description=description, allow_abbrev=False)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"found {text}, expected a whole number > 0")
+    return int(text)
+
+
+def _amount(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text}, expected a number ≥ 0")
+    return found
 
 
 def _add_disable_plugin(parser: argparse.ArgumentParser) -> None:

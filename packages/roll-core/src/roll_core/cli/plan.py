@@ -211,7 +211,7 @@ def _verdict(found: Plan, proposal: Proposal | None) -> Iterator[str]:
     if unknown:
         yield f"· what {' and '.join(unknown)} take is not known (see above) and is not counted in what follows"
     for each in found.fullest:
-        yield _sentence(each)
+        yield _sentence(each, whole=not unknown)
     if not found.over:
         return
     if proposal is None:
@@ -223,12 +223,15 @@ def _verdict(found: Plan, proposal: Proposal | None) -> Iterator[str]:
         yield f"    cost: {costs}"
 
 
-def _sentence(load: Load) -> str:
+def _sentence(load: Load, *, whole: bool) -> str:
+    """`whole` where every role says what it takes."""
     amount = f"{_gib(load.num_bytes)} GiB in {load.phase!r} ({load.where})"
     if load.free is None:
         return f"· wants {amount}; how much is there is not known: --slot-memory and --host-memory say it"
     if load.over:
         return f"✗ does not fit by {_gib(load.over)} GiB: wants {amount}, and {_gib(load.free)} GiB are free"
+    if not whole:
+        return f"· the rest takes at most {amount} of {_gib(load.free)} GiB that are free"
     return f"✓ fits: at most {amount} of {_gib(load.free)} GiB that are free"
 
 

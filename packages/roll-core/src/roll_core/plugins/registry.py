@@ -106,8 +106,9 @@ class Registry:
             lines += self._unknown_package(spec, kind, package, bare)
         elif bare not in known:
             close = difflib.get_close_matches(bare, [*names, *known], 1, 0.6)
+            close = close or sorted(each for each in {*names, *known} if bare and each.startswith(bare))
             if close:
-                lines[0] += f"; did you mean {close[0]!r}?"
+                lines[0] += f"; did you mean {' or '.join(map(repr, close))}?"
                 bare = close[0]
         if bare in known and bare not in names:
             lines.append(f"{bare!r} comes with the package {known[bare]}: pip install {known[bare]}")

@@ -160,7 +160,8 @@ def _plugins(registry: Registry) -> Iterator[Finding]:
 def _requirements(
     registry: Registry, config: RunConfig | None, chosen: _Seen | None, deadline_s: float
 ) -> Iterator[Finding]:
-    """What the parts need: an error where the config uses one, of no importance for a platform that is not here."""
+    """What the parts need: an error where the config uses one, of no importance where it does not, and for a platform
+    that is not here."""
     used = set() if config is None else _names_used(config)
     told: set[tuple[str, object]] = set()
     # Parts of the config first: twins that need the same are told of once.
@@ -179,7 +180,8 @@ def _requirements(
                 continue
             problem, _, command = str(failed).partition(". Run: ")
             absent = isinstance(record, PlatformProvider) and (chosen is None or record is not chosen.record)
-            level: Level = "error" if record.name in used else "note" if absent else "warning"
+            unused = config is not None or absent
+            level: Level = "error" if record.name in used else "note" if unused else "warning"
             yield _finding(
                 "requirements", plugin.package, level, problem, record.name, wanted=wanted, remedy=command or problem
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.data.encode import tokenizer_texts
@@ -11,7 +12,6 @@ from roll_core.errors import ConfigError, ConfigProblem, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 def prepare_tokenizer(config: RunConfig, data: RunData, directory: Path) -> PreTrainedTokenizerBase:
     """Make or load the tokenizer and write it into `directory`, from where every worker loads it.
 
-    Raises `ConfigError` where neither a tokenizer nor a model to take it from is named.
+    Raises `ConfigError` where neither a tokenizer nor a model to take it from is named, and `ModelError` where the
+    model is not there or has none.
     """
     sources = _data_of(config)
     if config.tokenizer is not None:
         control = [token for source in sources for token in control_tokens(source.template)]
         return make_tokenizer(config.tokenizer, _texts(data, sources), directory, control_tokens=control)
     path = _model_path(config)
+    if not Path(path).is_dir() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
+        raise ModelError(f"there is no directory {path}: mend the path, or let the run that writes it come first")
     from transformers import AutoTokenizer
 
     try:

@@ -97,7 +97,9 @@ class Reservation:
     ) -> None:
         """Nodes with the most slots serve those that need the most; what then lacks is named by role and slot."""
         counts = sorted((count for count in map(self._slots_of, present) if count), reverse=True)
-        by_need = sorted((node for node in needs if needs[node]), key=lambda node: (-needs[node], node))
+        # A node whose number is past the last one is there for nobody.
+        there = (node for node in needs if needs[node] and node < len(counts))
+        by_need = sorted(there, key=lambda node: (-needs[node], node))
         available = dict(zip(by_need, counts, strict=False))
         for spec in specs:
             for place in spec.places:
