@@ -72,7 +72,7 @@ class Left:
 
 
 class QuickStartTests:
-    """Runs from what the quick start's SFT leaves, which is right often enough to be rewarded."""
+    """Runs from what half of the quick start's SFT leaves, which is right often enough to be rewarded."""
 
     engine: ClassVar[str]
     """Name of the strategy."""
@@ -89,6 +89,7 @@ class QuickStartTests:
         command = self._command(
             "sft.yaml",
             f"output_dir={folder}",
+            "max_steps=100",
             "eval_steps=0",
             f"sft_train.data_args.file_name={folder}/sft.jsonl",
             f"validation.data_args.file_name={folder}/val.jsonl",
@@ -141,12 +142,12 @@ class QuickStartTests:
     def check(self, left: Left, *, num_steps: int) -> None:
         """Fail unless all steps are there, with tokens and right logprobs."""
         assert [line["step"] for line in left.metrics] == list(range(1, num_steps + 1))
-        for line in left.metrics:
-            assert line["tokens/generated"] > 0
-            assert line["actor/logprob_gap"] < BOUND
-        probes = [line["weight_sync/logprob_probe"] for line in left.metrics if "weight_sync/logprob_probe" in line]
-        assert probes
-        assert max(probes) < BOUND
+        assert all(line["tokens/generated"] > 0 for line in left.metrics)
+        # Of a step all of whose tokens older weights have drawn there is no gap.
+        for name in ("actor/logprob_gap", "weight_sync/logprob_probe"):
+            found = [line[name] for line in left.metrics if name in line]
+            assert found
+            assert max(found) < BOUND
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
