@@ -158,3 +158,26 @@ def test_a_reader_that_leaves_early_is_no_error(config):
     os.close(write)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+def test_rows_that_are_not_there_end_a_run_before_anything_heavy_is_imported(config, tmp_path):
+    (tmp_path / "row.jsonl").write_text("{}\n")
+    ask = f"import sys\nfrom roll_core.cli.main import main\ncode = main(['run', {config!r}])\n"
+    ask += "print('torch' in sys.modules)\nsys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr == "error: rows.jsonl: no such file; did you mean 'row.jsonl'?\n"
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "check", "plan"])
+def test_a_key_without_a_value_and_a_command_without_a_config_are_told_how(command, config, capsys):
+    for words, says in (
+        ([config, "max_steps"], "there is no file max_steps; to set a key write max_steps=VALUE"),
+        ([], "config file"),
+        (["seed=3"], "config file"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, *words])
+        assert ended.value.code == 2
+        assert says in capsys.readouterr().err

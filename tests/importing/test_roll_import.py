@@ -266,6 +266,11 @@ def test_what_a_strategy_refuses_is_left_out_with_its_own_reason(registry):
         ("rlvr_async_sglang", "norm_mean_type", "dead"),
         ("rlvr_async_sglang", "track_with", "unsupported"),
         ("rlvr_async_sglang", "reference.strategy_args.strategy_name", "not needed"),
+        (
+            "rlvr_megatron_vllm",
+            "reference.strategy_args.strategy_config.virtual_pipeline_model_parallel_size",
+            "not needed",
+        ),
         ("rlvr_lora_deepspeed", "rank_of_adapters", "not needed"),
         ("rlvr_lora_deepspeed", "max_running_request", "unknown"),
         ("sft_fsdp2", "max_steps", "dead"),

@@ -101,7 +101,7 @@ def _plan(words: list[str]) -> int:
     parser.add_argument(
         "--host-memory", metavar="GIB", type=_amount, help="free memory of a host, else what is found here"
     )
-    configs, overrides, disabled, options = _words(parser, words, nargs="+")
+    configs, overrides, disabled, options = _words(parser, words)
     if len(configs) != 1:
         parser.error("name one config file")
     from roll_core.cli.plan import plan
@@ -125,7 +125,7 @@ def _doctor(words: list[str]) -> int:
         " code is 1 if an error was found.",
     )
     parser.add_argument("--json", action="store_true", help="everything, for programs")
-    configs, overrides, disabled, options = _words(parser, words, nargs="*")
+    configs, overrides, disabled, options = _words(parser, words)
     if len(configs) > 1 or (overrides and not configs):
         parser.error("name one config file, or none and no key=value")
     from roll_core.cli.doctor import doctor
@@ -257,21 +257,25 @@ def _add_disable_plugin(parser: argparse.ArgumentParser) -> None:
 
 def _configs(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[Path], list[str], list[str]]:
     """Configs, overrides and disabled plugins: at least one config."""
-    configs, overrides, disabled, _ = _words(parser, words, nargs="+")
+    parser.epilog = f"example: {parser.prog} grpo.yaml max_steps=20 actor_train.training_args.learning_rate=1e-6"
+    configs, overrides, disabled, _ = _words(parser, words)
     if not configs:
         parser.error("name at least one config file")
     return configs, overrides, disabled
 
 
 def _words(
-    parser: argparse.ArgumentParser, words: list[str], *, nargs: str
+    parser: argparse.ArgumentParser, words: list[str]
 ) -> tuple[list[Path], list[str], list[str], argparse.Namespace]:
     """Configs, overrides, disabled plugins, and all options. What contains `=` or begins with `~` is an override."""
-    parser.add_argument("words", metavar="CONFIG | key=value", nargs=nargs, help="config files, and keys to override")
+    parser.add_argument("words", metavar="CONFIG | key=value", nargs="*", help="config files, and keys to override")
     _add_disable_plugin(parser)
     options = parser.parse_intermixed_args(words)
     overrides = [word for word in options.words if "=" in word or word.startswith("~")]
     configs = [Path(word) for word in options.words if word not in overrides]
+    for config in configs:
+        if not config.suffix and not config.exists():
+            parser.error(f"there is no file {config}; to set a key write {config}=VALUE")
     return configs, overrides, options.disable_plugin, options
 
 

@@ -7,12 +7,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from roll_core.config import load
+from roll_core.data.datasets import need_files
 from roll_core.errors import RollError
 from roll_core.plugins.registry import load_registry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from roll_core.spec.config import RunConfig
 
 
 GC_THRESHOLDS = (50_000, 10, 10)
@@ -26,6 +29,7 @@ def run_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_plug
     """
     registry = load_registry(disabled_plugins)
     loaded = [load(path, overrides, registry) for path in configs]
+    _need_data(loaded[0].config)  # a later run may read what an earlier one writes
     gc.set_threshold(*GC_THRESHOLDS)
     # Everything heavy comes after the checks: a mistake is reported within a second.
     from roll_core.runtime.ledger import process_age_s
@@ -40,3 +44,10 @@ def run_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_plug
                 raise result.error
             return getattr(result.error, "exit_code", 1)
     return 0
+
+
+def _need_data(config: RunConfig) -> None:
+    validation = getattr(config, "validation", None)
+    for each in (*(role for role in config.roles().values() if role.kind == "train"), validation):
+        if each is not None:
+            need_files(each.data_args)

@@ -186,9 +186,19 @@ def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
     return _with_system(messages, row, data, rows)
 
 
-def _read_file(path: Path, kind: str) -> Dataset:
+def need_files(data: DataArguments) -> None:
+    """Raise `DataError` if a file of `data` is not there. Imports nothing that takes time."""
+    for name in [data.file_name] if isinstance(data.file_name, str) else data.file_name or []:
+        _need_file(Path(name))
+
+
+def _need_file(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"{path}: {_where_else(path)}")
+
+
+def _read_file(path: Path, kind: str) -> Dataset:
+    _need_file(path)
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty")
     if kind == "auto":

@@ -299,6 +299,7 @@ STRATEGIES: dict[str, Table] = {
             "calculate_per_token_loss check_for_nan_in_loss_and_grad variable_seq_lengths compile_warmup",
             unneeded("decided by how losses and microbatches are made"),
         ),
+        "virtual_pipeline_model_parallel_size": change("kept; 1 is none", values.virtual_pipeline),
         "lr_scheduler_kwargs": rename("role:training_args.lr_scheduler_kwargs"),
         **each("moe_aux_loss_coeff moe_aux_loss_coef", refused("a router's auxiliary loss is not added", 0)),
         "moe_token_drop_policy": refused("no token may be dropped"),

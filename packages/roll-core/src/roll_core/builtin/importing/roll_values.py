@@ -318,6 +318,13 @@ def ulysses_size(value: Any, key: Key) -> Outcome:
     return Outcome("renamed", (((*key.role, "strategy_args", "strategy_config", "ulysses_size"), value),))
 
 
+def virtual_pipeline(value: Any, key: Key) -> Outcome:
+    """Pieces of layers on each stage."""
+    if asks_for_nothing(value, (1,)):
+        return Outcome("not needed", (), "one piece on each stage is a plain pipeline")
+    return Outcome("kept", ((key.path, value),))
+
+
 TORCH_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
