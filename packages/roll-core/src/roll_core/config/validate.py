@@ -13,14 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from roll_core.config.explain import Finding, findings, show
+from roll_core.config.explain import Finding, show
+from roll_core.config.mistakes import take_out, validate_all
 from roll_core.config.model_keys import model_keys
 from roll_core.config.nearest import suggest_key
-from roll_core.config.schema import members, paths, roles, schema_at
+from roll_core.config.schema import paths, roles, schema_at
 from roll_core.config.written import COMMAND_LINE, Place
-from roll_core.errors import ConfigError, ConfigProblem, PluginError, PluginLoadError, UnknownProviderError
+from roll_core.errors import ConfigError, ConfigProblem, PluginError, UnknownProviderError
 from roll_core.plugins.targets import load_class
 from roll_core.spec.config import RewardConfig, RunConfig, StrategyConfig
 from roll_core.spec.devices import parse_device_mapping
@@ -38,7 +39,7 @@ from roll_core.spec.providers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from roll_core.config.compose import Composed
     from roll_core.config.source import KeyPath
@@ -81,7 +82,7 @@ class _Validation:
     def __post_init__(self) -> None:
         self.data = deepcopy(self.composed.data)
         for path in self.composed.broken:
-            _take_out(self.data, path)
+            take_out(self.data, path)
 
     def run(self) -> tuple[RunConfig, PipelineProvider]:
         provider = None if ("pipeline",) in self.composed.broken else self._pipeline()
@@ -99,7 +100,7 @@ class _Validation:
                 self._strategy(path, worker, role)
         self._named_parts(schema)
         broken = self.composed.broken
-        config, found = _validate_all(schema, self.data, self.registry.owner(provider), broken)
+        config, found = validate_all(schema, self.data, self.registry.owner(provider), broken)
         self.found += found
         if self.found or config is None or self.composed.problems:
             raise self._error(schema)
@@ -189,7 +190,7 @@ class _Validation:
         unjudged = isinstance(name, str) and schema is RewardConfig
         if isinstance(name, str):
             role["reward"] = name.rpartition("/")[2]
-        reward, found = _validate_all(schema, role, owner)
+        reward, found = validate_all(schema, role, owner)
         for each in found:
             unknown = each.kind == "extra_forbidden" and len(each.path) == 1
             if unknown and unjudged and any(finding.path == (*path, "reward") for finding in self.found):
@@ -221,7 +222,7 @@ class _Validation:
         raw = arguments.get("strategy_config")
         if raw is not None and not isinstance(raw, dict):
             return
-        strategy, found = _validate_all(schema, raw or {}, owner)
+        strategy, found = validate_all(schema, raw or {}, owner)
         for each in found:
             unknown = each.kind == "extra_forbidden" and len(each.path) == 1
             known = sorted(schema.model_fields)
@@ -445,124 +446,3 @@ def _trains_adapters(model_args: dict[Any, Any]) -> bool:
 
 def _under(prefix: KeyPath, found: Finding) -> Finding:
     return Finding(prefix + found.path, found.message, found.hint, found.at_key, found.kind)
-
-
-# -- all at once -------------------------------------------------------------------------------------------------------
-
-MAX_ROUNDS = 8
-
-
-def _validate_all(
-    schema: type[M], data: dict[Any, Any], owner: str, broken: Collection[KeyPath] = ()
-) -> tuple[M | None, list[Finding]]:
-    """The validated config, or every mistake in it.
-
-    pydantic asks a mapping's own rules only once all its fields are valid. So what is wrong is taken out and the rest
-    validated again; what is then said about a key that was taken out is not repeated. Keys that are `broken` were taken
-    out before.
-    """
-    rest = _copy(data)
-    found: list[Finding] = []
-    touched: set[str] = {path[-1] for path in broken}
-    taken: set[KeyPath] = set(broken)
-    for round_number in range(MAX_ROUNDS):
-        try:
-            valid = schema.model_validate(rest)
-        except ValidationError as error:
-            errors = error.errors(include_url=False)
-        except Exception as error:  # a rule of a plugin's schema that raises anything but ValueError
-            if round_number:
-                return None, found
-            reason = " ".join(str(error).split())
-            raise PluginLoadError(f"{owner}: its config schema raised {type(error).__name__}: {reason}") from error
-        else:
-            return (None, found) if found or broken else (valid, [])
-        new = findings(errors, rest)
-        found += [each for each in new if each.path not in taken and not _mentions(each, touched)]
-        known = {each for place in paths(schema) for each in place[-1:]}
-        prunable = [each for each in new if each.path and each.kind != "value_error"]
-        prunable += [each for each in new if each.kind == "value_error" and _is_leaf(rest, each.path)]
-        if not prunable:
-            return None, found
-        for each in prunable:
-            touched.add(each.path[-1])
-            if len(each.path) > 1 and schema_at(schema, each.path[:-1]) is None:
-                touched.add(each.path[-2])  # a mapping with free keys has fewer of them now
-            if each.kind == "extra_forbidden":
-                touched.add(suggest_key(each.path, sorted(known), ())[1])
-            if not _set_aside(schema, rest, each, taken):
-                return None, found
-            taken.add(each.path)
-    return None, found
-
-
-def _mentions(found: Finding, names: set[str]) -> bool:
-    if found.kind != "value_error":
-        return False
-    return any(name and re.search(rf"\b{re.escape(name)}\b", found.message) for name in names)
-
-
-def _copy(data: Any) -> Any:
-    """A copy of mappings and lists; schema instances inside stay what they are."""
-    if isinstance(data, dict):
-        return {key: _copy(each) for key, each in data.items()}
-    if isinstance(data, list):
-        return [_copy(each) for each in data]
-    return data
-
-
-def _is_leaf(data: Any, path: KeyPath) -> bool:
-    for step in path:
-        data = _child(data, step)
-    return bool(path) and not isinstance(data, (dict, BaseModel))
-
-
-def _child(data: Any, step: str) -> Any:
-    if isinstance(data, dict):
-        return next((each for key, each in data.items() if str(key) == step), None)
-    if isinstance(data, list) and step.isdigit() and int(step) < len(data):
-        return data[int(step)]
-    return None
-
-
-def _take_out(data: Any, path: KeyPath) -> None:
-    """Remove what is at `path`, with the list that it is an item of."""
-    parent: Any = None
-    at = ""
-    for step in path:
-        if isinstance(data, dict):
-            parent, at = data, step
-        data = _child(data, step)
-    if parent is not None:
-        parent.pop(next((key for key in parent if str(key) == at), None), None)
-
-
-def _set_aside(schema: type[BaseModel], data: dict[Any, Any], found: Finding, taken: set[KeyPath]) -> bool:
-    """Take a mistake out of `data`, or put a stand-in where a required value is missing. False if neither can be."""
-    path = found.path
-    parents: list[Any] = [data]
-    for step in path[:-1]:
-        parents.append(_child(parents[-1], step))
-    while parents and not isinstance(parents[-1], dict):
-        parents.pop()  # an item of a list goes with its list
-    if not parents:
-        return False
-    parent, step = parents[-1], path[len(parents) - 1]
-    if found.kind == "missing":
-        container = schema_at(schema, path[:-1])
-        if container is None or step not in container.model_fields:
-            return False
-        stand_in = _stand_in(container.model_fields[step].annotation)
-        parent[step] = stand_in
-        return stand_in is not None
-    key = next((each for each in parent if str(each) == step), None)
-    if key is None:
-        return False
-    del parent[key]
-    return True
-
-
-def _stand_in(annotation: Any) -> Any:
-    for member, is_mapping in members(annotation):
-        return {} if is_mapping else member.model_construct()
-    return {str: "", int: 1, float: 1.0, bool: False}.get(annotation)

@@ -1,0 +1,139 @@
+"""Every mistake in a value at once, by one schema.
+
+    validate ─► mistakes ─► set them aside ─► validate the rest ─► further mistakes ─► ...
+
+pydantic asks a mapping's own rules only once all its fields are valid. So what is wrong is taken out and the rest
+validated again; what is then said about a key that was taken out is not repeated.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from roll_core.config.explain import Finding, findings
+from roll_core.config.nearest import suggest_key
+from roll_core.config.schema import members, paths, schema_at
+from roll_core.errors import PluginLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from roll_core.config.source import KeyPath
+
+M = TypeVar("M", bound=BaseModel)
+MAX_ROUNDS = 8
+
+
+def validate_all(
+    schema: type[M], data: dict[Any, Any], owner: str, broken: Collection[KeyPath] = ()
+) -> tuple[M | None, list[Finding]]:
+    """The validated config, or every mistake in it. Keys that are `broken` were taken out before. Raises
+    `PluginLoadError` where the schema itself is at fault, which is the `owner`'s."""
+    rest = _copy(data)
+    found: list[Finding] = []
+    touched: set[str] = {path[-1] for path in broken}
+    taken: set[KeyPath] = set(broken)
+    for round_number in range(MAX_ROUNDS):
+        try:
+            valid = schema.model_validate(rest)
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+        except Exception as error:  # a rule of a plugin's schema that raises anything but ValueError
+            if round_number:
+                return None, found
+            reason = " ".join(str(error).split())
+            raise PluginLoadError(f"{owner}: its config schema raised {type(error).__name__}: {reason}") from error
+        else:
+            return (None, found) if found or broken else (valid, [])
+        new = findings(errors, rest)
+        found += [each for each in new if each.path not in taken and not _mentions(each, touched)]
+        known = {each for place in paths(schema) for each in place[-1:]}
+        prunable = [each for each in new if each.path and each.kind != "value_error"]
+        prunable += [each for each in new if each.kind == "value_error" and _is_leaf(rest, each.path)]
+        if not prunable:
+            return None, found
+        for each in prunable:
+            touched.add(each.path[-1])
+            if len(each.path) > 1 and schema_at(schema, each.path[:-1]) is None:
+                touched.add(each.path[-2])  # a mapping with free keys has fewer of them now
+            if each.kind == "extra_forbidden":
+                touched.add(suggest_key(each.path, sorted(known), ())[1])
+            if not _set_aside(schema, rest, each, taken):
+                return None, found
+            taken.add(each.path)
+    return None, found
+
+
+def _mentions(found: Finding, names: set[str]) -> bool:
+    if found.kind != "value_error":
+        return False
+    return any(name and re.search(rf"\b{re.escape(name)}\b", found.message) for name in names)
+
+
+def _copy(data: Any) -> Any:
+    """A copy of mappings and lists; schema instances inside stay what they are."""
+    if isinstance(data, dict):
+        return {key: _copy(each) for key, each in data.items()}
+    if isinstance(data, list):
+        return [_copy(each) for each in data]
+    return data
+
+
+def _is_leaf(data: Any, path: KeyPath) -> bool:
+    for step in path:
+        data = _child(data, step)
+    return bool(path) and not isinstance(data, (dict, BaseModel))
+
+
+def _child(data: Any, step: str) -> Any:
+    if isinstance(data, dict):
+        return next((each for key, each in data.items() if str(key) == step), None)
+    if isinstance(data, list) and step.isdigit() and int(step) < len(data):
+        return data[int(step)]
+    return None
+
+
+def take_out(data: Any, path: KeyPath) -> None:
+    """Remove what is at `path`, with the list that it is an item of."""
+    parent: Any = None
+    at = ""
+    for step in path:
+        if isinstance(data, dict):
+            parent, at = data, step
+        data = _child(data, step)
+    if parent is not None:
+        parent.pop(next((key for key in parent if str(key) == at), None), None)
+
+
+def _set_aside(schema: type[BaseModel], data: dict[Any, Any], found: Finding, taken: set[KeyPath]) -> bool:
+    """Take a mistake out of `data`, or put a stand-in where a required value is missing. False if neither can be."""
+    path = found.path
+    parents: list[Any] = [data]
+    for step in path[:-1]:
+        parents.append(_child(parents[-1], step))
+    while parents and not isinstance(parents[-1], dict):
+        parents.pop()  # an item of a list goes with its list
+    if not parents:
+        return False
+    parent, step = parents[-1], path[len(parents) - 1]
+    if found.kind == "missing":
+        container = schema_at(schema, path[:-1])
+        if container is None or step not in container.model_fields:
+            return False
+        stand_in = _stand_in(container.model_fields[step].annotation)
+        parent[step] = stand_in
+        return stand_in is not None
+    key = next((each for each in parent if str(each) == step), None)
+    if key is None:
+        return False
+    del parent[key]
+    return True
+
+
+def _stand_in(annotation: Any) -> Any:
+    for member, is_mapping in members(annotation):
+        return {} if is_mapping else member.model_construct()
+    return {str: "", int: 1, float: 1.0, bool: False}.get(annotation)
