@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roll_core.errors import UnsupportedError
+from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.train import Want
 from roll_core.testing import TrainStrategyConformance
 from roll_core.testing.bench import Case, as_array, built, outputs, take_step, weights
@@ -77,7 +77,7 @@ def export(rank, case: Case, folder, piece_bytes):
     """A directory that transformers loads; the most bytes of tensors that were there because of it, and the bytes of
     what this rank holds anyway."""
     with patch("roll_core.modeling.pieces.PIECE_BYTES", piece_bytes), built(case, rank) as strategy:
-        with LiveBytes(strategy.model.parameters()) as count:
+        with LiveBytes(strategy._held()["weights"]) as count:
             strategy.export_model(Path(folder))
         return count.most, strategy.memory()["weights"]
 
@@ -105,6 +105,12 @@ def resume(rank, case: Case, step, folder):
         strategy.load(mine)
         stats, _ = take_step(strategy, step)
         return stats, weights(strategy)
+
+
+def load_each(rank, case: Case, folders):
+    """What is said of each of these states."""
+    with built(case, rank) as strategy:
+        return [said(lambda: strategy.load(Path(folder))) for folder in folders]  # noqa: B023 - called at once
 
 
 def move_away(rank, case: Case, batch, step):
@@ -136,7 +142,7 @@ def said(call):
     """What a refusal says."""
     try:
         call()
-    except UnsupportedError as error:
+    except (UnsupportedError, CheckpointError) as error:
         return str(error)
     return ""
 

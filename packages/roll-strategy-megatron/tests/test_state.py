@@ -3,13 +3,16 @@ to the host is gone from where it was."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_programs import MIXTURE, PRELOAD, move_away, resume, save_after
+from fused_adam import with_fused_adam
+from megatron_programs import MIXTURE, PRELOAD, load_each, move_away, resume, save_after
 
 from roll_core.spec.providers import TrainProvider
 from roll_core.testing.bench import Case, Step
@@ -96,6 +99,45 @@ def test_the_state_that_all_strategies_read_goes_from_one_arrangement_to_another
         assert one.learning_rate == other.learning_rate
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
     assert distance(found.after, expected.after) < 1e-5
+
+
+def test_an_optimizer_that_counts_steps_by_group_goes_on(host, tmp_path):
+    model = write_checkpoint(tmp_path / "model", QWEN3, task="causal_lm", vocab_size=61)
+    case, folder, every = case_of(model, 1, {}), str(tmp_path / "state"), steps(4)
+    (plain,) = host.run(save_after, case, every, str(tmp_path / "plain"), timeout_s=100)
+    (expected,) = host.run(with_fused_adam, save_after, case, every, folder, timeout_s=100)
+    (found,) = host.run(with_fused_adam, resume, case, every[-1], folder, timeout_s=100)
+    assert found[0] == expected[0]
+    check_same("weights", found[1], expected[1])
+    assert distance(found[1], plain[1]) < 1e-5
+
+
+SPOILT = {
+    "cannot be read: Expecting property": lambda folder: (folder / "state.json").write_text("{"),
+    "format 1; this version reads": lambda folder: rewrite(folder, format=1),
+    "tensor lm_head.weight is in only one of": lambda folder: rewrite(folder, parameters=["other.weight"]),
+    "embed_tokens.weight is missing": lambda folder: (folder / "written-0.json").write_text("{}"),
+    "cannot be read: Error while deser": lambda folder: max(folder.glob("state-*.safetensors")).write_bytes(b"\0" * 9),
+    "cannot be read: Error while des": lambda folder: (folder / "random.safetensors").write_bytes(b"\0" * 9),
+}
+
+
+def test_a_state_that_cannot_be_read_is_named(host, tmp_path):
+    case = case_of(write_checkpoint(tmp_path / "model", QWEN3, task="causal_lm", vocab_size=61), 1, {})
+    host.run(save_after, case, steps(1), str(tmp_path / "state"), timeout_s=100)
+    folders = [tmp_path / f"spoilt-{number}" for number in range(len(SPOILT))]
+    for folder, spoil in zip(folders, SPOILT.values(), strict=True):
+        shutil.copytree(tmp_path / "state" / "rank-0", folder)
+        spoil(folder)
+    (refusals,) = host.run(load_each, case, [str(each) for each in folders], timeout_s=100)
+    for folder, expected, refused in zip(folders, SPOILT, refusals, strict=True):
+        assert str(folder) in refused
+        assert expected in refused
+
+
+def rewrite(folder, **values):
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | values))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

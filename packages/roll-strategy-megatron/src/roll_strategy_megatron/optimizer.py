@@ -136,7 +136,13 @@ class Optimizer:
         self.step_count = step_count
         for each in self.mcore.chained_optimizers:
             for state in each.optimizer.state.values():
-                state["step"].fill_(float(step_count))
+                if "step" in state:
+                    state["step"].fill_(float(step_count))
+            # torch counts the steps of each parameter, those of Transformer Engine and Apex, which Megatron takes where
+            # they are installed, the steps of each group.
+            if not isinstance(each.optimizer, torch.optim.AdamW):
+                for group in each.optimizer.param_groups:
+                    group["step"] = step_count
         self.clear()
 
     def gradients(self) -> list[Tensor]:

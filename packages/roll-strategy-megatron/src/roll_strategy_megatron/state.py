@@ -111,13 +111,13 @@ def load_state(
         source = FileSource(places)
         take_over(bridge, optimizer, partial(_read, source, bridge, shared))
         source.close()
+        optimizer.restored(int(state["step_count"]))
+        if (path / RANDOM).is_file():
+            torch.set_rng_state(load_file(path / RANDOM)["torch_cpu"])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{shared}: cannot be read: {error}") from error
-    optimizer.restored(int(state["step_count"]))
-    if (path / RANDOM).is_file():
-        torch.set_rng_state(load_file(path / RANDOM)["torch_cpu"])
     bridge.parallel.wait()
 
 
