@@ -47,7 +47,7 @@ class Limits:
         room, at = self._target.data, 0
         with server, client:
             while at < NUM_BYTES:
-                at += server.recv_into(room[at:], 4 << 20)
+                at += server.recv_into(room[at:])
             sending.join()
 
     def _file(self) -> None:

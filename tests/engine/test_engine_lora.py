@@ -15,7 +15,7 @@ from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.data.pack import pack
 from roll_core.modeling.model import load_model
 from roll_core.runtime.weight_sync import SyncPlan, WeightSender
-from roll_core.spec.model import LoraSpec, MeshInfo
+from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import LossOutput, TrainingSpec, Want
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 
@@ -175,3 +175,34 @@ def test_an_engine_that_slept_adds_the_next_adapter_to_the_model_beneath(with_en
         np.testing.assert_allclose((await scored(engine, "awake"))[1:], expected[1:], atol=1e-5)
 
     with_engine(act, spec=lora_spec, enable_lora=True)
+
+
+def test_an_architecture_that_stores_weights_transposed_serves_adapters_too(with_engine):
+    spec = ModelSpec(
+        random_init={
+            "model_type": "gpt2",
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 2,
+            "vocab_size": 97,
+            "n_positions": 64,
+            "initializer_range": 0.3,
+        },
+        dtype="fp32",
+        seed=5,
+        lora=LoraSpec(targets=("c_attn", "mlp.c_proj"), rank=3, alpha=6.0),
+    )
+    trainer = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=0.03, num_steps=100))
+    trainer.build(spec, MeshInfo(role="actor_train", num_threads=1))
+
+    async def act(engine):
+        before = await scored(engine, "base")
+        for version in (1, 2):
+            expected = step(trainer)
+            await publish(engine, trainer, version, adapters=True)
+            found = await scored(engine, f"version {version}")
+            np.testing.assert_allclose(found[1:], expected[1:], atol=1e-5)
+        assert np.abs(found[1:] - before[1:]).max() > 0.1
+
+    with_engine(act, spec=spec, enable_lora=True)
+    trainer.close()

@@ -45,14 +45,6 @@ class SyncReport:
     """Of these, fingerprints where nothing is copied, and the comparison of manifest and receipts. Digests that ride on
     a copy are part of the copy's time; `benchmarks/sync.py` tells them apart."""
 
-    def metrics(self) -> dict[str, float]:
-        """For the run's metrics."""
-        return {
-            "weight_sync/seconds": self.seconds,
-            "weight_sync/proof_seconds": self.proof_s,
-            "weight_sync/bytes": float(self.weight_bytes),
-        }
-
 
 class WeightPublisher:
     """Brings an infer role to the weights of a train role. One publish at a time.
