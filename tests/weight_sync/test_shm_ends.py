@@ -1,6 +1,7 @@
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +106,35 @@ def test_a_sender_that_fills_nothing_is_silent_at_the_deadline():
         next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(0.1)))
     receiver.close()
     sender.close()
+
+
+def test_a_slow_receiver_is_waited_for_where_there_is_no_room_and_holds_what_the_fast_ones_hold(monkeypatch):
+    monkeypatch.setattr(shm, "ROOM_BYTES", 3 * BUCKET)
+    tensors = {f"{number}": torch.full((number % 5 * 1500 + 7,), float(number)) for number in range(60)}
+    manifest = make_manifest(1, tensors.items())
+    sender = shm.ShmSender(3, BUCKET)
+    held = [{}, {}, {}]
+
+    def receive(rank):
+        receiver = shm.ShmReceiver(sender.address, rank, BUCKET, Deadline(20))
+        for _ in range(2):
+            for name, tensor in receiver.receive(manifest, Deadline(20)):
+                if rank == 1:
+                    time.sleep(0.002)
+                held[rank][name] = tensor.clone()
+        receiver.close()
+
+    threads = [threading.Thread(target=receive, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        sender.send(manifest, iter(tensors.items()), Deadline(20))
+    for thread in threads:
+        thread.join()
+    sender.close()
+    for each in held:
+        assert each.keys() == tensors.keys()
+        assert all(torch.equal(each[name], tensors[name]) for name in tensors)
 
 
 def room_for(*sizes):
