@@ -229,8 +229,8 @@ def notes(results: list[dict[str, Any]], load: float) -> str:
             lines.append(f"{_verdict(best >= SHM_TARGET)} {what}: at least 50% of memcpy's bandwidth: {best:.0%}.")
         proof = each["proof"]["fused"]
         lines.append(
-            f"{_verdict(proof['median'] < PROOF_TARGET)} {what}: proof under 5% of a sync: {proof['median']:.1%} (median), {proof['best']:.1%}"
-            f" (best) by the clock, {proof['cpu']:.1%} of its CPU time."
+            f"{_verdict(proof['median'] < PROOF_TARGET)} {what}: proof under 5% of a sync: {proof['median']:.1%}"
+            f" (median), {proof['best']:.1%} (best) by the clock, {proof['cpu']:.1%} of its CPU time."
         )
     if any(each["receivers"] > 1 for each in results):
         lines.append(
