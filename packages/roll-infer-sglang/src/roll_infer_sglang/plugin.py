@@ -34,6 +34,7 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         needs=(f"sglang{VERSIONS}",),
         summary="Generates with an SGLang server of the worker's own: radix cache, tensor parallelism, OpenAI endpoint",
         capabilities=CAPABILITIES,
+        memory="roll_infer_sglang.memory:memory",
         platforms=("cpu", "cuda"),
     )
 

@@ -140,6 +140,8 @@ class MemoryQuestion:
     slot_bytes: int | None = None
     """Memory of a slot, as far as it is known: some engines take a share of it."""
     world_size: int = 1
+    num_slots: int = 1
+    """Of one worker (`num_gpus_per_worker`)."""
     train_tokens: int = 0
     """Of the largest microbatch that is trained on."""
     train_sequences: int = 1

@@ -137,6 +137,7 @@ def _question(
         on_host=placing.platform.slots_share_cores or not any(place.slots for place in places),
         slot_bytes=slot_bytes,
         world_size=len(places),
+        num_slots=max(1, *(len(place.slots) for place in places)),
         train_tokens=batch.train_tokens,
         train_sequences=batch.train_sequences,
         num_micro_batches=batch.num_micro_batches,

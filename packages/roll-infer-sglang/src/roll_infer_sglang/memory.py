@@ -1,0 +1,78 @@
+"""How much memory a slot of the engine SGLang takes: the formulas of docs/plan.md. Light."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.modeling.memory import millions
+from roll_core.spec.plan import DTYPE_BYTES, Lever, MemoryAnswer, Use
+from roll_infer_sglang.config import SglangConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.plan import MemoryQuestion
+
+HOST_TOKENS = 65_536
+"""Of the cache on a host where the config says nothing."""
+
+
+def memory(question: MemoryQuestion) -> MemoryAnswer:
+    """Weights, and the cache, all of it from the start. Asleep it gives the cache back, and weights where they are not
+    the host's anyway."""
+    config = question.config
+    if not isinstance(config, SglangConfig):
+        raise TypeError(f"the engine SGLang takes a SglangConfig, not a {type(config).__name__}")
+    size, model = DTYPE_BYTES[question.dtype], question.model
+    slots = config.tp_size or question.num_slots
+    weights = size * model.parameters // slots
+    cache, how = _cache(question, config, weights, slots)
+    sleeps = config.sleep_level > 0
+    return MemoryAnswer(
+        uses=(
+            Use(
+                what="weights",
+                num_bytes=weights,
+                formula=f"{size} × {millions(model.parameters)} / {slots} slots",
+                leaves=sleeps and not question.on_host,
+            ),
+            Use(what="kv cache", num_bytes=cache, formula=how, leaves=sleeps),
+            Use(
+                what="buffers",
+                num_bytes=config.bucket_mib << 20,
+                formula=f"bucket_mib {config.bucket_mib} of weights on their way in",
+                during=("receive",),
+            ),
+        ),
+        levers=tuple(_levers(question, config)),
+    )
+
+
+def _cache(question: MemoryQuestion, config: SglangConfig, weights: int, slots: int) -> tuple[int, str]:
+    """What `mem_fraction_static` leaves beside the weights, or less where the tokens are limited."""
+    size, model = DTYPE_BYTES[question.dtype], question.model
+    tokens = config.max_total_tokens or (HOST_TOKENS if question.on_host else None)
+    of_tokens = None
+    if tokens is not None:
+        of_tokens = tokens * 2 * len(model.layers) * model.key_width * size // slots
+        how = f"max_total_tokens {tokens} × 2 × {len(model.layers)} × {model.key_width} × {size} / {slots}"
+        if question.on_host or question.slot_bytes is None:
+            return of_tokens, how
+    share = config.mem_fraction_static
+    if question.slot_bytes is None:
+        return 0, f"mem_fraction_static {share:g} of a memory that is not known, less the weights"
+    left = max(0, int(share * question.slot_bytes) - weights)
+    if of_tokens is not None and of_tokens < left:
+        return of_tokens, how
+    return left, f"mem_fraction_static {share:g} of the memory, less the weights"
+
+
+def _levers(question: MemoryQuestion, config: SglangConfig) -> Iterator[Lever]:
+    costs = "fewer sequences are decoded together"
+    if question.on_host:
+        for halvings in (1, 2, 3):
+            yield Lever(keys={"max_total_tokens": (config.max_total_tokens or HOST_TOKENS) >> halvings}, costs=costs)
+        return
+    for share in (0.7, 0.5, 0.35, 0.2):
+        if share < config.mem_fraction_static:
+            yield Lever(keys={"mem_fraction_static": share}, costs=costs)
