@@ -41,7 +41,7 @@ def test_a_run_that_fits_is_0(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_formulas_are_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "run.yaml", "-v", "--host-memory", "8"]) == 0
-    assert "optimizer 0.01 = moments of 8 × 1.4 M" in capsys.readouterr().out
+    assert "optimizer 11.0 = moments of 8 × 1.4 M" in capsys.readouterr().out
 
 
 def test_a_run_that_does_not_fit_is_1_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config import load
@@ -13,7 +13,7 @@ from roll_core.runtime.planning import make_plan
 from roll_core.runtime.planning.levers import explained, smallest_change
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -143,7 +143,9 @@ def _ranks(workers: tuple[Place, ...], slots: Sequence[int]) -> str:
 
 def _show_memory(console: Console, found: Plan, *, verbose: bool) -> None:
     shared = found.placing.platform.slots_share_cores
-    titles = ["one worker of", "strategy", "does", *(["GiB"] if shared else ["device, GiB", "host, GiB"]), "of which"]
+    unit = _unit(role.num_bytes(act) for role in found.memory for act in role.acts)
+    amounts_of = [unit.name] if shared else [f"device, {unit.name}", f"host, {unit.name}"]
+    titles = ["one worker of", "strategy", "does", *amounts_of, "of which"]
     rows: list[list[str]] = []
     for role in found.memory:
         if role.unknown:
@@ -153,21 +155,21 @@ def _show_memory(console: Console, found: Plan, *, verbose: bool) -> None:
             amounts = [role.num_bytes(act)] if shared else [role.num_bytes(act, "device"), role.num_bytes(act, "host")]
             first = act == role.acts[0]
             label = f"{role.role} ({role.parameters / 1e6:.1f} M)" if first else ""
-            parts = _parts(role, act, verbose=verbose)
-            rows.append([label, role.strategy if first else "", act, *map(_gib, amounts), parts])
+            parts = _parts(role, act, unit, verbose=verbose)
+            rows.append([label, role.strategy if first else "", act, *map(unit.text, amounts), parts])
     if rows:
         _table(console, titles, rows, numbers=(3,) if shared else (3, 4))
 
 
-def _parts(role: RoleMemory, act: Any, *, verbose: bool) -> str:
+def _parts(role: RoleMemory, act: Any, unit: _Unit, *, verbose: bool) -> str:
     taken = sorted(role.taken(act), key=lambda use: -use.num_bytes)
     if verbose:
-        return "\n".join(f"{use.what} {_gib(use.num_bytes)} = {use.formula}" for use in taken)
+        return "\n".join(f"{use.what} {unit.text(use.num_bytes)} = {use.formula}" for use in taken)
     total: dict[str, int] = {}
     for use in taken:
         total[use.what] = total.get(use.what, 0) + use.num_bytes
     return ", ".join(
-        f"{what} {_gib(count)}" for what, count in sorted(total.items(), key=lambda each: -each[1]) if count
+        f"{what} {unit.text(count)}" for what, count in sorted(total.items(), key=lambda each: -each[1]) if count
     )
 
 
@@ -181,17 +183,35 @@ def _show_phases(console: Console, found: Plan) -> None:
             row[kind] = each
     acts = {phase.name: phase.acts for phase in found.placing.pipeline.phases}
     kinds = ["node"] if found.placing.platform.slots_share_cores else ["slot", "node"]
+    unit = _unit(load.num_bytes for row in rows.values() for load in row.values())
     shown = [
         [
             name,
             ", ".join(f"{role}: {act}" for role, act in acts.get(name, {}).items()),
-            *(_gib(row[kind].num_bytes) if kind in row else "" for kind in kinds),
+            *(unit.text(row[kind].num_bytes) if kind in row else "" for kind in kinds),
         ]
         for name, row in rows.items()
     ]
-    titles = {"slot": "fullest slot, GiB", "node": "fullest host, GiB"}
+    titles = {"slot": f"fullest slot, {unit.name}", "node": f"fullest host, {unit.name}"}
     if shown:
         _table(console, ["phase", "who works", *(titles[kind] for kind in kinds)], shown, numbers=(2, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Of the amounts of a table."""
+
+    name: str
+    num_bytes: int
+    format: str
+
+    def text(self, count: int) -> str:
+        return format(count / self.num_bytes, self.format)
+
+
+def _unit(counts: Iterable[int]) -> _Unit:
+    """In which the largest amount can be read: small models take no gibibyte."""
+    return _Unit("GiB", GIB, ".2f") if max(counts, default=0) >= GIB else _Unit("MiB", 2**20, ".1f")
 
 
 def _gib(count: int) -> str:
