@@ -106,6 +106,19 @@ def test_a_strategy_without_adapters_is_refused_where_they_are_asked_for(read):
     read(text, "sft_train.model_args.lora_rank=0")
 
 
+def test_an_engine_that_asks_for_adapters_is_refused_where_nobody_trains_any(read):
+    text = RLVR.replace("hf_infer}", "hf_infer, strategy_config: {enable_lora: true}}").replace(
+        "use_kl_loss: true\n", ""
+    )
+    assert read(text).actor_infer.strategy_args.strategy_config == {"enable_lora": True}
+    with pytest.raises(ConfigError) as raised:
+        read(text, "actor_train.model_args.lora_rank=0")
+    (problem,) = raised.value.problems
+    assert problem.key == "actor_infer.strategy_args.strategy_config"
+    assert problem.message == "asks hf_infer for adapters as they are, but no role trains any"
+    read(text, "actor_train.model_args.lora_rank=0", "actor_infer.strategy_args.strategy_config.enable_lora=false")
+
+
 def test_a_policy_with_adapters_needs_no_reference_and_may_have_one(read):
     assert read(RLVR).reference is None
     reference = yaml.safe_dump({"reference": {"strategy_args": {"strategy_name": "hf_infer"}}})

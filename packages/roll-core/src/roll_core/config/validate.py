@@ -39,7 +39,7 @@ from roll_core.spec.providers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from roll_core.config.compose import Composed
     from roll_core.config.source import KeyPath
@@ -232,6 +232,16 @@ class _Validation:
             self._replicas(path, role, provider, strategy)
             if worker.kind != "generate":
                 self._spread(path, role, strategy)
+            elif strategy.serves_adapters() and not any(map(_trains_adapters, self._model_args())):
+                message = f"asks {provider.name} for adapters as they are, but no role trains any"
+                hint = "set lora_target in the model_args of the role that is trained, or let it send whole weights"
+                self.found.append(Finding(at_config, message, hint))
+
+    def _model_args(self) -> Iterator[dict[Any, Any]]:
+        """As far as they are written, of all roles."""
+        for role in self.data.values():
+            if isinstance(role, dict) and isinstance(role.get("model_args"), dict):
+                yield role["model_args"]
 
     def _environment(self, path: KeyPath, role: dict[Any, Any]) -> None:
         """An interpreter that is named by its path is there, unless workers run on the hosts of a cluster."""
