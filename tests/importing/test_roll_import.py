@@ -101,6 +101,7 @@ EXPECTED = {
     },
     "rlvr_lora_deepspeed": {
         "exp_name": "lora-ppo",
+        "record_rollouts": True,
         "pg_variant": "ppo",
         "adv_estimator": "reinforce",
         "prompt_length": 1024,

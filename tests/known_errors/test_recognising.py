@@ -11,7 +11,7 @@ import subprocess
 import pytest
 import torch
 
-from roll_core.errors import ConfigError, ConfigProblem, DataError, ModelError, RollError, WorkerError
+from roll_core.errors import ConfigError, ConfigProblem, DataError, ModelError, RollError, WorkerDiedError, WorkerError
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.runtime.executors.base import Member
@@ -252,6 +252,13 @@ def test_source_lines_of_a_trace_are_no_errors(registry):
 )
 def test_mistakes_of_the_users_and_unknown_errors_get_no_advice(error, registry):
     assert advise(error, registry) is None
+
+
+def test_a_worker_that_the_kernel_killed_for_want_of_memory(registry):
+    cause = "process 7 is gone, and the kernel killed 1 processes for want of memory (SIGKILL)"
+    advice = advise(WorkerDiedError("actor_infer", 1, "node7", "", cause), registry)
+    assert advice is not None
+    assert advice.known.id == "host_memory"
 
 
 def test_a_failure_of_ours_that_passes_on_what_a_program_said_is_looked_at(registry):

@@ -200,7 +200,11 @@ class _Import:
         outcome = _with_values(path, value, outcome)
         for leaf in _keys(value, path):
             rest = leaf[len(path) :]
-            to = tuple(".".join((*target, *rest)) for target, written in outcome.writes if _has(written, rest))
+            to = tuple(
+                ".".join((*target, *rest) if isinstance(written, dict) else target)
+                for target, written in outcome.writes
+                if not isinstance(written, dict) or _has(written, rest)
+            )
             where = str(self.composed.written.key(leaf))
             self.entries[leaf] = Entry(where, ".".join(leaf), outcome.status, to, outcome.note)
 
@@ -271,9 +275,10 @@ class _Import:
         if not source.get("use_kl_loss"):
             added = [each for each in added if each[0] != ("kl_loss_coef",)]
         if source.get("dual_clip_loss"):
-            clip = source.get("pg_clip", 0.2)
+            clip = source.get("pg_clip")
+            clip = clip if isinstance(clip, (int, float)) else 0.2
             added.append((("dual_clip",), 1 + 2 * clip, f"ROLL's bound is 1 + 2 × pg_clip {clip:g}"))
-        if source.get("async_generation_ratio") and (source.get("num_return_sequences_in_group") or 1) > 1:
+        if source.get("async_generation_ratio") and source.get("num_return_sequences_in_group", 1) != 1:
             added.append((("is_num_return_sequences_expand",), True, "ROLL sets it in asynchronous training"))
         for name in ("template", "messages", "prompt", "response", "system", "tag"):
             column = (trained, "data_args", name)

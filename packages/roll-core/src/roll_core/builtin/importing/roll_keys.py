@@ -28,7 +28,7 @@ MODEL: Table = {
     "attn_implementation": change("`sdpa` is kept, otherwise `auto` takes the fastest exact one", values.attention),
     **each(
         "lora_target lora_rank lora_alpha lora_dropout additional_target",
-        change("kept in the role that trains; `lora_dropout` must be 0", values.lora),
+        change("kept in the role that trains; `lora_dropout` must be 0", values.lora, nested=True),
     ),
     "autocast_adapter_dtype": unneeded("adapters are float32"),
     "ulysses_size": change("→ `strategy_config.ulysses_size`", values.ulysses_size),
@@ -137,7 +137,9 @@ INFER: Table = {
     },
 }
 
-OF_WORKER = change("not needed by a rule; for other rewards what your function does instead", values.of_reward_worker)
+OF_WORKER = change(
+    "not needed by a rule; for other rewards what your function does instead", values.of_reward_worker, nested=True
+)
 REWARD: Table = {
     "worker_cls": change(
         f"→ `reward`: MathRuleRewardWorker is `math_rule`, others a `function` of yours in {values.MODULE}.py",
@@ -185,7 +187,7 @@ RUN: Table = {
     "num_gpus_per_node": keep("ROLL overwrites it by what it counts; here it holds"),
     "resume_from_checkpoint": change("kept, but for paths of ROLL's checkpoints", values.resume_from_checkpoint),
     "track_with": change("kept where such a tracker is installed; `stdout` → none", values.track_with),
-    "tracker_kwargs": change("→ `tracker_kwargs.<tracker>`", values.tracker_kwargs),
+    "tracker_kwargs": change("→ `tracker_kwargs.<tracker>`", values.tracker_kwargs, nested=True),
     "system_envs": Each(change("kept, as text; it reaches every role", values.environment_variable)),
     "router_args": {
         "router_name": change("→ `prompt_affinity`, `sticky`, `least_loaded`", values.router_name),
@@ -196,7 +198,9 @@ RUN: Table = {
         " disk that lasts"
     ),
     "model_download_type": change("ids are those of the Hugging Face hub", values.model_download_type),
-    "rollout_mock": change("not supported where it is enabled", values.rollout_mock),
+    "rollout_mock": change(
+        "`mode: dump` → `record_rollouts: true`; dumps of ROLL's cannot be read", values.rollout_mock, nested=True
+    ),
     "user_defined_rollout_loop_cls": refused("code of yours: see docs/plugins.md for what a pipeline is"),
     **each(
         "profiler_timeline profiler_memory",

@@ -37,7 +37,7 @@ def sequence_length(value: Any, key: Key) -> Outcome:
         # There it bounds the whole row (roll/pipeline/sft/sft_pipeline.py).
         writes = ((("prompt_length",), value), (("response_length",), value))
         return Outcome("renamed", writes, "rows up to this length have prompts and responses up to it")
-    prompt = key.at("prompt_length") or DEFAULT_PROMPT_LENGTH
+    prompt = _number(key.at("prompt_length"), DEFAULT_PROMPT_LENGTH)
     note = f"{value} - prompt_length {prompt}"
     return Outcome("renamed", ((("response_length",), value - prompt),), note)
 
@@ -47,6 +47,10 @@ def prompt_length(value: Any, key: Key) -> Outcome:
     if key.pipeline == "sft" and key.at("response_length") is None:
         return Outcome("dead", (), "ROLL's sft looks at sequence_length alone")
     return Outcome("kept", ((key.path, value),))
+
+
+def _number(value: Any, default: int) -> int:
+    return value if isinstance(value, int) else default
 
 
 def val_sequence_length(value: Any, key: Key) -> Outcome:
@@ -131,11 +135,15 @@ def model_download_type(value: Any, key: Key) -> Outcome:
 
 
 def rollout_mock(value: Any, key: Key) -> Outcome:
-    """Recorded rollouts."""
+    """`dump` writes pickles of each step, `mock` reads them (roll/configs/base_config.py)."""
     if isinstance(value, Mapping) and not value.get("enable"):
         return Outcome("not needed", (), "it is not enabled")
+    if key.pipeline == "rlvr" and value_at(value, ("mode",)) == "dump":
+        return Outcome("renamed", ((("record_rollouts",), True),), "into the run's directory")
     return Outcome(
-        "unsupported", (), "rollouts are not dumped and played back; samples.jsonl of a run holds its samples"
+        "unsupported",
+        (),
+        "dumps of ROLL's cannot be read: record with record_rollouts: true, then name that run as replay_rollouts",
     )
 
 
@@ -183,7 +191,7 @@ def pg_variant(value: Any, key: Key) -> Outcome:
 
 def topr_weight(value: Any, key: Key) -> Outcome:
     """Factors of topr's two halves."""
-    if key.beside("pg_variant") != "topr" or asks_for_nothing(value, (1,)):
+    if key.beside("pg_variant") != "topr" or not isinstance(value, (int, float)) or value == 1:
         return Outcome("not needed", (), "only topr has such a weight, and 1 changes nothing")
     return Outcome(
         "renamed", ((("pg_options", key.name.removeprefix("topr_")), float(value)),), "an option of the loss"

@@ -120,9 +120,16 @@ def rename(to: str, note: str = "") -> Rule:
     return Rule(f"→ `{to.rpartition(':')[2]}`{_because(note)}", judge)
 
 
-def change(says: str, judge: Callable[[Any, Key], Outcome]) -> Rule:
-    """What a function makes of it."""
-    return Rule(says, judge)
+def change(says: str, judge: Callable[[Any, Key], Outcome], *, nested: bool = False) -> Rule:
+    """What a function makes of it. A list or a mapping, where the key is not one for them (`nested`), is left for
+    `roll-core check` to refuse."""
+
+    def judged(value: Any, key: Key) -> Outcome:
+        if isinstance(value, (dict, list)) and not nested:
+            return Outcome("unsupported", ((key.path, value),), "expected a single value")
+        return judge(value, key)
+
+    return Rule(says, judged)
 
 
 def unneeded(note: str) -> Rule:

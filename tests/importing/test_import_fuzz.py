@@ -1,0 +1,88 @@
+"""Whatever stands in a file that could be ROLL's: a report that is complete, or one of our errors."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from roll_core.builtin.importing.roll import import_roll
+from roll_core.builtin.importing.writing import written
+from roll_core.errors import RollError
+from roll_core.pipelines.config import RLVRConfig, SFTConfig
+from roll_core.plugins.registry import load_registry
+
+FILES = Path(__file__).parent / "roll"
+WHOLE = [
+    yaml.safe_load((FILES / f"{name}.yaml").read_text())
+    for name in ("rlvr_megatron_vllm", "sft_fsdp2", "rlvr_ppo_critic")
+]
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10**6),
+    st.floats(),
+    st.sampled_from(["", "x", "${oc.env:NOWHERE}", "${seed}", "???", "list(range(0,4))", "grpo", "vllm", "Ünï cödé"]),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.dictionaries(st.sampled_from(["a", "b", "1"]), st.integers(0, 3), max_size=2),
+)
+
+
+def paths(data, prefix=()):
+    for key, value in data.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*prefix, key))
+
+
+@pytest.fixture(scope="module")
+def registry():
+    return load_registry()
+
+
+@st.composite
+def mutated(draw):
+    data = copy.deepcopy(draw(st.sampled_from(WHOLE)))
+    for _ in range(draw(st.integers(1, 4))):
+        path = draw(st.sampled_from(list(paths(data))))
+        parent = data
+        for step in path[:-1]:
+            parent = parent[step]
+        action = draw(st.sampled_from(["replace", "remove", "misspell"]))
+        if action == "replace":
+            parent[path[-1]] = draw(JUNK)
+        else:
+            value = parent.pop(path[-1])
+            if action == "misspell":
+                parent[f"{path[-1]}x"] = value
+    return data
+
+
+def leaves(value, prefix=""):
+    if isinstance(value, dict) and value:
+        return [leaf for key, each in value.items() for leaf in leaves(each, f"{prefix}{key}.")]
+    return [prefix.removesuffix(".")]
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(data=mutated())
+def test_every_key_is_accounted_for_or_the_file_is_refused(data, registry, tmp_path):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(data, allow_unicode=True), encoding="utf-8")
+    try:
+        imported = import_roll(file, registry)
+    except RollError:
+        return
+    told = [each.key for each in imported.entries if each.status != "added"]
+    assert len(told) == len(set(told))
+    assert not [
+        leaf for leaf in leaves(data) if leaf not in told and not any(key.startswith(f"{leaf}.") for key in told)
+    ]
+    schema = {"rlvr": RLVRConfig, "sft": SFTConfig}[imported.pipeline]
+    assert yaml.safe_load(written(imported.config, schema, heading="")) is not None
