@@ -75,4 +75,5 @@ VALUES = st.one_of(
 
 @given(st.dictionaries(st.sampled_from(["mode", "ranks", "inner", "names", "overlap", "fusion", "other"]), VALUES))
 def test_what_is_left_is_valid(keys):
-    Engine.model_validate(without(keys, refusals(Engine, keys)))
+    left = without(keys, refusals(Engine, keys))
+    assert Engine.model_validate(left).model_fields_set == set(left)
