@@ -8,6 +8,9 @@ tail of lengths. The load grows with the machine. The bound is the work of a ste
 
     (tokens / tokens per second of a full engine + prefill + tokens / tokens per second of training) / accelerators
 
+No split of whole accelerators reaches it, nor any run that replaces weights or has an answer that is longer than a
+step; what is left of it is the step that is within reach (`within_reach_s`).
+
 Synchronous modes use every accelerator for generation, then for training. Asynchronous ones split them by the work of
 either, and train while the others generate; weights are replaced under way, which stalls the engines. The last part
 measures what the scheduler itself costs, with the same requests driven through bare engines for comparison.
@@ -37,17 +40,20 @@ from roll_core.types import GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SPEED = Speed(base_s=0.012, row_s=0.00006, prompt_token_s=0.00002, max_rows=128)
+UNIT = 16
+"""Tokens that are simulated as one: it makes no difference to the scheduler, and 4,096 accelerators fit into memory."""
+SPEED = Speed(base_s=0.012 * UNIT, row_s=0.00006 * UNIT, prompt_token_s=0.00002 * UNIT, max_rows=128)
 """About a model of 7 B on one current accelerator, with room for 128 long sequences: 6,500 tokens/s when full."""
+TOKENS_PER_S = SPEED.capacity * UNIT
 TRAIN_TOKENS_PER_S = 8000.0
 """Of one accelerator, logprobs of the old policy included."""
 SYNC_S = 4.0
 """To replace the weights."""
 PROMPT_TOKENS = 512
 GROUP = 16
-WARM_UP = 2
+WARM_UP = 4
 """Steps that are not counted."""
-PROMPT = np.zeros(PROMPT_TOKENS, dtype=np.int64)
+PROMPT = np.zeros(PROMPT_TOKENS // UNIT, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Mode:
     name: str
     ahead: float = 0.0
     concurrent: bool = False
+    max_running: int | None = SPEED.max_rows
+    """As `max_running_requests`; None gives everything to the engines at once, whole groups."""
 
 
 MODES = (
@@ -81,11 +89,12 @@ MODES = (
     Mode("async, ratio 0.5", ahead=0.5, concurrent=True),
     Mode("async, ratio 1", ahead=1.0, concurrent=True),
     Mode("async, ratio 2", ahead=2.0, concurrent=True),
+    Mode("async, ratio 2, engines queue", ahead=2.0, concurrent=True, max_running=None),
     Mode("async, ratio 4", ahead=4.0, concurrent=True),
 )
-LARGE = 1024
-"""Above so many accelerators only these are simulated:"""
-LARGE_MODES = ("sync", "async, ratio 1", "async, ratio 2")
+LARGE, LARGE_STEPS = 256, 7
+"""Above so many accelerators only these are simulated, for so many steps at most:"""
+LARGE_MODES = ("sync", "async, ratio 2")
 
 
 class Lengths:
@@ -94,24 +103,52 @@ class Lengths:
     def __init__(self, load: Load, groups: int) -> None:
         rng = np.random.default_rng(0)
         drawn = rng.lognormal(math.log(load.median), load.sigma, size=(groups, GROUP))
-        self.table = np.clip(drawn, 16, load.longest).astype(np.int32)
+        self.table = np.clip(drawn / UNIT, 1, load.longest // UNIT).astype(np.int32)
 
     def __call__(self, id: str, index: int) -> int:
         return int(self.table[int(id.rpartition("/")[2]) % len(self.table), index])
 
 
-def bound_s(tokens: float, groups: int, accelerators: int) -> float:
-    """Of one step."""
-    generate = tokens / SPEED.capacity + groups * PROMPT_TOKENS * SPEED.prompt_token_s
-    return (generate + tokens / TRAIN_TOKENS_PER_S) / accelerators
+@dataclass(frozen=True)
+class Work:
+    """Of a step, in seconds of one accelerator."""
+
+    generate_s: float
+    train_s: float
+
+    @classmethod
+    def of(cls, tokens: float, groups: int) -> Work:
+        prefill_s = groups * len(PROMPT) * SPEED.prompt_token_s
+        return cls(tokens / TOKENS_PER_S + prefill_s, tokens / TRAIN_TOKENS_PER_S)
+
+    def bound_s(self, accelerators: int) -> float:
+        """Of a step on which every accelerator works all the time."""
+        return (self.generate_s + self.train_s) / accelerators
+
+
+def within_reach_s(work: Work, mode: Mode, load: Load, accelerators: int) -> float:
+    """A step can take no less in this mode: with whole accelerators for either work, with engines and trainers that
+    wait while weights are replaced, and with the longest answer alone on its engine.
+
+    With k = ceil(ahead), an answer that is trained on k steps after it was begun has the time from when one batch is
+    asked for until the batch k steps later is complete: k + 1 steps less one training and one replacing of weights.
+    """
+    generate, train = split(accelerators, mode)
+    steps = math.ceil(mode.ahead) + 1
+    longest_s = load.longest / UNIT / SPEED.tokens_per_s(1)
+    generate_s, train_s = work.generate_s / generate, work.train_s / train
+    if not mode.concurrent:
+        return max(generate_s, longest_s / steps) + train_s + SYNC_S
+    return max(generate_s + SYNC_S, train_s + SYNC_S, (longest_s + train_s + steps * SYNC_S) / steps)
 
 
 def split(accelerators: int, mode: Mode) -> tuple[int, int]:
     """Accelerators that generate and that train."""
     if not mode.concurrent:
         return accelerators, accelerators
-    share = (1 / SPEED.capacity) / (1 / SPEED.capacity + 1 / TRAIN_TOKENS_PER_S)
-    generate = min(accelerators - 1, max(1, round(share * accelerators)))
+    generate = min(
+        range(1, accelerators), key=lambda n: max(1 / n / TOKENS_PER_S, 1 / (accelerators - n) / TRAIN_TOKENS_PER_S)
+    )
     return generate, accelerators - generate
 
 
@@ -119,30 +156,37 @@ async def simulate(mode: Mode, load: Load, accelerators: int, lengths: Lengths, 
     loop = asyncio.get_running_loop()
     groups = load.groups_per_accelerator * accelerators
     generate, train = split(accelerators, mode)
-    engines = [
-        SimulatedEngine(str(i), SPEED, lengths, prompt_tokens=PROMPT_TOKENS, real=False) for i in range(generate)
-    ]
-    dispatcher = Dispatcher(engines)
+    engines = [SimulatedEngine(str(i), SPEED, lengths, prompt_tokens=len(PROMPT), real=False) for i in range(generate)]
+    dispatcher = Dispatcher(engines, max_running=mode.max_running)
     scheduler = RolloutScheduler(make_plan(mode, groups), dispatcher, None, seed=0)
-    times, bounds, ages = [], [], []
+    times, bounds, reaches, ages = [], [], [], []
     begun = loop.time()
     for step in range(steps):
         batch, facts = await scheduler.batch(step)
-        tokens = sum(len(sample.response_ids) for group in batch for sample in group.samples)
+        tokens = UNIT * sum(len(sample.response_ids) for group in batch for sample in group.samples)
         await asyncio.sleep(tokens / (TRAIN_TOKENS_PER_S * train))
         async with dispatcher.paused(in_flight=mode.concurrent):
             for engine in engines:
                 engine.stall(SYNC_S)
             await asyncio.sleep(SYNC_S)
         if step >= WARM_UP:
+            work = Work.of(tokens, groups)
             times.append(loop.time() - begun)
-            bounds.append(bound_s(tokens, groups, accelerators))
+            bounds.append(work.bound_s(accelerators))
+            reaches.append(within_reach_s(work, mode, load, accelerators))
             ages.append(max(facts.ages))
         begun = loop.time()
     await scheduler.close()
     dispatcher.accounts.check()
-    step_s, least_s = float(np.mean(times)), float(np.mean(bounds))
-    return {"step_s": step_s, "bound_s": least_s, "of_bound": least_s / step_s, "staleness": max(ages)}
+    step_s, bound_s, reach_s = (float(np.mean(each)) for each in (times, bounds, reaches))
+    return {
+        "step_s": step_s,
+        "bound_s": bound_s,
+        "of_bound": bound_s / step_s,
+        "within_reach_s": reach_s,
+        "of_reach": reach_s / step_s,
+        "staleness": max(ages),
+    }
 
 
 def make_plan(mode: Mode, groups: int) -> RolloutPlan:
@@ -164,15 +208,16 @@ def virtually(main: Callable[[], Any]) -> Any:
 # -- what the scheduler costs ------------------------------------------------------------------------------------------
 
 
-async def scheduled(in_flight: int, batches: int, lengths: Lengths) -> int:
+async def scheduled(in_flight: int, batches: int, lengths: Lengths, *, one_by_one: bool) -> int:
     """Trajectories drawn while so many are in flight all the time."""
     groups = in_flight // GROUP // 2
     engines = [
-        SimulatedEngine(str(i), SPEED, lengths, prompt_tokens=PROMPT_TOKENS, real=False)
+        SimulatedEngine(str(i), SPEED, lengths, prompt_tokens=len(PROMPT), real=False)
         for i in range(in_flight // SPEED.max_rows)
     ]
-    mode = Mode("", ahead=1.0, concurrent=True)
-    scheduler = RolloutScheduler(make_plan(mode, groups), Dispatcher(engines), None, seed=0)
+    mode = Mode("", ahead=1.0, concurrent=True, max_running=SPEED.max_rows if one_by_one else None)
+    dispatcher = Dispatcher(engines, max_running=mode.max_running)
+    scheduler = RolloutScheduler(make_plan(mode, groups), dispatcher, None, seed=0)
     for step in range(batches):
         await scheduler.batch(step)
     done = sum(engine.ended for engine in engines)
@@ -180,66 +225,62 @@ async def scheduled(in_flight: int, batches: int, lengths: Lengths) -> int:
     return done
 
 
-async def bare(in_flight: int, trajectories: int, lengths: Lengths) -> int:
-    """The same engines and requests without a scheduler: each engine gets the next group when one is done."""
+async def bare(in_flight: int, trajectories: int, lengths: Lengths, *, one_by_one: bool) -> int:
+    """The same engines and as many answers without a scheduler: an engine gets the next request when one is done."""
     engines = [
-        SimulatedEngine(str(i), SPEED, lengths, prompt_tokens=PROMPT_TOKENS, real=False)
+        SimulatedEngine(str(i), SPEED, lengths, prompt_tokens=len(PROMPT), real=False)
         for i in range(in_flight // SPEED.max_rows)
     ]
     params = SamplingParams(max_new_tokens=1 << 20)
     over = asyncio.get_running_loop().create_future()
-    next_id = 0
+    answers = 1 if one_by_one else GROUP
+    next_id = ended = 0
 
     def begin(engine: SimulatedEngine, count: int) -> None:
         nonlocal next_id
         requests = []
         for _ in range(count):
-            requests.append(GenerateRequest(id=f"b/{next_id}", prompt_ids=PROMPT, params=params, n=GROUP))
+            requests.append(GenerateRequest(id=f"b/{next_id}", prompt_ids=PROMPT, params=params, n=answers))
             next_id += 1
         engine.begin(requests, lambda id, outcome: answered(engine))
 
     def answered(engine: SimulatedEngine) -> None:
-        if sum_ended() >= trajectories:
-            if not over.done():
-                over.set_result(None)
-            return
-        asyncio.get_running_loop().call_soon(begin, engine, 1)
-
-    ended = 0
-
-    def sum_ended() -> int:
         nonlocal ended
-        ended += GROUP
-        return ended
+        ended += answers
+        if ended < trajectories:
+            asyncio.get_running_loop().call_soon(begin, engine, 1)
+        elif not over.done():
+            over.set_result(None)
 
     for engine in engines:
-        begin(engine, SPEED.max_rows // GROUP)
+        begin(engine, SPEED.max_rows // answers)
     await over
     return sum(engine.ended for engine in engines)
 
 
-def overhead(in_flight: int, batches: int) -> dict[str, float]:
+def overhead(in_flight: int, batches: int, *, one_by_one: bool) -> dict[str, Any]:
     lengths = Lengths(LOADS[0], 4096)
     begun = time.process_time()
-    trajectories = virtually(lambda: scheduled(in_flight, batches, lengths))
+    trajectories = virtually(lambda: scheduled(in_flight, batches, lengths, one_by_one=one_by_one))
     whole_s = time.process_time() - begun
     begun = time.process_time()
-    compared = virtually(lambda: bare(in_flight, trajectories, lengths))
+    compared = virtually(lambda: bare(in_flight, trajectories, lengths, one_by_one=one_by_one))
     engines_s = time.process_time() - begun
     per_trajectory_us = 1e6 * (whole_s / trajectories - engines_s / compared)
     return {
+        "one_by_one": one_by_one,
         "in_flight": in_flight,
         "trajectories": trajectories,
         "cpu_us_per_trajectory": per_trajectory_us,
         "cpu_us_per_trajectory_with_engines": 1e6 * whole_s / trajectories,
-        "core_s_per_1000_tokens": per_trajectory_us * 1e-6 / (float(lengths.table.mean()) / 1000),
+        "core_s_per_1000_tokens": per_trajectory_us * 1e-6 / (UNIT * float(lengths.table.mean()) / 1000),
     }
 
 
 def profile(in_flight: int) -> None:
     profiler = cProfile.Profile()
     profiler.enable()
-    virtually(lambda: scheduled(in_flight, 3, Lengths(LOADS[0], 4096)))
+    virtually(lambda: scheduled(in_flight, 3, Lengths(LOADS[0], 4096), one_by_one=True))
     profiler.disable()
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
@@ -247,7 +288,7 @@ def profile(in_flight: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerators", default="8,64,512,4096")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--in-flight", type=int, default=100_000)
     parser.add_argument("--profile", action="store_true", help="show where the scheduler's time goes, and no more")
     args = parser.parse_args()
@@ -260,13 +301,13 @@ def main() -> None:
         lengths = Lengths(load, load.groups_per_accelerator * accelerators * (args.steps + 5))
         for mode in MODES:
             if accelerators <= LARGE or mode.name in LARGE_MODES:
-                steps = args.steps if accelerators <= LARGE else min(args.steps, 6)
+                steps = args.steps if accelerators <= LARGE else min(args.steps, LARGE_STEPS)
                 main = partial(simulate, mode, load, accelerators, lengths, steps)
                 rows.append({"load": load.name, "accelerators": accelerators, "mode": mode.name, **virtually(main)})
                 print(rows[-1], flush=True)
-    cost = overhead(args.in_flight, 6)
-    print(cost)
-    write_result("rollout_sim", {"workload": workload(), "rows": rows, "scheduler": cost}, table(rows, cost))
+    costs = [overhead(args.in_flight, 6, one_by_one=each) for each in (False, True)]
+    print(costs)
+    write_result("rollout_sim", {"workload": workload(), "rows": rows, "scheduler": costs}, table(rows, costs))
 
 
 def workload() -> dict[str, Any]:
@@ -274,27 +315,31 @@ def workload() -> dict[str, Any]:
         "loads": [asdict(load) for load in LOADS],
         "answers": GROUP,
         "prompt_tokens": PROMPT_TOKENS,
-        "engine_tokens_per_s": round(SPEED.capacity),
+        "engine_tokens_per_s": round(TOKENS_PER_S),
         "max_rows": SPEED.max_rows,
         "train_tokens_per_s": TRAIN_TOKENS_PER_S,
         "weight_sync_s": SYNC_S,
     }
 
 
-def table(rows: list[dict[str, Any]], cost: dict[str, float]) -> str:
+def table(rows: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
     lines = [
         "The real scheduler on simulated engines, in virtual time. Step time against the bound, total work ÷ capacity",
-        "of all accelerators; staleness is the age in steps of the oldest group that was trained on.",
+        "of all accelerators, and against what of it is within reach of the mode: with whole accelerators for either",
+        "work, pauses for new weights, and the longest answer alone on its engine. Staleness is the age in steps of",
+        "the oldest group that was trained on.",
         "",
-        "| load | accelerators | mode | step | bound | of the bound | faster than sync | staleness |",
-        "|---|---:|---|---:|---:|---:|---:|---:|",
+        "| load | accelerators | mode | step | bound | of the bound | of what is within reach | faster than sync |"
+        " staleness |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         same = [r for r in rows if (r["load"], r["accelerators"]) == (row["load"], row["accelerators"])]
         sync = next(r for r in same if r["mode"] == "sync")
         lines.append(
             f"| {row['load']} | {row['accelerators']:,} | {row['mode']} | {row['step_s']:.0f} s |"
-            f" {row['bound_s']:.0f} s | {row['of_bound']:.1%} | {sync['step_s'] / row['step_s']:.2f} × |"
+            f" {row['bound_s']:.0f} s | {row['of_bound']:.1%} | {row['of_reach']:.1%} |"
+            f" {sync['step_s'] / row['step_s']:.2f} × |"
             f" {row['staleness']} |"
         )
     lines.append("")
@@ -305,13 +350,17 @@ def table(rows: list[dict[str, Any]], cost: dict[str, float]) -> str:
         )
     lines += [
         "",
-        f"An engine has {SPEED.max_rows} rows and draws {SPEED.capacity:,.0f} tokens/s when full; training takes"
+        f"An engine has {SPEED.max_rows} rows and draws {TOKENS_PER_S:,.0f} tokens/s when full; training takes"
         f" {TRAIN_TOKENS_PER_S:,.0f} tokens/s for each accelerator, new weights {SYNC_S:g} s.",
-        "",
-        f"The scheduler costs {cost['cpu_us_per_trajectory']:.0f} µs of CPU for each answer with {cost['in_flight']:,}"
-        f" in flight: {cost['core_s_per_1000_tokens']:.1e} core-seconds per 1,000 tokens (over {cost['trajectories']:,}"
-        " answers, less the time of the simulated engines).",
     ]
+    for cost in costs:
+        how = "answers are asked one by one" if cost["one_by_one"] else "groups are asked as wholes"
+        lines += [
+            "",
+            f"Where {how} the scheduler costs {cost['cpu_us_per_trajectory']:.0f} µs of CPU for each answer with"
+            f" {cost['in_flight']:,} in flight: {cost['core_s_per_1000_tokens']:.1e} core-seconds per 1,000 tokens"
+            f" (over {cost['trajectories']:,} answers, less the time of the simulated engines).",
+        ]
     return "\n".join(lines)
 
 

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from roll_core.types import FinishReason, GenerateRequest
 
 
+_MANY = 1 << 20
+_TOKENS = np.broadcast_to(np.int64(0), _MANY)
+_LOGPROBS = np.broadcast_to(np.float32(-1.0), _MANY)
+_FIRST_VERSION = np.broadcast_to(np.int32(0), _MANY)
+"""One number each, as long as any output: a part of them is made in no time and takes no memory."""
+
+
 class _Skipping(selectors.DefaultSelector):
     """Waits for nothing: the time for which it was to wait has passed."""
 
@@ -119,6 +126,7 @@ class SimulatedEngine(Replica):
         self._order = 0
         self._progress = self._at = self._stalled_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._advancing = False
         self.dead = False
         self.tokens = self.ended = 0
         """Tokens drawn so far by outputs that ended, and how many did."""
@@ -198,6 +206,9 @@ class SimulatedEngine(Replica):
 
     def _advance(self) -> None:
         """Let rows enter and leave, and wait for the next one to end."""
+        if self._advancing:  # who is told of an end has begun or ended something else: it is seen to below
+            return
+        self._advancing = True
         self._catch_up()
         while self._ends and (self._ends[0][2].output is not None or self._ends[0][0] <= self._progress + 1e-6):
             row = heapq.heappop(self._ends)[2]
@@ -221,6 +232,7 @@ class SimulatedEngine(Replica):
             stalled_s = max(0.0, self._stalled_until - self._at)
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(self._at + stalled_s + max(0.0, left_s), self._advance)
+        self._advancing = False
 
     def _end(self, row: _Row, reason: FinishReason) -> None:
         if row.output is not None:
@@ -240,10 +252,10 @@ class SimulatedEngine(Replica):
         drawn = 0 if row.start < 0 else min(row.length, int(self._progress - row.start + 1e-6))
         num = row.length if reason == "stop" else drawn
         first = len(row.request.request.prompt_ids)
-        tokens = np.arange(first, first + num, dtype=np.int64) if self._real else np.broadcast_to(np.int64(0), num)
+        versions = np.broadcast_to(np.int32(self.version), num) if self.version else _FIRST_VERSION[:num]
         return CompletionOutput(
-            token_ids=tokens,
-            logprobs=np.broadcast_to(np.float32(-1.0), num),
-            versions=np.broadcast_to(np.int32(self.version), num),
+            token_ids=np.arange(first, first + num, dtype=np.int64) if self._real else _TOKENS[:num],
+            logprobs=_LOGPROBS[:num],
+            versions=versions,
             finish_reason="abort" if reason == "abort" else reason,
         )

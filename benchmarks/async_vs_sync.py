@@ -1,0 +1,243 @@
+"""Asynchronous beside synchronous GRPO: the same task, model, data and number of steps on two cores.
+
+    ./run bench async_vs_sync [--seeds N] [--steps N] [--ratios 1 2]
+
+Sequences of digits are to be sorted, most of them short and a few long, as answers are. A Qwen3-style model with random
+weights is taught by SFT, once for each seed, and is often wrong afterwards; then `roll-core run` trains it on by GRPO
+with the embedded engine, in each mode in turn:
+
+    synchronous     trainer and engine take turns on both cores, in one process
+    asynchronous    trainer and engine have a core and a process each; generation runs `async_generation_ratio` batches
+                    ahead, and weights are replaced under way
+
+Seconds are those of the steps, less evaluations: starting processes is no part of it. Accuracy is that of held-out
+sequences after the last step. Modes of a seed run one after the other, so that a busy machine is busy for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from common import write_result
+
+LONGEST = 24
+PROMPTS, ANSWERS = 32, 8
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 64,
+}
+SYNC = "synchronous"
+
+
+def is_right(prompt: str, response: str, ground_truth: str) -> float:
+    """1 or 0."""
+    return float(response == ground_truth)
+
+
+def write_rows(path: Path, count: int, seed: int) -> None:
+    """Lengths are long-tailed: a median of 4 and, for one row in forty, more than 12."""
+    rng = random.Random(seed)
+    with path.open("w", encoding="utf-8") as stream:
+        for index in range(count):
+            length = min(LONGEST, 2 + int(rng.expovariate(1 / 3.0)))
+            digits = "".join(rng.choices("0123456789", k=length))
+            answer = "".join(sorted(digits))
+            row = {"id": index, "prompt": f"{digits}>", "response": answer, "ground_truth": answer}
+            stream.write(json.dumps(row) + "\n")
+
+
+def base(folder: Path, seed: int) -> dict[str, Any]:
+    """What all runs share."""
+    return {
+        "output_dir": str(folder / "output"),
+        "seed": seed,
+        "prompt_length": LONGEST + 2,
+        "response_length": LONGEST + 2,
+        "track_with": [],
+        "save_steps": 0,
+    }
+
+
+def trainer(folder: Path, file: str, **training: Any) -> dict[str, Any]:
+    return {
+        "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True},
+        "training_args": training,
+        "data_args": {"file_name": str(folder / file)},
+        "strategy_args": {"strategy_name": "hf_train"},
+        "device_mapping": [0],
+        "infer_batch_size": 512,
+    }
+
+
+def engine(slot: int) -> dict[str, Any]:
+    return {
+        "model_args": {"dtype": "fp32"},
+        "strategy_args": {"strategy_name": "hf_infer"},
+        "device_mapping": [slot],
+    }
+
+
+def sft(folder: Path, seed: int, steps: int) -> dict[str, Any]:
+    """The model that both modes begin with."""
+    role = trainer(
+        folder,
+        "train.jsonl",
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=min(20, steps // 2),
+        per_device_train_batch_size=128,
+        gradient_accumulation_steps=1,
+    )
+    role["model_args"]["random_init"] = MODEL
+    return base(folder, seed) | {
+        "pipeline": "sft",
+        "exp_name": "sft",
+        "max_steps": steps,
+        "eval_steps": 0,
+        "tokenizer": {"kind": "char", "alphabet": "0123456789>"},
+        "sft_train": role,
+    }
+
+
+def grpo(folder: Path, seed: int, steps: int, ratio: float) -> dict[str, Any]:
+    """One of the modes. `ratio` 0 is synchronous."""
+    per_step = PROMPTS * ANSWERS
+    config = base(folder, seed) | {
+        "pipeline": "rlvr",
+        "exp_name": f"grpo-{ratio:g}",
+        "pretrain": str(folder / "output" / "sft" / "latest" / "export"),
+        "max_steps": steps,
+        "eval_steps": steps,
+        "export_model": False,
+        "rewards": {"sorting": {"reward": "function", "function": "async_vs_sync:is_right"}},
+        "validation": {
+            "data_args": {"file_name": str(folder / "val.jsonl")},
+            "generating_args": {"temperature": 1.0, "seed": 0},
+        },
+        "rollout_batch_size": PROMPTS,
+        "num_return_sequences_in_group": ANSWERS,
+        "actor_train": trainer(
+            folder,
+            "train.jsonl",
+            learning_rate=2e-4,
+            lr_scheduler_type="linear",
+            warmup_steps=min(5, steps // 2),
+            per_device_train_batch_size=per_step // 2,
+            gradient_accumulation_steps=2,
+        ),
+        "actor_infer": engine(0),
+        "executor": "local",
+        "num_gpus_per_node": 1,
+    }
+    if ratio:
+        config |= {
+            "actor_infer": engine(1),
+            "async_generation_ratio": ratio,
+            "executor": "ray",
+            "num_gpus_per_node": 2,
+        }
+    return config
+
+
+def run(folder: Path, config: dict[str, Any]) -> list[dict[str, float]]:
+    """`roll-core run` in a process of its own; the lines of its metrics."""
+    path = folder / f"{config['exp_name']}.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    here = Path(__file__).resolve().parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH", "")]))}
+    done = subprocess.run(
+        [sys.executable, "-m", "roll_core", "run", str(path)], cwd=folder, env=env, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{config['exp_name']} of seed {config['seed']} failed:\n{done.stdout[-2000:]}")
+    metrics = folder / "output" / config["exp_name"] / "latest" / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def measured(lines: list[dict[str, float]]) -> dict[str, float]:
+    """One run of a mode. The first steps are left out of the seconds: what is compiled is compiled there."""
+    steps = [line for line in lines if line["step"] > min(2, len(lines) // 2)]
+    return {
+        "step_s": statistics.fmean(line["time/step"] - line.get("time/evaluation", 0.0) for line in steps),
+        "before": lines[0]["val/score/mean"],
+        "accuracy": lines[-1]["val/score/mean"],
+        "tokens": statistics.fmean(line["tokens/generated"] for line in steps),
+        "staleness": statistics.fmean(line.get("rollout/staleness/mean", 0.0) for line in steps),
+    }
+
+
+def summary(seeds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Over all seeds, by mode: means, and the mean over seeds of how much faster than the synchronous run."""
+    found = {}
+    for mode in seeds[0]:
+        runs = [seed[mode] for seed in seeds]
+        found[mode] = {name: statistics.fmean(each[name] for each in runs) for name in runs[0]}
+        found[mode]["faster"] = statistics.fmean(seed[SYNC]["step_s"] / seed[mode]["step_s"] for seed in seeds)
+        found[mode]["accuracy_std"] = statistics.stdev(r["accuracy"] for r in runs) if len(runs) > 1 else 0.0
+    return found
+
+
+def table(found: dict[str, dict[str, float]], seeds: int, steps: int) -> str:
+    lines = [
+        f"Means over {seeds} seeds, {steps} steps of {PROMPTS} prompts × {ANSWERS} answers each. Seconds of a step less"
+        " evaluation; staleness is the mean age of a group in steps; accuracy with its standard deviation over seeds.",
+        "",
+        "| mode | seconds per step | faster than synchronous | tokens per step | staleness | accuracy before | after |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {mode} | {each['step_s']:.2f} | {each['faster']:.2f} × | {each['tokens']:.0f} | {each['staleness']:.2f} |"
+        f" {each['before']:.3f} | {each['accuracy']:.3f} ± {each['accuracy_std']:.3f} |"
+        for mode, each in found.items()
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--sft-steps", type=int, default=300)
+    parser.add_argument("--ratios", type=float, nargs="+", default=[1.0, 2.0])
+    args = parser.parse_args()
+    seeds = []
+    for seed in range(1, args.seeds + 1):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_rows(folder / "train.jsonl", 8192, seed)
+            write_rows(folder / "val.jsonl", 512, seed + 1000)
+            run(folder, sft(folder, seed, args.sft_steps))
+            seeds.append(
+                {
+                    f"asynchronous, ratio {ratio:g}" if ratio else SYNC: measured(
+                        run(folder, grpo(folder, seed, args.steps, ratio))
+                    )
+                    for ratio in (0.0, *args.ratios)
+                }
+            )
+        print(json.dumps(seeds[-1]), flush=True)
+    found = summary(seeds)
+    written = table(found, args.seeds, args.steps)
+    print(written)
+    write_result("async_vs_sync", {"arguments": vars(args), "summary": found, "seeds": seeds}, written)
+
+
+if __name__ == "__main__":
+    main()
