@@ -1,15 +1,17 @@
 """What `roll-core plan` predicts beside what runs take: peak memory of each process, by strategy.
 
     ./run bench plan_memory [--contestants NAME ...]
+    ./run bench plan_memory --cost [NAME]
 
-Runs of `pipeline: sft` with a random model of 54.6 million parameters on the host, two optimizer steps on rows of full
-length, each by `roll-core run`. The record of a run has what was predicted for each of its
+Runs of `pipeline: sft` with random models of 54.6 and 125.8 million parameters on the host, two optimizer steps on rows
+of full length, each by `roll-core run`. The record of a run has what was predicted for each of its
 processes and what was measured: the most that the process held over what it held before it built anything, pages of
 files left out. The error is (predicted - measured) / measured.
 
 The prediction is of memory in use. glibc keeps much of what is freed, up to pieces of 32 MiB, which can double what a
-process holds: so runs are measured with MALLOC_MMAP_THRESHOLD_=1048576, which makes it give larger pieces back. With
-`--keeps-freed` it is left as it is.
+process holds: so runs are measured with MALLOC_MMAP_THRESHOLD_=65536, which makes it give larger pieces back. With
+`--keeps-freed` it is left as it is. `--cost` says what thresholds cost in time: runs with and without in turn, and the
+ratio of the medians of their steps.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
@@ -30,7 +33,10 @@ if TYPE_CHECKING:
 
 PACKAGES = ("roll-core", "roll-strategy-fsdp2", "roll-strategy-deepspeed[engine]")
 STEPS = 2
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
+THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+GIVES_BACK = {THRESHOLD: "65536"}
+COST_OF = (None, "1048576", "65536")
+COST_STEPS, COST_ROUNDS = 12, 3
 MIB = 2**20
 MODEL = {
     "model_type": "qwen3", "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048,
@@ -38,6 +44,14 @@ MODEL = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 """54.6 million parameters."""
+LARGER = MODEL | {
+    "vocab_size": 16384,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+}
+"""125.8 million."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +67,7 @@ class Case:
     length: int = 128
     sequences: int = 2
     accumulate: int = 1
+    model: Mapping[str, Any] = field(default_factory=lambda: MODEL)
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -64,17 +79,22 @@ CASES = {
     "fsdp2, 2 ranks": Case(strategy="fsdp2_train", ranks=2),
     "zero 2": Case(strategy="deepspeed_train", ranks=2, keys=zero(2)),
     "zero 3": Case(strategy="deepspeed_train", ranks=2, keys=zero(3)),
+    "zero 2, 2 microbatches": Case(strategy="deepspeed_train", ranks=2, keys=zero(2), accumulate=2),
+    "hf, 126 M": Case(strategy="hf_train", model=LARGER),
+    "fsdp2, 126 M": Case(strategy="fsdp2_train", ranks=2, model=LARGER),
+    "zero 2, 126 M": Case(strategy="deepspeed_train", ranks=2, keys=zero(2), model=LARGER),
+    "zero 3, 126 M": Case(strategy="deepspeed_train", ranks=2, keys=zero(3), model=LARGER),
 }
 
 
-def config_of(case: Case) -> dict[str, Any]:
+def config_of(case: Case, steps: int = STEPS) -> dict[str, Any]:
     """As it would stand in a file. JSON is YAML."""
     response = case.length // 2
     return {
         "pipeline": "sft",
         "exp_name": "plan-memory",
         "output_dir": "output",
-        "max_steps": STEPS,
+        "max_steps": steps,
         "save_steps": 0,
         "eval_steps": 0,
         "export_model": False,
@@ -86,7 +106,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "sft_train": {
             "model_args": {
                 "dtype": case.dtype,
-                "random_init": dict(MODEL),
+                "random_init": dict(case.model),
                 "disable_gradient_checkpointing": not case.recompute,
             },
             "training_args": {
@@ -109,11 +129,11 @@ def write_rows(file: Path, length: int) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for _ in range(64)), encoding="utf-8")
 
 
-def run(python: Path, case: Case, folder: Path, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The rows of the run's record."""
+def run(python: Path, case: Case, folder: Path, environment: Mapping[str, str], steps: int = STEPS) -> Path:
+    """The run's directory."""
     folder.mkdir()
     write_rows(folder / "rows.jsonl", case.length)
-    (folder / "run.yaml").write_text(json.dumps(config_of(case)), encoding="utf-8")
+    (folder / "run.yaml").write_text(json.dumps(config_of(case, steps)), encoding="utf-8")
     quiet = os.environ.get("ROLL_BENCH_QUIET", "1") != "0"
     subprocess.run(
         [str(python), "-m", "roll_core", "run", "run.yaml"],
@@ -123,18 +143,22 @@ def run(python: Path, case: Case, folder: Path, environment: Mapping[str, str]) 
         stderr=subprocess.DEVNULL if quiet else None,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false", **environment},
     )
-    record = json.loads((folder / "output" / "plan-memory" / "001" / "run.json").read_text(encoding="utf-8"))
-    rows: list[dict[str, Any]] = record["memory"]
-    return rows
+    return folder / "output" / "plan-memory" / "001"
+
+
+def interpreter() -> Path:
+    """Of an environment with every strategy."""
+    return peer_python("train_backends", [part for each in PACKAGES for part in ("-e", f"./packages/{each}")])
 
 
 def measure(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
     """By name: MiB of the process for which the prediction is worst."""
-    python = peer_python("train_backends", [part for each in PACKAGES for part in ("-e", f"./packages/{each}")])
+    python = interpreter()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for name in names:
-            rows = run(python, CASES[name], Path(temporary) / str(len(found)), environment)
+            folder = run(python, CASES[name], Path(temporary) / str(len(found)), environment)
+            rows = json.loads((folder / "run.json").read_text(encoding="utf-8"))["memory"]
             worst = max(rows, key=lambda row: abs(row["predicted_bytes"] / row["measured_bytes"] - 1))
             found[name] = {
                 "predicted_mib": round(worst["predicted_bytes"] / MIB, 1),
@@ -143,6 +167,20 @@ def measure(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, A
             }
             print(name, found[name], flush=True)
     return found
+
+
+def cost(name: str) -> dict[str, float]:
+    """By threshold: the median step over that of glibc as it is. Runs take turns, and first steps do not count."""
+    python, steps = interpreter(), {each: list[float]() for each in COST_OF}
+    with tempfile.TemporaryDirectory() as temporary:
+        for turn in range(COST_ROUNDS):
+            for threshold in COST_OF:
+                environment = {} if threshold is None else {THRESHOLD: threshold}
+                folder = run(python, CASES[name], Path(temporary) / f"{turn}-{threshold}", environment, COST_STEPS)
+                lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+                steps[threshold] += [json.loads(line)["time/step"] for line in lines[2:]]
+    usual = statistics.median(steps[None])
+    return {str(threshold): statistics.median(times) / usual for threshold, times in steps.items()}
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -168,7 +206,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contestants", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--keeps-freed", action="store_true", help="with glibc's allocator as it is; writes no results")
+    parser.add_argument(
+        "--cost", nargs="?", choices=list(CASES), const="fsdp2, 2 ranks", help="what thresholds cost in time"
+    )
     options = parser.parse_args()
+    if options.cost:
+        for threshold, ratio in cost(options.cost).items():
+            print(f"{THRESHOLD}={threshold}: a step takes {ratio:.3f} of the time")
+        return
     found = measure(options.contestants, {} if options.keeps_freed else GIVES_BACK)
     print(table(found))
     if not options.keeps_freed and options.contestants == list(CASES):

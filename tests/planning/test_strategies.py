@@ -92,17 +92,21 @@ def test_fsdp2_computes_a_share_of_the_tokens_where_ranks_share_them(key):
 
 
 @pytest.mark.parametrize(
-    ("stage", "weights", "optimizer", "gradients", "buffers"),
+    ("stage", "act", "weights", "optimizer", "gradients", "buffers"),
     [
-        (0, 4 * P, 8 * P, 4 * P, 4 * P),
-        (1, 4 * P, 12 * P // 2, 4 * P + 8 * P // 2, 0),
-        (2, 4 * P, 12 * P // 2, 8 * P // 2, 4 * P),
-        (3, 4 * P // 2, 12 * P // 2, 4 * P // 2, 4 * P + 4 * P + 4 * P),
+        (0, "step", 4 * P, 8 * P, 4 * P, 4 * P),
+        (1, "backward", 4 * P, 12 * P // 2, 4 * P, 0),
+        (1, "step", 4 * P, 12 * P // 2, 4 * P, 4 * P),
+        (2, "backward", 4 * P, 12 * P // 2, 0, 4 * P + 4 * P),
+        (2, "step", 4 * P, 12 * P // 2, 8 * P // 2, 0),
+        (3, "backward", 4 * P // 2, 12 * P // 2, 4 * P // 2, 4 * P + 2 * 4 * P),
+        (3, "step", 4 * P // 2, 12 * P // 2, 4 * P // 2, 4 * P),
+        (3, "score", 4 * P // 2, 12 * P // 2, 4 * P // 2, 4 * P),
     ],
 )
-def test_deepspeed_spreads_what_its_stage_says(stage, weights, optimizer, gradients, buffers):
-    found = train("deepspeed_train", {"zero_optimization": {"stage": stage}}, "step")
-    assert {name: found[name] for name in ("weights", "optimizer", "gradients", "buffers")} == {
+def test_deepspeed_spreads_what_its_stage_says(stage, act, weights, optimizer, gradients, buffers):
+    found = train("deepspeed_train", {"zero_optimization": {"stage": stage}}, act)
+    assert {name: found.get(name, 0) for name in ("weights", "optimizer", "gradients", "buffers")} == {
         "weights": weights,
         "optimizer": optimizer,
         "gradients": gradients,
@@ -110,9 +114,23 @@ def test_deepspeed_spreads_what_its_stage_says(stage, weights, optimizer, gradie
     }
 
 
+def test_deepspeed_keeps_the_gradients_of_the_microbatches_before():
+    alone, several = (
+        train("deepspeed_train", {"zero_optimization": {"stage": 2}}, num_micro_batches=count).get("gradients", 0)
+        for count in (1, 3)
+    )
+    assert (alone, several) == (0, 4 * P // 2)
+
+
+def test_deepspeeds_small_bucket_leaves_gathered_parameters_where_they_are():
+    keys = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}
+    assert train("deepspeed_train", keys)["buffers"] == 4 * (P - 1000) + 4 * 1000 + 2 * 4 * 1000
+
+
 def test_deepspeeds_bucket_is_whole_on_an_accelerator():
     keys = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10_000_000}}
-    assert train("deepspeed_train", keys, on_host=False, dtype="bf16")["buffers"] == 2 * 10_000_000
+    found = train("deepspeed_train", keys, on_host=False, dtype="bf16")
+    assert found["buffers"] == 2 * 10_000_000 + 4 * P
 
 
 def test_megatron_cuts_by_tensor_and_pipeline_and_spreads_state_over_replicas():

@@ -11,11 +11,14 @@ from roll_strategy_deepspeed.config import DeepSpeedConfig
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.plan import Memory, MemoryQuestion
+    from roll_core.spec.plan import Act, Memory, MemoryQuestion
     from roll_strategy_deepspeed.config import Elements
 
 REDUCE_ELEMENTS = 500_000_000
 """DeepSpeed's `reduce_bucket_size` where it is not given."""
+LIBRARIES_BYTES = 54 << 20
+"""What importing DeepSpeed takes, and with it torch's compiler, where a model of transformers is loaded already:
+measured with DeepSpeed 0.19.8, torch 2.13.0."""
 LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's `stage3_max_live_parameters` and `stage3_max_reuse_distance` where they are not given."""
 
@@ -25,7 +28,8 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     config = question.config
     if not isinstance(config, DeepSpeedConfig):
         raise TypeError(f"the DeepSpeed strategies take a DeepSpeedConfig, not a {type(config).__name__}")
-    uses = [*_weights(question, config)]
+    libraries = Use(what="libraries", num_bytes=LIBRARIES_BYTES, formula="DeepSpeed's modules", on="host")
+    uses = [libraries, *_weights(question, config)]
     if question.trains:
         uses += [*_optimizer(question, config), *_gradients(question, config)]
     fused = config.fused and question.on_host and question.dtype == "fp32"
@@ -51,7 +55,12 @@ def _weights(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]
     if zero.stage == 3:
         live = min(count, _elements(zero.stage3_max_live_parameters, LIVE_ELEMENTS))
         formula = f"gathered: {size} × {millions(live)} (stage3_max_live_parameters)"
-        yield Use(what="buffers", num_bytes=size * live, formula=formula, during=("score", "backward", "step"))
+        yield Use(what="buffers", num_bytes=size * live, formula=formula, during=("score",))
+        if question.trains:
+            # A backward pass gives a parameter back as its gradient comes into the bucket.
+            live = max(0, live - _filled(question, config))
+            formula = f"gathered: {size} × {millions(live)} beside a full bucket"
+            yield Use(what="buffers", num_bytes=size * live, formula=formula, during=("backward",))
         largest = largest_matrix(question)
         formula = f"gathered: {size} × {millions(largest)}"
         yield Use(what="buffers", num_bytes=size * largest, formula=formula, during=("publish",))
@@ -67,14 +76,16 @@ def _optimizer(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Us
         formula = f"{masters} × {millions(trained)} / {shards}"
         yield Use(what="optimizer", num_bytes=masters * trained // shards, formula=formula, on=on, leaves=True)
     formula = f"moments of {MOMENT_BYTES} × {millions(trained)} / {shards}"
+    # ZeRO's optimizers take a step of nothing when they are made.
+    during: tuple[Act, ...] = () if zero.stage else LATER
     yield Use(
-        what="optimizer", num_bytes=MOMENT_BYTES * trained // shards, formula=formula, during=LATER, on=on, leaves=True
+        what="optimizer", num_bytes=MOMENT_BYTES * trained // shards, formula=formula, during=during, on=on, leaves=True
     )
 
 
 def _gradients(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]:
     """As they come: stage 0 has them where torch puts them, later stages copy them into a bucket, which takes their
-    place. Then, for the step, what of them is this rank's."""
+    place. To be added up over ranks, what it holds is laid side by side once more; this rank's share is kept."""
     zero, trained, ranks = config.zero_optimization, question.trained_parameters, question.world_size
     size, travel = DTYPE_BYTES[question.dtype], DTYPE_BYTES[config.communication_data_type]
     on: Memory = "host" if zero.offload_optimizer.device == "cpu" else "device"
@@ -88,27 +99,44 @@ def _gradients(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Us
             formula = f"{travel} × {millions(bucket)} on their way"
             yield Use(what="buffers", num_bytes=travel * bucket, formula=formula, during=("step",))
         return
-    wanted = _elements(zero.reduce_bucket_size, REDUCE_ELEMENTS)
+    filled = _filled(question, config)
+    # Memory of a host that nothing was written to is not taken; a device's is.
+    bucket = filled if question.on_host else _elements(zero.reduce_bucket_size, REDUCE_ELEMENTS)
+    held = Use(
+        what="buffers",
+        num_bytes=size * bucket,
+        formula=f"{size} × {millions(bucket)}, a bucket (reduce_bucket_size)",
+        during={1: LATER, 2: ("backward",), 3: UPDATE if question.on_host else LATER}[zero.stage],
+    )
+    share, of_share = 4 * trained // ranks, f"4 × {millions(trained)} / {ranks}"
+    way, how = travel * filled, f"{travel} × {millions(filled)} on their way"
     if zero.stage == 1:
         # They stay whole until the last microbatch; in the bucket they are no others.
         yield Use(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", during=UPDATE)
-        wanted = 0 if question.on_host else wanted
-    elif question.on_host:
-        # Memory of a host that nothing was written to is not taken; a device's is.
-        wanted = min(wanted, trained)
-    during = UPDATE if zero.stage == 2 or question.on_host else LATER
-    formula = f"{size} × {millions(wanted)}, a bucket (reduce_bucket_size)"
-    yield Use(what="buffers", num_bytes=size * wanted, formula=formula, during=during)
-    if zero.stage == 3:
-        formula = f"4 × {millions(trained)} / {ranks} added up"
-        num_bytes = 4 * trained // ranks
-        yield Use(what="gradients", num_bytes=num_bytes, formula=formula, during=LATER, on=on, leaves=True)
-        bucket = min(wanted, trained)
-        formula = f"{travel} × {millions(bucket)} on their way"
-        yield Use(what="buffers", num_bytes=travel * bucket, formula=formula, during=("step",))
-    else:
-        formula = f"2 × 4 × {millions(trained)} / {ranks}, on their way or added up, and laid side by side"
-        yield Use(what="gradients", num_bytes=8 * trained // ranks, formula=formula, during=("step",), on=on)
+        if not question.on_host:
+            yield held
+        # The share is kept once they have arrived, and laid side by side.
+        formula = f"{how}, or 2 × {of_share} once they are there"
+        yield Use(what="buffers", num_bytes=max(way, 2 * share), formula=formula, during=("step",))
+        return
+    yield held
+    if zero.stage == 2:
+        yield Use(what="buffers", num_bytes=way, formula=how, during=("backward",))
+        if question.num_micro_batches > 1:
+            formula = f"{of_share} of the microbatches before"
+            yield Use(what="gradients", num_bytes=share, formula=formula, during=("backward",), on=on)
+        formula = f"2 × {of_share}, added up and laid side by side"
+        yield Use(what="gradients", num_bytes=2 * share, formula=formula, during=("step",), on=on)
+        return
+    yield Use(what="gradients", num_bytes=share, formula=f"{of_share} added up", on=on, leaves=True)
+    copies = 2 if question.on_host else 1
+    formula = f"{copies} × {how}" if copies > 1 else how  # gloo adds up in a copy of its own
+    yield Use(what="buffers", num_bytes=copies * way, formula=formula, during=("backward",))
+
+
+def _filled(question: MemoryQuestion, config: DeepSpeedConfig) -> int:
+    """Elements of the bucket that are ever written to."""
+    return min(_elements(config.zero_optimization.reduce_bucket_size, REDUCE_ELEMENTS), question.trained_parameters)
 
 
 def _elements(value: Elements | int, otherwise: int) -> int:

@@ -167,7 +167,7 @@ class Use:
     """Memory that one worker takes."""
 
     what: str
-    """`weights`, `gradients`, `optimizer`, `activations`, `logits`, `kv cache`, `buffers`."""
+    """`weights`, `gradients`, `optimizer`, `activations`, `logits`, `kv cache`, `buffers`, `libraries`."""
     num_bytes: int
     formula: str
     """How it comes about, with the numbers: `16 bits × 494 M parameters / 8 ranks`."""
