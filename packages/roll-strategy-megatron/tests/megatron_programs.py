@@ -25,6 +25,38 @@ MIXTURE = QWEN3 | {
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
 }
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+"""Latent attention whose values are smaller than its keys, groups of experts, a layer without any."""
 WANT = Want(logprobs=True, entropy=True, topk=3, temperature=0.8)
 
 

@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_programs import MIXTURE, PRELOAD, WANT, score_and_train
+import torch
+from megatron_programs import DEEPSEEK, MIXTURE, PRELOAD, WANT, score_and_train
+from safetensors.torch import load_file, save_file
 
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import Want
@@ -35,6 +37,7 @@ LLAMA = QWEN3 | {
 }
 MISTRAL = QWEN3 | {"model_type": "mistral", "sliding_window": 4}
 MIXTRAL = QWEN3 | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+WHOLE_QUERIES = DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 3}
 FOUR, SIX, EIGHT = ({"num_hidden_layers": each} for each in (4, 6, 8))
 VOCABULARY = 61
 """Odd: tensor parallel ranks have rows of padding."""
@@ -71,6 +74,7 @@ QUICK = {
         ranks=2, config={"overlap_grad_reduce": True, "ddp_bucket_size": 2000}, calls=(2, 1, 3)
     ),
     "llama, scaled rotation": Arrangement(ranks=1, model=LLAMA),
+    "deepseek": Arrangement(ranks=1, model=DEEPSEEK),
     "mistral, window": Arrangement(ranks=1, model=MISTRAL),
     "tp 2, in small chunks": Arrangement(ranks=2, config=sizes(tp=2, logprob_chunk_tokens=4)),
     "tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), model=QWEN2),
@@ -81,6 +85,12 @@ QUICK = {
     "ep 2": Arrangement(ranks=2, config=sizes(ep=2), model=MIXTURE),
 }
 PRODUCTS = {
+    "deepseek, ep 2, tp 2, sp": Arrangement(ranks=2, config=sizes(ep=2, tp=2, etp=1, sp=True), model=DEEPSEEK),
+    "deepseek, expert tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), model=DEEPSEEK),
+    "deepseek, pp 2, vpp 2": Arrangement(ranks=2, config=sizes(pp=2, vpp=2), model=DEEPSEEK),
+    "deepseek, cp 2": Arrangement(ranks=2, config=sizes(cp=2, ep=2), model=DEEPSEEK),
+    "deepseek, layers recomputed": Arrangement(ranks=1, model=DEEPSEEK, checkpointing=True),
+    "deepseek, queries whole, tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), model=WHOLE_QUERIES),
     "mixtral": Arrangement(ranks=1, model=MIXTRAL),
     "mistral, cp 2, window": Arrangement(ranks=2, model=MISTRAL, config=sizes(cp=2)),
     "dp 2": Arrangement(ranks=2),
@@ -179,6 +189,7 @@ def run(host):
 
 def case_of(arrangement, folder):
     written = write_checkpoint(folder, arrangement.model, task=arrangement.task, vocab_size=VOCABULARY)
+    _draw_biases(folder)
     model = replace(written, gradient_checkpointing=arrangement.checkpointing)
     return Case(
         provider=registry().find(TrainProvider, "megatron_train"),
@@ -188,6 +199,17 @@ def case_of(arrangement, folder):
         world_size=arrangement.ranks,
         devices=("cpu",) * arrangement.ranks,
     )
+
+
+def _draw_biases(folder):
+    """By which experts are chosen: transformers begins with 0."""
+    file = folder / "model.safetensors"
+    tensors, generator = load_file(file), torch.Generator().manual_seed(1)
+    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    for name in biases:
+        tensors[name] = torch.randn(tensors[name].shape, generator=generator)
+    if biases:
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def steps(calls, task):

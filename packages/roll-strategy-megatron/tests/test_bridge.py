@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch
-from megatron_programs import PRELOAD, score_and_train
+from megatron_programs import DEEPSEEK, PRELOAD, score_and_train, train_and_export
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from roll_core.modeling.model import load_model
 from roll_core.spec.providers import TrainProvider
@@ -23,7 +24,7 @@ from roll_core.testing.bench import Case
 from roll_core.testing.bounds import check_rows
 from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
 from roll_core.testing.programs import fail_to_build
-from roll_core.testing.ranks import RankHost
+from roll_core.testing.ranks import RankHost, free_port
 from roll_core.testing.reference import Reference, TransformersModel
 from roll_core.testing.subject import registry
 
@@ -125,6 +126,8 @@ def test_tensors_of_another_shape_are_named(host, tmp_path):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
+        (DEEPSEEK | {"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not twice topk_group 2"),
+        (DEEPSEEK | {"rms_norm_eps": 1e-5}, "transformers norms latents with 1e-06"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias is true"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (
@@ -136,10 +139,26 @@ def test_tensors_of_another_shape_are_named(host, tmp_path):
             "rotary embeddings of type 'yarn' are not supported",
         ),
     ],
-    ids=["biases", "another activation", "windows in some layers", "another rotation"],
+    ids=[
+        "groups by other experts",
+        "other norms",
+        "biases",
+        "another activation",
+        "windows in some layers",
+        "another rotation",
+    ],
 )
 def test_what_megatrons_layers_would_compute_otherwise_is_refused(host, tmp_path, model, said):
-    assert said in refusal(host, case_of(tmp_path, DENSE | model))
+    rest = {} if model["model_type"] == "deepseek_v3" else DENSE
+    assert said in refusal(host, case_of(tmp_path, rest | model))
+
+
+def test_latent_attention_is_not_cut_without_sequence_parallel(host, tmp_path):
+    case = case_of(tmp_path, DEEPSEEK, tensor_model_parallel_size=2)
+    case = case.with_(world_size=2, devices=("cpu", "cpu"), master_port=free_port())
+    (error, _), _ = host.run(fail_to_build, case, num_ranks=2, timeout_s=100)
+    assert error is not None
+    assert "latent attention under a tensor_model_parallel_size above 1 needs sequence_parallel: true" in error.message
 
 
 def test_another_package_brings_an_architecture(host, tmp_path):
@@ -166,3 +185,15 @@ def test_a_language_model_is_no_reward_model(host, tmp_path):
     case = case_of(tmp_path, QWEN3)
     said = refusal(host, case.with_(model=replace(case.model, task="reward")))
     assert "it has no scoring head (score.weight), so it is not a reward model" in said
+
+
+def test_biases_by_which_experts_are_chosen_are_written_as_they_were_read(host, tmp_path):
+    case = case_of(tmp_path / "in", DEEPSEEK)
+    biases = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)]
+    change_files(tmp_path / "in", lambda tensors: tensors.update({name: torch.randn(8) for name in biases}))
+    host.run(train_and_export, case, str(tmp_path / "out"), [], timeout_s=100)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "in").state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert all(expected[name].any() for name in biases)

@@ -19,3 +19,17 @@ def test_megatron_still_does_not_name_the_kernel_that_is_missing():
         [sys.executable, "-W", "ignore", "-c", LOOK], capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stdout.split()[-1] == "False"
+
+
+WITHOUT = (
+    "from megatron.core.transformer import multi_latent_attention as mla; "
+    "print(mla.HAVE_TE, isinstance(mla.TELinear, type))"
+)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="the engine is there")
+def test_megatron_still_takes_an_engine_to_be_there_that_is_not():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.split()[-2:] == ["True", "False"]

@@ -44,7 +44,11 @@ class PackedAttention(nn.Module):
         packed_seq_params: Packed,
         **_unused: object,
     ) -> Tensor:
-        """`[L, H, D]` queries and `[L, K, D]` keys and values to `[L, H · D]`."""
+        """`[L, H, D]` queries and `[L, K, D]` keys and values to `[L, H · D]`. Values may be smaller than keys: they
+        are filled up with zeros, and what comes of these is cut off."""
+        size = value.shape[-1]
+        if size < key.shape[-1]:
+            value = F.pad(value, (0, key.shape[-1] - size))
         lengths = packed_seq_params.padded_lengths
         if self.cp_group.size() == 1:
             found, _ = flat_attention(
@@ -57,8 +61,8 @@ class PackedAttention(nn.Module):
                 roll_layout=FlatLayout(lengths),
                 sliding_window=self.window,
             )
-            return found[0].flatten(1)
-        return self._shared(query, key, value, lengths).flatten(1)
+            return found[0][..., :size].flatten(1)
+        return self._shared(query, key, value, lengths)[..., :size].flatten(1)
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         size, rank = self.cp_group.size(), self.cp_group.rank()

@@ -8,16 +8,19 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
 from roll_core.errors import ModelError
 from roll_strategy_megatron.attention import PackedAttention
+from roll_strategy_megatron.latent_attention import LatentAttention
 from roll_strategy_megatron.scalar_head import ScalarHead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -50,9 +53,16 @@ class PackedModel(GPTModel):  # type: ignore[misc]
         found: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            rotary_pos_emb=self.rotary_pos_emb(packing.packed.max_seqlen_q, packed_seq=True),
+            rotary_pos_emb=self._rotation(packing),
             packed_seq_params=packing.packed,
         )
+        return found
+
+    def _rotation(self, packing: Packing) -> Tensor | None:
+        """Of all layers; latent attention makes its own."""
+        if self.config.multi_latent_attention:
+            return None
+        found: Tensor = self.rotary_pos_emb(packing.packed.max_seqlen_q, packed_seq=True)
         return found
 
     def _embedded(self, tokens_1L: Tensor) -> Tensor:
@@ -80,8 +90,15 @@ def make_config(
     settings: Mapping[str, Any], config: MegatronConfig, spec: ModelSpec, dtype: torch.dtype
 ) -> TransformerConfig:
     """Megatron's own. Raises `ModelError` for what it refuses."""
+    if (
+        settings.get("multi_latent_attention")
+        and config.tensor_model_parallel_size > 1
+        and not config.sequence_parallel
+    ):
+        raise ModelError("latent attention under a tensor_model_parallel_size above 1 needs sequence_parallel: true")
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     try:
-        return TransformerConfig(
+        return kind(
             **settings,
             **_parallelism(config),
             **_recomputation(config, spec),
@@ -170,33 +187,57 @@ def _make_run(
     )
     if scalar and model.post_process:
         model.output_layer = ScalarHead(config)
-    model.rotary_pos_emb.inv_freq = frequencies(hf).to(parallel.device)
+    own_frequencies(model, hf, parallel.device)
     model.padding_id = hf.get_input_embeddings().padding_idx
     placed: PackedModel = model.to(parallel.device)
     return placed
 
 
+def own_frequencies(model: PackedModel, hf: PreTrainedModel, device: torch.device) -> None:
+    """The rotation that transformers computes, in the places where Megatron's own is."""
+    found = frequencies(hf).to(device)
+    if not model.config.multi_latent_attention:
+        model.rotary_pos_emb.inv_freq = found
+        return
+    scale = hf.get_submodule("model.layers.0.self_attn").scaling
+    for layer in model.decoder.layers:
+        layer.self_attention.rotary_pos_emb.inv_freq = found
+        layer.self_attention.core_attention.scale = scale
+
+
 def frequencies(hf: PreTrainedModel) -> Tensor:
     """Of the rotation of queries and keys, as transformers computes them from its config, scaled or not."""
     rotary: Any = hf.get_submodule("model.rotary_emb")
-    if rotary.attention_scaling != 1.0 or rotary.rope_type not in ("default", "linear", "llama3"):
+    if rotary.attention_scaling != 1.0 or rotary.rope_type not in ("default", "linear", "llama3", "yarn"):
         raise ModelError(
             f"{hf.config.model_type}: rotary embeddings of type {rotary.rope_type!r} are not supported; the bridge"
-            " knows default, linear and llama3"
+            " knows default, linear, llama3, and yarn where it only changes frequencies"
         )
     found: Tensor = rotary.inv_freq.detach().clone().float()
     return found
 
 
 def _block_spec(config: TransformerConfig, run: int | None) -> TransformerBlockSubmodules:
+    first, number = get_transformer_layer_offset(config, run), get_num_layers_to_build(config, run)
+    mixtures = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
+    layers = [_layer_spec(config, mixture=bool(each)) for each in mixtures[first : first + number]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+
+def _layer_spec(config: TransformerConfig, *, mixture: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts if mixture else None,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        layer.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = Norm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    number = get_num_layers_to_build(config, run)
-    return TransformerBlockSubmodules(layer_specs=[spec] * number, layer_norm=Norm)
+    return spec

@@ -48,7 +48,7 @@ with warnings.catch_warnings():
     from roll_strategy_megatron.optimizer import Optimizer
     from roll_strategy_megatron.parallel import Parallel, check_sizes
     from roll_strategy_megatron.state import load_state, portable_state, save_state, take_over
-    from roll_strategy_megatron.workarounds import name_missing_kernel
+    from roll_strategy_megatron.workarounds import latent_attention_without_engine, name_missing_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,6 +77,7 @@ class MegatronStrategy(TrainStrategy):
         if mesh.num_threads:
             torch.set_num_threads(mesh.num_threads)
         name_missing_kernel()
+        latent_attention_without_engine()
         self._mesh, self.spec, self.dtype = mesh, model, DTYPES[model.dtype]
         self.hf, source = open_source(model)
         self._check_model()

@@ -10,3 +10,13 @@ def name_missing_kernel() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def latent_attention_without_engine() -> None:
+    """Without Transformer Engine latent attention fails with `TypeError: isinstance() arg 2 must be a type`: it takes
+    the engine to be there because the module that wraps it can be imported, and finds no class in it. megatron-core
+    0.16.0 and 0.16.1."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False

@@ -83,20 +83,18 @@ class Bridge:
             each.parameter.tensor_model_parallel = each.rule.transform.tp_dim is not None  # type: ignore[attr-defined]
         self.groups = self._groups()
         self.stages = self._stages()
+        self.buffers = self._buffers(runs)
 
     # -- what belongs together -----------------------------------------------------------------------------------------
 
     def _placed(self, run: PackedModel, name: str, parameter: nn.Parameter) -> Held:
         """Numbers in a rank's names count from 0 in each run."""
 
-        def layer(match: re.Match[str]) -> str:
-            return f"decoder.layers.{run.decoder.layers[int(match[1])].layer_number - 1}."
-
         def expert(match: re.Match[str]) -> str:
             own = self.num_experts // self.parallel.ep.size()
             return f".local_experts.{self.parallel.ep.rank() * own + int(match[1])}."
 
-        whole = EXPERT.sub(expert, LAYER.sub(layer, name))
+        whole = EXPERT.sub(expert, _over_stages(run, name))
         for rule in self.rules:
             found = rule.pattern.fullmatch(whole)
             if found is not None:
@@ -109,15 +107,30 @@ class Bridge:
                 )
         raise ModelError(f"no rule of the bridge names Megatron's tensor {whole}")
 
+    def _buffers(self, runs: Sequence[PackedModel]) -> dict[str, Tensor]:
+        """This rank's tensors that are read and not learned, by Hugging Face's names."""
+        known = {
+            _named(rule.mcore, layer, -1): _named(rule.hf, layer, -1)
+            for rule in self.architecture.buffers
+            for layer in range(self.num_layers)
+        }
+        mine = {_over_stages(run, name): each for run in runs for name, each in run.named_buffers()}
+        return {known[name]: each for name, each in mine.items() if name in known}
+
     def _groups(self) -> dict[str, tuple[Rule, int]]:
         """By each name of the Hugging Face model, in its order: the rule and the layer that it stands for."""
         known: dict[str, tuple[Rule, int]] = {}
         for rule in self.rules:
             for layer in range(self.num_layers) if "{layer}" in rule.mcore else (-1,):
-                for name in self._hf_names(rule, layer):
-                    known.setdefault(name, (rule, layer))
+                names = self._hf_names(rule, layer)
+                if all(name in self.shapes for name in names):  # layers need not be alike
+                    for name in names:
+                        known.setdefault(name, (rule, layer))
         _refuse("the bridge has no rule for", [name for name in self.shapes if name not in known])
-        _refuse("the model lacks", [name for name in known if name not in self.shapes])
+        there = {(rule.mcore, layer) for rule, layer in known.values()}
+        mine = {(each.rule, each.layer) for each in self.held}
+        lacking = [name for rule, layer in mine if (rule.mcore, layer) not in there for name in rule.hf]
+        _refuse("the model lacks", sorted(lacking))
         return {name: known[name] for name in self.shapes}
 
     def _hf_names(self, rule: Rule, layer: int) -> list[str]:
@@ -144,6 +157,8 @@ class Bridge:
             if each.rule.is_expert and not self._kept_apart(each.rule, each.layer, source):
                 parts = [part[each.expert] for part in parts]
             each.parameter.copy_(self.share(each, parts).to(dtype))
+        for name, buffer in self.buffers.items():
+            buffer.copy_(source.get(name))
 
     def share(self, held: Held, parts: Sequence[Tensor]) -> Tensor:
         """Of Hugging Face's whole tensors what this rank holds."""
@@ -185,7 +200,10 @@ class Bridge:
         for rule, layer in dict.fromkeys(self.groups.values()):
             for expert in range(self.num_experts) if rule.is_expert else (-1,):
                 expected.update(self._source_names(rule, layer, expert, source))
+        expected.update(self.buffers)
         _refuse("the files lack", sorted(expected - source.names))
+        buffers = [each.hf for each in self.architecture.buffers]
+        expected.update(_named(each, layer, -1) for each in buffers for layer in range(self.num_layers))
         ignored = [re.compile(each) for each in self.architecture.ignored]
         left = source.names - expected - self.spare
         _refuse(
@@ -241,6 +259,15 @@ class Bridge:
         whole = shaped if transform.tp_dim is None else joined(shaped, group, transform.tp_dim)
         parts = transform.split(whole, len(rule.hf), self.sizes)
         return [each.clone() if each.data_ptr() == share.data_ptr() else each for each in parts]
+
+
+def _over_stages(run: PackedModel, name: str) -> str:
+    """A name in a run, with the layer's number over all stages."""
+
+    def layer(match: re.Match[str]) -> str:
+        return f"decoder.layers.{run.decoder.layers[int(match[1])].layer_number - 1}."
+
+    return LAYER.sub(layer, name)
 
 
 def _named(pattern: str, layer: int, expert: int) -> str:

@@ -38,6 +38,15 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BufferRule:
+    """A tensor that is read and not learned, whole on every rank of its stage."""
+
+    mcore: str
+    hf: str
+    """Also its name in files."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A `model_type` of transformers."""
 
@@ -45,5 +54,6 @@ class Architecture:
     settings: Callable[[Any], Mapping[str, Any]]
     """From transformers' config: arguments of Megatron's `TransformerConfig`. Raises `ModelError` for what Megatron's
     layers cannot compute."""
+    buffers: tuple[BufferRule, ...] = ()
     ignored: tuple[str, ...] = field(default=())
     """Regular expressions of names in files that hold nothing to learn."""

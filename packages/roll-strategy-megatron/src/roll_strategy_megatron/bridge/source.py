@@ -81,7 +81,11 @@ def open_source(spec: ModelSpec) -> tuple[PreTrainedModel, Source]:
         files = ModelFiles(Path(spec.path))
         if files.places:
             model = empty_model(spec)
-            return model, FileSource(files.places, _made(model, spec, files))
+            source = FileSource(files.places, _made(model, spec, files))
+            for name, buffer in model.named_buffers():
+                if name in source.names:  # what is written again when the model is exported
+                    buffer.copy_(source.get(name))
+            return model, source
     model = load_model(spec)
     tensors, buffers = dict(model.state_dict()), dict(model.named_buffers())
     model.to("meta")
