@@ -17,7 +17,8 @@ import psutil
 import pytest
 from vllm_live import CACHE, start
 
-from roll_core.errors import RollError
+from roll_core.errors import EngineDiedError, RollError
+from roll_core.spec.weights import make_manifest
 from roll_core.testing.infer.live import biased
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -29,11 +30,6 @@ def live():
     engine = start(biased())
     yield engine
     engine.close()
-
-
-def resident():
-    """Bytes of vLLM's processes below this one."""
-    return sum(each.memory_info().rss for each in psutil.Process().children(recursive=True))
 
 
 # -- the endpoint ------------------------------------------------------------------------------------------------------
@@ -90,6 +86,30 @@ def test_an_address_that_is_not_the_hosts_is_named():
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_dies_while_weights_are_replaced_says_so():
+    before = set(psutil.Process().children(recursive=True))
+    live = start(biased())
+    engine = set(psutil.Process().children(recursive=True)) - before
+
+    def weights():
+        for at, each in enumerate(live.model.named_parameters()):
+            if at == 3:
+                for process in engine:
+                    process.kill()
+            yield each
+
+    async def update():
+        manifest = make_manifest(1, live.model.named_parameters())
+        await live.strategy.update_weights(1, manifest, weights())
+
+    try:
+        with pytest.raises(EngineDiedError, match="vLLM's engine is dead"):
+            live.run(update())
+    finally:
+        live.close()
+
 
 OWNER = """
 import sys

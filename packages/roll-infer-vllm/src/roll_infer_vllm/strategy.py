@@ -24,7 +24,7 @@ from roll_core.spec.requests import check_request
 from roll_core.types import Completion
 from roll_infer_vllm.adapter_weights import AdapterWeights
 from roll_infer_vllm.config import VllmConfig
-from roll_infer_vllm.deaths import engine_deaths
+from roll_infer_vllm.deaths import engine_deaths, while_it_lives
 from roll_infer_vllm.engine_metrics import KINDS, EngineMetrics
 from roll_infer_vllm.launch import launch
 from roll_infer_vllm.model_weights import ModelWeights
@@ -114,12 +114,7 @@ class VllmStrategy(InferStrategy):
         engine = self._ready
         if self._asleep or not self._settings.sleep_level:
             return
-        with engine_deaths():
-            if self._on_host:
-                await engine.pause_generation(mode="abort", clear_cache=True)
-                await engine.collective_rpc("roll_release_cache")
-            else:
-                await engine.sleep(level=self._settings.sleep_level, mode="abort")
+        await while_it_lives(engine, self._give_back(engine))
         self._asleep = self._stale = True
 
     @override
@@ -128,11 +123,20 @@ class VllmStrategy(InferStrategy):
         if not self._asleep:
             return
         if not self._on_host:
-            with engine_deaths():
-                await engine.wake_up()
-                await engine.pause_generation(mode="keep", clear_cache=False)
+            await while_it_lives(engine, self._take_again(engine))
         # It stays paused until the update that follows: weights that slept are not to answer anybody.
         self._asleep = False
+
+    async def _give_back(self, engine: AsyncLLM) -> None:
+        if self._on_host:
+            await engine.pause_generation(mode="abort", clear_cache=True)
+            await engine.collective_rpc("roll_release_cache")
+        else:
+            await engine.sleep(level=self._settings.sleep_level, mode="abort")
+
+    async def _take_again(self, engine: AsyncLLM) -> None:
+        await engine.wake_up()
+        await engine.pause_generation(mode="keep", clear_cache=False)
 
     @override
     def endpoint(self) -> str | None:
@@ -156,11 +160,10 @@ class VllmStrategy(InferStrategy):
     async def update_weights(
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
     ) -> WeightReceipt:
-        _ = self._ready
+        engine = self._ready
         if self._updates is None or self._asleep:
             raise RuntimeError("the engine sleeps: wake it before its weights are updated")
-        with engine_deaths():
-            receipt = await self._updates.apply(version, manifest, tensors)
+        receipt = await while_it_lives(engine, self._updates.apply(version, manifest, tensors))
         if self._server is not None and self._adapter is not None:
             self._server.serve_adapter(self._adapter.request)
         self._stale = False
