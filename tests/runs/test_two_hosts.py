@@ -38,6 +38,7 @@ exec sleep infinity
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
+    "RAY_AUTH_MODE": "disabled",  # which a token in somebody's home would enable
     # A host that does not answer is given up after seconds rather than a minute.
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",

@@ -89,7 +89,7 @@ class RayInstance:
                     self._start()
         except Exception as error:  # Ray raises whatever its parts raise
             what = f"joined at RAY_ADDRESS={address}" if address else "started on this host"
-            raise PlacementError(f"Ray could not be {what}: {error}") from error
+            raise PlacementError(f"Ray could not be {what}: {error}{_about_tokens(address)}") from error
         finally:
             # What else the driver starts is not ours to end.
             del os.environ[reaper.MARK]
@@ -185,6 +185,16 @@ def _check_reachable(address: str) -> None:
             f"no Ray answers at RAY_ADDRESS={address}: {error}. Start it, mend RAY_ADDRESS, or unset it to let the run"
             " start a Ray of its own"
         ) from error
+
+
+def _about_tokens(address: str) -> str:
+    """`ray start` asks for tokens wherever it finds one, and a driver sends one only where it is told to."""
+    if not address or "RAY_AUTH_MODE" in os.environ:
+        return ""
+    return (
+        ". If `ray start` said there that token authentication is enabled, set RAY_AUTH_MODE=token for the run, too,"
+        " and have the same token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+    )
 
 
 def _provide_secret() -> None:
