@@ -127,10 +127,9 @@ class Bridge:
                     for name in names:
                         known.setdefault(name, (rule, layer))
         _refuse("the bridge has no rule for", [name for name in self.shapes if name not in known])
-        there = {(rule.mcore, layer) for rule, layer in known.values()}
-        mine = {(each.rule, each.layer) for each in self.held}
-        lacking = [name for rule, layer in mine if (rule.mcore, layer) not in there for name in rule.hf]
-        _refuse("the model lacks", sorted(lacking))
+        mine = [name for each in self.held for name in self._hf_names(each.rule, each.layer)]
+        lacking = sorted({name for name in mine if name not in self.shapes})
+        _refuse("the model lacks", lacking)
         return {name: known[name] for name in self.shapes}
 
     def _hf_names(self, rule: Rule, layer: int) -> list[str]:

@@ -76,23 +76,24 @@ class MemorySource(Source):
 
 
 def open_source(spec: ModelSpec) -> tuple[PreTrainedModel, Source]:
-    """The model as transformers describes it, without numbers where its files can be read, and its tensors."""
+    """The model as transformers describes it, its parameters without numbers, and its tensors."""
     if spec.random_init is None and Path(spec.path).is_dir():
         files = ModelFiles(Path(spec.path))
         if files.places:
             model = empty_model(spec)
-            source = FileSource(files.places, _made(model, spec, files))
-            for name, buffer in model.named_buffers():
-                if name in source.names:  # what is written again when the model is exported
-                    buffer.copy_(source.get(name))
-            return model, source
-    model = load_model(spec)
-    tensors, buffers = dict(model.state_dict()), dict(model.named_buffers())
-    model.to("meta")
-    for name, buffer in buffers.items():  # rotary frequencies, which are made and not stored
-        module, _, leaf = name.rpartition(".")
-        model.get_submodule(module).register_buffer(leaf, buffer, persistent=name in tensors)
-    return model, MemorySource(tensors)
+            return model, _described(model, FileSource(files.places, _made(model, spec, files)))
+    source = MemorySource(dict(load_model(spec).state_dict()))
+    # Not the same model without its numbers: tied parameters would come apart.
+    model = empty_model(spec)
+    return model, _described(model, source)
+
+
+def _described(model: PreTrainedModel, source: Source) -> Source:
+    """`source`, whose buffers are the model's from here on: they are written again when it is exported."""
+    for name, buffer in model.named_buffers():
+        if name in source.names:
+            buffer.copy_(source.get(name))
+    return source
 
 
 def head_name(model: PreTrainedModel) -> str:
