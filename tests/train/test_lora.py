@@ -228,7 +228,7 @@ def test_an_adapter_on_the_language_head_learns(build, sequences):
         }),
         (r".*\.1\..*(gate|up)_proj", {"model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"}),
     ],
-    ids=str,
+    ids=["of_each_layer", "whole_path", "several", "regular_expression"],
 )  # fmt: skip
 def test_targets_are_ends_of_paths_or_a_regular_expression(build, targets, owners):
     strategy = build(lora=LoraSpec(targets=targets, rank=2, alpha=2.0))
