@@ -82,11 +82,13 @@ class QuickStartTests:
     """Where `examples/quickstart` is."""
 
     @pytest.fixture(scope="class")
-    def pretrained(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @classmethod
+    def pretrained(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """A folder with the quick start's data and model."""
+        tests = cls()
         folder = tmp_path_factory.mktemp("sft")
-        subprocess.run([sys.executable, str(self._examples / "make_data.py"), str(folder)], check=True)
-        command = self._command(
+        subprocess.run([sys.executable, str(tests._examples / "make_data.py"), str(folder)], check=True)
+        command = tests._command(
             "sft.yaml",
             f"output_dir={folder}",
             "max_steps=100",
@@ -94,7 +96,7 @@ class QuickStartTests:
             f"sft_train.data_args.file_name={folder}/sft.jsonl",
             f"validation.data_args.file_name={folder}/val.jsonl",
         )
-        self._end(self._begin(command, folder / "sft.txt"), folder / "sft.txt")
+        tests._end(tests._begin(command, folder / "sft.txt"), folder / "sft.txt")
         return folder
 
     @pytest.mark.ray
