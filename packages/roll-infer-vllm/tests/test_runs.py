@@ -21,6 +21,7 @@ class TestQuickStart(QuickStartTests):
     repository = Path(__file__).parents[3]
 
     @pytest.mark.ray
+    @pytest.mark.slow
     def test_trainer_and_engine_may_have_different_torch(self, pretrained, tmp_path, monkeypatch):
         """The trainer in an environment that uv makes of packages, vLLM in this one."""
         monkeypatch.setenv("ROLL_ENVIRONMENTS_DIR", str(self.repository / ".engines" / "roles"))
