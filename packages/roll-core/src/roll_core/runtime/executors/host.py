@@ -61,7 +61,7 @@ class WorkerHost:
         except AttributeError as error:
             return self._failed(error)
         if inspect.iscoroutinefunction(bound):
-            task = asyncio.get_running_loop().create_task(_awaited(bound(*args)), name=f"{self.name}.{method}")
+            task = asyncio.get_running_loop().create_task(_awaited(bound, args), name=f"{self.name}.{method}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return task
@@ -141,9 +141,10 @@ class WorkerThread:
                 openmp.rest()
 
 
-async def _awaited(coroutine: Coroutine[Any, Any, T]) -> T:
+async def _awaited(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:
+    """Calls the method itself: of a task that is cancelled before it begins no coroutine must be left over."""
     try:
-        return await coroutine
+        return await method(*args)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

@@ -276,13 +276,12 @@ def _aligned(num_bytes: int) -> int:
 def _listen() -> tuple[socket.socket, str]:
     """A listening Unix socket and its address: without a name in the file system where the system has such."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    name = f"roll-{os.getpid()}-{secrets.token_hex(8)}"
     try:
         if sys.platform == "linux":
-            where = name
+            where = f"roll-{os.getpid()}-{secrets.token_hex(8)}"
             listener.bind(f"\0{where}")
-        else:
-            where = os.path.join(tempfile.mkdtemp(prefix=f"{name}-"), "weights")
+        else:  # addresses have about 100 characters, most of which the folder for temporary files may take
+            where = os.path.join(tempfile.mkdtemp(prefix="roll-"), "weights")
             listener.bind(where)
         listener.listen()
     except OSError:
