@@ -285,3 +285,11 @@ def test_a_plugins_list_comes_before_the_cores_and_a_broken_one_is_left_out(tmp_
     assert advice is not None
     assert advice.known.id == "acme_full"
     assert "acme_errors_that_are_gone" in caplog.text
+
+
+def test_an_error_that_was_raised_from_itself_is_looked_at_once(registry):
+    def act():
+        error = OSError(28, "No space left on device")
+        raise error from error
+
+    assert "No space left" in advise(caught(act), registry).seen

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Self
 
 
@@ -35,6 +35,15 @@ class RollError(Exception):
         for note in getattr(self, "__notes__", ()):
             copy.add_note(note)
         return copy
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception and what it came from, the first cause last, each once: one raised from itself is its own cause."""
+    met: set[int] = set()
+    while error is not None and id(error) not in met:
+        met.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------

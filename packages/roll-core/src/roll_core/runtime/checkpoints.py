@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from roll_core.errors import CheckpointError, RollError
+from roll_core.errors import CheckpointError, RollError, chain
 from roll_core.runtime.manifest import MANIFEST, STEP, read_manifest, verify, write_flushed, write_manifest
 
 if TYPE_CHECKING:
@@ -239,13 +239,11 @@ def _abandoned(path: Path, host: str, pid: int) -> bool:
 
 def _disk_is_full(error: BaseException | None) -> bool:
     """Libraries wrap the system's error: it is looked for in the whole chain, and at last by its words."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if isinstance(error, Exception) and "no space left on device" in str(error).lower():
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        (isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT))
+        or (isinstance(each, Exception) and "no space left on device" in str(each).lower())
+        for each in chain(error)
+    )
 
 
 def _enumerate(problems: list[str], limit: int = 3) -> str:

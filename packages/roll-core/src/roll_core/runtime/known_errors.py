@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll_core.errors import PluginError, RollError, WorkerError
+from roll_core.errors import PluginError, RollError, WorkerError, chain
 from roll_core.plugins.targets import known_errors
 from roll_core.spec.providers import KnownErrorsProvider
 
@@ -63,17 +63,13 @@ def _known(registry: Registry) -> Iterator[KnownError]:
 
 
 def _method(error: BaseException) -> str:
-    while error is not None:
-        if isinstance(error, WorkerError):
-            return error.method
-        error = error.__cause__  # type: ignore[assignment]
-    return ""
+    return next((each.method for each in chain(error) if isinstance(each, WorkerError)), "")
 
 
-def _causes(error: BaseException | None) -> Iterator[str]:
+def _causes(ended_by: BaseException) -> Iterator[str]:
     """`Type: message` of the exception and of what it came from, the first cause last. ROLL's own about mistakes of the
     user's do not speak: they say what to do."""
-    while error is not None:
+    for error in chain(ended_by):
         if isinstance(error, WorkerError):
             yield error.cause
         elif not isinstance(error, RollError):
@@ -83,7 +79,6 @@ def _causes(error: BaseException | None) -> Iterator[str]:
             yield from (f"{type(error).__name__}: {line.strip()}" for line in str(error).splitlines() if line.strip())
         if isinstance(error, RollError) and error.trace:
             yield from reversed(list(_causes_in_trace(error.trace)))
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _causes_in_trace(trace: str) -> Iterator[str]:

@@ -124,7 +124,10 @@ def raise_first_cause(role: str, method: str, futures: Mapping[Member, asyncio.F
         for _, _, other, secondary in failures:
             if other is not member:
                 log.debug("%s %s: %s also failed: %s", role, other, method, secondary.summary)
-        raise located(role, member, method, failure) from failure.error
+        told = located(role, member, method, failure)
+        if told is failure.error:  # which must not become its own cause
+            raise told
+        raise told from failure.error
 
 
 def located(role: str, member: Member, method: str, failure: Failure) -> RollError:
