@@ -7,7 +7,7 @@ import json
 import pytest
 
 from roll_core.config import load
-from roll_core.errors import UnsupportedError
+from roll_core.errors import ConfigError, UnsupportedError
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.build import model_spec, served_adapters
 from roll_core.spec.pipeline import RoleSpec
@@ -52,10 +52,16 @@ def test_weights_are_sent_whole_where_nothing_is_said(served):
     assert served({}, {}) is None
 
 
+def test_adapters_that_nobody_trains_are_refused_where_they_are_asked_for(served):
+    with pytest.raises(
+        ConfigError, match=r"strategy_config: asks vllm for adapters as they are, but no role trains any"
+    ):
+        served({}, {"enable_lora": True})
+
+
 @pytest.mark.parametrize(
     ("model_args", "trainer", "words"),
     [
-        ({}, "hf_train", "but actor_train trains none"),
         ({**LORA, "additional_target": ["norm"]}, "hf_train", "also trains additional_target in full"),
         (LORA, "fsdp2_train", "fsdp2_train of actor_train exports merged weights only"),
     ],
