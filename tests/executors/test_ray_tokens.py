@@ -17,6 +17,7 @@ def refuse(**_):
 @pytest.mark.parametrize(("mode", "hint"), [(None, True), ("token", False), ("disabled", False)])
 def test_who_is_not_let_in_is_told_of_tokens_unless_they_were_thought_of(monkeypatch, mode, hint):
     monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever other tests have left open here
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     if mode:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
