@@ -98,9 +98,17 @@ def test_the_right_engine_passes(engine_suites):
     assert list(engine_suites.tests["Test_right_engine"].values()).count("passed") > 55
 
 
+BY_CHANCE = {
+    # `shm` fills the first memory that is free again: which of the borrowed tensors it overwrites is a matter of time.
+    "borrows_for_good": {"test_weights_arrive_by_every_transport"},
+}
+"""Tests that a mistake fails in some runs and not in others."""
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_fails_the_tests_that_are_there_for_it(engine_suites, name):
-    assert engine_suites.failed(f"Test_{name}") == WRONG[name], engine_suites.reasons(f"Test_{name}")
+    failed = engine_suites.failed(f"Test_{name}") - BY_CHANCE.get(name, set())
+    assert failed == WRONG[name], engine_suites.reasons(f"Test_{name}")
 
 
 def test_every_wrong_engine_has_its_line(engine_suites):
