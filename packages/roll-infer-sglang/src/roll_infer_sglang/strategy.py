@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.errors import StaleWeightsError
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.requests import check_request
+from roll_core.spec.weights import refuse_stale
 from roll_core.types import WeightReceipt
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.engine_metrics import KINDS, EngineMetrics
@@ -160,11 +160,7 @@ class SglangStrategy(InferStrategy):
             server, requests = self._ready, self._requests
             if self._asleep:
                 raise RuntimeError("the engine sleeps: wake it before its weights are updated")
-            if version < requests.version or version != manifest.version:
-                raise StaleWeightsError(
-                    f"{self._who}: was sent version {version} with a manifest of version {manifest.version}"
-                    f" while it holds version {requests.version}"
-                )
+            refuse_stale(self._who, version, requests.version, manifest)
             try:
                 await requests.halt()
                 await self._transfer.compare(manifest)

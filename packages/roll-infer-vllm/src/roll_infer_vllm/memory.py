@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.memory import millions
-from roll_core.spec.plan import DTYPE_BYTES, Lever, MemoryAnswer, Use
+from roll_core.modeling.memory import engine_uses
+from roll_core.spec.plan import DTYPE_BYTES, Lever, MemoryAnswer
 from roll_infer_vllm.config import VllmConfig
 
 if TYPE_CHECKING:
@@ -25,26 +25,17 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     config = question.config
     if not isinstance(config, VllmConfig):
         raise TypeError(f"the engine vLLM takes a VllmConfig, not a {type(config).__name__}")
-    size, model = DTYPE_BYTES[question.dtype], question.model
     slots = config.tensor_parallel_size * config.pipeline_parallel_size
-    weights = size * model.parameters // slots
+    weights = DTYPE_BYTES[question.dtype] * question.model.parameters // slots
     cache, how = _cache(question, config, weights)
-    sleeps = config.sleep_level > 0
     return MemoryAnswer(
-        uses=(
-            Use(
-                what="weights",
-                num_bytes=weights,
-                formula=f"{size} × {millions(model.parameters)} / {slots} slots",
-                leaves=sleeps and not question.on_host,
-            ),
-            Use(what="kv cache", num_bytes=cache, formula=how, leaves=sleeps),
-            Use(
-                what="buffers",
-                num_bytes=config.bucket_mib << 20,
-                formula=f"bucket_mib {config.bucket_mib} of weights on their way in",
-                during=("receive",),
-            ),
+        uses=engine_uses(
+            question,
+            slots=slots,
+            cache_bytes=cache,
+            cache_formula=how,
+            sleeps=config.sleep_level > 0,
+            bucket_mib=config.bucket_mib,
         ),
         levers=tuple(_levers(question, config, cache)),
     )

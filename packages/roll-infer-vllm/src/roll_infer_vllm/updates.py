@@ -6,8 +6,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from roll_core.errors import StaleWeightsError
 from roll_core.modeling.buckets import Incoming
+from roll_core.spec.weights import refuse_stale
 from roll_core.types import WeightReceipt
 
 if TYPE_CHECKING:
@@ -55,11 +55,7 @@ class WeightUpdates:
         """See `InferStrategy.update_weights`. The engine runs afterwards, whether it was paused before or not."""
         who = f"{self._mesh.role} rank {self._mesh.rank}"
         async with self._alone:
-            if version < self.version or version != manifest.version:
-                raise StaleWeightsError(
-                    f"{who}: was sent version {version} with a manifest of version {manifest.version}"
-                    f" while it holds version {self.version}"
-                )
+            refuse_stale(who, version, self.version, manifest)
             await self._loader.compare(manifest)
             engine = self._engine
             await engine.pause_generation(mode="keep", clear_cache=True)

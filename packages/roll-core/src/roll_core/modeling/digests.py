@@ -30,11 +30,7 @@ LEAF_BYTES = 16
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """Compiled on first use, once for this machine. Raises `ExtensionError`."""
-    path = EXTENSION.library()
-    try:
-        loaded = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise ExtensionError(f"extension {EXTENSION.name}: {path} cannot be loaded: {error}") from error
+    loaded = EXTENSION.load()
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     loaded.roll_copy_leaves.argtypes, loaded.roll_copy_leaves.restype = [pointer, pointer, size, size, pointer], None
     return loaded

@@ -9,6 +9,7 @@ prints, and may be killed half way: only complete folders are moved into the cac
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import logging
@@ -91,6 +92,14 @@ class Extension:
                 " that can be written"
             ) from error
         return library
+
+    def load(self) -> ctypes.CDLL:
+        """`library`, loaded. Raises `ExtensionError` also where it cannot be loaded."""
+        path = self.library()
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise ExtensionError(f"extension {self.name}: {path} cannot be loaded: {error}") from error
 
     def build_ahead(self, folder: Path) -> Path:
         """Compile into a folder, which becomes `AHEAD` beside the first source in a wheel. Returns the library.

@@ -36,6 +36,29 @@ def largest_matrix(question: MemoryQuestion) -> int:
     return max([model.embedding, *layers])
 
 
+def engine_uses(
+    question: MemoryQuestion, *, slots: int, cache_bytes: int, cache_formula: str, sleeps: bool, bucket_mib: int
+) -> tuple[Use, ...]:
+    """What a slot of an engine with its own cache holds: its part of the weights, the cache, and what weights take on
+    their way in. One that `sleeps` gives the cache back, and weights where they are not the host's anyway."""
+    size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
+    return (
+        Use(
+            what="weights",
+            num_bytes=size * parameters // slots,
+            formula=f"{size} × {millions(parameters)} / {slots} slots",
+            leaves=sleeps and not question.on_host,
+        ),
+        Use(what="kv cache", num_bytes=cache_bytes, formula=cache_formula, leaves=sleeps),
+        Use(
+            what="buffers",
+            num_bytes=bucket_mib << 20,
+            formula=f"bucket_mib {bucket_mib} of weights on their way in",
+            during=("receive",),
+        ),
+    )
+
+
 def computation(question: MemoryQuestion, *, fused: bool, chunk_tokens: int | None, shards: int = 1) -> tuple[Use, ...]:
     """What exists only while a microbatch is computed: activations and logits, of training and of scoring. `shards` are
     ranks that share the tokens of a microbatch."""

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from roll_core.errors import CorruptTensorError, StaleWeightsError
 from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -193,6 +194,30 @@ def held_digest(tensor: Tensor, expected: str) -> str:
     if expected.startswith(MEMORY) and memory_token(tensor) == expected:
         return expected
     return digest(tensor)
+
+
+def refuse_stale(who: str, version: int, held: int, manifest: WeightManifest) -> None:
+    """Raise `StaleWeightsError` where an engine that holds version `held` is sent an older one, or one whose manifest
+    is of another version. `who` is the engine, as its errors name it."""
+    if version < held or version != manifest.version:
+        raise StaleWeightsError(
+            f"{who}: was sent version {version} with a manifest of version {manifest.version}"
+            f" while it holds version {held}"
+        )
+
+
+def refuse_misfit(who: str, entry: TensorEntry, arrived: Tensor, room: Sequence[int]) -> None:
+    """Raise `CorruptTensorError` unless a tensor has the dtype and shape of the manifest, and the shape that the model
+    has `room` for."""
+    shape, has = list(arrived.shape), list(room)
+    if shape != list(entry.shape) or shape != has:
+        raise CorruptTensorError(
+            f"{who}: {entry.name} arrived as {shape}; the manifest says {list(entry.shape)} and the model has {has}"
+        )
+    if dtype_name(arrived) != entry.dtype:
+        raise CorruptTensorError(
+            f"{who}: {entry.name} arrived as {dtype_name(arrived)}; the manifest says {entry.dtype}"
+        )
 
 
 def make_receipt(

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
+from roll_core.errors import MissingTensorError, UnexpectedTensorError
 from roll_core.modeling.lora import target_layers
-from roll_core.spec.weights import copy_digested, dtype_name
+from roll_core.spec.weights import copy_digested, refuse_misfit, refuse_stale
 from roll_core.types import WeightReceipt
 
 if TYPE_CHECKING:
@@ -71,11 +71,7 @@ class HeldAdapter:
 
         Copies also what is `shared`: it is small, and the trainer's next step would change A without W + B A.
         """
-        if version < current or version != manifest.version:
-            raise StaleWeightsError(
-                f"{self._who}: was sent version {version} with a manifest of version {manifest.version}"
-                f" while it holds version {current}"
-            )
+        refuse_stale(self._who, version, current, manifest)
         entries = {entry.name: entry for entry in manifest.tensors}
         held: dict[str, Tensor] = {}
         digests: dict[str, str] = {}
@@ -102,15 +98,7 @@ class HeldAdapter:
         if room is None or entry is None:
             whose = "manifest" if room is not None else "model"
             raise UnexpectedTensorError(f"{self._who}: was sent {name}, for which the {whose} has no place")
-        if tuple(tensor.shape) != entry.shape or entry.shape != room:
-            raise CorruptTensorError(
-                f"{self._who}: {name} arrived as {list(tensor.shape)}; the manifest says {list(entry.shape)} and the"
-                f" model has {list(room)}"
-            )
-        if dtype_name(tensor) != entry.dtype:
-            raise CorruptTensorError(
-                f"{self._who}: {name} arrived as {dtype_name(tensor)}; the manifest says {entry.dtype}"
-            )
+        refuse_misfit(self._who, entry, tensor, room)
 
     def _refuse_missing(self, entries: dict[str, TensorEntry], held: dict[str, Tensor], version: int) -> None:
         if missing := sorted(entries.keys() - held.keys()):

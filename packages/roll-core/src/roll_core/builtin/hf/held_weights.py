@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
+from roll_core.errors import MissingTensorError, UnexpectedTensorError
 from roll_core.modeling.layout import SIBLINGS, adjacent
-from roll_core.spec.weights import copy_digested, digest, dtype_name, held_digest
+from roll_core.spec.weights import copy_digested, digest, held_digest, refuse_misfit, refuse_stale
 from roll_core.types import WeightReceipt
 
 if TYPE_CHECKING:
@@ -49,11 +49,7 @@ class HeldWeights:
         shared: bool,
     ) -> WeightReceipt:
         """Hold `tensors` from now on. Raises `WeightSyncError`s."""
-        if version < current or version != manifest.version:
-            raise StaleWeightsError(
-                f"{self._who}: was sent version {version} with a manifest of version {manifest.version}"
-                f" while it holds version {current}"
-            )
+        refuse_stale(self._who, version, current, manifest)
         entries = {entry.name: entry for entry in manifest.tensors}
         digests: dict[str, str] = {}
         borrowed: dict[str, Tensor] = {}
@@ -63,16 +59,7 @@ class HeldWeights:
             if held is None or name not in entries:
                 whose = "the model" if held is None else "the manifest"
                 raise UnexpectedTensorError(f"{self._who}: was sent {name}, which {whose} does not have")
-            entry = entries[name]
-            if tensor.shape != held.shape or tuple(tensor.shape) != entry.shape:
-                raise CorruptTensorError(
-                    f"{self._who}: {name} arrived as {_list(tensor.shape)}; the manifest says {_list(entry.shape)}"
-                    f" and the model has {_list(held.shape)}"
-                )
-            if dtype_name(tensor) != entry.dtype:
-                raise CorruptTensorError(
-                    f"{self._who}: {name} arrived as {dtype_name(tensor)}; the manifest says {entry.dtype}"
-                )
+            refuse_misfit(self._who, entries[name], tensor, held.shape)
             seen.add(id(held))
             if shared and tensor.dtype == held.dtype and tensor.device == held.device:
                 borrowed[name] = tensor.detach()
@@ -159,7 +146,3 @@ def _siblings(name: str, held: dict[str, Any]) -> list[str]:
                 if (".".join([*parts[:-2], sibling, parts[-1]]) in held)
             ]
     return []
-
-
-def _list(shape: Iterable[int]) -> str:
-    return str(list(shape))

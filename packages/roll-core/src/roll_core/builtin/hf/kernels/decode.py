@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll_core.errors import ExtensionError
 from roll_core.modeling.extensions import Extension
 
 if TYPE_CHECKING:
@@ -58,11 +57,7 @@ class _Attention(ctypes.Structure):
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """Compiled on first use, once for this machine. Raises `ExtensionError`."""
-    path = EXTENSION.library()
-    try:
-        loaded = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise ExtensionError(f"extension {EXTENSION.name}: {path} cannot be loaded: {error}") from error
+    loaded = EXTENSION.load()
     pointer, integer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     for name, arguments in {
         "roll_add_norm": [flag, *[pointer] * 4, integer, integer, number, flag],
