@@ -239,7 +239,8 @@ def notes(results: list[dict[str, Any]], load: float) -> str:
         )
     lines.append(
         "By the clock `shm` needs a free core for each end: on a busy machine the ends take turns on one, and the times"
-        " are the sum of both instead of the larger."
+        " are the sum of both instead of the larger. memcpy moves a byte once, on one core; `shm` moves it twice, into"
+        " the shared memory and out of it, on two cores that share the way to memory."
     )
     return "\n\n".join(lines)
 
