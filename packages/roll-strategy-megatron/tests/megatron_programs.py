@@ -114,6 +114,30 @@ def export(rank, case: Case, folder, piece_bytes):
         return count.most, strategy.memory()["weights"]
 
 
+def read(rank, case: Case):
+    """Names of the tensors that a rank reads from files; the most bytes of them that were there at once."""
+    names, live, most = [], 0, 0
+    from roll_strategy_megatron.bridge.source import FileSource
+
+    get = FileSource.get
+
+    def gone(size):
+        nonlocal live
+        live -= size
+
+    def counted(source, name):
+        nonlocal live, most
+        found = get(source, name)
+        names.append(name)
+        live += found.nbytes
+        most = max(most, live)
+        weakref.finalize(found, gone, found.nbytes)
+        return found
+
+    with patch.object(FileSource, "get", counted), built(case, rank):
+        return names, most
+
+
 def save_after(rank, case: Case, steps, folder):
     """Saved after all steps but the last; weights and norm of the last. What is left to be written then is written
     after it."""

@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from roll_core.modeling.model import load_model
+from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import Want
-from roll_core.testing.bench import Case
-from roll_core.testing.bounds import check_rows
+from roll_core.testing.bench import Case, Step
+from roll_core.testing.bounds import check_near, check_rows, check_same
+from roll_core.testing.losses import LOSSES, TRAINING
 from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
 from roll_core.testing.programs import fail_to_build
 from roll_core.testing.ranks import RankHost, free_port
@@ -179,6 +181,39 @@ def test_a_critic_begins_from_a_language_model_with_the_head_that_hf_train_gives
     for name, found in answer["before"].items():
         assert np.array_equal(found, expected[name].numpy()), name
     assert "score.weight" in answer["before"]
+
+
+@pytest.mark.parametrize(
+    "config", [{"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}], ids=["stages", "shares"]
+)
+def test_a_tied_model_made_from_nothing_is_that_of_hf_train_and_stays_tied(host, config):
+    keys = {key: value for key, value in QWEN3.items() if key != "initializer_range"}
+    spec = ModelSpec(random_init=keys | {"tie_word_embeddings": True, "vocab_size": 61, "pad_token_id": 0}, seed=5)
+    case = Case(
+        provider=registry().find(TrainProvider, "megatron_train"),
+        strategy_config=config,
+        model=spec,
+        training=TRAINING,
+        world_size=2,
+        devices=("cpu", "cpu"),
+        master_port=free_port(),
+    )
+    steps = [Step(sequences=make_batch(61, seed=seed), loss=LOSSES["sft"]) for seed in range(2)]
+    alone = case.with_(
+        provider=registry().find(TrainProvider, "hf_train"), strategy_config={}, world_size=1, devices=("cpu",)
+    )
+    expected = score_and_train(0, alone.with_(master_port=0), make_batch(61), steps)
+    found, _ = host.run(score_and_train, case, make_batch(61), steps, num_ranks=2, timeout_s=100)
+    assert "lm_head.weight" not in found["before"]
+    check_same("weights as they were drawn", found["before"], expected["before"])
+    assert [each.grad_norm for each in found["stats"]] == pytest.approx(
+        [each.grad_norm for each in expected["stats"]], rel=1e-4
+    )
+    went, should = (
+        {name: each["weights"][name] - start for name, start in expected["before"].items()}
+        for each in (found, expected)
+    )
+    check_near("the way that the weights went", went, should, 1e-4)
 
 
 def test_a_language_model_is_no_reward_model(host, tmp_path):

@@ -77,6 +77,11 @@ def test_ranks_that_make_no_whole_replicas_are_refused_with_the_product(tmp_path
             "the model's num_key_value_heads 2 is not a multiple of tensor_model_parallel_size 4",
         ),
         (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
+            {"moe_intermediate_size": 1022},
+            "the model's moe_intermediate_size 1022 is not a multiple of expert_tensor_parallel_size 4",
+        ),
+        (
             {"expert_model_parallel_size": 8},
             {"num_local_experts": 60},
             "the model's num_local_experts 60 is not a multiple of expert_model_parallel_size 8",
@@ -99,6 +104,22 @@ def test_a_model_that_comes_out_even_is_fine(tmp_path):
     }
     model = {"random_init": {"model_type": "qwen3", "num_hidden_layers": 31}}
     assert checked(tmp_path, config=json.dumps(keys), model=json.dumps(model)).config.sft_train.ranks_per_replica == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ("{recompute_granularity: full, recompute_num_layers: 2}", "recompute_granularity, recompute_num_layers"),
+        ("{moe_layer_recompute: true}", "moe_layer_recompute"),
+    ],
+)
+def test_what_is_computed_again_is_not_said_where_nothing_is(tmp_path, keys, named):
+    model = "{model_name_or_path: here, disable_gradient_checkpointing: true}"
+    said = refusal(tmp_path, config=keys, model=model)
+    assert "disable_gradient_checkpointing is true, so that nothing is computed again" in said
+    assert f"leave it out, or {named}\n" in f"{said}\n"
+    assert checked(tmp_path, config=keys).config.sft_train.strategy_args is not None
+    assert checked(tmp_path, config="{moe_layer_recompute: false}", model=model).config.sft_train is not None
 
 
 @pytest.mark.parametrize("platform", ["rocm", "npu"])

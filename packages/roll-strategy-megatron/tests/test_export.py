@@ -1,4 +1,5 @@
-"""A model that is spread over ranks is written as transformers loads it, and no rank holds more of it than a little."""
+"""A model that is spread over ranks is read and written as transformers has it, and no rank holds more of it at once
+than a little beside its own share."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch
-from megatron_programs import MIXTURE, PRELOAD, export
+from megatron_programs import MIXTURE, PRELOAD, export, read
 from transformers import AutoModelForCausalLM
 
 from roll_core.spec.providers import TrainProvider
@@ -31,6 +32,36 @@ def host():
     found.close()
 
 
+def case_of(model, config, folder):
+    return Case(
+        provider=registry().find(TrainProvider, "megatron_infer"),
+        strategy_config=config,
+        model=write_checkpoint(folder, model, task="causal_lm", vocab_size=61),
+        training=None,
+        world_size=2,
+        devices=("cpu", "cpu"),
+        master_port=free_port(),
+    )
+
+
+def test_a_rank_reads_what_its_shares_are_made_of_one_weight_at_a_time(host, tmp_path):
+    config = {"pipeline_model_parallel_size": 2}
+    first, last = host.run(read, case_of(TIED, config, tmp_path / "dense"), num_ranks=2, timeout_s=100)
+    for (names, most), own, others in ((first, range(6), range(6, 12)), (last, range(6, 12), range(6))):
+        assert all(any(f".layers.{layer}." in name for name in names) for layer in own)
+        assert not any(f".layers.{layer}." in name for layer in others for name in names)
+        assert len(names) == len(set(names))
+        assert most == GATHERED["dense"]
+    assert "model.norm.weight" in last[0]
+    assert "model.norm.weight" not in first[0]
+    config = {"expert_model_parallel_size": 2}
+    answers = host.run(read, case_of(EXPERTS, config, tmp_path / "experts"), num_ranks=2, timeout_s=100)
+    for rank, (names, most) in enumerate(answers):
+        read_of = {int(name.split(".experts.")[1].split(".")[0]) for name in names if ".experts." in name}
+        assert read_of == {2 * rank, 2 * rank + 1}
+        assert most <= GATHERED["experts"] / 4
+
+
 @pytest.mark.parametrize(
     ("model", "gathered", "config"),
     [
@@ -40,15 +71,7 @@ def host():
     ],
 )
 def test_what_is_written_is_what_was_read_and_no_rank_holds_it_all(host, tmp_path, model, gathered, config):
-    case = Case(
-        provider=registry().find(TrainProvider, "megatron_infer"),
-        strategy_config=config,
-        model=write_checkpoint(tmp_path / "in", model, task="causal_lm", vocab_size=61),
-        training=None,
-        world_size=2,
-        devices=("cpu", "cpu"),
-        master_port=free_port(),
-    )
+    case = case_of(model, config, tmp_path / "in")
     counts = host.run(export, case, str(tmp_path / "out"), PIECE_BYTES, num_ranks=2, timeout_s=100)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "in").state_dict()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()

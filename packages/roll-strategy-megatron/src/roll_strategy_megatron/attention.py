@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
 from roll_core.modeling.attention import FlatLayout, flat_attention
 
@@ -84,10 +85,14 @@ class PackedAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries are the last of the sequence so far."""
-        before = key.shape[0] - query.shape[0]
-        seen = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).tril(before)
+        # On a device whose kernels know this shape no mask is made: a long sequence's would be larger than all else.
+        seen: Tensor = causal_lower_right(query.shape[0], key.shape[0])
         if self.window:
-            seen = seen.triu(before - self.window + 1)
+            reached = query.shape[0] + self.window - 1
+            key, value = key[-reached:], value[-reached:]
+            before = key.shape[0] - query.shape[0]
+            whole = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device)
+            seen = whole.tril(before).triu(before - self.window + 1)
         found = F.scaled_dot_product_attention(
             _heads_first(query),
             _heads_first(key),

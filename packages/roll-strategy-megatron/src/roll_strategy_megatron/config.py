@@ -48,6 +48,14 @@ REFUSED = {
 """Keys that configs written for ROLL may have, and why they are not honoured; a value that says no is accepted."""
 NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What architectures call it."""
+RECOMPUTATION = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "moe_layer_recompute",
+)
+"""Keys that say what gradient checkpointing computes again."""
 NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
 
 
@@ -149,15 +157,30 @@ class MegatronConfig(StrategyConfig):
         if isinstance(layers, int):
             self._check_layers(layers)
         tensor, experts = self.tensor_model_parallel_size, self.expert_model_parallel_size
+        own = self.expert_tensor_parallel_size
         for key, ranks, over in (
             ("num_attention_heads", tensor, "tensor_model_parallel_size"),
             ("num_key_value_heads", tensor, "tensor_model_parallel_size"),
             ("intermediate_size", tensor, "tensor_model_parallel_size"),
+            (
+                "moe_intermediate_size",
+                own or tensor,
+                "expert_tensor_parallel_size" if own else "tensor_model_parallel_size",
+            ),
             *((each, experts, "expert_model_parallel_size") for each in NUMBER_OF_EXPERTS),
         ):
             number = keys.get(key)
             if isinstance(number, int) and number % ranks:
                 raise ValueError(f"the model's {key} {number} is not a multiple of {over} {ranks}")
+
+    def check_model_args(self, given: Mapping[str, Any]) -> None:
+        """What is to be computed again is said only where something is."""
+        asked = [key for key in RECOMPUTATION if getattr(self, key)]
+        if asked and given.get("disable_gradient_checkpointing") is True:
+            raise ValueError(
+                f"model_args.disable_gradient_checkpointing is true, so that nothing is computed again: leave it out,"
+                f" or {', '.join(asked)}"
+            )
 
     def _check_layers(self, layers: int) -> None:
         if self.pipeline_model_parallel_layout is not None:

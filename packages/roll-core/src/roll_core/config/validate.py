@@ -339,11 +339,16 @@ class _Validation:
             self.found.append(Finding((*path, "strategy_args", "strategy_config"), message, hint))
 
     def _spread(self, path: KeyPath, role: dict[Any, Any], strategy: StrategyConfig) -> None:
-        """The model can be cut as the strategy is to cut it, as far as the model is known."""
-        try:
-            strategy.check_model(model_keys(role.get("model_args"), self.data.get("pretrain")))
-        except ValueError as error:
-            self.found.append(Finding((*path, "strategy_args", "strategy_config"), str(error)))
+        """The model can be cut as the strategy is to cut it, as far as the model is known, and computed as it says."""
+        given = role.get("model_args")
+        for check, keys in (
+            (strategy.check_model, model_keys(given, self.data.get("pretrain"))),
+            (strategy.check_model_args, given if isinstance(given, dict) else {}),
+        ):
+            try:
+                check(keys)
+            except ValueError as error:
+                self.found.append(Finding((*path, "strategy_args", "strategy_config"), str(error)))
 
     # -- problems ------------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,10 @@ class StrategyConfig(Config):
         """Of a train strategy: raises `ValueError`, with the arithmetic, for a model that cannot be spread as
         configured. `keys` are those of its transformers config that are known before anything is loaded."""
 
+    def check_model_args(self, given: Mapping[str, Any]) -> None:
+        """Of a train strategy: raises `ValueError` for keys that mean nothing beside the role's `model_args`, as these
+        are written."""
+
 
 class ModelArguments(Config):
     """`model_args`: which model a role has, and how it is computed."""

@@ -152,12 +152,16 @@ class Bridge:
         shape, or left over."""
         self._check(source)
         for each in self.held:
-            parts = [source.get(name) for name in self._source_names(each.rule, each.layer, each.expert, source)]
-            if each.rule.is_expert and not self._kept_apart(each.rule, each.layer, source):
-                parts = [part[each.expert] for part in parts]
-            each.parameter.copy_(self.share(each, parts).to(dtype))
+            each.parameter.copy_(self._read(each, source).to(dtype))
         for name, buffer in self.buffers.items():
             buffer.copy_(source.get(name))
+
+    def _read(self, held: Held, source: Source) -> Tensor:
+        """A share, beside which nothing of the files is kept."""
+        parts = [source.get(name) for name in self._source_names(held.rule, held.layer, held.expert, source)]
+        if held.rule.is_expert and not self._kept_apart(held.rule, held.layer, source):
+            parts = [part[held.expert] for part in parts]
+        return self.share(held, parts)
 
     def share(self, held: Held, parts: Sequence[Tensor]) -> Tensor:
         """Of Hugging Face's whole tensors what this rank holds."""

@@ -1,0 +1,154 @@
+"""`roll-core run` with roles on Megatron ranks that share a model: it learns and publishes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("megatron.core")
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[2]
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+TENSOR = {"tensor_model_parallel_size": 2}
+SPREAD = TENSOR | {"pipeline_model_parallel_size": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a role is trained."""
+
+    strategy: str = "megatron_cpu_train"
+    spread: dict = field(default_factory=dict)
+    ranks: int = 1
+    replicas: int = 1
+
+    def role(self, *, sequences):
+        """Its configuration, of steps of so many sequences, in microbatches of 4."""
+        return {
+            "model_args": {"dtype": "fp32", "random_init": MODEL},
+            "training_args": {
+                "learning_rate": 1e-2,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": sequences // 4 // self.replicas,
+            },
+            "strategy_args": {"strategy_name": self.strategy, "strategy_config": self.spread},
+            "device_mapping": list(range(self.ranks)),
+        }
+
+
+ALONE = Place(strategy="hf_train")
+SQUARE = Place(spread=SPREAD, ranks=4)
+
+
+@pytest.fixture
+def roll_core(tmp_path):
+    """The command, from the repository, with the strategies for a machine without an accelerator as a package that
+    workers find."""
+    info = tmp_path / "site" / "roll_strategy_megatron_on_cpu-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: roll-strategy-megatron-on-cpu\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[roll.plugins]\nmegatron-on-cpu = megatron_on_cpu_plugin\n")
+    places = [str(info.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+
+    def call(*words):
+        done = subprocess.run(
+            [sys.executable, "-m", "roll_core", *map(str, words)],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return call
+
+
+@pytest.fixture
+def run(roll_core, tmp_path):
+    """A run of these settings by its name; its directory."""
+    letters = [f"{one}{other}" for one in "abcd" for other in "abcd"] * 4
+    rows = [{"id": at, "prompt": each, "response": each[::-1]} for at, each in enumerate(letters)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def made(name, settings):
+        trained = [role for role in settings.values() if isinstance(role, dict) and "training_args" in role]
+        for role in trained:
+            role.setdefault("data_args", {"file_name": str(tmp_path / "rows.jsonl")})
+        ranks = max(len(role["device_mapping"]) for role in trained)
+        config = {
+            "platform": "cpu",
+            "exp_name": name,
+            "output_dir": str(tmp_path / "output"),
+            "executor": "ray" if ranks > 1 else "local",
+            "num_gpus_per_node": 4,
+            "prompt_length": 4,
+            "response_length": 8,
+            "save_steps": 0,
+            "eval_steps": 0,
+            "track_with": [],
+            "tokenizer": {"kind": "char", "alphabet": "abcd"},
+        }
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(config | settings), encoding="utf-8")
+        roll_core("run", file)
+        return tmp_path / "output" / name / "latest"
+
+    return made
+
+
+def rlvr(**settings):
+    """Eight prompts a step, eight answers each."""
+    return {
+        "pipeline": "rlvr",
+        "rollout_batch_size": 8,
+        "num_return_sequences_in_group": 8,
+        "actor_infer": {
+            "model_args": {"dtype": "fp32"},
+            "strategy_args": {"strategy_name": "hf_infer"},
+            "device_mapping": [0],
+        },
+        "rewards": {"share": {"reward": "function", "function": "megatron_on_cpu_plugin:share_of_c"}},
+        "guards": {"logprob_probe": {"every": 1}},
+        **settings,
+    }
+
+
+def metrics(run_dir):
+    """Of every step."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_grpo_on_tensor_by_pipeline_ranks_begins_as_on_one_rank_with_hf_train_and_learns(run):
+    one, four = (
+        run(name, rlvr(actor_train=place.role(sequences=64), max_steps=steps))
+        for name, place, steps in (("one", ALONE, 1), ("four", SQUARE, 12))
+    )
+    transports = json.loads((four / "run.json").read_text("utf-8"))["weight_transports"]
+    assert transports == {"actor_train -> actor_infer": "shm"}
+    (first,), steps = metrics(one), metrics(four)
+    assert steps[0]["score/mean"] == first["score/mean"]
+    assert steps[0]["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-3)
+    assert steps[0]["score/mean"] < 0.2
+    assert steps[-1]["score/mean"] > 0.4
+    assert all(each["weight_sync/logprob_probe"] < 1e-4 for each in steps)
