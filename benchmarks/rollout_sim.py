@@ -21,9 +21,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import math
 import pstats
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +40,7 @@ from roll_core.testing.simulation import SimulatedEngine, Speed, VirtualTimeLoop
 from roll_core.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 UNIT = 16
 """Tokens that are simulated as one: it makes no difference to the scheduler, and 4,096 accelerators fit into memory."""
@@ -51,8 +53,6 @@ SYNC_S = 4.0
 """To replace the weights."""
 PROMPT_TOKENS = 512
 GROUP = 16
-WARM_UP = 4
-"""Steps that are not counted."""
 PROMPT = np.zeros(PROMPT_TOKENS // UNIT, dtype=np.int64)
 
 
@@ -80,20 +80,31 @@ class Mode:
     concurrent: bool = False
     max_running: int | None = SPEED.max_rows
     """As `max_running_requests`; None gives everything to the engines at once, whole groups."""
+    first_ready: bool = False
+    """As `take_first_ready`."""
+
+    @property
+    def warm_up(self) -> int:
+        """Steps that are not counted: none where batches do not overlap, as all steps are alike then."""
+        return 1 + math.ceil(self.ahead) if self.ahead else 0
 
 
 MODES = (
     Mode("sync"),
     Mode("sync, 25 % additional prompts", ahead=0.25),
+    Mode("sync, 25 % additional prompts, first ready", ahead=0.25, first_ready=True),
     Mode("sync, 100 % additional prompts", ahead=1.0),
     Mode("async, ratio 0.5", ahead=0.5, concurrent=True),
+    Mode("async, ratio 0.5, first ready", ahead=0.5, concurrent=True, first_ready=True),
     Mode("async, ratio 1", ahead=1.0, concurrent=True),
     Mode("async, ratio 2", ahead=2.0, concurrent=True),
     Mode("async, ratio 2, engines queue", ahead=2.0, concurrent=True, max_running=None),
     Mode("async, ratio 4", ahead=4.0, concurrent=True),
 )
-LARGE, LARGE_STEPS = 256, 7
-"""Above so many accelerators only these are simulated, for so many steps at most:"""
+ENOUGH = 130_000
+"""Answers over which a step's time is taken: it hardly depends any more on which they are."""
+LARGE = 256
+"""Above so many accelerators only these modes are simulated:"""
 LARGE_MODES = ("sync", "async, ratio 2")
 
 
@@ -152,6 +163,17 @@ def split(accelerators: int, mode: Mode) -> tuple[int, int]:
     return generate, accelerators - generate
 
 
+@contextmanager
+def without_looking_for_cycles() -> Iterator[None]:
+    """There are none, and to look at millions of answers again and again takes as long as to simulate them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
+
+
 async def simulate(mode: Mode, load: Load, accelerators: int, lengths: Lengths, steps: int) -> dict[str, float]:
     loop = asyncio.get_running_loop()
     groups = load.groups_per_accelerator * accelerators
@@ -161,7 +183,7 @@ async def simulate(mode: Mode, load: Load, accelerators: int, lengths: Lengths, 
     scheduler = RolloutScheduler(make_plan(mode, groups), dispatcher, None, seed=0)
     times, bounds, reaches, ages = [], [], [], []
     begun = loop.time()
-    for step in range(steps):
+    for step in range(mode.warm_up + steps):
         batch, facts = await scheduler.batch(step)
         tokens = UNIT * sum(len(sample.response_ids) for group in batch for sample in group.samples)
         await asyncio.sleep(tokens / (TRAIN_TOKENS_PER_S * train))
@@ -169,7 +191,7 @@ async def simulate(mode: Mode, load: Load, accelerators: int, lengths: Lengths, 
             for engine in engines:
                 engine.stall(SYNC_S)
             await asyncio.sleep(SYNC_S)
-        if step >= WARM_UP:
+        if step >= mode.warm_up:
             work = Work.of(tokens, groups)
             times.append(loop.time() - begun)
             bounds.append(work.bound_s(accelerators))
@@ -197,6 +219,7 @@ def make_plan(mode: Mode, groups: int) -> RolloutPlan:
         prompt=lambda tag, position: Prompt(id=str(position), tokens=PROMPT, text=""),
         ahead=mode.ahead,
         concurrent=mode.concurrent,
+        first_ready=mode.first_ready,
     )
 
 
@@ -288,26 +311,32 @@ def profile(in_flight: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerators", default="8,64,512,4096")
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=5, help="that are counted, at most")
     parser.add_argument("--in-flight", type=int, default=100_000)
     parser.add_argument("--profile", action="store_true", help="show where the scheduler's time goes, and no more")
     args = parser.parse_args()
     if args.profile:
         profile(args.in_flight)
         return
-    rows = []
+    costs = [overhead(args.in_flight, 4, one_by_one=each) for each in (False, True)]
+    print(costs, flush=True)
+    rows: list[dict[str, Any]] = []
     scales = [int(each) for each in args.accelerators.split(",")]
-    for load, accelerators in [*((LOADS[0], each) for each in scales), (LOADS[1], min(64, max(scales)))]:
-        lengths = Lengths(load, load.groups_per_accelerator * accelerators * (args.steps + 5))
+    fleets = [*((LOADS[0], each) for each in scales), (LOADS[1], min(64, max(scales)))]
+    for load, accelerators in sorted(fleets, key=lambda fleet: fleet[1]):
+        groups = load.groups_per_accelerator * accelerators
+        steps = max(1, min(args.steps, ENOUGH // (groups * GROUP)))
+        lengths = Lengths(load, groups * (max(mode.warm_up for mode in MODES) + steps))
         for mode in MODES:
             if accelerators <= LARGE or mode.name in LARGE_MODES:
-                steps = args.steps if accelerators <= LARGE else min(args.steps, LARGE_STEPS)
                 main = partial(simulate, mode, load, accelerators, lengths, steps)
-                rows.append({"load": load.name, "accelerators": accelerators, "mode": mode.name, **virtually(main)})
+                with without_looking_for_cycles():
+                    found = virtually(main)
+                rows.append({"load": load.name, "accelerators": accelerators, "mode": mode.name, **found})
                 print(rows[-1], flush=True)
-    costs = [overhead(args.in_flight, 6, one_by_one=each) for each in (False, True)]
-    print(costs)
-    write_result("rollout_sim", {"workload": workload(), "rows": rows, "scheduler": costs}, table(rows, costs))
+                write_result(
+                    "rollout_sim", {"workload": workload(), "rows": rows, "scheduler": costs}, table(rows, costs)
+                )
 
 
 def workload() -> dict[str, Any]:

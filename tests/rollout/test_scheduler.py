@@ -8,12 +8,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_fleet import engine, in_virtual_time, length_of, plan, prompt, right_tokens
+from rollout_fleet import PROMPT, engine, in_virtual_time, length_of, plan, prompt, right_tokens
 
 from roll_core.errors import CheckpointMismatchError
 from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.types import Group, Reward
+from roll_core.testing.simulation import SimulatedEngine, Speed
+from roll_core.types import Group, Reward, SamplingParams
 
 
 def fleet(count=3, **given):
@@ -88,8 +89,10 @@ def test_generation_ahead_saves_the_time_in_which_engines_would_wait():
 
     run("sync")
     run("surplus", ahead=0.5)
+    run("first ready", ahead=0.5, first_ready=True)
     run("async", ahead=1.0, concurrent=True)
     assert spent["surplus"] < 0.95 * spent["sync"]
+    assert spent["first ready"] < spent["surplus"]
     assert spent["async"] < 0.75 * spent["sync"]
 
 
@@ -134,6 +137,103 @@ def test_a_batch_has_the_first_prompts_that_pass_whatever_is_ready_first(unwante
     in_virtual_time(main)
 
 
+@given(
+    st.sets(st.integers(0, 60)),
+    st.sampled_from([0.34, 0.5, 0.9]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 5),
+)
+@settings(max_examples=25, deadline=None)
+def test_what_is_passed_over_by_those_that_are_ready_first_is_in_the_next_batch(
+    unwanted, ahead, concurrent, keep_partials, seed
+):
+    async def main():
+        dispatcher = fleet()
+        chosen = plan(
+            ahead=ahead,
+            concurrent=concurrent,
+            keep_partials=keep_partials,
+            first_ready=True,
+            max_tries=1000,
+            keep=lambda group: group.samples[0].reward.value not in unwanted,
+        )
+        scheduler = RolloutScheduler(chosen, dispatcher, judged(random.Random(seed)), seed=1)
+        seen: list[int] = []
+        for step in range(6):
+            waiting = {entry["position"] for entry in scheduler.state()["a"]["kept"]}
+            groups, facts = await scheduler.batch(step)
+            check(groups)
+            positions = [int(group.id[1:]) for group in groups]
+            assert positions == sorted(positions) == list(facts.positions)
+            assert len(positions) == 6
+            left = {entry["position"] for entry in scheduler.state()["a"]["kept"]}
+            assert waiting - unwanted <= set(positions)
+            assert facts.passed_over == sum(each < max(positions) for each in left)
+            assert max(facts.ages) <= 1
+            seen += positions
+            # Whoever was asked is trained on, left out, or still there: nobody is lost and nobody counts twice.
+            assert len(seen) == len(set(seen))
+            asked = scheduler.state()["a"]["next"]
+            assert {*seen, *left, *unwanted} >= set(range(asked))
+            await train(dispatcher, 1.0)
+        await scheduler.close()
+        dispatcher.accounts.check()
+
+    in_virtual_time(main)
+
+
+def test_a_batch_does_not_wait_for_a_long_answer_unless_it_was_passed_over_before():
+    """One group of six takes a hundred times as long as the others."""
+
+    async def main():
+        long = {"a1", "a13"}
+        lengths = lambda id, index: 1000 if id.rpartition("/")[2] in long else 10  # noqa: E731
+        replica = SimulatedEngine("0", Speed(max_rows=256), lengths, prompt_tokens=len(PROMPT))
+        scheduler = RolloutScheduler(
+            plan(ahead=0.5, concurrent=True, first_ready=True, params=SamplingParams(max_new_tokens=5000)),
+            Dispatcher([replica]),
+            None,
+            seed=1,
+        )
+        loop, ended, batches, passed = asyncio.get_running_loop(), [], [], []
+        for step in range(3):
+            groups, facts = await scheduler.batch(step)
+            ended.append(loop.time())
+            batches.append(ids(groups))
+            passed.append(facts.passed_over)
+        await scheduler.close()
+        assert batches[0] == ["a0", "a2", "a3", "a4", "a5", "a6"]
+        assert ended[0] < 10 * 0.05
+        assert batches[1] == ["a1", "a7", "a8", "a9", "a10", "a11"]
+        assert ended[1] > 1000 * 0.02
+        assert passed[:2] == [1, 0]
+
+    in_virtual_time(main)
+
+
+def test_a_resumed_scheduler_still_knows_who_was_passed_over():
+    async def main():
+        chosen = plan(ahead=0.5, first_ready=True)
+        dispatcher = fleet()
+        scheduler = RolloutScheduler(chosen, dispatcher, judged(random.Random(0)), seed=1)
+        seen: list[str] = []
+        for step in range(8):
+            state = json.loads(json.dumps(scheduler.state()))
+            await scheduler.close()
+            scheduler = RolloutScheduler(chosen, fleet(), judged(random.Random(step)), seed=1)
+            scheduler.load_state(state)
+            waiting = {f"a{entry['position']}" for entry in state["a"]["kept"]}
+            groups, _ = await scheduler.batch(step)
+            assert waiting <= set(ids(groups))
+            assert len(waiting) == (3 if step else 0)
+            seen += ids(groups)
+        assert len(set(seen)) == 8 * 6
+        await scheduler.close()
+
+    in_virtual_time(main)
+
+
 def test_without_anything_ahead_prompts_are_replaced_round_by_round():
     """What runs together must not depend on who is judged first."""
 
@@ -163,6 +263,71 @@ def test_without_anything_ahead_prompts_are_replaced_round_by_round():
             ["train/0/a8"],
         ]
     )
+
+
+def test_groups_are_judged_while_others_are_drawn():
+    """One group after the other is drawn in a second, and judged in a second."""
+
+    async def main():
+        loop, judging = asyncio.get_running_loop(), []
+
+        async def judge(prompt, group):
+            judging.append(loop.time())
+            await asyncio.sleep(1.0)
+            return group
+
+        speed = Speed(base_s=0.1, row_s=0.0, prompt_token_s=0.0, max_rows=4)
+        replica = SimulatedEngine("0", speed, lambda id, index: 10, prompt_tokens=len(PROMPT))
+        scheduler = RolloutScheduler(plan(), Dispatcher([replica]), judge, seed=1)
+        await scheduler.batch(0)
+        assert judging == pytest.approx([1, 2, 3, 4, 5, 6], abs=1e-3)
+        assert loop.time() == pytest.approx(7, abs=1e-3)
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_replicas_that_die_while_batches_are_made_change_no_batch(seed):
+    """Whatever dies when: every batch has its prompts in order, every answer its right tokens, and each counts once."""
+
+    async def main():
+        rng = random.Random(seed)
+        living = [engine(f"e{i}") for i in range(3)]
+        dispatcher = Dispatcher(
+            living,
+            progress_s=rng.choice([0.0, 0.3]),
+            max_running=rng.choice([None, 12]),
+            routing=rng.choice(["least_loaded", "prompt_affinity", "sticky"]),
+        )
+        chosen = plan(ahead=rng.choice([0.0, 0.5, 2.0]), concurrent=rng.random() < 0.5)
+        scheduler = RolloutScheduler(chosen, dispatcher, judged(rng), seed=1)
+
+        async def reap():
+            for number in range(100):
+                await asyncio.sleep(rng.uniform(0, 8))
+                living.pop(rng.randrange(len(living))).kill()
+                if len(living) < 3:
+                    living.append(engine(f"new{number}"))
+                    dispatcher.add(living[-1])
+
+        reaper = asyncio.ensure_future(reap())
+        for step in range(6):
+            groups, facts = await scheduler.batch(step)
+            assert ids(groups) == [f"a{6 * step + i}" for i in range(6)]
+            check(groups)
+            assert max(facts.ages) <= math.ceil(chosen.ahead)
+            dispatcher.accounts.check()
+            assert len(dispatcher.accounts.open) == dispatcher.num_open
+            await train(dispatcher, in_flight=rng.random() < 0.5)
+        reaper.cancel()
+        await asyncio.gather(reaper, return_exceptions=True)
+        await scheduler.close()
+        await dispatcher.close()
+        assert dispatcher.accounts.lost_replicas > 2
+        assert dispatcher.accounts.ended["answered"] >= 36
+        assert not dispatcher.accounts.open
+
+    in_virtual_time(main)
 
 
 def test_a_filter_that_nothing_passes_ends_with_what_there_is():

@@ -136,6 +136,18 @@ def test_surplus_prompts_wait_for_the_next_batch_with_what_is_drawn_of_them(loca
     assert [line["step"] for line in local_runs.metrics(second)] == [1, 2, 3, 4]
 
 
+def test_groups_that_are_ready_first_are_trained_on_first_and_none_is_lost(local_runs):
+    recipe = {"is_use_additional_prompts": True, "max_additional_running_prompts": 2, "take_first_ready": True}
+    result = local_runs.ok(local_runs.rlvr(max_steps=4, save_steps=4, **recipe))
+    lines = local_runs.metrics(result)
+    assert max(line["rollout/staleness/max"] for line in lines) == 1
+    assert all(0 <= line["rollout/passed_over_groups"] <= 2 for line in lines)
+    assert all(line["rollout/late_length_ratio"] > 0 for line in lines)
+    state = saved(result, 4)[""]
+    assert state["next"] == 4 * 4 + 2
+    assert len(state["kept"]) == 2
+
+
 def test_partial_answers_are_drawn_anew_where_they_are_not_to_be_kept(local_runs):
     recipe = {"is_use_additional_prompts": True, "max_additional_running_prompts": 4, "partial_rollout": False}
     lines = local_runs.metrics(local_runs.ok(local_runs.rlvr(**recipe)))
@@ -195,6 +207,11 @@ def test_a_worker_that_generates_ahead_and_fails_ends_the_run_with_its_error(loc
         (
             {"async_generation_ratio": 1, "is_use_additional_prompts": True},
             "is_use_additional_prompts is for synchronous training",
+        ),
+        ({"take_first_ready": True}, "less than one batch has to be ahead of training, not 0 "),
+        (
+            {"take_first_ready": True, "is_use_additional_prompts": True, "max_additional_running_prompts": 4},
+            "less than one batch has to be ahead of training, not 1 ",
         ),
         (
             {

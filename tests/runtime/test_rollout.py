@@ -11,13 +11,13 @@ from roll_core.runtime.executors.base import Peers
 from roll_core.runtime.judging import Judges
 from roll_core.runtime.placement import Place
 from roll_core.runtime.rollout.groups import stable_seed
-from roll_core.runtime.rollout.of_run import roll_out
+from roll_core.runtime.rollout.of_run import late_length_ratio, roll_out
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.pipeline import Prompt
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.reward import RewardFunction, RewardRequest
-from roll_core.types import Completion, CompletionOutput, Reward, Sample, SamplingParams
+from roll_core.types import Completion, CompletionOutput, Group, Reward, Sample, SamplingParams
 
 
 class Letters:
@@ -162,3 +162,29 @@ def test_a_failure_is_never_a_value():
     assert "KeyError" in bug.failure
     assert nan.failed
     assert infinite.failed
+
+
+def test_how_much_longer_answers_are_that_were_passed_over():
+    def group(*lengths):
+        return Group(
+            id="g",
+            samples=tuple(
+                Sample(
+                    id="g/0",
+                    group_id="g",
+                    prompt_ids=np.array([1]),
+                    response_ids=np.zeros(length, dtype=np.int64),
+                    logprobs=np.zeros(length, dtype=np.float32),
+                    loss_mask=np.ones(length, dtype=np.bool_),
+                    versions=np.zeros(length, dtype=np.int32),
+                    finish_reason="stop",
+                )
+                for length in lengths
+            ),
+        )
+
+    groups = [group(2, 4), group(9, 9), group(3)]
+    assert late_length_ratio(groups, (0, 1, 0)) == 3.0
+    assert late_length_ratio(groups, (0, 0, 0)) == late_length_ratio(groups, (1, 2, 1)) == 1.0
+    assert late_length_ratio([group(0), group(5)], (0, 1)) == 1.0
+    assert late_length_ratio([], ()) == 1.0

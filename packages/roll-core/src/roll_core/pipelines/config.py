@@ -158,6 +158,9 @@ class RLVRConfig(_Judged):
     are drawn."""
     max_additional_running_prompts: PositiveInt = 16
     """So many."""
+    take_first_ready: bool = False
+    """Of more prompts than a batch needs take those whose groups are ready first; whatever is passed over is in the
+    next batch. For less than a batch ahead of training."""
     partial_rollout: bool = True
     """What is unfinished when a batch is complete goes on in the next step from its last token; otherwise it is drawn
     anew."""
@@ -285,6 +288,13 @@ class RLVRConfig(_Judged):
             raise ValueError(
                 f"async_generation_ratio {ratio:g} × rollout_batch_size {self.rollout_batch_size} ="
                 f" {ratio * self.rollout_batch_size:g} prompts: less than one is none"
+            )
+        if self.take_first_ready and not 0 < self.ahead < 1:
+            raise ValueError(
+                "take_first_ready chooses among more prompts than a batch needs, and what it passes over has to be in"
+                f" the next batch: more than none and less than one batch has to be ahead of training, not"
+                f" {self.ahead:g} (is_use_additional_prompts with max_additional_running_prompts below"
+                " rollout_batch_size, or an async_generation_ratio below 1)"
             )
         mine = set(self.actor_infer.device_mapping or ())
         for name, role in self.roles().items() if ratio else ():

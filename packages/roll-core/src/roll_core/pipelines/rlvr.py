@@ -97,6 +97,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             ahead=config.ahead,
             concurrent=config.async_generation_ratio > 0,
             keep_partials=config.partial_rollout,
+            first_ready=config.take_first_ready,
             stale=config.stale_groups,
             record=config.record_rollouts,
             replay=config.replay_rollouts or "",

@@ -126,6 +126,9 @@ class RolloutPlan:
     """Generation goes on while the batch is trained on; otherwise what is unfinished waits for the next batch."""
     keep_partials: bool = True
     """What is unfinished then goes on from its last token; otherwise it is drawn anew."""
+    first_ready: bool = False
+    """A batch takes the groups that are ready first, but whatever it passes over is in the next batch; for an `ahead`
+    of less than 1."""
     stale: Literal["drop", "reuse"] = "drop"
     """Groups that are older than `ahead` allows, which a resumed run with another config may have: ask their prompts
     again, or train on them nevertheless."""
@@ -137,8 +140,8 @@ class RolloutPlan:
 
 
 class Rollouts(ABC):
-    """Batches of judged groups, one after the other, as a plan wants them. Groups are in prompt order, whichever were
-    finished first."""
+    """Batches of judged groups, one after the other, as a plan wants them. Groups are in prompt order; which groups a
+    batch has does not depend on which were finished first, unless the plan says so."""
 
     @abstractmethod
     async def batch(self) -> list[Group]:

@@ -134,12 +134,12 @@ class Dispatcher:
 
     def forget(self, ids: Iterable[str]) -> None:
         """Nobody waits for these any more. Unknown ids are ignored."""
-        chosen = {id for id in ids if id in self._errands}
+        chosen = [self._errands[id] for id in dict.fromkeys(ids) if id in self._errands]
         if not chosen:
             return
-        for id in chosen:
-            self._close(self._errands[id], "forgotten")
-        self._fleet.forget_orphans()
+        for errand in chosen:
+            self._close(errand, "forgotten")
+        self._fleet.forget(chosen)
         self._dispatch()
 
     async def take_back(self, ids: Iterable[str]) -> dict[str, Drawn]:
@@ -150,7 +150,7 @@ class Dispatcher:
         for errand in errands:
             if errand.recalled is None:
                 errand.recalled = asyncio.get_running_loop().create_future()
-                if not errand.pieces:
+                if not errand.running:
                     errand.recalled.set_result(None)
             waiting.append(errand.recalled)
         await self._fleet.abort_until(waiting, lambda piece: piece.errand.recalled is not None)
@@ -254,7 +254,7 @@ class Dispatcher:
             return
         left = [draft for draft in piece.drafts if not draft.complete]
         if errand.recalled is not None:
-            if not errand.pieces and not errand.recalled.done():
+            if not errand.running and not errand.recalled.done():
                 errand.recalled.set_result(None)
         elif left:
             self._enqueue(errand, left)
@@ -274,7 +274,7 @@ class Dispatcher:
     def _fail(self, errand: Errand, error: BaseException) -> None:
         if not errand.over:
             self._close(errand, "failed")
-            self._fleet.forget_orphans()
+            self._fleet.forget([errand])
             errand.answered(errand.request.id, error)
 
     def _fail_all(self, error: BaseException) -> None:

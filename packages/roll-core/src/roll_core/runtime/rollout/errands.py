@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.rollout.drafts import Draft
     from roll_core.runtime.rollout.replica import Answered
+    from roll_core.runtime.rollout.routing import Seat
     from roll_core.types import CompletionOutput, Floats, GenerateRequest
 
 
@@ -24,8 +25,8 @@ class Errand:
     order: int
     answered: Answered
     drafts: list[Draft]
-    pieces: int = 0
-    """That run."""
+    running: dict[str, Seat] = field(default_factory=dict)
+    """Where its pieces run, by id of the request that the replica knows."""
     prompt_logprobs: Floats | None = None
     recalled: asyncio.Future[None] | None = None
     """Set while it is taken back: nothing of it begins any more."""

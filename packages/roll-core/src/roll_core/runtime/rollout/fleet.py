@@ -16,10 +16,10 @@ from roll_core.errors import RollError, WorkerDiedError
 from roll_core.runtime.rollout.routing import Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from roll_core.runtime.rollout.accounts import Accounts
-    from roll_core.runtime.rollout.errands import Piece
+    from roll_core.runtime.rollout.errands import Errand, Piece
     from roll_core.runtime.rollout.replica import Replica
     from roll_core.runtime.rollout.routing import Router
     from roll_core.types import Completion, GenerateRequest
@@ -86,11 +86,11 @@ class Fleet:
         self._starved.discard(seat)
         self._count(-seat.load)
         self._accounts.lost_replicas += 1
-        running, seat.running = list(seat.running.values()), {}
-        for piece in running:
-            piece.errand.pieces -= 1
+        running, seat.running = seat.running, {}
+        for wire, piece in running.items():
+            del piece.errand.running[wire]
         self._death = error
-        self._lost([*running, *seat.waiting])
+        self._lost([*running.values(), *seat.waiting])
 
     # -- what begins ---------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Fleet:
             self._accounts.continued += piece.drafts[0].num_tokens > 0
         request = piece.wire(self._attempts)
         seat.running[request.id] = piece
-        piece.errand.pieces += 1
+        piece.errand.running[request.id] = seat
         self._router.change(seat, piece.size)
         self._count(piece.size)
         self._entering.setdefault(seat, []).append(request)
@@ -149,19 +149,20 @@ class Fleet:
 
     def _left(self, seat: Seat, wire: str) -> Piece:
         piece: Piece = seat.running.pop(wire)
-        piece.errand.pieces -= 1
+        del piece.errand.running[wire]
         self._router.change(seat, -piece.size)
         self._count(-piece.size)
         return piece
 
-    def forget_orphans(self) -> None:
-        """Nobody waits any more for some of what runs."""
-        for seat in self._seats:
-            gone = [wire for wire, piece in seat.running.items() if piece.errand.over]
-            for wire in gone:
+    def forget(self, errands: Iterable[Errand]) -> None:
+        """Nobody waits any more for what runs of these."""
+        gone: dict[Seat, list[str]] = {}
+        for errand in errands:
+            for wire, seat in list(errand.running.items()):
                 self._left(seat, wire)
-            if gone:
-                seat.replica.forget(gone)
+                gone.setdefault(seat, []).append(wire)
+        for seat, wires in gone.items():
+            seat.replica.forget(wires)
 
     async def abort_until(self, futures: Sequence[asyncio.Future[Any]], which: Callable[[Piece], bool]) -> None:
         """Abort what runs of `which`, again and again, until the futures are done."""

@@ -56,6 +56,8 @@ class BatchFacts:
     """Of its groups' prompts, each in the order of its tag."""
     verdicts: Verdicts
     """Of all groups that were judged since the last batch, whichever batch they are for and those left out too."""
+    passed_over: int = 0
+    """Groups that stay though the batch has later ones."""
 
 
 def request_for(

@@ -61,6 +61,17 @@ async def roll_out(
     return [groups[prompt.id] for prompt in prompts]
 
 
+def late_length_ratio(groups: Sequence[Group], ages: Sequence[int]) -> float:
+    """Mean length of answers that were begun for an earlier batch ÷ mean length of the others: what a batch of those
+    that are ready first leaves to the next one. 1 where there are not both."""
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    for group, age in zip(groups, ages, strict=True):
+        lengths[age > 0] += [len(sample.response_ids) for sample in group.samples]
+    return (
+        statistics.fmean(lengths[True]) / statistics.fmean(lengths[False]) if all(map(sum, lengths.values())) else 1.0
+    )
+
+
 class RunRollouts(Rollouts):
     """Batches of a run, wherever they come from: accounted for, watched by the guards, told in the metrics."""
 
@@ -96,6 +107,11 @@ class RunRollouts(Rollouts):
         found: dict[str, float] = {}
         if self._plan.keep is not None:
             found["rollout/left_out_groups"] = float(facts.left_out)
+        if self._plan.first_ready:
+            found |= {
+                "rollout/passed_over_groups": float(facts.passed_over),
+                "rollout/late_length_ratio": late_length_ratio(groups, facts.ages),
+            }
         if self._plan.ahead:
             samples = [sample for group in groups for sample in group.samples if len(sample.versions)]
             found |= {

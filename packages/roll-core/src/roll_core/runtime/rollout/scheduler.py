@@ -5,6 +5,8 @@
                       ready ready x  running          x: left out, so that the next prompt joins at the end
     batch             first `count` of the line, once all of them are ready
 
+With `first_ready` a batch takes what is ready first, but whatever it passes over is in the next one.
+
 A line holds at most the batch that is asked for and `ahead` more, so a group is trained on at most `ceil(ahead)` steps
 after it was begun: the bound on staleness is kept by not beginning too early, not by throwing work away.
 
@@ -54,7 +56,8 @@ class RolloutScheduler:
         self.plan = plan
         self._dispatcher, self._judge, self._seed, self._turn = dispatcher, judge, seed, turn
         self._lines = [
-            Line.of(tag, count, ahead=plan.ahead, max_tries=plan.max_tries) for tag, count in plan.counts.items()
+            Line.of(tag, count, ahead=plan.ahead, max_tries=plan.max_tries, first_ready=plan.first_ready)
+            for tag, count in plan.counts.items()
         ]
         self._by_request: dict[str, tuple[Line, Entry]] = {}
         self._judging: set[asyncio.Task[None]] = set()
@@ -73,7 +76,7 @@ class RolloutScheduler:
         """
         self._step, self._wanted = step, True
         for line in self._lines:
-            line.tried = 0
+            line.begin()
         async with self._turn():
             try:
                 self._drop_stale()
@@ -89,21 +92,32 @@ class RolloutScheduler:
                 raise
             finally:
                 self._wanted = False
-            taken = [entry for line in self._lines for entry in line.take()]
+            taken, passed_over = self._take()
             if not self.plan.concurrent:
                 await self._rest()
         if self.plan.concurrent:
             self._admit()
+        self._dispatcher.accounts.check()
         facts = BatchFacts(
             ages=tuple(step - entry.born for entry in taken),
             left_out=self._counts.pop("left out", 0),
             stale=self._counts.pop("stale", 0),
-            surplus=sum(len(line.entries) for line in self._lines),
+            surplus=sum(map(len, self._lines)),
+            passed_over=passed_over,
             positions=tuple(entry.position for entry in taken),
             verdicts=self._verdicts,
         )
         self._verdicts = Verdicts()
         return [entry.group for entry in taken if entry.group is not None], facts
+
+    def _take(self) -> tuple[list[Entry], int]:
+        taken: list[Entry] = []
+        passed_over = 0
+        for line in self._lines:
+            entries, passed = line.take()
+            taken += entries
+            passed_over += passed
+        return taken, passed_over
 
     async def close(self) -> None:
         """End everything."""
@@ -214,17 +228,19 @@ class RolloutScheduler:
         if self.plan.stale == "reuse":
             return
         bound = math.ceil(self.plan.ahead)
+        dropped = []
         for line in self._lines:
-            kept = list(line.entries)
+            kept = line.entries
             for at, entry in enumerate(kept):
                 if entry.is_begun and self._step + at // line.count - entry.born > bound:
                     entry.dropped = True
                     if entry.request_id:
-                        self._dispatcher.forget([entry.request_id])
+                        dropped.append(entry.request_id)
                         self._by_request.pop(entry.request_id, None)
-                    kept[at] = Entry(entry.prompt, entry.position, self._step)
+                    kept[at] = Entry(entry.prompt, entry.position, self._step, waited=entry.waited)
                     self._counts["stale"] += 1
             line.replace(kept)
+        self._dispatcher.forget(dropped)
 
     async def _rest(self) -> None:
         """The engine is needed for something else: what is unfinished waits."""
