@@ -49,7 +49,7 @@ CAPABILITIES = {
     ],
     "InferCapabilities": [
         "dtypes", "sleeps", "lora", "prompt_logprobs", "in_flight_update", "endpoint", "tensor_parallel",
-        "weight_transports",
+        "device_weights", "weight_transports",
     ],
 }  # fmt: skip
 METHODS = {

@@ -28,6 +28,7 @@ class Duo:
             bucket_bytes=64 << 10,
             deadline_s=seconds,
             directory=self._directory,
+            sources=(0,) * self.infer.world_size if self.transport == "cuda_ipc" else (),
         )
 
     async def fault(self, fault, *ranks):

@@ -13,10 +13,13 @@ import threading
 import time
 from typing import Any
 
-from roll_core.errors import MissingTensorError, WorkerDiedError
+import msgpack
+
+from roll_core.errors import MissingTensorError, WeightSyncError, WorkerDiedError
+from roll_core.modeling import device_memory
 from roll_core.runtime.executors.base import GroupSpec, Member, Place, WorkerGroup
 from roll_core.runtime.executors.calls import CallFailed, Failure
-from roll_core.runtime.weight_sync import WeightReceiver, WeightSender
+from roll_core.runtime.weight_sync import DeviceFacts, WeightReceiver, WeightSender
 from roll_core.spec.weights import copy_digested, make_receipt
 from roll_core.types import DataRank, WeightReceipt
 
@@ -116,7 +119,83 @@ class Engine:
         return make_receipt(manifest, self.held.items()).digests
 
 
-class TrainWorker:
+class HostMemory(device_memory.DeviceMemory):
+    """Lends the host's memory by torch's own handles for that, as `CudaMemory` lends a device's."""
+
+    def __init__(self, name: str = "the one device") -> None:
+        self.name = name
+        self.refuses = ""
+
+    def uuid(self, device: str) -> str:
+        return self.name
+
+    def allocate(self, num_bytes: int, device: str) -> Any:
+        import torch
+
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def lend(self, memory: Any) -> bytes:
+        import torch
+        from torch.multiprocessing.reductions import rebuild_storage_filename, reduce_storage
+
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        rebuild, (_, manager, name, size) = reduce_storage(memory.untyped_storage())
+        assert rebuild is rebuild_storage_filename
+        return bytes(msgpack.packb([self.name, manager, name, size]))
+
+    def open(self, handle: bytes, device: str) -> Any:
+        import torch
+        from torch.multiprocessing.reductions import rebuild_storage_filename
+
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+        owner, manager, name, size = msgpack.unpackb(handle)
+        if owner != self.name:
+            raise WeightSyncError(f"the memory lies on device {owner}, and this process computes on {self.name}")
+        storage = rebuild_storage_filename(torch.UntypedStorage, manager, name, size)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def settle(self, device: str) -> None:
+        """Host memory is what it is at once."""
+
+    def collect(self) -> None:
+        """It goes with its last tensor."""
+
+
+class Worker:
+    """What both kinds of workers are asked by tests of device memory."""
+
+    strategy: Any
+
+    backend = "gloo"
+
+    def device_facts(self) -> DeviceFacts:
+        return DeviceFacts.of("cpu", self.backend)
+
+    def use_backend(self, name: str) -> None:
+        self.backend = name
+
+    def use_device(self, name: str, refuses: str = "") -> None:
+        device_memory.KINDS["cpu"] = kind = HostMemory(name)
+        kind.refuses = refuses
+
+    def read_bucket(self, bucket: dict[str, Any]) -> Any:
+        from roll_core.modeling.buckets import BucketInfo, read_bucket
+
+        return {name: tensor.tolist() for name, tensor in read_bucket(BucketInfo(**bucket))}
+
+    def opening_failure(self, bucket: dict[str, Any]) -> str:
+        from roll_core.modeling.buckets import BucketInfo, opening_failure
+
+        return opening_failure(BucketInfo(**bucket), "cpu")
+
+    def use_stand_in(self) -> None:
+        from test_collective_backends import register
+
+        register()
+
+
+class TrainWorker(Worker):
     """Delegates as the runtime's worker does."""
 
     def __init__(self, *, place: Place, peers: Any = None) -> None:
@@ -146,7 +225,7 @@ class TrainWorker:
         self.sender.close()
 
 
-class InferWorker:
+class InferWorker(Worker):
     """Delegates as the runtime's worker does."""
 
     def __init__(self, *, place: Place, peers: Any = None) -> None:
@@ -180,7 +259,9 @@ def serve(connection: Any, kind: str, place: Place) -> None:
     """A worker's process: one call after the other until the connection ends."""
     import torch
 
+    os.set_inheritable(connection.fileno(), False)  # torch's manager of shared memory would hold it after our death
     torch.set_num_threads(1)
+    device_memory.KINDS["cpu"] = HostMemory()
     worker = WORKERS[kind](place=place)
     while True:
         try:

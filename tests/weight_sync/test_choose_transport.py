@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from roll_core.errors import UnsupportedError
 from roll_core.runtime.weight_sync import PlacementFacts, choose_transport
+from roll_core.runtime.weight_sync.select import passed_over
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 
 TRAIN = TrainCapabilities(weight_transports=("shared", "shm", "collective", "disk"))
@@ -28,8 +31,37 @@ def test_where_nothing_fits_each_declared_transport_has_its_reason():
         choose_transport(train, infer, ONE_HOST)
     message = str(caught.value)
     assert "shared: the workers are in different processes" in message
-    assert "cuda_ipc: this version of roll-core has no such transport" in message
+    assert "cuda_ipc: nothing is known of the workers' devices" in message
     assert "shm: the train strategy does not offer it" in message
+
+
+ANY = TrainCapabilities(weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"))
+WANTS_DEVICE = InferCapabilities(weight_transports=("shared", "cuda_ipc", "shm", "collective"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "transport", "reasons"),
+    [
+        (ONE_PROCESS, "shared", []),
+        (replace(ONE_PROCESS, sources=(0,), devices=""), "shared", []),
+        (replace(ONE_HOST, sources=(0,), devices=""), "cuda_ipc", ["shared"]),
+        (replace(ONE_HOST, devices="another device"), "shm", ["shared", "cuda_ipc: another device"]),
+        (replace(HOSTS, sources=(0, 1), devices=""), "cuda_ipc", ["shared"]),
+        (replace(HOSTS, devices="another device"), "collective", ["shared", "cuda_ipc: another device", "shm"]),
+    ],
+)
+def test_device_memory_is_lent_where_every_engine_has_a_trainer_on_its_device(facts, transport, reasons):
+    """On several hosts too: a trainer's rank and the engine that it feeds are on one of them."""
+    assert choose_transport(ANY, WANTS_DEVICE, facts) == transport
+    found = passed_over(ANY, WANTS_DEVICE, facts)
+    assert len(found) == len(reasons)
+    assert all(each.startswith(reason) for each, reason in zip(found, reasons, strict=True))
+
+
+def test_a_trainer_that_does_not_lend_device_memory_is_passed_over():
+    facts = replace(ONE_HOST, sources=(0,), devices="")
+    assert choose_transport(TRAIN, WANTS_DEVICE, facts) == "shm"
+    assert passed_over(TRAIN, WANTS_DEVICE, facts)[1] == "cuda_ipc: the train strategy does not offer it"
 
 
 def test_strategies_that_declare_nothing_are_told_so():

@@ -1,8 +1,38 @@
 import torch
 
 from roll_core.runtime.weight_sync import collective
+from roll_core.runtime.weight_sync.collective_groups import LOOPBACK, Group
 from roll_core.runtime.weight_sync.plan import Deadline
 from roll_core.spec.weights import make_manifest
+
+
+class Work:
+    def __init__(self, number):
+        self.number = number
+
+
+class Recorded(Group):
+    """Says what it is told."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def memory(self, num_bytes):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def broadcast(self, memory, deadline):
+        number = int(memory.view(torch.float32)[0])
+        self.done.append(f"send {number}")
+        return Work(number)
+
+    def wait(self, work, deadline):
+        self.done.append(f"arrived {work.number}")
+
+    def all_done(self, deadline):
+        pass
+
+    def abort(self):
+        pass
 
 
 def test_the_next_bucket_is_exported_while_one_travels(monkeypatch):
@@ -11,29 +41,14 @@ def test_the_next_bucket_is_exported_while_one_travels(monkeypatch):
     tensors = {name: torch.full((1024,), float(number)) for number, name in enumerate("abcd")}
     manifest = make_manifest(1, tensors.items())
 
-    class Work:
-        def __init__(self, number):
-            self.number = number
-
-        def wait(self, _timeout):
-            done.append(f"arrived {self.number}")
-
-    def broadcast(_group, memory, bucket, _deadline):
-        number = int(memory[: bucket.num_bytes].view(torch.float32)[0])
-        done.append(f"send {number}")
-        return Work(number)
-
     def export():
         for number, item in enumerate(tensors.items()):
             done.append(f"export {number}")
             yield item
 
-    monkeypatch.setattr(collective, "_broadcast", broadcast)
-    monkeypatch.setattr(collective, "_all_done", lambda *_: None)
-    sender = collective.CollectiveSender(1, 4096, collective.LOOPBACK)
-    monkeypatch.setattr(sender, "_group", object())
+    sender = collective.CollectiveSender(1, 4096, LOOPBACK)
+    monkeypatch.setattr(sender, "_group", Recorded(done))
     sent = sender.send(manifest, export(), Deadline(5))
-    monkeypatch.setattr(sender, "_group", None)
     sender.close()
     assert tuple(sent) == manifest.tensors
     assert done == [

@@ -3,14 +3,11 @@ import socket
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from roll_core.runtime.weight_sync import shm
+from roll_core.runtime.weight_sync import pool, shm
 from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
 from roll_core.runtime.weight_sync.plan import Deadline
 from roll_core.spec.weights import make_manifest
@@ -50,7 +47,7 @@ def test_two_ends_in_one_process_understand_each_other():
 
 
 def test_without_memfd_and_abstract_sockets_no_file_stays(monkeypatch, tmp_path):
-    monkeypatch.setattr(shm.sys, "platform", "darwin")
+    monkeypatch.setattr(pool.sys, "platform", "darwin")
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(shm.tempfile, "tempdir", str(tmp_path))
     sender = shm.ShmSender(1, BUCKET)
@@ -135,37 +132,3 @@ def test_a_slow_receiver_is_waited_for_where_there_is_no_room_and_holds_what_the
     for each in held:
         assert each.keys() == tensors.keys()
         assert all(torch.equal(each[name], tensors[name]) for name in tensors)
-
-
-def room_for(*sizes):
-    return shm.Room([SimpleNamespace(num_bytes=size) for size in sizes])
-
-
-@given(st.lists(st.integers(0, 40 << 20), min_size=1, max_size=30), st.data())
-def test_buckets_that_are_not_taken_keep_their_memory(sizes, data):
-    room = room_for(*sizes)
-    places, free = [], 0
-    for size in sizes:
-        free += data.draw(st.integers(0, len(places) - free))
-        while (begin := room.take(size, free)) is None:
-            assert free < len(places)  # with nothing under way there is room for each
-            free += 1
-        assert 0 <= begin <= begin + size <= room.num_bytes
-        assert all(begin + size <= other or other + length <= begin for other, length in places[free:])
-        places.append((begin, size))
-
-
-def test_receivers_that_keep_up_are_sent_the_same_memory_again():
-    room = room_for(*[2 << 20] * 40)
-    assert {room.take(2 << 20, max(0, number - 1)) for number in range(40)} == {0, 2 << 20}
-
-
-def test_a_large_tensor_that_is_being_read_leaves_room_for_as_much_again():
-    small = [2 << 20] * 60
-    room = room_for(100 << 20, *small)
-    assert room.take(100 << 20, 0) == 0
-    fitting = 0
-    while room.take(2 << 20, 0) is not None:
-        fitting += 1
-    assert fitting == 50
-    assert room.take(2 << 20, 1) == 0

@@ -23,7 +23,7 @@ CAPABILITIES = TrainCapabilities(
     topk=True,
     portable_state=True,
     any_world_size=True,
-    weight_transports=("shm", "collective"),
+    weight_transports=("cuda_ipc", "shm", "collective"),
 )
 
 

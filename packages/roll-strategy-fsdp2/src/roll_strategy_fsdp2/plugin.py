@@ -26,7 +26,7 @@ CAPABILITIES = TrainCapabilities(
     topk=True,
     portable_state=True,
     any_world_size=True,
-    weight_transports=("shared", "shm", "collective", "disk"),
+    weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
 )
 TARGET = "roll_strategy_fsdp2.strategy:FSDP2Strategy"
 CONFIG = "roll_strategy_fsdp2.config:FSDP2Config"

@@ -28,7 +28,7 @@ CAPABILITIES = TrainCapabilities(
     lora=True,
     adapter_export=True,
     any_world_size=True,
-    weight_transports=("shm", "collective"),
+    weight_transports=("cuda_ipc", "shm", "collective"),
 )
 TARGET = "roll_strategy_megatron.strategy:MegatronStrategy"
 CONFIG = "roll_strategy_megatron.config:MegatronConfig"

@@ -36,14 +36,15 @@ HF_TRAIN = TrainCapabilities(
     topk=True,
     portable_state=True,
     any_world_size=True,
-    weight_transports=("shared", "shm", "collective", "disk"),
+    weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
 )
 HF_INFER = InferCapabilities(
     sleeps=True,
     lora=True,
     prompt_logprobs=True,
     in_flight_update=True,
-    weight_transports=("shared", "shm", "collective", "disk"),
+    device_weights=True,
+    weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
 )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_core.errors import WeightsUnchangedError, WeightSyncError, WorkerDiedError
+from roll_core.errors import RollError, WeightsUnchangedError, WeightSyncError, WorkerDiedError
 from roll_core.runtime.build import provider_of, served_adapters
+from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
 from roll_core.runtime.weight_sync.probe import logprob_probe
+from roll_core.runtime.weight_sync.select import collective_backend, passed_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +26,10 @@ if TYPE_CHECKING:
     from roll_core.runtime.run import ActiveRun
     from roll_core.runtime.weight_sync.publisher import SyncReport
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.spec.providers import InferCapabilities, TrainCapabilities
+    from roll_core.spec.providers import InferCapabilities, TrainCapabilities, Transport
     from roll_core.types import TokenIds
+
+log = logging.getLogger(__name__)
 
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 PROBE_TOKENS = 32
@@ -57,11 +62,12 @@ class Publishing:
 
     async def publish(self, source: str, target: str) -> dict[str, float]:
         """Metrics of the publish; empty where `target` already holds the current weights of `source`."""
-        link = self._links.get((source, target)) or self._connect(source, target)
         version = self._run.train_role(source).weight_version
-        if link.version == version and self._run.engine(target).holds_weights:
+        link = self._links.get((source, target))
+        if link is not None and link.version == version and self._run.engine(target).holds_weights:
             return {}
         async with self._run.turns.take({source: WEIGHTS, target: ENGINE}):
+            link = link or await self._connect(source, target)
             return await self._publish(link, source, target, version)
 
     async def _publish(self, link: _Link, source: str, target: str, version: int) -> dict[str, float]:
@@ -105,32 +111,67 @@ class Publishing:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    def _connect(self, source: str, target: str) -> _Link:
-        run = self._run
-        trainer, engine = run.train_role(source), run.engine(target)
-        train, infer = self._capabilities(source), self._capabilities(target)
-        directory = run.config.model_update_dir or ""
-        shares_memory = self._executor.shares_memory
-        facts = PlacementFacts.of(trainer.group, engine.group, shares_memory=shares_memory, directory=directory)
-        transport = choose_transport(train, infer, facts)  # type: ignore[arg-type]
-        publisher = WeightPublisher(
-            trainer.group,
-            engine.group,
-            transport,
-            dtype=DTYPE_NAMES[engine.config.model_args.dtype],
-            adapters=served_adapters(self._roles[target], run.config, self._registry) is not None,
-            bucket_bytes=run.config.model_update_buffer_size_mb << 20,
-            deadline_s=run.config.model_update_timeout,
-            directory=directory,
-            lends=target not in run.busy_roles,
-        )
-        self._record.weight_transport(source, target, transport)
+    async def _connect(self, source: str, target: str) -> _Link:
+        infer = self._capabilities(target)
+        publisher, why = await self._way(source, target)
+        log.info("weights of %s reach %s by %s%s", source, target, publisher.transport, why and f" ({why})")
+        self._record.weight_transport(source, target, publisher.transport)
         link = self._links[source, target] = _Link(
             publisher,
             probes=getattr(infer, "prompt_logprobs", False),
             in_flight=getattr(infer, "in_flight_update", False),
         )
         return link
+
+    async def _way(self, source: str, target: str) -> tuple[WeightPublisher, str]:
+        """What will carry the weights, and why nothing that would be better does. Ways whose obstacles can lie in
+        drivers and containers are tried before they are relied on."""
+        run = self._run
+        await run.engine(target).revive()  # the dead would not answer
+        trainer, engine = run.train_role(source).group, run.engine(target).group
+        shares_memory = self._executor.shares_memory
+        train_devices = () if shares_memory else await trainer.call("device_facts")
+        infer_devices = () if shares_memory else await engine.call("device_facts")
+        facts = PlacementFacts.of(
+            trainer,
+            engine,
+            shares_memory=shares_memory,
+            directory=run.config.model_update_dir or "",
+            train_devices=train_devices,
+            infer_devices=infer_devices,
+        )
+        backend, why_backend = collective_backend(trainer, engine, train_devices, infer_devices)
+        ends = self._capabilities(source), self._capabilities(target)
+        while True:
+            transport = choose_transport(*ends, facts)  # type: ignore[arg-type]
+            publisher = self._publisher(source, target, transport, facts, backend)
+            failure = await _rehearsal_failure(publisher)
+            if not failure:
+                reasons = passed_over(*ends, facts)  # type: ignore[arg-type]
+                return publisher, "; ".join(reasons + [why_backend] * (transport == "collective" and why_backend != ""))
+            if transport == "cuda_ipc":
+                facts = replace(facts, devices=failure)
+            else:
+                backend, why_backend = HOST_BACKEND, f"not {backend}: {failure}"
+
+    def _publisher(
+        self, source: str, target: str, transport: Transport, facts: PlacementFacts, backend: str
+    ) -> WeightPublisher:
+        run = self._run
+        engine = run.engine(target)
+        return WeightPublisher(
+            run.train_role(source).group,
+            engine.group,
+            transport,
+            dtype=DTYPE_NAMES[engine.config.model_args.dtype],
+            adapters=served_adapters(self._roles[target], run.config, self._registry) is not None,
+            bucket_bytes=run.config.model_update_buffer_size_mb << 20,
+            deadline_s=run.config.model_update_timeout,
+            directory=facts.directory,
+            lends=target not in run.busy_roles,
+            sources=facts.sources if transport == "cuda_ipc" else (),
+            backend=backend if transport == "collective" else HOST_BACKEND,
+        )
 
     async def _probe(self, source: str, target: str) -> dict[str, float]:
         """The same fixed tokens, through the trainer and through the engine."""
@@ -147,6 +188,19 @@ class Publishing:
     def _capabilities(self, name: str) -> TrainCapabilities | InferCapabilities:
         role = self._roles[name]
         return provider_of(role, self._run.config.roles()[name], self._registry).capabilities
+
+
+async def _rehearsal_failure(publisher: WeightPublisher) -> str:
+    """What stands in the way of device memory and of device collectives; what the host alone does is not tried."""
+    if publisher.transport != "cuda_ipc" and publisher.backend == HOST_BACKEND:
+        return ""
+    try:
+        await publisher.rehearse()
+    except WorkerDiedError:
+        raise
+    except RollError as error:
+        return f"it was tried, and failed: {error}"
+    return ""
 
 
 def probe_tokens(vocab_size: int) -> TokenIds:

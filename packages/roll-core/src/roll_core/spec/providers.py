@@ -64,6 +64,8 @@ class InferCapabilities:
     endpoint: bool = False
     """Serves an OpenAI-compatible HTTP endpoint."""
     tensor_parallel: bool = False
+    device_weights: bool = False
+    """`update_weights` takes tensors that lie on the worker's own device; otherwise they are always on the host."""
     weight_transports: tuple[Transport, ...] = ()
     """In order of preference."""
 

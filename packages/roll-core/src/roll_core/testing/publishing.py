@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from roll_core.spec.train import TrainStrategy
     from roll_core.testing.bench import Step
 
-IMPLEMENTED: tuple[Transport, ...] = ("shared", "shm", "collective", "disk")
-"""Transports that this version of the runtime has."""
+IN_ONE_PROCESS: tuple[Transport, ...] = ("shared", "shm", "collective", "disk")
+"""Transports whose two ends can be in one process, as the kit has them; those of `cuda_ipc` cannot."""
 DEADLINE_S = 60.0
 BUCKET_BYTES = 4096
 """Small, so that a tiny model takes several buckets."""

@@ -23,7 +23,7 @@ from roll_core.testing.programs import (
     save_between,
     train,
 )
-from roll_core.testing.publishing import IMPLEMENTED
+from roll_core.testing.publishing import IN_ONE_PROCESS
 from roll_core.testing.reference import Reference, TransformersModel
 from roll_core.testing.subject import Subject
 
@@ -135,7 +135,7 @@ class StateTests(Subject):
         trained = reference.by_sequence(self.batch(), want)["logprobs"]
         check_rows("logprobs by merged weights", found, trained, BOUNDS["fp32"].outputs)
 
-    @pytest.mark.parametrize("transport", IMPLEMENTED)
+    @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
     def test_a_receiver_holds_what_is_published(self, case: Case, world_size: int, transport: str) -> None:
         """Digests, after each of two steps; the second differs from the first."""
         self.need_training()

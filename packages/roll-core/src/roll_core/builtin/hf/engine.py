@@ -80,7 +80,8 @@ class HFInferStrategy(InferStrategy):
         lora=True,
         prompt_logprobs=True,
         in_flight_update=True,
-        weight_transports=("shared", "shm", "collective", "disk"),
+        device_weights=True,
+        weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
     )
 
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:

@@ -70,7 +70,7 @@ class HFTrainStrategy(TrainStrategy):
         topk=True,
         portable_state=True,
         any_world_size=True,
-        weight_transports=("shared", "shm", "collective", "disk"),
+        weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
     )
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:

@@ -5,19 +5,20 @@ them.
                         |  prepare_send, send_weights           |  receive_weights
     workers           WeightSender beside a train strategy ==> WeightReceiver beside an infer strategy
 
-How bytes travel (`shared`, `shm`, `collective`) is chosen by `choose_transport` and lives in modules of those names;
+How bytes travel (`shared`, `shm`, `cuda_ipc`, …) is chosen by `choose_transport` and lives in modules of those names;
 `proof` compares what was sent with what is held. Digests are defined in `roll_core.spec.weights`.
 """
 
 from __future__ import annotations
 
-from roll_core.runtime.weight_sync.plan import Offer, ReceiveOutcome, SendOutcome, SyncPlan
+from roll_core.runtime.weight_sync.plan import DeviceFacts, Offer, ReceiveOutcome, SendOutcome, SyncPlan
 from roll_core.runtime.weight_sync.publisher import SyncReport, WeightPublisher
 from roll_core.runtime.weight_sync.receiver import WeightReceiver
 from roll_core.runtime.weight_sync.select import PlacementFacts, choose_transport
 from roll_core.runtime.weight_sync.sender import WeightSender
 
 __all__ = [
+    "DeviceFacts",
     "Offer",
     "PlacementFacts",
     "ReceiveOutcome",

@@ -1,11 +1,11 @@
-"""The transport `collective`: broadcasts in buckets over gloo, between processes on any hosts.
+"""The transport `collective`: broadcasts in buckets, between processes on any hosts.
 
-The process group is made here, from a store of its own: the default process group, which belongs to the strategies, is
-neither used nor needed. The ends meet in the store before the group is made, because there a missing one can be named,
-and receivers write into it how far they are, so that a timeout can name who is behind:
+The ends meet in a store before the group is made, because there a missing one can be named, and receivers write into it
+how far they are, so that a timeout can name who is behind:
 
     receivers   here/<rank> (or gone/<rank>)   wait go    broadcasts ...   taken/<n>/<rank>   all-reduce
     sender      wait here/*                    go         broadcasts ...                      all-reduce
+    driver                                                off, where an end has failed
 """
 
 from __future__ import annotations
@@ -19,42 +19,48 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
+from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
 from roll_core.runtime.weight_sync.buckets import fill, nothing_left, plan_buckets, view
 from roll_core.runtime.weight_sync.channel import ReceiversLostError, ReceivingEnd, SenderLostError, SendingEnd
+from roll_core.runtime.weight_sync.collective_groups import LOOK_S, SENDER, connect, make_group, part_of, timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
-    from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
+    from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
     from roll_core.runtime.weight_sync.buckets import Bucket
+    from roll_core.runtime.weight_sync.collective_groups import Group
     from roll_core.runtime.weight_sync.plan import Deadline
     from roll_core.types import TensorEntry, WeightManifest
 
 BUCKET_BYTES = 32 << 20
 """Buckets are no larger than this unless a tensor is: enough to saturate a network, and little memory."""
-LOOPBACK = "127.0.0.1"
-SENDER = 0
-"""Rank of the sender in the group; receiver r has rank r + 1."""
-_LOOK_S = 0.002
-"""How often the sender looks who has come."""
 
 
 class CollectiveSender(SendingEnd):
-    """Rank 0 of the group, and host of its store."""
+    """First rank of the group, and host of its store."""
 
-    def __init__(self, num_receivers: int, bucket_bytes: int, host: str) -> None:
+    def __init__(
+        self,
+        num_receivers: int,
+        bucket_bytes: int,
+        host: str,
+        *,
+        backend: str = HOST_BACKEND,
+        device: str = HOST_DEVICE,
+    ) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
         self._num_receivers = num_receivers
-        self._host = host
+        self._host, self._backend, self._device = host, backend, device
         token = secrets.token_hex(8)
         server = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self.address = f"{token}@{host}:{server.port}"
-        self._store: Store | None = _within(server, token)
-        self._group: ProcessGroupGloo | None = None
+        self._store: Store | None = part_of(server, token)
+        self._group: Group | None = None
         self._number = 0
 
     @override
@@ -67,22 +73,20 @@ class CollectiveSender(SendingEnd):
         sent: list[TensorEntry] = []
         at = buckets[0].first if buckets else ""
         try:
-            if self._group is None:
-                self._meet(store, at, deadline)
-                self._group = _make_group(store, SENDER, self._num_receivers + 1, self._host, deadline)
-            memory = _buffers(buckets)
+            group = self._group or self._meet(store, at, deadline)
+            memory = _buffers(group, buckets)
             running: list[Work] = []
             for number, bucket in enumerate(buckets):
                 if number >= 2:
                     at = buckets[number - 2].first
-                    running[number - 2].wait(_timeout(deadline))
+                    group.wait(running[number - 2], deadline)
                 sent += fill(memory[number % 2], bucket, exported)
-                running.append(_broadcast(self._group, memory[number % 2], bucket, deadline))
+                running.append(group.broadcast(memory[number % 2][: bucket.num_bytes], deadline))
             nothing_left(exported)
             at = buckets[-1].first if buckets else ""
             for work in running[-2:]:
-                work.wait(_timeout(deadline))
-            _all_done(self._group, deadline)
+                group.wait(work, deadline)
+            group.all_done(deadline)
         except RuntimeError as error:
             if isinstance(error, WeightSyncError):
                 raise
@@ -98,15 +102,18 @@ class CollectiveSender(SendingEnd):
             self._group.abort()
         self._group = self._store = None
 
-    def _meet(self, store: Store, at: str, deadline: Deadline) -> None:
+    def _meet(self, store: Store, at: str, deadline: Deadline) -> Group:
         here = [f"here/{rank}" for rank in range(self._num_receivers)]
         while not store.check(here):
             if gone := self._with("gone", store):
                 raise ReceiversLostError(at, gone=gone)
             if deadline.left == 0:
                 raise ReceiversLostError(at, silent=self._without("here", store))
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
         store.set("go", "")
+        size = self._num_receivers + 1
+        self._group = make_group(self._backend, self._device, store, SENDER, size, self._host, deadline)
+        return self._group
 
     def _with(self, key: str, store: Store) -> tuple[int, ...]:
         """Receivers that have written `key`."""
@@ -118,22 +125,31 @@ class CollectiveSender(SendingEnd):
 
 
 class CollectiveReceiver(ReceivingEnd):
-    """Rank 1 + the receiver's rank of the group."""
+    """The receiver's rank, and one, of the group."""
 
-    def __init__(self, address: str, rank: int, num_receivers: int, bucket_bytes: int, deadline: Deadline) -> None:
-        from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+    def __init__(
+        self,
+        address: str,
+        rank: int,
+        num_receivers: int,
+        bucket_bytes: int,
+        deadline: Deadline,
+        *,
+        backend: str = HOST_BACKEND,
+        device: str = HOST_DEVICE,
+    ) -> None:
+        from torch.distributed import DistError
 
         self.address = address
         self._rank, self._num_receivers = rank, num_receivers
         self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
-        token, _, where = address.partition("@")
-        self._sender_host, _, port = where.rpartition(":")
+        self._backend, self._device = backend, device
         try:
-            client = TCPStore(self._sender_host, int(port), is_master=False, timeout=_timeout(deadline))
+            self._store: Store | None = connect(address, timeout(deadline))
         except DistError as error:
+            where = address.partition("@")[2]
             raise SenderLostError(f"the sender's store at {where} cannot be reached: {error}") from error
-        self._store: Store | None = _within(client, token)
-        self._group: ProcessGroupGloo | None = None
+        self._group: Group | None = None
         self._number = 0
 
     @override
@@ -141,23 +157,19 @@ class CollectiveReceiver(ReceivingEnd):
         store = _still_open(self._store)
         self._number += 1
         try:
-            if self._group is None:
-                store.set(f"here/{self._rank}", "")
-                store.wait(["go"], _timeout(deadline))
-                size, rank = self._num_receivers + 1, self._rank + 1
-                # The loopback device reaches nobody else; a sender that is met there has only receivers that are, too.
-                self._group = _make_group(store, rank, size, self._sender_host, deadline)
+            group = self._group or self._meet(store, deadline)
             buckets = plan_buckets(manifest, self._bucket_bytes)
-            memory = _buffers(buckets)
-            running = [_broadcast(self._group, memory[0], buckets[0], deadline)] if buckets else []
+            memory = _buffers(group, buckets)
+            running = [group.broadcast(memory[0][: buckets[0].num_bytes], deadline)] if buckets else []
             for number, bucket in enumerate(buckets):
-                running[number].wait(_timeout(deadline))
+                group.wait(running[number], deadline)
                 if number + 1 < len(buckets):
-                    running.append(_broadcast(self._group, memory[(number + 1) % 2], buckets[number + 1], deadline))
+                    following = memory[(number + 1) % 2][: buckets[number + 1].num_bytes]
+                    running.append(group.broadcast(following, deadline))
                 for piece in bucket.pieces:
                     yield piece.entry.name, view(memory[number % 2], piece)
             store.set(f"taken/{self._number}/{self._rank}", "")
-            _all_done(self._group, deadline)
+            group.all_done(deadline)
         except RuntimeError as error:
             if isinstance(error, WeightSyncError):
                 raise
@@ -173,12 +185,13 @@ class CollectiveReceiver(ReceivingEnd):
             self._group.abort()
         self._group = self._store = None
 
-
-def _within(store: Store, token: str) -> Store:
-    """The part of a store that belongs to these two ends."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    return PrefixStore(f"roll/weights/{token}", store)
+    def _meet(self, store: Store, deadline: Deadline) -> Group:
+        store.set(f"here/{self._rank}", "")
+        store.wait(["go"], timeout(deadline))
+        size, rank = self._num_receivers + 1, self._rank + 1
+        host = self.address.partition("@")[2].rpartition(":")[0]
+        self._group = make_group(self._backend, self._device, store, rank, size, host, deadline)
+        return self._group
 
 
 def _still_open(store: Store | None) -> Store:
@@ -187,38 +200,6 @@ def _still_open(store: Store | None) -> Store:
     return store
 
 
-def _make_group(store: Store, rank: int, size: int, host: str, deadline: Deadline) -> ProcessGroupGloo:
-    from torch.distributed import ProcessGroupGloo
-
-    if host != LOOPBACK:
-        return ProcessGroupGloo(store, rank, size, _timeout(deadline))
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    options._timeout = _timeout(deadline)
-    return ProcessGroupGloo(store, rank, size, options)
-
-
-def _broadcast(group: ProcessGroupGloo, memory: Tensor, bucket: Bucket, deadline: Deadline) -> Work:
-    work: Work = group.broadcast(memory[: bucket.num_bytes], SENDER, _timeout(deadline))  # type: ignore[attr-defined]
-    return work
-
-
-def _all_done(group: ProcessGroupGloo, deadline: Deadline) -> None:
-    """Wait for every rank. A broadcast alone may end for the sender while its bytes still lie in a socket."""
-    import torch
-    from torch.distributed import AllreduceOptions
-
-    options = AllreduceOptions()
-    options.timeout = _timeout(deadline)
-    group.allreduce([torch.zeros(1)], options).wait(_timeout(deadline))  # type: ignore[attr-defined]
-
-
-def _buffers(buckets: list[Bucket]) -> list[Tensor]:
-    import torch
-
+def _buffers(group: Group, buckets: list[Bucket]) -> list[Tensor]:
     num_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
-    return [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
-
-
-def _timeout(deadline: Deadline) -> timedelta:
-    return timedelta(seconds=max(deadline.left, 1e-3))
+    return [group.memory(num_bytes) for _ in range(2)]

@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from roll_core.runtime.placement import HOST_BACKEND
+from roll_core.types import DataRank
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -31,15 +34,50 @@ class SyncPlan:
     """What travels is adapters alone, for receivers that have the model beneath them."""
     bucket_bytes: int = 1 << 30
     """Largest bucket; a larger tensor travels alone."""
+    backend: str = HOST_BACKEND
+    """Of the transport `collective`."""
     directory: str = ""
     """Folder or URL that both ends reach, for the transport `disk`."""
     deadline_s: float = 60.0
     """From when the sender begins until all receivers must have taken everything."""
     replaced: int = 0
     """Receivers that were made anew so far: what is connected to those before is of no use."""
+    sources: tuple[int, ...] = ()
+    """By receiver, the train rank that sends to it; empty where the leader of the first model replica sends to all."""
+    rehearsal: bool = False
+    """A few numbers travel instead of weights, which shows that the transport works here."""
     lends: bool = True
     """With the transport `shared`: receivers use the very tensors. False where they copy, because the trainer goes on
     while they generate."""
+
+    def receivers_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks to which a sending rank sends."""
+        return tuple(each for each in range(self.num_receivers) if not self.sources or self.sources[each] == rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What a worker computes on, as its own process sees it."""
+
+    device: str
+    """Torch device string."""
+    backend: str = HOST_BACKEND
+    """Collective backend between such devices."""
+    uuid: str = ""
+    """Of the device; empty where its memory cannot be lent."""
+    leads: bool = True
+    """Of a train worker: an export gives it whole tensors."""
+    replica: int = 0
+    """Of a train worker: the model replica of which it holds a part or the whole."""
+
+    @classmethod
+    def of(cls, device: str, backend: str, data_rank: DataRank | None = None) -> DeviceFacts:
+        """Asked in the worker's process; `data_rank` is a train worker's."""
+        from roll_core.modeling.device_memory import device_memory
+
+        kind, place = device_memory(device), data_rank or DataRank()
+        uuid = kind.uuid(device) if kind else ""
+        return cls(device=device, backend=backend, uuid=uuid, leads=place.leader, replica=place.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +88,8 @@ class Offer:
     """Digests are empty where they are taken while the bytes travel."""
     address: str = ""
     """Where the transport's receiving ends connect."""
+    addresses: tuple[str, ...] = ()
+    """The same by receiver, where not all have one sender."""
     tensors: Sequence[tuple[str, Tensor]] = ()
     """The very tensors, for the transport `shared`; they never leave the process."""
     sample: str = ""

@@ -7,7 +7,14 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from roll_core.errors import ReceiverSilentError, WeightSyncError, WorkerDiedError, WorkerTimeoutError
+from roll_core.errors import (
+    CorruptTensorError,
+    ReceiverSilentError,
+    WeightSyncError,
+    WorkerDiedError,
+    WorkerTimeoutError,
+)
+from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.weight_sync.plan import SendOutcome, SyncPlan
 from roll_core.runtime.weight_sync.proof import require_change, verify
 from roll_core.spec.weights import MEMORY, digest, entry_bytes
@@ -23,6 +30,8 @@ if TYPE_CHECKING:
 GRACE_S = 5.0
 """How long one side may still answer after the other has failed, and after the deadline that workers watch themselves:
 the news of a dead process comes later than that of its closed connection."""
+REHEARSAL_S = 30.0
+"""Deadline of a rehearsal, unless that of a publish is shorter."""
 AFTERTHOUGHT_S = 1.0
 """The same where the sender has already waited for receivers until the deadline."""
 
@@ -65,9 +74,13 @@ class WeightPublisher:
         deadline_s: float = 60.0,
         directory: str = "",
         lends: bool = True,
+        sources: tuple[int, ...] = (),
+        backend: str = HOST_BACKEND,
     ) -> None:
-        """`adapters` sends these alone, to an infer role that has the model beneath them; `lends`: see `SyncPlan`."""
-        self._lends = lends
+        """`adapters` sends these alone, to an infer role that has the model beneath them; `lends`, `sources`,
+        `backend`: see `SyncPlan`."""
+        self.backend = backend
+        self._lends, self._sources = lends, sources
         self._train, self._infer = train, infer
         self.transport: Transport = transport
         self._dtype, self._adapters = dtype, adapters
@@ -110,6 +123,14 @@ class WeightPublisher:
             proof_s=ended - proving + offer.sample_s,
         )
 
+    async def rehearse(self) -> None:
+        """Do as in a publish with a few numbers in place of weights. Raises what then goes wrong."""
+        plan = replace(self._plan(0), rehearsal=True, deadline_s=min(self._deadline_s, REHEARSAL_S))
+        _, offer = await self._prepare(plan)
+        outcome, receipts = await self._transfer(plan, offer)
+        for receipt in receipts:
+            verify(outcome.manifest or offer.manifest, receipt)
+
     def _plan(self, version: int) -> SyncPlan:
         members = self._train.members + self._infer.members
         one_host = len({(member.node, member.host) for member in members}) == 1
@@ -121,17 +142,21 @@ class WeightPublisher:
             dtype=self._dtype,
             adapters=self._adapters,
             bucket_bytes=self._bucket_bytes,
+            backend=self.backend,
             directory=self._directory,
             deadline_s=self._deadline_s,
             lends=self._lends,
+            sources=self._sources,
             replaced=self._infer.replaced,
         )
 
     async def _prepare(self, plan: SyncPlan) -> tuple[int, Offer]:
         offers: list[Offer | None] = await self._train.call("prepare_send", plan, deadline_s=plan.deadline_s + GRACE_S)
-        for rank, offer in enumerate(offers):
-            if offer is not None:
-                return rank, offer
+        ready = {rank: offer for rank, offer in enumerate(offers) if offer is not None}
+        for rank, offer in ready.items():
+            if plan.sources:
+                offer = replace(offer, addresses=tuple(ready[source].address for source in plan.sources))
+            return rank, offer
         raise WeightSyncError(f"no rank of {self._train.role} is the leader of its first model replica")
 
     async def _hand_over(self, plan: SyncPlan, offer: Offer) -> list[WeightReceipt]:
@@ -166,7 +191,31 @@ class WeightPublisher:
 
     async def _send(self, plan: SyncPlan, within_s: float) -> SendOutcome:
         outcomes: list[SendOutcome | None] = await self._train.call("send_weights", plan, deadline_s=within_s)
-        return next(outcome for outcome in outcomes if outcome is not None)
+        return self._joined({rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None})
+
+    def _joined(self, outcomes: dict[int, SendOutcome]) -> SendOutcome:
+        """What the sending ranks did, as one; whoever failed stands for all."""
+        (first_rank, first), *others = sorted(outcomes.items(), key=lambda each: each[1].manifest is not None)
+        if first.manifest is None or not others:
+            silent = tuple(sorted(rank for each in outcomes.values() for rank in each.silent))
+            gone = tuple(sorted(rank for each in outcomes.values() for rank in each.gone))
+            return replace(first, silent=silent, gone=gone)
+        for rank, other in others:
+            if other.manifest != first.manifest:
+                raise CorruptTensorError(self._diverged(first_rank, first.manifest, rank, other.manifest))
+        return replace(
+            first,
+            copied_bytes=sum(each.copied_bytes for each in outcomes.values()),
+            seconds=max(each.seconds for each in outcomes.values()),
+        )
+
+    def _diverged(self, rank: int, manifest: WeightManifest, other_rank: int, other: WeightManifest | None) -> str:
+        theirs = {entry.name: entry for entry in other.tensors} if other else {}
+        name = next((each.name for each in manifest.tensors if theirs.get(each.name) != each), "")
+        return (
+            f"ranks {rank} and {other_rank} of {self._train.role} hold different values of {name or 'their tensors'} in"
+            f" weight version {manifest.version}: replicas that are to be equal have diverged"
+        )
 
     def _raise_first_cause(
         self,
@@ -239,6 +288,10 @@ async def _call_off(plan: SyncPlan, offer: Offer) -> None:
     """Tell ends that have no connection, by whose end they would learn it, that the publish has failed."""
     if plan.transport == "disk":
         from roll_core.runtime.weight_sync.disk import call_off
+
+        await asyncio.to_thread(call_off, offer.address)
+    elif plan.transport == "collective" and plan.backend != HOST_BACKEND:
+        from roll_core.runtime.weight_sync.collective_groups import call_off
 
         await asyncio.to_thread(call_off, offer.address)
 

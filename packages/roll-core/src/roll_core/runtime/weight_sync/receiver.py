@@ -10,6 +10,7 @@ from roll_core.errors import StaleWeightsError, UnsupportedError, WeightSyncErro
 from roll_core.modeling.digests import use_compiled_digests
 from roll_core.runtime.weight_sync.channel import SenderLostError
 from roll_core.runtime.weight_sync.plan import Deadline, ReceiveOutcome
+from roll_core.spec.weights import make_receipt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,8 +29,9 @@ PATIENCE_S = 2.0
 class WeightReceiver:
     """Feeds `update_weights` from a transport and answers with the engine's receipt. Called on the engine's loop."""
 
-    def __init__(self, strategy: InferStrategy, *, role: str, rank: int) -> None:
-        self._strategy, self._role, self._rank = strategy, role, rank
+    def __init__(self, strategy: InferStrategy, *, role: str, rank: int, device: str = "cpu") -> None:
+        """`device` is where the engine wants tensors that a transport can deliver there."""
+        self._strategy, self._role, self._rank, self._device = strategy, role, rank, device
         self._end: ReceivingEnd | None = None
         self._version: int | None = None
 
@@ -62,6 +64,9 @@ class WeightReceiver:
     async def _receive(self, plan: SyncPlan, offer: Offer, deadline: Deadline) -> ReceiveOutcome:
         version = plan.version
         tensors = self._incoming(plan, offer, deadline)  # connects, so that hanging up tells the sender of a failure
+        if plan.rehearsal:
+            copies = ((name, tensor.clone()) for name, tensor in tensors)
+            return ReceiveOutcome(receipt=make_receipt(offer.manifest, copies, role=self._role, rank=self._rank))
         if self._version is not None and version < self._version:
             raise StaleWeightsError(f"was sent weight version {version} but already holds version {self._version}")
         receipt = await self._strategy.update_weights(
@@ -75,24 +80,33 @@ class WeightReceiver:
     def _incoming(self, plan: SyncPlan, offer: Offer, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
         if plan.transport == "shared":
             return iter(offer.tensors)
-        if self._end is not None and self._end.address != offer.address:
+        address = offer.addresses[self._rank] if offer.addresses else offer.address
+        if self._end is not None and self._end.address != address:
             self.close()
         if self._end is None:
-            self._end = open_receiving_end(plan, offer.address, self._rank, deadline)
+            self._end = open_receiving_end(plan, address, self._rank, deadline, device=self._device)
         return self._end.receive(offer.manifest, deadline)
 
 
-def open_receiving_end(plan: SyncPlan, address: str, rank: int, deadline: Deadline) -> ReceivingEnd:
+def open_receiving_end(
+    plan: SyncPlan, address: str, rank: int, deadline: Deadline, *, device: str = "cpu"
+) -> ReceivingEnd:
     """A receiver's end of the plan's transport."""
     use_compiled_digests()
     if plan.transport == "shm":
         from roll_core.runtime.weight_sync.shm import ShmReceiver
 
         return ShmReceiver(address, rank, plan.bucket_bytes, deadline)
+    if plan.transport == "cuda_ipc":
+        from roll_core.runtime.weight_sync.cuda_ipc import CudaIpcReceiver
+
+        return CudaIpcReceiver(address, rank, plan.bucket_bytes, deadline, device)
     if plan.transport == "collective":
         from roll_core.runtime.weight_sync.collective import CollectiveReceiver
 
-        return CollectiveReceiver(address, rank, plan.num_receivers, plan.bucket_bytes, deadline)
+        return CollectiveReceiver(
+            address, rank, plan.num_receivers, plan.bucket_bytes, deadline, backend=plan.backend, device=device
+        )
     if plan.transport == "disk":
         from roll_core.runtime.weight_sync.disk import DiskReceiver
 

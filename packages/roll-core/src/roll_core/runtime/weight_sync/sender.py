@@ -24,22 +24,28 @@ if TYPE_CHECKING:
     from roll_core.types import TensorEntry
 
 
+REHEARSED = 100_000
+"""Numbers; more than a page of any memory."""
+
+
 class WeightSender:
     """Offers and sends what `export_weights` yields, or `export_adapters`. All ranks of the role are called together;
-    one of them sends.
+    one of them sends, or those that `SyncPlan.sources` names.
 
     Called on the strategy's thread: `prepare`, then (unless the transport is `shared`) `send`, for each publish.
     """
 
-    def __init__(self, strategy: TrainStrategy, *, role: str, rank: int) -> None:
-        self._strategy, self._role, self._rank = strategy, role, rank
-        self._offered: tuple[str, tuple[TensorEntry, ...]] | None = None
+    def __init__(self, strategy: TrainStrategy, *, role: str, rank: int, device: str = "cpu") -> None:
+        """`device` is where the strategy computes."""
+        self._strategy, self._role, self._rank, self._device = strategy, role, rank, device
+        self._offered: tuple[tuple[object, ...], tuple[TensorEntry, ...]] | None = None
         self._end: SendingEnd | None = None
         self._end_plan: tuple[object, ...] = ()
 
-    @property
-    def sends(self) -> bool:
-        """Whether this is the rank that sends: the leader of the first model replica."""
+    def sends(self, plan: SyncPlan) -> bool:
+        """Whether this rank does."""
+        if plan.sources:
+            return self._rank in plan.sources
         place = self._strategy.data_rank
         return place.index == 0 and place.leader
 
@@ -50,37 +56,40 @@ class WeightSender:
         """
         if plan.transport == "shared":
             tensors = [(name, _cast(tensor, plan.dtype)) for name, tensor in self._export(plan)]
-            if not self.sends:
+            if not self.sends(plan):
                 return None
             entries = tuple(tensor_entry(name, tensor, memory_token(tensor)) for name, tensor in tensors)
             manifest = WeightManifest(version=plan.version, tensors=entries)
             begun = time.perf_counter()
             sample = sample_fingerprint(tensors)
             return Offer(manifest=manifest, tensors=tensors, sample=sample, sample_s=time.perf_counter() - begun)
-        if self._offered is None or self._offered[0] != plan.dtype:
-            self._offered = plan.dtype, tuple(self._describe(plan))
-        if not self.sends:
+        what = (plan.dtype, plan.rehearsal)
+        if self._offered is None or self._offered[0] != what:
+            self._offered = what, tuple(self._describe(plan))
+        if not self.sends(plan):
             return None
         manifest = WeightManifest(version=plan.version, tensors=self._offered[1])
         return Offer(manifest=manifest, address=self._channel(plan).address)
 
     def send(self, plan: SyncPlan) -> SendOutcome | None:
         """Send what was offered; None on ranks that do not send."""
-        if not self.sends:
-            for _ in self._export(plan):
-                pass
+        exported = iter(self._export(plan))
+        if not self.sends(plan):
+            _exhaust(exported)
             return None
         if self._offered is None or self._end is None:
             raise WeightSyncError(f"{self._role} rank {self._rank} was asked to send weights before preparing")
         begun = time.perf_counter()
         manifest = WeightManifest(version=plan.version, tensors=self._offered[1])
         try:
-            sent = self._end.send(manifest, iter(self._export(plan)), Deadline(plan.deadline_s))
+            sent = self._end.send(manifest, exported, Deadline(plan.deadline_s))
         except ReceiversLostError as lost:
             self._reset()
+            _exhaust(exported)
             return SendOutcome(silent=lost.silent, gone=lost.gone, at=lost.at, seconds=time.perf_counter() - begun)
         except WeightSyncError as error:
             self._reset()
+            _exhaust(exported)
             failure = type(error)(f"{self._role} rank {self._rank}: {error}")
             return SendOutcome(failure=failure, seconds=time.perf_counter() - begun)
         except BaseException:
@@ -97,6 +106,8 @@ class WeightSender:
         self._reset()
 
     def _export(self, plan: SyncPlan) -> Iterator[tuple[str, Tensor]]:
+        if plan.rehearsal:
+            return _rehearsal(self._device)
         return self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
 
     def _describe(self, plan: SyncPlan) -> Iterator[TensorEntry]:
@@ -108,10 +119,11 @@ class WeightSender:
 
     def _channel(self, plan: SyncPlan) -> SendingEnd:
         host = plan.sender_hosts[self._rank]
-        wanted = (plan.transport, plan.num_receivers, plan.replaced, plan.bucket_bytes, host, plan.directory)
+        receivers = plan.receivers_of(self._rank)
+        wanted = (plan.transport, plan.backend, receivers, plan.replaced, plan.bucket_bytes, host, plan.directory)
         if self._end is None or self._end_plan != wanted:
             self._hang_up()
-            self._end, self._end_plan = open_sending_end(plan, host), wanted
+            self._end, self._end_plan = open_sending_end(plan, host, receivers, device=self._device), wanted
         return self._end
 
     def _hang_up(self) -> None:
@@ -124,22 +136,38 @@ class WeightSender:
         self._offered = None
 
 
-def open_sending_end(plan: SyncPlan, host: str) -> SendingEnd:
-    """The sender's end of the plan's transport."""
+def open_sending_end(plan: SyncPlan, host: str, receivers: tuple[int, ...], *, device: str = "cpu") -> SendingEnd:
+    """The sender's end of the plan's transport, to `receivers`."""
     use_compiled_digests()
     if plan.transport == "shm":
         from roll_core.runtime.weight_sync.shm import ShmSender
 
         return ShmSender(plan.num_receivers, plan.bucket_bytes)
+    if plan.transport == "cuda_ipc":
+        from roll_core.runtime.weight_sync.cuda_ipc import CudaIpcSender
+
+        return CudaIpcSender(receivers, plan.bucket_bytes, device)
     if plan.transport == "collective":
         from roll_core.runtime.weight_sync.collective import CollectiveSender
 
-        return CollectiveSender(plan.num_receivers, plan.bucket_bytes, host)
+        return CollectiveSender(plan.num_receivers, plan.bucket_bytes, host, backend=plan.backend, device=device)
     if plan.transport == "disk":
         from roll_core.runtime.weight_sync.disk import DiskSender
 
         return DiskSender(plan.num_receivers, plan.bucket_bytes, plan.directory)
     raise UnsupportedError(f"this version of roll-core has no weight transport {plan.transport}")
+
+
+def _exhaust(exported: Iterator[tuple[str, Tensor]]) -> None:
+    """Ranks that do not send, or whose receivers live, are in the same export: they would wait for this one."""
+    for _ in exported:
+        pass
+
+
+def _rehearsal(device: str) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
+    yield "rehearsal", torch.arange(REHEARSED, dtype=torch.int32, device=device)
 
 
 def _cast(tensor: Tensor, dtype: str) -> Tensor:

@@ -11,7 +11,8 @@ from roll_core.errors import RollError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
-from roll_core.runtime.weight_sync import WeightReceiver
+from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
+from roll_core.runtime.weight_sync import DeviceFacts, WeightReceiver
 from roll_core.runtime.workers.mesh import mesh_info
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ class InferWorker:
         self.model = model
         self.strategy: InferStrategy = strategy_class(schema.model_validate(dict(strategy_config)))
         self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
-        self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank)
+        on_device = self.strategy.capabilities.device_weights
+        self.takes_weights_on = (place.device, backend) if on_device else (HOST_DEVICE, HOST_BACKEND)
+        self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.takes_weights_on[0])
         self.running: dict[str, asyncio.Task[Completion]] = {}
         self.turning = asyncio.Lock()
         """A call that the driver gave up on may still be on its way to sleep when the next one is to wake it."""
@@ -120,6 +123,10 @@ class InferWorker:
         """Take it again."""
         async with self.turning:
             await self.strategy.wake()
+
+    async def device_facts(self) -> DeviceFacts:
+        """Where it takes weights."""
+        return DeviceFacts.of(*self.takes_weights_on)
 
     async def receive_weights(self, plan: SyncPlan, offer: Offer) -> ReceiveOutcome:
         """Take published weights and answer with what the engine holds."""

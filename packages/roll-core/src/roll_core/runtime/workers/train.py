@@ -14,7 +14,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.concurrency import in_daemon_thread
 from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.portable_state import opened_portable_state, write_portable_state
-from roll_core.runtime.weight_sync import WeightSender
+from roll_core.runtime.weight_sync import DeviceFacts, WeightSender
 from roll_core.runtime.workers.mesh import mesh_info
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class TrainWorker:
         self.deterministic = deterministic
         self.strategy: TrainStrategy = strategy_class(schema.model_validate(dict(strategy_config)), training)
         self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
-        self.sender = WeightSender(self.strategy, role=role, rank=place.rank)
+        self.sender = WeightSender(self.strategy, role=role, rank=place.rank, device=place.device)
         self._left_to_write: Callable[[], None] | None = None
 
     def start(self) -> DataRank:
@@ -133,6 +133,10 @@ class TrainWorker:
         micros = pack(sequences, max_sequences=limits.train_sequences, max_tokens=limits.train_tokens, totals=totals)
         metrics = combine(self.strategy.forward_backward(micros, loss))
         return UpdateShare(metrics=metrics, stats=self.strategy.optimizer_step())
+
+    def device_facts(self) -> DeviceFacts:
+        """What it computes on."""
+        return DeviceFacts.of(self.mesh.device, self.mesh.backend, self.strategy.data_rank)
 
     def prepare_send(self, plan: SyncPlan) -> Offer | None:
         """First half of a publish: what this rank has ready."""

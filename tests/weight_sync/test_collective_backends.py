@@ -1,0 +1,264 @@
+"""Which library carries a broadcast, and how one is used that works beside the host.
+
+`stand_in` is a backend that a package has registered with torch, as Ascend's does; beneath it is gloo.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from sync_workers import ProcessGroup, same_values
+
+from roll_core.errors import CorruptTensorError, UnsupportedError, WorkerDiedError
+from roll_core.runtime.weight_sync import DeviceFacts, WeightPublisher
+from roll_core.runtime.weight_sync import collective_groups as groups
+from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
+from roll_core.runtime.weight_sync.collective import CollectiveReceiver, CollectiveSender
+from roll_core.runtime.weight_sync.plan import Deadline
+from roll_core.runtime.weight_sync.select import collective_backend
+from roll_core.spec.weights import make_manifest
+
+
+def members(role, *slots):
+    return SimpleNamespace(role=role, members=[SimpleNamespace(slots=each) for each in slots])
+
+
+def facts(*backends, follower=None):
+    return [
+        DeviceFacts(device="cpu" if backend == "gloo" else "cuda:0", backend=backend, leads=rank != follower)
+        for rank, backend in enumerate(backends)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "backend", "why"),
+    [
+        ([("nccl", (0,))], [("nccl", (1,))], "nccl", ""),
+        ([("hccl", (0,))], [("hccl", (2, 3)), ("hccl", (4, 5))], "hccl", ""),
+        ([("nccl", (0,)), ("nccl", (1,))], [("nccl", (1,)), ("nccl", (2,))], "nccl", ""),
+        ([("gloo", (0,))], [("gloo", (0,))], "gloo", ""),
+        ([("gloo", (0,))], [("nccl", (1,))], "gloo", ""),
+        (
+            [("nccl", (0,))],
+            [("nccl", (1,)), ("gloo", ())],
+            "gloo",
+            "not nccl: rank 1 of actor_infer takes weights on cpu",
+        ),
+        ([("nccl", (0,))], [("hccl", (1,))], "gloo", "not nccl: rank 0 of actor_infer takes weights on cuda:0"),
+        (
+            [("nccl", (0,))],
+            [("nccl", (1,)), ("nccl", (0, 1))],
+            "gloo",
+            "not nccl: rank 1 of actor_infer is on the device of rank 0 of actor_train",
+        ),
+        (
+            [("nccl", (0,))],
+            [("nccl", (1,)), ("nccl", (1,))],
+            "gloo",
+            "not nccl: rank 1 of actor_infer is on the device of rank 0 of actor_infer",
+        ),
+    ],
+)
+def test_the_backend_is_the_platform_s_where_every_end_is_on_a_device_of_its_own(train, infer, backend, why):
+    train_backends, train_slots = zip(*train, strict=True)
+    infer_backends, infer_slots = zip(*infer, strict=True)
+    ends = members("actor_train", *train_slots), members("actor_infer", *infer_slots)
+    found = collective_backend(*ends, facts(*train_backends), facts(*infer_backends))
+    assert found == (backend, why)
+
+
+def test_the_sender_is_the_leader_of_the_first_replica():
+    ends = members("actor_train", (0,), (1,)), members("actor_infer", (0,))
+    train = facts("nccl", "nccl", follower=0)
+    assert collective_backend(*ends, train, facts("nccl")) == ("nccl", "")
+
+
+def register(asked=None):
+    def create(store, rank, size, timeout):
+        if asked is not None:
+            asked.append((rank, size, timeout))
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=30)
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+    dist.Backend._plugins["STAND_IN"] = dist.Backend._BackendPlugin(create, False)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist.Backend, "_plugins", {})
+    register(asked)
+    return asked
+
+
+TENSORS = {name: torch.randn(3000) for name in "abcde"}
+MANIFEST = make_manifest(1, TENSORS.items())
+HOW = {"backend": "stand_in", "device": "cpu"}
+
+
+def in_thread(act):
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_registered_backend_carries_several_publishes_by_one_group(stand_in):
+    sender = CollectiveSender(1, 16 << 10, groups.LOOPBACK, **HOW)
+    held = []
+
+    def receive():
+        receiver = CollectiveReceiver(sender.address, 0, 1, 16 << 10, Deadline(20), **HOW)
+        for _ in range(2):
+            held.append({name: tensor.clone() for name, tensor in receiver.receive(MANIFEST, Deadline(20))})
+        receiver.close()
+
+    thread = in_thread(receive)
+    for _ in range(2):
+        assert tuple(sender.send(MANIFEST, iter(TENSORS.items()), Deadline(20))) == MANIFEST.tensors
+    thread.join()
+    sender.close()
+    assert all(torch.equal(each[name], TENSORS[name]) for each in held for name in TENSORS)
+    assert len(held) == len(stand_in) == 2
+    assert sorted(stand_in) == [(0, 2, timedelta(days=1)), (1, 2, timedelta(days=1))]
+
+
+class NeverDone:
+    def is_completed(self):
+        return False
+
+
+class Hanging:
+    """A library that does not see that its peers are gone."""
+
+    aborted = False
+
+    def broadcast(self, *_):
+        return NeverDone()
+
+    def abort(self):
+        self.aborted = True
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    group = Hanging()
+    monkeypatch.setattr(groups, "_torch_group", lambda *_: group)
+    return group
+
+
+def begin(end, act):
+    found = []
+
+    def work():
+        try:
+            act(end)
+        except (ReceiversLostError, SenderLostError) as error:
+            found.append(error)
+
+    return in_thread(work), found
+
+
+def test_the_driver_frees_ends_that_wait_for_a_device_in_vain(hanging):
+    sender = CollectiveSender(1, 16 << 10, groups.LOOPBACK, **HOW)
+    receiver = CollectiveReceiver(sender.address, 0, 1, 16 << 10, Deadline(60), **HOW)
+    sending, sent = begin(sender, lambda end: end.send(MANIFEST, iter(TENSORS.items()), Deadline(60)))
+    receiving, received = begin(receiver, lambda end: list(end.receive(MANIFEST, Deadline(60))))
+    time.sleep(0.1)
+    assert sending.is_alive()
+    assert receiving.is_alive()
+    groups.call_off(sender.address)
+    sending.join(10)
+    receiving.join(10)
+    assert (type(sent[0]), sent[0].gone, sent[0].at) == (ReceiversLostError, (0,), "a")
+    assert isinstance(received[0], SenderLostError)
+    assert "called off" in str(received[0])
+    receiver.close()
+    sender.close()
+    assert hanging.aborted
+
+
+def test_a_device_that_is_late_is_silent_at_the_deadline(hanging):
+    sender = CollectiveSender(1, 16 << 10, groups.LOOPBACK, **HOW)
+    receiver = CollectiveReceiver(sender.address, 0, 1, 16 << 10, Deadline(60), **HOW)
+    receiving, _ = begin(receiver, lambda end: list(end.receive(MANIFEST, Deadline(0.6))))
+    with pytest.raises(ReceiversLostError) as caught:
+        sender.send(MANIFEST, iter(TENSORS.items()), Deadline(0.5))
+    assert (caught.value.silent, caught.value.gone) == ((0,), ())
+    receiving.join(10)
+    assert not receiving.is_alive()
+    sender.close()
+    receiver.close()
+
+
+def test_calling_off_what_is_gone_is_no_error():
+    sender = CollectiveSender(1, 16 << 10, groups.LOOPBACK)
+    address = sender.address
+    sender.close()
+    del sender
+    assert groups.call_off(address) is None
+
+
+def test_torch_s_own_backends_are_made_by_their_class(monkeypatch):
+    made, watchdogs = [], []
+    monkeypatch.delenv(groups.WATCHDOGS[0], raising=False)
+    monkeypatch.setenv(groups.WATCHDOGS[1], "2")
+
+    class ProcessGroupOWNCCL:
+        class Options:
+            _timeout = None
+
+        def __init__(self, store, rank, size, options):
+            made.append((store, rank, size, options._timeout))
+            watchdogs.extend(os.environ[name] for name in groups.WATCHDOGS)
+
+    monkeypatch.setattr(dist, "ProcessGroupOWNCCL", ProcessGroupOWNCCL, raising=False)
+    group = groups.make_group("ownccl", "cpu", "store", 2, 5, groups.LOOPBACK, Deadline(1))
+    assert isinstance(group, groups.DeviceGroup)
+    assert made == [("store", 2, 5, timedelta(days=1))]
+    assert watchdogs == ["0", "0"]
+    assert [os.environ.get(name) for name in groups.WATCHDOGS] == [None, "2"]
+
+
+def test_a_backend_that_this_torch_does_not_have_is_named():
+    with pytest.raises(UnsupportedError, match="no collective backend madeup"):
+        groups.make_group("madeup", "cpu", None, 0, 2, groups.LOOPBACK, Deadline(1))
+
+
+def test_between_processes_weights_arrive_and_faults_are_named_as_with_gloo():
+    train, infer = ProcessGroup("actor_train", "train", 1), ProcessGroup("actor_infer", "generate", 2)
+
+    async def scenario():
+        for group in (train, infer):
+            await group.call("use_stand_in")
+        publisher = WeightPublisher(
+            train, infer, "collective", backend="stand_in", bucket_bytes=64 << 10, deadline_s=20
+        )
+        await publisher.rehearse()
+        for version in range(2):
+            await publisher.publish(version)
+            (sent,) = await train.call("values")
+            for held in await infer.call("values"):
+                assert all(same_values(held[name], sent[name]) for name in sent)
+            await train.call("step", 0.125)
+        await infer.call_rank(1, "set_fault", "flip:embed")
+        with pytest.raises(CorruptTensorError, match="actor_infer rank 1"):
+            await publisher.publish(2)
+        await train.call("step", 0.125)
+        await infer.call_rank(1, "set_fault", "die:left")
+        with pytest.raises(WorkerDiedError, match="actor_infer rank 1"):
+            await publisher.publish(3)
+        await train.call("values", deadline_s=10)  # the sender is free again
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        train.close()
+        infer.close()

@@ -1,0 +1,176 @@
+import threading
+import time
+
+import pytest
+import torch
+from sync_workers import HostMemory
+
+from roll_core.errors import UnsupportedError, WeightSyncError
+from roll_core.modeling import device_memory
+from roll_core.runtime.weight_sync import cuda_ipc
+from roll_core.runtime.weight_sync.channel import ReceiversLostError
+from roll_core.runtime.weight_sync.plan import Deadline
+from roll_core.spec.weights import make_manifest
+
+BUCKET = 16 << 10
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    """The host's memory, lent as a device's is."""
+    kind = HostMemory()
+    monkeypatch.setitem(device_memory.KINDS, "cpu", kind)
+    return kind
+
+
+def in_thread(act, *args):
+    thread = threading.Thread(target=act, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def receive(address, manifest, held, rank=0, pause_s=0.0, publishes=1):
+    receiver = cuda_ipc.CudaIpcReceiver(address, rank, BUCKET, Deadline(20), "cpu")
+    for _ in range(publishes):
+        for name, tensor in receiver.receive(manifest, Deadline(20)):
+            time.sleep(pause_s)
+            held[name] = tensor.clone()
+    receiver.close()
+
+
+def test_receivers_hold_what_was_sent_also_where_the_memory_is_full_and_one_is_slow(monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "BUCKET_BYTES", BUCKET)
+    tensors = {f"{number}": torch.full((number % 5 * 1500 + 7,), float(number)) for number in range(40)}
+    tensors["larger than a bucket"] = torch.randn(10_000)
+    tensors["none"] = torch.zeros(0, 3)
+    manifest = make_manifest(1, tensors.items())
+    sender = cuda_ipc.CudaIpcSender((1, 4), BUCKET, "cpu")
+    held = {1: {}, 4: {}}
+    threads = [
+        in_thread(receive, sender.address, manifest, held[rank], rank, pause_s, 2)
+        for rank, pause_s in ((1, 0.002), (4, 0.0))
+    ]
+    for _ in range(2):
+        sent = sender.send(manifest, iter(tensors.items()), Deadline(20))
+        assert tuple(sent) == manifest.tensors
+    for thread in threads:
+        thread.join()
+    sender.close()
+    for each in held.values():
+        assert each.keys() == tensors.keys()
+        assert all(torch.equal(each[name], tensors[name]) for name in tensors)
+
+
+class SlowDevice(HostMemory):
+    """Carries out what it was told when it is waited for, and no earlier."""
+
+    def allocate(self, num_bytes, device):
+        self.shown = torch.empty(num_bytes, dtype=torch.uint8)
+        self.told = torch.empty(num_bytes, dtype=torch.uint8)
+        return self.told
+
+    def lend(self, memory):
+        return super().lend(self.shown)
+
+    def settle(self, device):
+        self.shown.copy_(self.told)
+
+
+def test_a_bucket_is_announced_once_the_device_has_written_it(monkeypatch, device):
+    tensors = {"a": torch.arange(3000), "b": torch.randn(5000)}
+    manifest = make_manifest(1, tensors.items())
+    monkeypatch.setitem(device_memory.KINDS, "cpu", SlowDevice())
+    sender = cuda_ipc.CudaIpcSender((0,), BUCKET, "cpu")
+    monkeypatch.setitem(device_memory.KINDS, "cpu", device)
+    held = {}
+    thread = in_thread(receive, sender.address, manifest, held)
+    sender.send(manifest, iter(tensors.items()), Deadline(20))
+    thread.join()
+    sender.close()
+    assert all(torch.equal(held[name], tensors[name]) for name in tensors)
+
+
+def test_a_bucket_is_given_back_once_the_device_has_read_it(monkeypatch, device):
+    tensors = {"a": torch.arange(100)}
+    manifest = make_manifest(1, tensors.items())
+    sender = cuda_ipc.CudaIpcSender((0,), BUCKET, "cpu")
+    reading, read = threading.Event(), threading.Event()
+
+    class Busy(HostMemory):
+        def settle(self, device):
+            reading.set()
+            read.wait(20)
+
+    monkeypatch.setitem(device_memory.KINDS, "cpu", Busy())
+    receiver = cuda_ipc.CudaIpcReceiver(sender.address, 0, BUCKET, Deadline(20), "cpu")
+    thread = in_thread(lambda: list(receiver.receive(manifest, Deadline(20))))
+    sending = in_thread(sender.send, manifest, iter(tensors.items()), Deadline(20))
+    assert reading.wait(20)
+    sending.join(0.1)
+    assert sending.is_alive()
+    read.set()
+    sending.join(20)
+    thread.join(20)
+    assert not sending.is_alive()
+    receiver.close()
+    sender.close()
+
+
+def test_between_publishes_neither_end_holds_the_memory():
+    tensors = {"a": torch.arange(100)}
+    manifest = make_manifest(1, tensors.items())
+    sender = cuda_ipc.CudaIpcSender((0,), BUCKET, "cpu")
+    receiver = cuda_ipc.CudaIpcReceiver(sender.address, 0, BUCKET, Deadline(20), "cpu")
+    for _ in range(2):
+        thread = in_thread(lambda: list(receiver.receive(manifest, Deadline(20))))
+        sender.send(manifest, iter(tensors.items()), Deadline(20))
+        thread.join()
+        assert (sender._memory, receiver._memory) == (None, None)
+    receiver.close()
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "refuses", "words"),
+    [
+        ("another device", "", "lies on device the one device, and this process computes on another device"),
+        ("the one device", "invalid device context", "cannot be opened: invalid device context"),
+    ],
+)
+def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch, name, refuses, words):
+    manifest = make_manifest(1, [("a", torch.arange(100))])
+    sender = cuda_ipc.CudaIpcSender((0,), BUCKET, "cpu")
+    kind = HostMemory(name)
+    kind.refuses = refuses
+    monkeypatch.setitem(device_memory.KINDS, "cpu", kind)
+    receiver = cuda_ipc.CudaIpcReceiver(sender.address, 0, BUCKET, Deadline(20), "cpu")
+    lost = []
+
+    def send():
+        with pytest.raises(ReceiversLostError) as caught:
+            sender.send(manifest, iter([("a", torch.arange(100))]), Deadline(20))
+        lost.extend(caught.value.gone)
+
+    sending = in_thread(send)
+    with pytest.raises(WeightSyncError, match=words):
+        list(receiver.receive(manifest, Deadline(20)))
+    receiver.close()
+    sending.join(20)
+    assert lost == [0]
+    sender.close()
+
+
+def test_a_device_without_memory_left_says_how_much_was_asked_for(monkeypatch, device):
+    def allocate(num_bytes, device):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(device, "allocate", allocate)
+    sender = cuda_ipc.CudaIpcSender((), BUCKET, "cpu")
+    with pytest.raises(WeightSyncError, match="no 1024 bytes for a bucket on cpu: out of memory"):
+        sender.lend(1024)
+    sender.close()
+
+
+def test_devices_whose_memory_nobody_can_lend_are_refused():
+    with pytest.raises(UnsupportedError, match="memory of the device npu:0 cannot be lent"):
+        cuda_ipc.CudaIpcSender((0,), BUCKET, "npu:0")
