@@ -260,7 +260,9 @@ def misses(cells: dict[str, Any]) -> list[str]:
         cell, wanted = cells[name], TARGETS[kind]
         for peer, target in wanted.items():
             if cell["speedup"][peer] < target:
-                found.append(f"* {name}: {cell['speedup'][peer]:.2f} × {peer}, target {target}")
+                found.append(
+                    f"* {name}: {cell['speedup'][peer]:.2f} × {peer}, target {target}{_needed(cell, peer, target)}"
+                )
         shares = cell.get("share_of_gemm_bound", {}).values()
         if size == "512x8" and shares and min(wall for wall, _ in shares) < GEMM_TARGET:
             share = min(wall for wall, _ in shares)
@@ -274,6 +276,15 @@ def misses(cells: dict[str, Any]) -> list[str]:
         "",
         "The GEMM bound has neither attention nor prompts nor draws; the last column says what each takes.",
     ]
+
+
+def _needed(cell: dict[str, Any], peer: str, target: float) -> str:
+    """What share of the GEMM bound a target is: the products are the same for everybody."""
+    shares = cell.get("share_of_gemm_bound", {}).values()
+    if not shares:
+        return ""
+    share = min(wall for wall, _ in shares)
+    return f", which is {share * target / cell['speedup'][peer]:.0%} of the GEMM bound; {share:.0%} are reached"
 
 
 def _reachable(cell: dict[str, Any]) -> str:

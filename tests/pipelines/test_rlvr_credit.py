@@ -312,6 +312,28 @@ def test_what_is_drawn_ahead_is_scored_by_the_policy_as_it_is_now_and_the_gap_is
     assert (run.plan.ahead, run.plan.concurrent) == (1.0, True)
 
 
+@pytest.mark.parametrize(
+    ("ahead", "given", "weighs"),
+    [
+        (OLDER, {}, True),
+        (OLDER, {"train_infer_correction": {"is_weight": {"enabled": False}}}, False),
+        (OLDER, {"force_disable_old_logprobs_recompute": True}, False),
+        ({"is_use_additional_prompts": True, "max_additional_running_prompts": 1}, {}, True),
+        ({}, {}, False),
+    ],
+)
+def test_what_is_drawn_ahead_is_weighed_by_importance_unless_told_otherwise(ahead, given, weighs):
+    groups = groups_of((1.0, 0.0))
+    drawn = np.array([-0.6, -0.8], dtype=np.float32)
+    groups = [Group(id="0", samples=tuple(replace(each, logprobs=drawn) for each in groups[0].samples))]
+    plain = step(groups, {"actor_train": FakeRole(logprob=-0.7)})[1]
+    run, sequences = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, **ahead, **given)
+    factors = np.exp([-0.1, 0.1]) if weighs else np.ones(2)
+    for before, after in zip(plain, sequences, strict=True):
+        assert after.advantages[2:] == pytest.approx(before.advantages[2:] * factors)
+    assert ("correction/weight/mean" in run.metrics) == weighs
+
+
 def test_corrections_weigh_advantages_and_take_tokens_out_of_the_loss():
     groups = groups_of((1.0, 0.0))
     drawn = np.array([-0.5, -2.5], dtype=np.float32)

@@ -84,8 +84,10 @@ class ImportanceWeightConfig(Config):
     """`train_infer_correction.is_weight`: advantages are multiplied by how much likelier the trainer finds a token than
     the engine that drew it."""
 
-    enabled: bool = False
-    """Whether they are."""
+    enabled: bool | None = None
+    """Whether they are; where not given, wherever generation runs ahead of training and the old policy's logprobs are
+    computed again. Without it the gradient on answers of older weights is biased, and nothing clips it: the ratio of
+    PPO compares with the policy at the start of the update, not with the one that drew."""
     weight_type: Level = "token"
     """Ratio of the token, of its segment or sequence as a geometric mean (`segment`, `geometric`), or of its whole
     sequence."""
@@ -125,7 +127,7 @@ class TrainInferCorrectionConfig(Config):
     @property
     def enabled(self) -> bool:
         """Whether anything is corrected."""
-        return self.is_weight.enabled or any(each.enabled for each in self.filters)
+        return bool(self.is_weight.enabled) or any(each.enabled for each in self.filters)
 
 
 class RLVRConfig(_Judged):
@@ -375,6 +377,15 @@ class RLVRConfig(_Judged):
         return self.async_generation_ratio
 
     @property
+    def correction(self) -> TrainInferCorrectionConfig:
+        """`train_infer_correction`, and whether it weighs tokens where the config leaves that open."""
+        given = self.train_infer_correction
+        if given.is_weight.enabled is not None:
+            return given
+        weighs = self.ahead > 0 and not self.force_disable_old_logprobs_recompute
+        return given.model_copy(update={"is_weight": given.is_weight.model_copy(update={"enabled": weighs})})
+
+    @property
     def generates(self) -> bool:
         """Whether an engine draws answers: not where recorded ones are replayed."""
         return self.replay_rollouts is None
@@ -395,7 +406,7 @@ class RLVRConfig(_Judged):
         if self.force_disable_old_logprobs_recompute:
             return False
         several_steps = self.steps_per_batch(self.actor_train) > 1
-        older_tokens = self.ahead > 0 or self.train_infer_correction.enabled
+        older_tokens = self.ahead > 0 or self.correction.enabled
         return several_steps or self.add_token_level_kl or older_tokens
 
     def clip_range(self) -> tuple[float, float]:

@@ -210,9 +210,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             f"step {run.step + 1}: every advantage is 0; all answers of each prompt have the same reward",
         )
         credited = experience.with_flat(advantages=advantages_T, returns=found.returns_T).keep(self._kept(experience))
-        if not config.train_infer_correction.enabled or not credited.sequences:
+        if not config.correction.enabled or not credited.sequences:
             return credited
-        corrected, metrics = correct(credited, config.train_infer_correction)
+        corrected, metrics = correct(credited, config.correction)
         run.log(metrics)
         return corrected
 
