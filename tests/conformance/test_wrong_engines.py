@@ -90,6 +90,7 @@ WRONG = {
     "answers_after_stop": {"test_a_stopped_engine_says_so"},
     "nameless_model": {"test_a_model_that_is_not_there_is_named"},
     "silent_prompt_logprobs": {"test_what_is_not_declared_is_refused"},
+    "silent_routed_experts": {"test_what_is_not_declared_is_refused"},
 }
 
 

@@ -45,11 +45,11 @@ CAPABILITIES = {
     "TrainCapabilities": [
         "tasks", "dtypes", "packing", "gradient_checkpointing", "data_parallel", "tensor_parallel",
         "pipeline_parallel", "context_parallel", "expert_parallel", "lora", "adapter_export", "offload", "topk",
-        "portable_state", "any_world_size", "weight_transports",
+        "portable_state", "router_replay", "any_world_size", "weight_transports",
     ],
     "InferCapabilities": [
-        "dtypes", "sleeps", "lora", "prompt_logprobs", "in_flight_update", "endpoint", "tensor_parallel",
-        "device_weights", "weight_transports",
+        "dtypes", "sleeps", "lora", "prompt_logprobs", "routed_experts", "in_flight_update", "endpoint",
+        "tensor_parallel", "device_weights", "weight_transports",
     ],
 }  # fmt: skip
 METHODS = {

@@ -1,9 +1,13 @@
 """Outputs in pieces."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from roll_core.runtime.rollout.drafts import Draft, rest_of, stop_finder
+from roll_core.runtime.rollout.drafts import Draft, cut_at, rest_of, stop_finder
 from roll_core.types import CompletionOutput, GenerateRequest, SamplingParams
 
 
@@ -79,3 +83,42 @@ def tokens(text):
 )
 def test_a_stop_string_that_reaches_over_a_cut_is_found_where_it_is_complete(text, seam, stops, found):
     assert stop_finder(letters)(tokens(text), seam, stops) == found
+
+
+def computed(tokens, name):
+    """What an engine returns beside an answer to a prompt: a row for each token but the last, with its own mark."""
+    at = np.arange(len(tokens) - 1, dtype=np.uint8)
+    return np.stack([at, np.full(len(at), name, dtype=np.uint8)], axis=-1)[:, None, :]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=6),
+    st.integers(1, 5),
+)
+def test_experts_of_parts_are_those_of_the_engine_that_drew_what_follows(parts, num_prompt):
+    """A part that an engine did not live to tell has none, and a part may have no token."""
+    request = GenerateRequest(
+        id="r", prompt_ids=np.arange(num_prompt), params=SamplingParams(max_new_tokens=99), routed_experts=True
+    )
+    draft, expected = Draft(0), []
+    for name, (num, told) in enumerate(parts):
+        asked = rest_of(request, draft, "again")
+        assert asked.routed_experts
+        drawn = part(*range(num))
+        experts = computed([*asked.prompt_ids, *drawn.token_ids], name) if told else None
+        draft.add(replace(drawn, routed_experts=experts), 99)
+        if told:
+            expected += [[at, name] for at in range(len(expected), len(asked.prompt_ids) + num - 1)]
+    found = draft.drawn.routed_experts
+    if found is None:
+        assert not any(told for _, told in parts)
+    else:
+        assert found[:, 0].tolist() == expected
+        assert found.dtype == np.uint8
+
+
+def test_an_output_that_is_cut_loses_the_experts_of_what_is_cut_off():
+    output = replace(part(10, 11, 12, 13), routed_experts=computed(range(7), 0))  # a prompt of three tokens
+    cut = cut_at(output, 2, "stop")
+    assert cut.token_ids.tolist() == [10, 11]
+    assert cut.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3]

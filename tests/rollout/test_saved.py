@@ -23,8 +23,9 @@ REWARDS = st.one_of(
     hnp.arrays(np.float32, st.integers(0, 20), elements=st.floats(-50, 0, width=32)),
     REWARDS,
     st.sampled_from(["stop", "length", "abort"]),
+    st.one_of(st.none(), hnp.arrays(st.sampled_from([np.uint8, np.uint16]), st.tuples(*[st.integers(0, 3)] * 3))),
 )
-def test_a_group_survives_json_bit_for_bit(logprobs, reward, finish):
+def test_a_group_survives_json_bit_for_bit(logprobs, reward, finish, experts):
     num = len(logprobs)
     sample = Sample(
         id="7/1/0",
@@ -37,6 +38,7 @@ def test_a_group_survives_json_bit_for_bit(logprobs, reward, finish):
         finish_reason=finish,
         tag=PROMPT.tag,
         reward=reward,
+        routed_experts=experts,
         metadata=PROMPT.metadata,
     )
     group = group_from(json.loads(json.dumps(saved_group(Group(id="7/1", samples=(sample, sample))))), PROMPT)
@@ -48,6 +50,11 @@ def test_a_group_survives_json_bit_for_bit(logprobs, reward, finish):
             assert ours.tobytes() == theirs.tobytes()
         assert (other.id, other.tag, other.reward, other.finish_reason) == ("7/1/0", "maß", reward, finish)
         assert other.metadata is PROMPT.metadata
+        if experts is None:
+            assert other.routed_experts is None
+        else:
+            assert (other.routed_experts.dtype, other.routed_experts.shape) == (experts.dtype, experts.shape)
+            assert np.array_equal(other.routed_experts, experts)
 
 
 def test_half_drawn_outputs_survive_and_so_do_those_that_were_not_begun():
@@ -57,9 +64,11 @@ def test_half_drawn_outputs_survive_and_so_do_those_that_were_not_begun():
         versions=np.array([1, 2], dtype=np.int32),
         finish_reason="stop",
         stop="END",
+        routed_experts=np.array([[[300, 2]]], dtype=np.uint16),
     )
     found = outputs_from(json.loads(json.dumps(saved_outputs([drawn, None]))))
     assert found[1] is None
+    assert found[0].routed_experts.tolist() == [[[300, 2]]]
     assert found[0].logprobs.tobytes() == drawn.logprobs.tobytes()
     assert (found[0].token_ids.tolist(), found[0].versions.tolist()) == ([5, 6], [1, 2])
     assert (found[0].finish_reason, found[0].stop) == ("stop", "END")

@@ -7,6 +7,7 @@ needs neither torch nor ray, and is never padded. Shapes are given by suffix:
 
     P tokens of a prompt    R tokens of a response    L = P + R tokens of a sequence
     T flat tokens of a microbatch    S sequences of a microbatch    K top-k
+    M layers of a mixture of experts, in the order of the model's layers; dense layers do not count
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 TokenIds = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+RoutedExperts = npt.NDArray[np.unsignedinteger[Any]]
+"""Experts that a mixture of experts chose, `[tokens, M, K]`: indices in the smallest unsigned integers that hold them,
+uint8 up to 256 experts. The K of a token and layer are a set; their order means nothing."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -71,6 +75,9 @@ class GenerateRequest:
     prompt_logprobs: bool = False
     """Also return the logprobs of the prompt's own tokens under softmax(logits), without temperature, as nothing was
     sampled there (capability `prompt_logprobs`)."""
+    routed_experts: bool = False
+    """Also return the experts that each token was sent to (capability `routed_experts`). Asked only of an engine that
+    was started with `ModelSpec.router_replay`."""
     priority: int = 0
     """Lower is served first where an engine has to choose."""
 
@@ -89,6 +96,9 @@ class CompletionOutput:
     finish_reason: FinishReason
     stop: str | int | None = None
     """The stop string or token id that ended it, if one did."""
+    routed_experts: RoutedExperts | None = None
+    """`[P + R - 1, M, K]`, of the prompt's tokens and of all but the last of the response, which was drawn and never
+    computed; only if asked for. Fewer rows where the engine knows of fewer tokens, from the first on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +158,8 @@ class Sample:
     versions: npt.NDArray[np.int32]
     """`[R]`, weight version of each token, -1 where `loss_mask` is false."""
     finish_reason: FinishReason
+    routed_experts: RoutedExperts | None = None
+    """`[P + R - 1, M, K]` or fewer rows, as the engine reported them."""
     tag: str = ""
     """Domain, which chooses the reward and the ratio in the batch."""
     reward: Reward | None = None
@@ -199,6 +211,9 @@ class TrainSequence:
     """`[L]`, the critic's target."""
     values: Floats | None = None
     """`[L]`, the critic's own values at the start of the update."""
+    routed_experts: RoutedExperts | None = None
+    """`[L - 1, M, K]` or fewer rows: the experts to send the first tokens to instead of those that the router would
+    choose. It chooses for the others itself."""
     media: tuple[MediaRef, ...] = ()
 
     def __len__(self) -> int:

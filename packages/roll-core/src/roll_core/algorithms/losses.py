@@ -83,6 +83,8 @@ class PolicyObjective:
             # The policy has not moved since it drew the tokens, so engine and trainer should agree.
             gap_T = torch.where(micro.loss_mask_T, logprobs_T.detach() - micro.behaviour_logprobs_T, 0.0).abs()
             metrics["logprob_gap"] = aggregate(gap_T, micro, "token-mean")
+        if outputs.routing_disagreement_T is not None:
+            metrics["routing_disagreement"] = aggregate(outputs.routing_disagreement_T, micro, "token-mean")
         metrics["loss"] = loss.detach()
         metrics.update(_reduce(token_metrics, micro))
         return LossOutput(loss=loss, metrics=metrics)

@@ -36,12 +36,14 @@ HF_TRAIN = TrainCapabilities(
     topk=True,
     portable_state=True,
     any_world_size=True,
+    router_replay=True,
     weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
 )
 HF_INFER = InferCapabilities(
     sleeps=True,
     lora=True,
     prompt_logprobs=True,
+    routed_experts=True,
     in_flight_update=True,
     device_weights=True,
     weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),

@@ -76,6 +76,8 @@ class _Validation:
     found: list[Finding] = field(default_factory=list)
     cause: BaseException | None = None
     """Why a part that was asked for is not there, if a plugin failed to load."""
+    policy_role: str = ""
+    """Of the pipeline's schema."""
     extra_paths: list[KeyPath] = field(default_factory=list)
     """Keys of the schemas that strategies and rewards bring, for suggestions."""
 
@@ -90,6 +92,7 @@ class _Validation:
             raise self._error(RunConfig)
         schema = schema_of(provider, RunConfig, owner=self.registry.owner(provider))
         self._blocks(schema)
+        self.policy_role = schema.policy_role
         asked_for = self.data["pipeline"]
         self.data["pipeline"] = provider.name
         for path, worker, role in list(roles(schema, self.data)):
@@ -230,6 +233,8 @@ class _Validation:
         if strategy is not None:
             self._slots(path, worker, role, provider, strategy)
             self._replicas(path, role, provider, strategy)
+            if worker.kind == "generate" or path == (self.policy_role,):
+                self._router_replay(path, provider, strategy)
             if worker.kind != "generate":
                 self._spread(path, role, strategy)
             elif strategy.serves_adapters() and not any(map(_trains_adapters, self._model_args())):
@@ -350,6 +355,25 @@ class _Validation:
             except ValueError as error:
                 self.found.append(Finding((*path, "strategy_args", "strategy_config"), str(error)))
 
+    def _router_replay(self, path: KeyPath, provider: TrainProvider | InferProvider, strategy: StrategyConfig) -> None:
+        """Engine and trainer of the policy can do their parts of it, with this model."""
+        raw, policy = self.data.get("router_replay"), self.data.get(self.policy_role)
+        if not isinstance(raw, dict) or raw.get("mode") != "R3" or not isinstance(policy, dict):
+            return
+        at_mode = ("router_replay", "mode")
+        if not _replays(provider):
+            others = [each for each in self.registry.providers(type(provider)) if _replays(each)]
+            able = [each.name for each in others if not getattr(each, "forward_only", False)]
+            does = "return the experts that it chose" if path != (self.policy_role,) else "replay an engine's experts"
+            message = f"{provider.name} of {'.'.join(path)} does not {does}"
+            hint = f"strategies that do: {', '.join(able)}; or write mode: disable"
+            self.found.append(Finding(at_mode, message, hint))
+            return
+        try:
+            strategy.check_router_replay(model_keys(policy.get("model_args"), self.data.get("pretrain")))
+        except ValueError as error:
+            self.found.append(Finding(at_mode, f"R3 {error}", "write mode: disable, or leave router_replay out"))
+
     # -- problems ------------------------------------------------------------------------------------------------------
 
     def _error(self, schema: type[RunConfig]) -> ConfigError:
@@ -434,6 +458,12 @@ def _is_written(data: Any, path: KeyPath) -> bool:
 def _exports_state(worker: type[WorkerConfig], provider: TrainProvider | InferProvider) -> bool:
     """Or has no state that would be saved."""
     return worker.kind != "train" or (isinstance(provider, TrainProvider) and provider.capabilities.portable_state)
+
+
+def _replays(provider: TrainProvider | InferProvider) -> bool:
+    """Whether it does its part of router replay."""
+    capabilities = provider.capabilities
+    return capabilities.routed_experts if isinstance(capabilities, InferCapabilities) else capabilities.router_replay
 
 
 def _num_ranks(role: Mapping[Any, Any]) -> int | None:

@@ -6,7 +6,7 @@ T flat tokens of a microbatch, S sequences.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -95,10 +95,33 @@ def _check(sequence: TrainSequence) -> None:
         values = getattr(sequence, name)
         if values is not None and len(values) != length:
             raise DataError(f"sequence {sequence.id}: {name} has length {len(values)}, its tokens {length}")
+    routed = sequence.routed_experts
+    if routed is not None and (routed.ndim != 3 or len(routed) > length):
+        raise DataError(
+            f"sequence {sequence.id}: routed_experts has shape {routed.shape}; expected [tokens, layers, top-k] of at"
+            f" most {length} tokens"
+        )
     if sequence.loss_mask[0]:
         raise DataError(
             f"sequence {sequence.id}: its first token is in the loss, but nothing stands before it to predict it from"
         )
+
+
+def _routed_experts(batch: Sequence[TrainSequence]) -> np.ndarray[Any, np.dtype[np.int16]] | None:
+    """`[T, M, K]`, -1 where nothing is known of a token; None where nothing is known of any."""
+    known = [each.routed_experts for each in batch if each.routed_experts is not None]
+    shapes = {each.shape[1:] for each in known}
+    if not known:
+        return None
+    if len(shapes) > 1:
+        raise DataError(f"sequences of one batch went through experts of several models: [layers, top-k] {shapes}")
+    flat = np.full((sum(map(len, batch)), *shapes.pop()), -1, dtype=np.int16)
+    start = 0
+    for each in batch:
+        if each.routed_experts is not None:
+            flat[start : start + len(each.routed_experts)] = each.routed_experts
+        start += len(each)
+    return flat
 
 
 def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
@@ -121,6 +144,8 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
             raise DataError(f"sequence {lacking} has no {name}, but sequence {with_it[0].id} of the same batch has")
         if with_it:
             optional[f"{name}_T"] = flat(name, np.float32)
+    if (routed_TMK := _routed_experts(batch)) is not None:
+        optional["routed_experts_TMK"] = torch.from_numpy(routed_TMK)
     return MicroBatch(
         ids=tuple(each.id for each in batch),
         tokens_T=flat("tokens", np.int64),

@@ -33,6 +33,7 @@ def sample_of(
         loss_mask=np.ones(len(output.token_ids), dtype=np.bool_),
         versions=output.versions,
         finish_reason=output.finish_reason,
+        routed_experts=output.routed_experts,
         tag=tag,
         metadata=metadata or {},
     )
@@ -54,6 +55,7 @@ def sequence_of(sample: Sample, *, group: int) -> TrainSequence:
         tokens=np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64, copy=False),
         loss_mask=np.concatenate([np.zeros(num_prompt, dtype=np.bool_), sample.loss_mask]),
         behaviour_logprobs=after_prompt(sample.logprobs, num_prompt),
+        routed_experts=sample.routed_experts,
         group=group,
     )
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from roll_core.modeling.context_parallel import ContextParallel
+    from roll_core.modeling.routing import RoutingReplay
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,11 @@ class Backbone:
         *,
         attn_implementation: str = "auto",
         context: ContextParallel | None = None,
+        replay: RoutingReplay | None = None,
     ) -> None:
-        """With `context` this rank computes hidden states of its part of the tokens only."""
-        self.model, self.context = model, context
+        """With `context` this rank computes hidden states of its part of the tokens only. `replay` is of this model,
+        and takes the experts that are given to `hidden`."""
+        self.model, self.context, self.replay = model, context, replay
         self.module: nn.Module = model.base_model
         self.why_padded = f"attn_implementation: {attn_implementation}"
         self.flat = attn_implementation in ("auto", attention.NAME) and self._try_flat()
@@ -59,8 +62,18 @@ class Backbone:
         elif context is not None:
             self._check_context(context)
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routed_experts_TMK: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states after the last norm, `[T, H]`; with `context`, those of its part."""
+        if self.replay is not None:
+            self.replay.begin(None if routed_experts_TMK is None else self._as_seen(routed_experts_TMK, lengths))
+        elif routed_experts_TMK is not None:
+            raise UnsupportedError("experts are given to be replayed, but the model was not built with router_replay")
         if self.context is not None:
             return self._shared(tokens_T, positions_T, lengths, self.context)
         if self.flat:
@@ -85,11 +98,28 @@ class Backbone:
         found: Tensor = outputs[0][0]
         return found
 
+    def _as_seen(self, routed_experts_TMK: Tensor, lengths: Sequence[int]) -> Tensor:
+        """In the order in which the routers see the tokens: as they are, or in a rectangle whose padding goes where it
+        likes."""
+        if self.context is not None:
+            raise UnsupportedError("experts are not replayed where ranks share the tokens of a sequence")
+        if self.flat:
+            return routed_experts_TMK
+        size = len(lengths) * max(lengths)
+        seen = routed_experts_TMK.new_full((size, *routed_experts_TMK.shape[1:]), -1)
+        return seen.index_copy_(0, _places(lengths).to(seen.device), routed_experts_TMK)
+
+    def disagreement(self, lengths: Sequence[int]) -> Tensor | None:
+        """`[T]`, of each token: the share of the experts given to the last `hidden` that its routers would not have
+        chosen; None where none were."""
+        found_N = None if self.replay is None else self.replay.disagreement_N
+        if found_N is None or self.flat:
+            return found_N
+        return found_N.index_select(0, _places(lengths).to(found_N.device))
+
     def _padded(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
         longest = max(lengths)
-        # Where token t stands in the rectangle, row by row. Padding stands behind, out of sight of a causal model.
-        places = [row * longest + column for row, length in enumerate(lengths) for column in range(length)]
-        places_T = torch.tensor(places, device=tokens_T.device)
+        places_T = _places(lengths).to(tokens_T.device)
         tokens_SL = tokens_T.new_zeros(len(lengths) * longest).index_copy(0, places_T, tokens_T)
         mask_SL = torch.zeros_like(tokens_SL).index_fill(0, places_T, 1)
         outputs = self.module(
@@ -191,6 +221,12 @@ class Backbone:
         """A thousand (fp32) or a few (bf16) roundings of the largest number."""
         relative = 1e-4 if hidden_TH.dtype == torch.float32 else 5e-2
         return relative * float(hidden_TH.float().abs().max())
+
+
+def _places(lengths: Sequence[int]) -> Tensor:
+    """Where each token stands in the rectangle, row by row. Padding stands behind, out of sight of a causal model."""
+    longest = max(lengths)
+    return torch.tensor([row * longest + column for row, length in enumerate(lengths) for column in range(length)])
 
 
 class LanguageHead:

@@ -15,6 +15,7 @@ from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.modeling.backbone import Backbone, LanguageHead
 from roll_core.modeling.logprobs import HeadRequest
 from roll_core.modeling.model import scalar_head
+from roll_core.modeling.routing import RoutingReplay
 from roll_core.spec.train import TokenOutputs
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class TaskModel:
         """Tries the model on a few tokens. `chunk_tokens` are those whose logits exist at once; None chooses. The ranks
         of `context` share the tokens of each microbatch, and all get the whole outputs."""
         self.model, self.task, self.chunk_tokens, self.context = model, spec.task, chunk_tokens, context
-        self.backbone = Backbone(model, attn_implementation=spec.attn_implementation, context=context)
+        replay = RoutingReplay(model) if spec.router_replay else None
+        self.backbone = Backbone(model, attn_implementation=spec.attn_implementation, context=context, replay=replay)
         self.head = LanguageHead(model) if spec.task == "causal_lm" else None
 
     def outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
@@ -53,7 +55,8 @@ class TaskModel:
             return self._outputs(micro, want)
 
     def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths)
+        routed_TMK = micro.routed_experts_TMK
+        hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths, routed_TMK)
         values_T = self._values(hidden_TH, micro) if want.values else None
         if not (want.logprobs or want.entropy or want.topk):
             return TokenOutputs(values_T=values_T)
@@ -82,7 +85,13 @@ class TaskModel:
             values_T=values_T,
             topk_logprobs_TK=spread(found.topk_logprobs_NK),
             topk_ids_TK=spread(found.topk_ids_NK),
+            routing_disagreement_T=self._disagreement(micro),
         )
+
+    def _disagreement(self, micro: MicroBatch) -> Tensor | None:
+        """Of the token before each."""
+        found_T = self.backbone.disagreement(micro.lengths)
+        return None if found_T is None else found_T.roll(1).where(micro.positions_T > 0, 0.0)
 
     def _here(self, wanted_T: Tensor, *, before: int) -> tuple[Tensor, Tensor]:
         """Places among the flat tokens of what is wanted, and the rows of hidden states that it is computed from, which

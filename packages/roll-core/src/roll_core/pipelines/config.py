@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from typing_extensions import override
 
 from roll_core.spec.config import (
     Config,
@@ -130,8 +131,23 @@ class TrainInferCorrectionConfig(Config):
         return bool(self.is_weight.enabled) or any(each.enabled for each in self.filters)
 
 
+class RouterReplayConfig(Config):
+    """`router_replay`: whether the policy's routers repeat, in training, what they chose in generation."""
+
+    mode: Literal["disable", "R3"] = "disable"
+    """`R3`, rollout routing replay: each token goes through the experts that the engine sent it through, while the old
+    policy's logprobs are computed and in the update."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether they do."""
+        return self.mode != "disable"
+
+
 class RLVRConfig(_Judged):
     """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and their kin)."""
+
+    policy_role: ClassVar[str] = "actor_train"
 
     actor_train: TrainWorkerConfig
     """The policy."""
@@ -179,6 +195,8 @@ class RLVRConfig(_Judged):
     left then is trained on."""
     train_infer_correction: TrainInferCorrectionConfig = TrainInferCorrectionConfig()
     """For tokens that were drawn under older weights, or by an engine that computes a little differently."""
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+    """For a mixture of experts, whose routers choose otherwise in the trainer than in the engine now and then."""
 
     adv_estimator: str = "grpo"
     """How credit is given: grpo, reinforce, rloo, gae, or a plugin's."""
@@ -368,6 +386,11 @@ class RLVRConfig(_Judged):
         if self.norm_mean_type is not None and self.norm_mean_type != "group" and self.adv_estimator == "grpo":
             raise ValueError("grpo subtracts the group's mean: leave norm_mean_type out, or take reinforce")
         return self
+
+    @property
+    @override
+    def replays_experts(self) -> bool:
+        return self.router_replay.enabled
 
     @property
     def ahead(self) -> float:

@@ -32,8 +32,9 @@ class Experience:
     sequences: tuple[TrainSequence, ...]
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> Experience:
-        """The samples of `groups` that have a reward and at least one token; failures take no part in anything."""
+    def of(cls, groups: Sequence[Group], *, routed_experts: bool = False) -> Experience:
+        """The samples of `groups` that have a reward and at least one token; failures take no part in anything.
+        `routed_experts`: their sequences have those that the engine chose."""
         samples: list[Sample] = []
         sequences: list[TrainSequence] = []
         for index, group in enumerate(groups):
@@ -41,7 +42,8 @@ class Experience:
                 if sample.reward is not None and sample.reward.value is not None and len(sample.response_ids):
                     samples.append(sample)
                     sequences.append(sequence_of(sample, group=index))
-        return cls(samples=tuple(samples), sequences=tuple(sequences))
+        chosen = tuple(sequences) if routed_experts else without_experts(sequences)
+        return cls(samples=tuple(samples), sequences=chosen)
 
     @property
     def scores_S(self) -> Tensor:
@@ -94,6 +96,11 @@ class Experience:
         return Experience(
             samples=tuple(self.samples[i] for i in chosen), sequences=tuple(self.sequences[i] for i in chosen)
         )
+
+
+def without_experts(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
+    """For models that choose their experts themselves."""
+    return tuple(each if each.routed_experts is None else replace(each, routed_experts=None) for each in sequences)
 
 
 def logprob_gaps(experience: Experience, version: int) -> tuple[float | None, float | None]:

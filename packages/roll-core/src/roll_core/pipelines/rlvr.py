@@ -22,7 +22,7 @@ from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
 from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, token_rewards
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.pipelines.correction import correct
-from roll_core.pipelines.experience import Experience, logprob_gaps, sample_metrics
+from roll_core.pipelines.experience import Experience, logprob_gaps, sample_metrics, without_experts
 from roll_core.pipelines.filters import domains, group_filter
 from roll_core.pipelines.messages import skipped
 from roll_core.pipelines.plans import rlvr
@@ -100,6 +100,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             first_ready=config.take_first_ready,
             stale=config.stale_groups,
             record=config.record_rollouts,
+            routed_experts=config.replays_experts,
             replay=config.replay_rollouts or "",
         )
         self.rollouts = run.rollouts("actor_infer", plan)
@@ -113,7 +114,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             return
         run.log_samples([sample for group in groups for sample in group.samples])
         run.log(sample_metrics(groups))
-        experience = Experience.of(groups)
+        experience = Experience.of(groups, routed_experts=self.config.replays_experts)
         if not experience.samples:
             run.guard("all_groups_filtered", False, f"step {run.step + 1}: no answer has a reward; nothing is learnt")
             return
@@ -161,10 +162,11 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             # Adapters leave the policy that the run began with in place, beneath them: no second copy of it is needed.
             own = config.reference is None
             role = run.train_role("actor_train" if own else "reference")
-            scored = await role.score(sequences, logprobs=True, temperature=self.temperature, base=own)
+            # It is asked what it would say by itself: no policy's experts are replayed in it.
+            scored = await role.score(without_experts(sequences), logprobs=True, temperature=self.temperature, base=own)
             experience = experience.with_rows(ref_logprobs=scored.logprobs)
         if config.critic is not None:
-            scored = await run.train_role("critic").score(sequences, values=True)
+            scored = await run.train_role("critic").score(without_experts(sequences), values=True)
             experience = experience.with_rows(values=scored.values)
         return experience
 
@@ -264,7 +266,8 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         num_tokens = 0
         if config.critic is not None:
             objective = ValueObjective(value_clip=config.value_clip)
-            update = await run.train_role("critic").update(sequences, objective, epochs=config.ppo_epochs)
+            critic = run.train_role("critic")
+            update = await critic.update(without_experts(sequences), objective, epochs=config.ppo_epochs)
             run.log(update.named("critic"))
             num_tokens += update.num_tokens
         if run.step >= config.critic_warmup:

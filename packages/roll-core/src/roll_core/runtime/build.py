@@ -76,7 +76,14 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         tokenizer=str(tokenizer),
         trust_remote_code=own.trust_remote_code,
         lora=lora_spec(own),
+        router_replay=config.replays_experts and _is_policy(role, config),
     )
+
+
+def _is_policy(role: RoleSpec, config: RunConfig) -> bool:
+    """Whether it trains the policy, or generates with its weights."""
+    generates = role.kind == "generate" and role.model_from == config.policy_role
+    return generates or role.name == config.policy_role
 
 
 def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> LoraSpec | None:
@@ -270,6 +277,12 @@ def _exports_state(provider: TrainProvider | InferProvider) -> bool:
     return isinstance(provider, TrainProvider) and provider.capabilities.portable_state
 
 
+def _replays(provider: TrainProvider | InferProvider) -> bool:
+    """Whether it does its part of router replay."""
+    capabilities = provider.capabilities
+    return capabilities.routed_experts if isinstance(capabilities, InferCapabilities) else capabilities.router_replay
+
+
 def _reward_args(worker: RewardConfig, registry: Registry) -> dict[str, Any]:
     provider = registry.find(RewardProvider, worker.reward)
     return {"provider": provider, "config": worker.model_dump(mode="json")}
@@ -292,6 +305,9 @@ def _check_support(
     if model.lora is not None and not provider.capabilities.lora:
         does = "serves" if role.kind == "generate" else "trains"
         raise UnsupportedError(f"{role.name}: strategy {provider.name} {does} no adapters (model_args.lora_target)")
+    if model.router_replay and not _replays(provider):
+        does = "return the experts that it chose" if role.kind == "generate" else "replay the engine's experts"
+        raise UnsupportedError(f"{role.name}: strategy {provider.name} does not {does} (router_replay.mode)")
     if why := platform.supports(model.dtype):
         raise UnsupportedError(f"{role.name}: model_args.dtype {model.dtype}: {why}")
     forward_only = getattr(provider, "forward_only", False)

@@ -96,6 +96,10 @@ class StrategyConfig(Config):
         """Of a train strategy: raises `ValueError` for keys that mean nothing beside the role's `model_args`, as these
         are written."""
 
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        """Of a strategy that returns or replays the experts of a model: raises `ValueError`, with what is needed, for a
+        model with which it cannot. `keys` as for `check_model`, empty where nothing is known."""
+
 
 class ModelArguments(Config):
     """`model_args`: which model a role has, and how it is computed."""
@@ -558,6 +562,9 @@ class RouterArguments(Config):
 class RunConfig(Config):
     """What every run has. A pipeline's schema adds its roles and its algorithm."""
 
+    policy_role: ClassVar[str] = ""
+    """The role that is trained on what an engine generates with its weights; empty where there is none."""
+
     pipeline: str
     """Which pipeline runs: see `roll-core plugins`."""
     exp_name: str = Field(default="roll", pattern=r"^[\w.-]+$")
@@ -649,6 +656,11 @@ class RunConfig(Config):
                 " of its own: leave executor out"
             )
         return self
+
+    @property
+    def replays_experts(self) -> bool:
+        """Whether the routers of `policy_role` repeat, in training, what they chose in the engine."""
+        return False
 
     def roles(self) -> dict[str, WorkerConfig]:
         """Every role of this config by dotted name, `actor_train` or `rewards.math`, in the order of the schema."""

@@ -56,6 +56,11 @@ class ModelSpec:
     lora: LoraSpec | None = None
     """Train adapters instead of the weights, or serve those that another role trains. Given only to strategies with
     `capabilities.lora`."""
+    router_replay: bool = False
+    """The experts that the engine chooses are replayed in training: an engine makes ready to return them, a trainer to
+    take them. Given only to strategies with `capabilities.routed_experts` and `capabilities.router_replay`. `start` and
+    `build` raise `UnsupportedError`, which names the architecture, where the model has no experts or its routers are
+    not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

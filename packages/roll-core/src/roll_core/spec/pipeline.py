@@ -134,6 +134,8 @@ class RolloutPlan:
     again, or train on them nevertheless."""
     record: bool = False
     """Write the batches to the run directory."""
+    routed_experts: bool = False
+    """Samples carry the experts that the engine sent their tokens to."""
     replay: str = ""
     """Directory of a run that did: its batches are this run's too. The role that generates is not among the pipeline's
     `roles` then, and nothing is judged."""

@@ -42,6 +42,9 @@ class TrainCapabilities:
     portable_state: bool = False
     """Exports its training state for other strategies, and continues from theirs: `TrainStrategy.export_state`,
     `import_state`."""
+    router_replay: bool = False
+    """Sends tokens to the experts that it is given: honours `ModelSpec.router_replay` and
+    `MicroBatch.routed_experts_TMK`."""
     any_world_size: bool = False
     """`load` continues from what another number of ranks saved."""
     weight_transports: tuple[Transport, ...] = ()
@@ -59,6 +62,9 @@ class InferCapabilities:
     """Serves a trained adapter on a model that stays as it is: honours `ModelSpec.lora`, and updates bring A and B
     alone. A strategy whose configuration does not ask for it (`StrategyConfig.serves_adapters`) gets merged weights."""
     prompt_logprobs: bool = False
+    routed_experts: bool = False
+    """Returns the experts that a mixture of experts chose: honours `ModelSpec.router_replay` and
+    `GenerateRequest.routed_experts`."""
     in_flight_update: bool = False
     """`update_weights` may be called while requests run: they go on with the new weights."""
     endpoint: bool = False

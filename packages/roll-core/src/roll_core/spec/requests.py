@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_core.errors import DataError
+from roll_core.errors import DataError, UnsupportedError
 
 if TYPE_CHECKING:
     from roll_core.types import GenerateRequest
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, max_tokens: int, limit: str) -> None:
-    """Raise `DataError` for what makes no sense to any engine, before the request waits.
+def check_request(
+    request: GenerateRequest, *, vocab_size: int, max_tokens: int, limit: str, routed_experts: bool = False
+) -> None:
+    """Raise `DataError` for what makes no sense to any engine, before the request waits; `UnsupportedError` where it
+    asks for `routed_experts` and the engine was not started to return them.
 
     `max_tokens` is how long prompt and response may be together, and `limit` whose limit that is, for the message:
     "the model's 4096 positions".
@@ -29,6 +32,8 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_tokens: int,
             f"{name}: prompt token {int(wrong[0])} is id {int(prompt[wrong[0]])}, but the model's vocabulary has"
             f" {vocab_size}; does the tokenizer belong to the model?"
         )
+    if request.routed_experts and not routed_experts:
+        raise UnsupportedError(f"{name}: asks for routed_experts, which this engine was not started to return")
     if request.n < 1 or params.max_new_tokens < 0:
         raise DataError(f"{name}: n is {request.n} and max_new_tokens {params.max_new_tokens}; neither makes sense")
     total = len(prompt) + params.max_new_tokens

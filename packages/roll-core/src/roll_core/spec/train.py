@@ -1,6 +1,6 @@
 """The contract of train strategies: how a model is sharded, stepped and stored. No strategy knows an algorithm.
 
-Shapes: T flat tokens of a microbatch, S its sequences, K top-k, V the vocabulary.
+Shapes: T flat tokens of a microbatch, S its sequences, K top-k, V the vocabulary, M layers that have experts.
 
 Life of a strategy, all calls from one thread:
 
@@ -65,6 +65,10 @@ class MicroBatch:
     advantages_T: Tensor | None = None
     returns_T: Tensor | None = None
     values_T: Tensor | None = None
+    routed_experts_TMK: Tensor | None = None
+    """int16 `[T, M, K]`: experts to send each token to, in every layer that has experts; -1 where the router chooses
+    itself. What is computed again in the backward pass goes to the same ones. Their weights are the router's own, of
+    its current logits at these indices, and carry its gradient. Not given together with `Want.base`."""
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +126,10 @@ class TokenOutputs:
     values_T: Tensor | None = None
     topk_logprobs_TK: Tensor | None = None
     topk_ids_TK: Tensor | None = None
+    routing_disagreement_T: Tensor | None = None
+    """Where experts were replayed, and the strategy knows: the share of them, over layers and top-k, that the router
+    would not have chosen itself for the token *before* `t`, whose state decides how token `t` is drawn. Without
+    gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from roll_core.types import CompletionOutput, FinishReason, TokenIds
+    from roll_core.types import CompletionOutput, FinishReason, RoutedExperts, TokenIds
 
 
 class Batch:
@@ -92,6 +92,7 @@ class Batch:
             self._versions_ST[at : at + 1, :num].reshape(-1),
             reason,
             stop,
+            sequence.computed_experts(num),
         )
 
     def give_up(self, sequence: Sequence) -> None:
@@ -99,6 +100,14 @@ class Batch:
         if sequence.slot >= 0:
             self._sequences[sequence.slot] = None
             sequence.slot = -1
+
+    def note_experts(self, routed_experts_NMK: RoutedExperts | None) -> None:
+        """Of the token that each row was given last."""
+        if routed_experts_NMK is None:
+            return
+        for row, sequence in enumerate(self.rows):
+            if sequence.request.request.routed_experts:
+                sequence.routed_experts.append(routed_experts_NMK[row : row + 1])
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

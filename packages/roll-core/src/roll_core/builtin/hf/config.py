@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
 from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, StrategyConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class HFTrainConfig(StrategyConfig):
@@ -19,6 +22,12 @@ class HFTrainConfig(StrategyConfig):
     async_save_ckpt: bool = False
     """Copy a checkpoint's weights and optimizer state to the host and write them while the next steps run: takes the
     host as much memory as they are large, for so long."""
+
+    @override
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        from roll_core.modeling.routing import check_routers
+
+        check_routers(keys)
 
 
 class HFInferConfig(StrategyConfig):
@@ -48,3 +57,9 @@ class HFInferConfig(StrategyConfig):
     @override
     def serves_adapters(self) -> bool:
         return self.enable_lora
+
+    @override
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        from roll_core.modeling.routing import check_routers
+
+        check_routers(keys)

@@ -79,7 +79,9 @@ class EngineCore:
         started = time.perf_counter()
         if len(self._batch):
             num = len(self._batch)
-            self._advance(self.runner.decode(self._batch.last_tokens()), 0)
+            logits = self.runner.decode(self._batch.last_tokens())
+            self._batch.note_experts(self.runner.routed_experts_NMK)
+            self._advance(logits, 0)
             self._counters["decode_steps"] += 1
             self._counters["decode_rows"] += num
             self._note_most("running/max", num)
@@ -161,6 +163,7 @@ class EngineCore:
                 request = each.request
                 if request.request.prompt_logprobs and request.prompt_logprobs is None:
                     request.prompt_logprobs = prompt.logprobs
+                each.note_experts(prompt.routed_experts)
                 if each.params.max_new_tokens == 0:
                     self._batch.finish(each, "length")
                     self._some_ended = True

@@ -79,6 +79,7 @@ class HFInferStrategy(InferStrategy):
         sleeps=True,
         lora=True,
         prompt_logprobs=True,
+        routed_experts=True,
         in_flight_update=True,
         device_weights=True,
         weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
@@ -233,13 +234,15 @@ class HFInferStrategy(InferStrategy):
             "max_rows": self._settings.max_num_seqs,
         }
         reason = decoder.unsupported(model)
+        if reason is None and self._spec.router_replay:
+            raise UnsupportedError(f"router_replay needs experts, and a {model.config.model_type} has none")
         runner: Runner
         if reason is None:
             chosen = compiled_decoder.decoder_class(model, self._settings.kernels)
             runner = chosen(model, pack=self._settings.pack_weights, **room)
         else:
             log.info("the embedded engine runs this model through transformers' own code, more slowly: %s", reason)
-            runner = ModuleRunner(model, **room)
+            runner = ModuleRunner(model, record_experts=self._spec.router_replay, **room)
         self._model = model
         who: dict[str, Any] = {"role": self._mesh.role, "rank": self._mesh.rank}
         lora = self._spec.lora
@@ -307,7 +310,13 @@ class HFInferStrategy(InferStrategy):
         if request.id in self._waiting:
             raise DataError(f"{name}: a request of this id is still running; ids are unique")
         limit = f"the model's {runner.max_positions} positions"
-        check_request(request, vocab_size=runner.vocab_size, max_tokens=runner.max_positions, limit=limit)
+        check_request(
+            request,
+            vocab_size=runner.vocab_size,
+            max_tokens=runner.max_positions,
+            limit=limit,
+            routed_experts=self._spec.router_replay,
+        )
         total = len(request.prompt_ids) + params.max_new_tokens
         if not runner.fits(1, total):
             raise ModelError(

@@ -4,7 +4,7 @@ Rows of equal length that were computed together form a cohort with one cache, s
 an architecture does with positions, windows, experts or recurrent states is what it does in transformers. Cohorts step
 one after the other: exact and general, not fast. Architectures of the Llama family have `decoder.Decoder` instead.
 
-N rows    V vocabulary
+N rows    V vocabulary    M layers with experts    K top-k
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from roll_core.builtin.hf.runner import Piece, Prompt, Runner
+from roll_core.modeling.routing import RoutingRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,8 +42,13 @@ class ModuleRunner(Runner):
 
     can_split = False
 
-    def __init__(self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int, record_experts: bool = False
+    ) -> None:
+        """`record_experts`: tell which experts tokens were sent to. Raises `UnsupportedError` where the model has none,
+        or its routers are not known."""
         self._model: Any = model
+        self._recorder = RoutingRecorder(model) if record_experts else None
         self.device = model.device
         config: Any = model.config.get_text_config()
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or 2**31)
@@ -72,9 +78,12 @@ class ModuleRunner(Runner):
             cohort = Cohort(self._new_cache(), len(members), length)
             wanted = any(pieces[i].prompt.logprobs_wanted for i in members)
             found = self._forward(cohort, tokens, every=wanted)
+            experts = None if self._recorder is None else self._recorder.take()
             for row, i in enumerate(members):
                 prompt = pieces[i].prompt
                 prompt.done = length
+                if experts is not None:
+                    prompt.routed_experts = experts[row * length : (row + 1) * length]
                 self._prompts[prompt] = (cohort, row)
                 logits[i] = found[row, -1]
                 if prompt.logprobs_wanted:
@@ -105,12 +114,15 @@ class ModuleRunner(Runner):
     @torch.inference_mode()
     def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
         """Each cohort in turn."""
-        logits, start = [], 0
+        logits, experts, start = [], [], 0
         for cohort in self._cohorts:
             tokens = torch.from_numpy(tokens_N[start : start + cohort.num]).to(self.device).unsqueeze(1)
             logits.append(self._forward(cohort, tokens, every=False)[:, -1])
+            if self._recorder is not None:
+                experts.append(self._recorder.take())
             cohort.length += 1
             start += cohort.num
+        self.routed_experts_NMK = np.concatenate(experts) if experts else None
         return torch.cat(logits).float()
 
     @torch.inference_mode()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from roll_core.types import Floats, TokenIds
+    from roll_core.types import Floats, RoutedExperts, TokenIds
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +36,8 @@ class Prompt:
     """Where its keys and values lie; the runner's business."""
     logprobs: Floats | None = None
     """`[P]` once it is computed, if wanted."""
+    routed_experts: RoutedExperts | None = None
+    """`[P, M, K]` once it is computed, where the runner records them."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -63,6 +65,8 @@ class Runner(ABC):
     vocab_size: int
     can_split: bool
     """Whether prompts may be computed in pieces, and from where a donor's tokens end."""
+    routed_experts_NMK: RoutedExperts | None = None
+    """Of the tokens that the last `decode` appended to the rows, where the runner records them."""
 
     @abstractmethod
     def fits(self, num_rows: int, num_tokens: int) -> bool:

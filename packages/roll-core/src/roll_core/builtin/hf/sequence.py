@@ -11,7 +11,7 @@ from roll_core.types import Completion, CompletionOutput
 
 if TYPE_CHECKING:
     from roll_core.builtin.hf.stopping import StopStrings
-    from roll_core.types import FinishReason, Floats, GenerateRequest, SamplingParams, TokenIds
+    from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts, SamplingParams, TokenIds
 
 UNIFORMS = 128
 """Uniform numbers drawn at once for one sequence."""
@@ -28,12 +28,26 @@ class Sequence:
     number whatever else is in the batch."""
     slot: int = -1
     """Where its tokens are recorded while it runs; -1 before and after."""
+    routed_experts: list[RoutedExperts] = field(default_factory=list)
+    """Of its tokens from the prompt's first on, in pieces `[tokens, M, K]`, where they are asked for."""
     output: CompletionOutput | None = None
 
     @property
     def params(self) -> SamplingParams:
         """Of its request."""
         return self.request.request.params
+
+    def note_experts(self, computed: RoutedExperts | None) -> None:
+        """Of its tokens from the first on; those that were computed before under other weights keep theirs, under which
+        what follows them was drawn."""
+        if computed is not None and self.request.request.routed_experts:
+            self.routed_experts.append(computed[sum(map(len, self.routed_experts)) :])
+
+    def computed_experts(self, num_drawn: int) -> RoutedExperts | None:
+        """Of all its tokens but the last of `num_drawn`; None where they are not asked for, or nothing was computed."""
+        if not self.routed_experts:
+            return None
+        return np.concatenate(self.routed_experts)[: len(self.request.request.prompt_ids) + num_drawn - 1]
 
 
 @dataclass(eq=False, slots=True)
@@ -85,6 +99,7 @@ def make_output(
     versions: np.ndarray[tuple[int], np.dtype[np.int32]],
     reason: FinishReason,
     stop: str | int | None = None,
+    routed_experts: RoutedExperts | None = None,
 ) -> CompletionOutput:
     """An output that owns its arrays."""
     return CompletionOutput(
@@ -93,4 +108,5 @@ def make_output(
         versions=versions.astype(np.int32),
         finish_reason=reason,
         stop=stop,
+        routed_experts=routed_experts,
     )

@@ -70,6 +70,7 @@ class HFTrainStrategy(TrainStrategy):
         topk=True,
         portable_state=True,
         any_world_size=True,
+        router_replay=True,
         weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
     )
 

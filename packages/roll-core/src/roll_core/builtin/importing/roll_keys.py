@@ -106,7 +106,11 @@ ROLE: Table = {
     "model_update_frequency": refused("weights are published after every step", 1),
     "apply_loss_scale": refused("gradients are sums over ranks and microbatches", True),
     "mtp_training_mode": refused("layers that predict several tokens are not trained", "disabled"),
-    "router_replay": {"mode": refused("no engine returns the experts that it chose", "disable")},
+    "router_replay": {
+        "mode": change(
+            "`R3` → `router_replay.mode`, of trainer and engine together; others refused", values.router_replay
+        )
+    },
     **each("sequence_length_round_in_train sequence_length_round_in_infer", unneeded("nothing is padded")),
     "use_sequence_packing": unneeded("sequences are always packed"),
     "sequence_packing_args": unneeded("use_dynamic_batching_in_train fills microbatches by tokens"),

@@ -189,6 +189,17 @@ def pg_variant(value: Any, key: Key) -> Outcome:
     return Outcome("renamed", ((("pg_variant",), value),), "one policy loss for the run")
 
 
+def router_replay(value: Any, key: Key) -> Outcome:
+    """Of the policy's trainer and its engine; R2, which would replay the trainer's own choices, exists nowhere."""
+    if value in (None, "disable"):
+        return Outcome("not needed", (), "disable asks for nothing")
+    if value == "R3" and key.pipeline == "rlvr" and key.role in (("actor_train",), ("actor_infer",)):
+        return Outcome("renamed", ((("router_replay", "mode"), value),), "one key for trainer and engine")
+    return Outcome(
+        "unsupported", ((key.path, value),), "R3 of the policy alone; left in the config, which `check` refuses"
+    )
+
+
 def topr_weight(value: Any, key: Key) -> Outcome:
     """Factors of topr's two halves."""
     if key.beside("pg_variant") != "topr" or not isinstance(value, (int, float)) or value == 1:

@@ -17,7 +17,7 @@ from roll_core.types import CompletionOutput, GenerateRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from roll_core.types import TokenIds
+    from roll_core.types import RoutedExperts, TokenIds
 
     FindStop = Callable[[TokenIds, int, Sequence[str]], "tuple[int, str] | None"]
     """Tokens, how many of them there were before the cut, and stop strings: where a stop string that reaches over the
@@ -49,24 +49,35 @@ class Draft:
 
 
 def joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
-    """Two parts of one output; it ends as the second does."""
+    """Two parts of one output; it ends as the second does. The second part's engine computed the first one's tokens
+    again: of their experts those count under which the first part was drawn."""
     return CompletionOutput(
         token_ids=np.concatenate([first.token_ids, then.token_ids]),
         logprobs=np.concatenate([first.logprobs, then.logprobs]),
         versions=np.concatenate([first.versions, then.versions]),
         finish_reason=then.finish_reason,
         stop=then.stop,
+        routed_experts=joined_experts(first.routed_experts, then.routed_experts),
     )
+
+
+def joined_experts(first: RoutedExperts | None, then: RoutedExperts | None) -> RoutedExperts | None:
+    """Both count from the prompt's first token."""
+    if first is None or then is None:
+        return then if first is None else first
+    return np.concatenate([first, then[len(first) :]])
 
 
 def cut_at(output: CompletionOutput, num_tokens: int, stop: str) -> CompletionOutput:
     """The output as it would have ended at a stop string."""
+    routed = output.routed_experts
     return CompletionOutput(
         token_ids=output.token_ids[:num_tokens],
         logprobs=output.logprobs[:num_tokens],
         versions=output.versions[:num_tokens],
         finish_reason="stop",
         stop=stop,
+        routed_experts=None if routed is None else routed[: len(routed) - len(output.token_ids) + num_tokens],
     )
 
 

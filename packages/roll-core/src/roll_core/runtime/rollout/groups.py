@@ -61,14 +61,26 @@ class BatchFacts:
 
 
 def request_for(
-    prompt: Prompt, params: SamplingParams, *, n: int, seed_of: tuple[int | str, ...], id: str = ""
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    n: int,
+    seed_of: tuple[int | str, ...],
+    id: str = "",
+    routed_experts: bool = False,
 ) -> GenerateRequest:
     """`n` answers to a prompt. The draws depend on the prompt and on `seed_of`, or on `params.seed` where that is set.
 
     Prompts never share a seed: equal draws in every answer would make an average far too noisy.
     """
     seed = stable_seed(*(seed_of if params.seed is None else (params.seed,)), prompt.id)
-    return GenerateRequest(id=id or prompt.id, prompt_ids=prompt.tokens, params=replace(params, seed=seed), n=n)
+    return GenerateRequest(
+        id=id or prompt.id,
+        prompt_ids=prompt.tokens,
+        params=replace(params, seed=seed),
+        n=n,
+        routed_experts=routed_experts,
+    )
 
 
 def group_of(prompt: Prompt, completion: Completion) -> Group:

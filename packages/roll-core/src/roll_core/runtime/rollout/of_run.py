@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from roll_core.errors import DataError
 from roll_core.runtime.rollout.groups import group_of, request_for
 from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
@@ -72,6 +73,17 @@ def late_length_ratio(groups: Sequence[Group], ages: Sequence[int]) -> float:
     )
 
 
+def check_experts(groups: Sequence[Group], who: str) -> None:
+    """Raise `DataError` unless samples say where their tokens were sent. Single ones may not, as where a replica
+    died."""
+    samples = [sample for group in groups for sample in group.samples if len(sample.response_ids)]
+    if samples and all(sample.routed_experts is None for sample in samples):
+        raise DataError(
+            f"{who} returned no experts for router_replay.mode R3 to replay; recorded rollouts have them only if the"
+            " run that recorded them replayed experts, too"
+        )
+
+
 class RunRollouts(Rollouts):
     """Batches of a run, wherever they come from: accounted for, watched by the guards, told in the metrics."""
 
@@ -88,6 +100,8 @@ class RunRollouts(Rollouts):
         with run.stage("rollout"):
             groups, facts = await self._next(run.step)
         run.check_tokens(self._role, groups, mixed=self._plan.ahead > 0)
+        if self._plan.routed_experts:
+            check_experts(groups, f"step {run.step + 1}: {self._role}")
         run.check_rewards(facts.verdicts)
         bound = math.ceil(self._plan.ahead)
         oldest = max(facts.ages, default=0)

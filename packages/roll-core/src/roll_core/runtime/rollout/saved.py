@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.spec.pipeline import Prompt
+    from roll_core.types import RoutedExperts
 
 ARRAYS = {"response_ids": "<i8", "logprobs": "<f4", "loss_mask": "|b1", "versions": "<i4"}
 DRAWN = {"token_ids": "<i8", "logprobs": "<f4", "versions": "<i4"}
@@ -26,6 +27,7 @@ def saved_group(group: Group) -> dict[str, Any]:
                 "id": sample.id,
                 "finish": sample.finish_reason,
                 "reward": _saved_reward(sample.reward),
+                **_saved_experts(sample.routed_experts),
                 **{name: saved_array(getattr(sample, name), dtype) for name, dtype in ARRAYS.items()},
             }
             for sample in group.samples
@@ -46,6 +48,7 @@ def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
                 tag=prompt.tag,
                 metadata=prompt.metadata,
                 reward=_reward_from(each["reward"]),
+                routed_experts=_experts_from(each),
                 **{name: array_from(each[name], dtype) for name, dtype in ARRAYS.items()},
             )
             for each in saved["samples"]
@@ -61,6 +64,7 @@ def saved_outputs(outputs: Sequence[CompletionOutput | None]) -> list[dict[str, 
         else {
             "finish": output.finish_reason,
             "stop": output.stop,
+            **_saved_experts(output.routed_experts),
             **{name: saved_array(getattr(output, name), dtype) for name, dtype in DRAWN.items()},
         }
         for output in outputs
@@ -75,6 +79,7 @@ def outputs_from(saved: Sequence[Mapping[str, Any] | None]) -> list[CompletionOu
         else CompletionOutput(
             finish_reason=each["finish"],
             stop=each["stop"],
+            routed_experts=_experts_from(each),
             **{name: array_from(each[name], dtype) for name, dtype in DRAWN.items()},
         )
         for each in saved
@@ -89,6 +94,22 @@ def _saved_reward(reward: Reward | None) -> dict[str, Any] | None:
 
 def _reward_from(saved: Mapping[str, Any] | None) -> Reward | None:
     return None if saved is None else Reward(**saved)
+
+
+def _saved_experts(experts: RoutedExperts | None) -> dict[str, Any]:
+    """Only where there are any: most models have none."""
+    if experts is None:
+        return {}
+    dtype = experts.dtype.newbyteorder("<").str
+    return {"experts": {"dtype": dtype, "shape": list(experts.shape), "data": saved_array(experts, dtype)}}
+
+
+def _experts_from(saved: Mapping[str, Any]) -> RoutedExperts | None:
+    found = saved.get("experts")
+    if found is None:
+        return None
+    experts: RoutedExperts = array_from(found["data"], found["dtype"]).reshape(found["shape"])
+    return experts
 
 
 def saved_array(array: np.ndarray[Any, Any], dtype: str) -> str:

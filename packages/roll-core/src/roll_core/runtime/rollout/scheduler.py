@@ -219,7 +219,12 @@ class RolloutScheduler:
             if entry.drawn is not None:
                 drawn[id] = entry.drawn
             seed_of = (self._seed, "train", entry.born)
-            requests.append(request_for(entry.prompt, self.plan.params, n=self.plan.n, seed_of=seed_of, id=id))
+            plan = self.plan
+            requests.append(
+                request_for(
+                    entry.prompt, plan.params, n=plan.n, seed_of=seed_of, id=id, routed_experts=plan.routed_experts
+                )
+            )
         if requests:
             self._dispatcher.ask(requests, self._answered, drawn)
 

@@ -7,6 +7,7 @@ from roll_core.testing.infer.contract import ContractTests
 from roll_core.testing.infer.ends import EndTests
 from roll_core.testing.infer.lifecycle import LifecycleTests
 from roll_core.testing.infer.numbers import NumberTests
+from roll_core.testing.infer.routing import RoutingTests
 from roll_core.testing.infer.sampling import SamplingTests
 from roll_core.testing.infer.starting import StartingTests
 from roll_core.testing.infer.weights import WeightTests
@@ -16,6 +17,7 @@ from roll_core.testing.packaging import PackagingTests
 class InferStrategyConformance(
     PackagingTests,
     StartingTests,
+    RoutingTests,
     AdapterTests,
     LifecycleTests,
     WeightTests,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import urllib.request
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,11 +90,14 @@ class ContractTests(InferSubject):
     # -- what is declared, and what is refused -------------------------------------------------------------------------
 
     def test_what_is_not_declared_is_refused(self, engine: Engine) -> None:
-        """Prompt logprobs by `UnsupportedError`; and an endpoint is there exactly where it is declared."""
+        """Prompt logprobs and routed experts by `UnsupportedError`, the latter also by an engine that was not started
+        to return them; and an endpoint is there exactly where it is declared."""
         if not self.can.prompt_logprobs:
             _expect(
                 lambda: engine.generate(ask(self.prompt(4), prompt_logprobs=True)), UnsupportedError, "prompt_logprobs"
             )
+        request = replace(ask(self.prompt(4)), routed_experts=True)
+        _expect(lambda: engine.generate(request), UnsupportedError, "routed_experts")
         url = engine.strategy.endpoint()
         if bool(url) != self.can.endpoint:
             raise AssertionError(f"endpoint is {'' if self.can.endpoint else 'not '}declared, but its URL is {url!r}")

@@ -23,6 +23,7 @@ from roll_core.errors import (
     MissingTensorError,
     ModelError,
     UnexpectedTensorError,
+    UnsupportedError,
 )
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.weights import make_receipt
@@ -111,8 +112,13 @@ class RightEngine(InferStrategy):
         size = len(self.held["bias"])
         if not len(prompt) or prompt.min() < 0 or prompt.max() >= size or request.n < 1:
             raise DataError(f"a prompt has tokens from 0 to {size - 1}, and n is at least 1")
+        if request.routed_experts:
+            self.no_experts(request)
         if params.temperature < 0 or not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
             raise DataError(f"temperature, top_p or min_p make no sense: {params}")
+
+    def no_experts(self, request):
+        raise UnsupportedError(f"request {request.id!r} asks for routed_experts, and a table of bigrams has none")
 
     def too_long(self, why):
         raise DataError(why)

@@ -167,6 +167,7 @@ WRONG_ENGINES = (
     "answers_after_stop",
     "nameless_model",
     "silent_prompt_logprobs",
+    "silent_routed_experts",
 )
 
 

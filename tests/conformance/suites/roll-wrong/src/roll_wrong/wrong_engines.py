@@ -325,3 +325,10 @@ class SilentPromptLogprobs(RightEngine):
 
     async def generate(self, request):
         return await super().generate(replace(request, prompt_logprobs=False))
+
+
+class SilentRoutedExperts(RightEngine):
+    """Overlooks that experts are asked for."""
+
+    def no_experts(self, request):
+        return None

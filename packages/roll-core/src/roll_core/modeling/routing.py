@@ -1,0 +1,210 @@
+"""Which experts a mixture of experts of transformers sends its tokens to: recorded while an engine generates, replayed
+while a trainer computes.
+
+Engine and trainer round differently, so for a token on the brink their routers choose different experts, and its
+logprobs differ by far more than rounding. Rollout routing replay (R3, arXiv:2510.11370) sends the token in training
+where the engine sent it: the indices are the engine's, the weights are those of the router's current logits at these
+indices, and the gradient goes through the logits as ever.
+
+A router of transformers returns its logits, the weights of the chosen experts and their indices; a forward hook reads
+them, or puts others in their place. What recomputes a layer in the backward pass runs the hook again.
+
+N tokens of one call, in the order in which the router sees them    M layers with experts    K top-k    E experts
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.errors import DataError, ModelError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor, nn
+
+    from roll_core.types import RoutedExperts
+
+    Weights = Callable[[Any, Tensor, Tensor], Tensor]
+    """From a router, its logits `[N, E]` and indices `[N, K]` to the weights of these experts, `[N, K]`."""
+
+
+def _softmax(router: Any, logits_NE: Tensor, indices_NK: Tensor) -> Tensor:
+    chosen_NK = logits_NE.float().softmax(-1).gather(1, indices_NK)
+    if getattr(router, "norm_topk_prob", True):  # Mixtral has no such key and always does
+        chosen_NK = chosen_NK / chosen_NK.sum(dim=-1, keepdim=True)
+    return chosen_NK
+
+
+def _sigmoid(router: Any, logits_NE: Tensor, indices_NK: Tensor) -> Tensor:
+    chosen_NK = logits_NE.sigmoid().gather(1, indices_NK)
+    if router.norm_topk_prob:
+        chosen_NK = chosen_NK / (chosen_NK.sum(dim=-1, keepdim=True) + 1e-20)
+    scaled_NK: Tensor = chosen_NK * router.routed_scaling_factor
+    return scaled_NK
+
+
+ROUTERS: Mapping[str, Weights] = {
+    "qwen2_moe": _softmax,
+    "qwen3_moe": _softmax,
+    "olmoe": _softmax,
+    "mixtral": _softmax,
+    "deepseek_v3": _sigmoid,
+    "glm4_moe": _sigmoid,
+}
+"""How the routers of an architecture (`model_type`) weigh experts, whoever chose them."""
+
+
+def check_routers(keys: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a model whose routing is not known here; `keys` as `StrategyConfig.check_model` has
+    them."""
+    if "model_type" in keys and (why := _unknown(str(keys["model_type"]))):
+        raise ValueError(why)
+
+
+def compact(indices: np.ndarray[Any, Any], experts: int) -> RoutedExperts:
+    """Indices in the smallest unsigned integers that hold those of so many experts."""
+    return indices.astype(np.min_scalar_type(max(experts - 1, 0)))
+
+
+def _unknown(model_type: str) -> str:
+    if model_type in ROUTERS:
+        return ""
+    known = ", ".join(sorted(ROUTERS))
+    return f"needs a mixture of experts whose routers are known here ({known}), and the model is of type {model_type}"
+
+
+class _Routers:
+    """The routers of a model in the order of its layers, each found to weigh experts as the table says."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        if why := _unknown(config.model_type):
+            raise UnsupportedError(f"router_replay {why}")
+        self.weights = ROUTERS[config.model_type]
+        self.modules: list[Any] = [
+            each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")
+        ]
+        if not self.modules:
+            raise UnsupportedError(f"router_replay needs experts, and no layer of this {config.model_type} has any")
+        self.top_k, self.num_experts = int(self.modules[0].top_k), int(self.modules[0].num_experts)
+        self.dtype = np.min_scalar_type(self.num_experts - 1)
+
+    def hook(self, act: Callable[[int, Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None]) -> None:
+        """Call `act(layer, router, logits, weights, indices)` after each call of a router; what it returns, weights and
+        indices, takes the place of the router's own."""
+        for layer, module in enumerate(self.modules):
+
+            def after(module: Any, _: Any, found: Any, layer: int = layer) -> Any:
+                logits_NE, weights_NK, indices_NK = found
+                changed = act(layer, module, logits_NE, weights_NK, indices_NK)
+                return None if changed is None else (logits_NE, *changed)
+
+            module.register_forward_hook(after)
+
+
+class RoutingRecorder:
+    """Collects what the routers of a model choose, from one `take` to the next."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises `UnsupportedError`, which names the architecture, for a model whose routers are not known."""
+        self._routers = _Routers(model)
+        self._found: list[Tensor] = []
+        self._routers.hook(self._note)
+
+    def take(self) -> RoutedExperts:
+        """`[N, M, K]`, of the one forward pass since the last call."""
+        import torch
+
+        found, self._found = self._found, []
+        if len(found) != len(self._routers.modules):
+            raise ModelError(
+                f"{len(found)} routers were called in one forward pass, the model has {len(self._routers.modules)}"
+            )
+        return compact(torch.stack(found, dim=1).cpu().numpy(), self._routers.num_experts)
+
+    def _note(self, layer: int, router: Any, logits_NE: Tensor, weights_NK: Tensor, indices_NK: Tensor) -> None:
+        if layer == 0:
+            self._found = []  # of a forward pass that nobody asked about, or that failed
+        self._found.append(indices_NK.detach())
+
+
+class RoutingReplay:
+    """Sends tokens to given experts. One microbatch at a time: from `begin` until the next `begin`, its backward pass
+    included."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises `UnsupportedError`, which names the architecture, for a model whose routers are not known."""
+        self._routers = _Routers(model)
+        self._given_MNK: Tensor | None = None
+        self._differing_N: Tensor | None = None
+        self._counted = 0
+        self._check()
+        self._routers.hook(self._replace)
+
+    def begin(self, routed_NMK: Tensor | None) -> None:
+        """Replay these in the forward passes that follow, in the order in which the routers see tokens; -1 leaves the
+        choice to the router, and None every choice.
+
+        Raises `DataError` where they do not fit the model.
+        """
+        import torch
+
+        self._given_MNK, self._differing_N, self._counted = None, None, 0
+        if routed_NMK is None:
+            return
+        routers = self._routers
+        shape = (len(routers.modules), routers.top_k)
+        if tuple(routed_NMK.shape[1:]) != shape:
+            raise DataError(
+                f"the engine chose {routed_NMK.shape[2]} experts in each of {routed_NMK.shape[1]} layers, this model"
+                f" {shape[1]} in each of {shape[0]}: it serves another model, or counts other layers"
+            )
+        if len(routed_NMK) and int(routed_NMK.max()) >= routers.num_experts:
+            raise DataError(f"the engine chose expert {int(routed_NMK.max())}, this model has {routers.num_experts}")
+        self._given_MNK = routed_NMK.to(torch.int64).transpose(0, 1).contiguous()
+        self._differing_N = torch.zeros(len(routed_NMK), device=routed_NMK.device)
+
+    @property
+    def disagreement_N(self) -> Tensor | None:
+        """Share of the given experts that the routers would not have chosen, over M and K; of the first forward pass
+        since `begin`. None where nothing is replayed."""
+        return self._differing_N
+
+    def _replace(
+        self, layer: int, router: Any, logits_NE: Tensor, weights_NK: Tensor, indices_NK: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        if self._given_MNK is None or self._differing_N is None:
+            return None
+        given_NK = self._given_MNK[layer]
+        if len(given_NK) != len(indices_NK):
+            raise ModelError(
+                f"experts are given for {len(given_NK)} tokens, a router was called with {len(indices_NK)}"
+            )
+        known_NK = given_NK >= 0
+        if self._counted == layer:  # not when a layer is computed again
+            own_NKK = given_NK.unsqueeze(2) == indices_NK.unsqueeze(1)
+            missed_NK = known_NK & ~own_NKK.any(-1)
+            self._differing_N += missed_NK.float().mean(-1) / len(self._routers.modules)
+            self._counted += 1
+        replayed_NK = given_NK.where(known_NK, indices_NK)
+        weights = self._routers.weights(router, logits_NE, replayed_NK)
+        return weights.to(weights_NK.dtype), replayed_NK
+
+    def _check(self) -> None:
+        """Given a router's own choices, the formula returns its own weights."""
+        import torch
+
+        router = self._routers.modules[0]
+        weight = router.weight
+        probe = torch.linspace(-2.0, 2.0, 3 * weight.shape[-1], device=weight.device, dtype=weight.dtype).view(3, -1)
+        with torch.no_grad():
+            logits_NE, weights_NK, indices_NK = router(probe)
+            found_NK = self._routers.weights(router, logits_NE, indices_NK).to(weights_NK.dtype)
+        if not torch.allclose(found_NK, weights_NK, rtol=1e-4 if weight.dtype == torch.float32 else 5e-2, atol=1e-6):
+            raise UnsupportedError(
+                f"router_replay cannot be honoured: {type(router).__name__} of this transformers weighs experts in"
+                " another way than its architecture is known for"
+            )
