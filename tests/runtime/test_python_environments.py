@@ -115,6 +115,7 @@ def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     notes = tmp_path / "notes"
     text = f"""#!/bin/sh
 echo "$@" >> {notes}
+pwd >> {notes}.folders
 for last; do :; done
 if [ "$1" = venv ]; then
   mkdir -p "$last/bin"
@@ -161,8 +162,31 @@ def test_an_installation_that_was_cut_off_is_made_anew(cache: Path, uv: Path) ->
     assert (folder / packages.STAMP).is_file()
 
 
+def test_no_projects_settings_count(cache: Path, uv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uv takes those of the folder in which it is started, and of those above it."""
+    (uv.parent / "pyproject.toml").write_text("[tool.uv]\n", encoding="utf-8")
+    monkeypatch.chdir(uv.parent)
+    monkeypatch.setenv(packages.CACHE_VARIABLE, "cache")
+    prepare(spec(packages=("acme",)), "actor_infer")
+    folders = {Path(each) for each in Path(f"{uv}.folders").read_text().splitlines()}
+    assert folders
+    assert not any((above / "pyproject.toml").exists() for each in folders for above in (each, *each.parents))
+
+
+def test_the_uv_that_started_the_run_is_found_wherever_it_is(
+    cache: Path, uv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`uv run` names itself in a variable, and is not always on the PATH."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(packages.sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("UV", str(uv.parent / "programs" / "uv"))
+    prepare(spec(packages=("acme",)), "actor_infer")
+    assert uv.read_text().startswith("venv --python /nowhere/python ")
+
+
 def test_without_uv_the_way_to_it_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("UV", raising=False)
     monkeypatch.setattr(packages.sys, "executable", "/nowhere/python")
     with pytest.raises(PythonEnvironmentError, match=r"installed by uv, which is not on the PATH. Run: pip install uv"):
         prepare(spec(packages=("acme",)), "actor_infer")

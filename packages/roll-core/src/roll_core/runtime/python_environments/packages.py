@@ -80,7 +80,7 @@ def cache_folder() -> Path:
     """Where the environments are kept."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
-        return Path(chosen)
+        return Path(chosen).absolute()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "roll" / "environments"
 
@@ -91,14 +91,14 @@ def _install(spec: EnvironmentSpec, folder: Path, role: str) -> None:
     # Without another choice this very interpreter: uv would look for one of its version, or download it.
     base = spec.python or sys.executable
     try:
-        _run([uv, "venv", "--python", base, str(folder)], role, folder.parent)
+        _run([uv, "venv", "--python", base, str(folder)], role)
         with tempfile.NamedTemporaryFile("w", prefix="roll-exclude-", suffix=".txt") as excluded:
             excluded.write("\n".join(spec.exclude))
             excluded.flush()
             left_out = ["--excludes", excluded.name] if spec.exclude else []
             python = str(folder / "bin" / "python")
             command = [uv, "pip", "install", "--python", python, *left_out, *spec.sources, *spec.packages]
-            _run(command, role, folder.parent)
+            _run(command, role)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -108,6 +108,7 @@ def _install(spec: EnvironmentSpec, folder: Path, role: str) -> None:
 def _find_uv(role: str) -> str:
     beside = Path(sys.executable).parent / "uv"
     uv = shutil.which("uv") or (str(beside) if beside.is_file() else None)
+    uv = uv or os.environ.get("UV")  # of the uv that started this (`uv run`), wherever it is
     if uv is None:
         raise PythonEnvironmentError(
             f"{role}: environment.packages are installed by uv, which is not on the PATH. Run: pip install uv"
@@ -115,11 +116,12 @@ def _find_uv(role: str) -> str:
     return uv
 
 
-def _run(command: Sequence[str], role: str, folder: Path) -> None:
-    """In a folder of no project: the settings of one that the run happens to be started in are not meant."""
+def _run(command: Sequence[str], role: str) -> None:
+    """In a folder of no project: the settings of one that the run is started in, or that has the cache somewhere below
+    it, are not meant."""
     done = subprocess.run(
         command,
-        cwd=folder,
+        cwd="/",
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
