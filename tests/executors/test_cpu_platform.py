@@ -47,6 +47,49 @@ def test_memory_is_what_the_cgroup_allows(cgroups: Path) -> None:
     assert memory["used"] <= memory["total"]
 
 
+@pytest.mark.parametrize(
+    ("folder", "names", "stat"),
+    [
+        ("", ("memory.max", "memory.current"), "anon 1000\nfile 900\ninactive_file 300\nactive_file 200\nshmem 400\n"),
+        (
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            "inactive_file 7\nactive_file 7\ntotal_inactive_file 300\ntotal_active_file 200\n",
+        ),
+    ],
+)
+def test_what_a_cgroup_holds_of_its_limit_is_not_free_but_for_copies_of_files(
+    cgroups: Path, folder: str, names: tuple[str, str], stat: str
+) -> None:
+    """Shared memory is held, though it is counted with the files."""
+    group = cgroups / folder
+    group.mkdir(exist_ok=True)
+    for name, value in zip((*names, "memory.stat"), ("10000", "2500", stat), strict=True):
+        (group / name).write_text(value)
+    assert host.free_memory_bytes() == 10000 - (2500 - 500)
+    assert CpuPlatform().memory(0) == {"total": 10000, "used": 2000}
+
+
+def test_a_cgroup_over_its_limit_or_without_statistics_has_nothing_or_all_of_it_free(cgroups: Path) -> None:
+    (cgroups / "memory.max").write_text("10000")
+    assert host.free_memory_bytes() == 10000
+    (cgroups / "memory.current").write_text("10001")
+    assert host.free_memory_bytes() == 0
+
+
+def test_the_cgroup_with_least_left_counts(cgroups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outer one may be full of what others hold."""
+    inner = cgroups / "job" / "task"
+    inner.mkdir(parents=True)
+    for group, (limit, used) in {cgroups / "job": (10000, 9000), inner: (5000, 100)}.items():
+        (group / "memory.max").write_text(str(limit))
+        (group / "memory.current").write_text(str(used))
+    text = host._text
+    monkeypatch.setattr(host, "_text", lambda path: "0::/job/task" if path.name == "cgroup" else text(path))
+    assert host.free_memory_bytes() == 1000
+    assert host.memory_limit_bytes() == 5000
+
+
 @pytest.mark.usefixtures("cgroups")
 def test_memory_is_the_hosts_where_nothing_limits_it() -> None:
     assert CpuPlatform().memory(0)["total"] == psutil.virtual_memory().total

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from roll_core.runtime.host import hostname, memory_limit_bytes, usable_cores
+from roll_core.runtime.host import free_memory_bytes, hostname, memory_limit_bytes, usable_cores
 from roll_core.spec.platform import Platform, Probe
 
 if TYPE_CHECKING:
@@ -46,6 +46,6 @@ class CpuPlatform(Platform):
 
     def memory(self, local_index: int) -> Mapping[str, int]:
         """Of the whole host, or what the cgroup allows: slots share it."""
-        host = psutil.virtual_memory()
-        total = min(host.total, memory_limit_bytes() or host.total)
-        return {"total": total, "used": min(total, host.total - host.available)}
+        host = psutil.virtual_memory().total
+        total = min(host, memory_limit_bytes() or host)
+        return {"total": total, "used": max(0, total - free_memory_bytes())}

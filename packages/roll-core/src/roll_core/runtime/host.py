@@ -39,8 +39,18 @@ def usable_cores() -> int:
 
 def memory_limit_bytes() -> int | None:
     """What the cgroup allows, if it limits memory."""
-    limits = [int(text) for text in _cgroup_values("memory.max", "memory/memory.limit_in_bytes") if text.isdigit()]
-    return min(limits, default=None)
+    return min((limit for limit, _ in _memory_limits()), default=None)
+
+
+def free_memory_bytes() -> int:
+    """What this process may still take: what the host has to give, or less where a cgroup leaves less of its limit.
+
+    Pages that hold what stands in files too are not in use: the kernel drops them before it refuses anything.
+    """
+    import psutil
+
+    left = [max(0, limit - used) for limit, used in _memory_limits()]
+    return min([int(psutil.virtual_memory().available), *left])
 
 
 def num_oom_kills() -> int:
@@ -51,8 +61,8 @@ def num_oom_kills() -> int:
 
 def _cpu_quotas() -> Iterator[float]:
     """Cores by quota over period, of this cgroup and those above it."""
-    for text in _cgroup_values("cpu.max"):
-        quota, _, period = text.partition(" ")
+    for group in _cgroups(""):
+        quota, _, period = _text(group / "cpu.max").partition(" ")
         if quota.isdigit() and period.isdigit():
             yield int(quota) / int(period)
     for directory in (CGROUPS / "cpu", CGROUPS / "cpu,cpuacct"):
@@ -61,17 +71,34 @@ def _cpu_quotas() -> Iterator[float]:
             yield int(quota) / int(period)
 
 
-def _cgroup_values(name: str, older: str = "") -> Iterator[str]:
-    """A control file's text in this process's cgroup and in all above it (version 2), or in the mount (version 1)."""
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Bytes that are allowed and bytes in use, of each cgroup of this process that has a limit."""
+    for group in _cgroups(""):
+        yield from _memory_limit(group, "max", "current", "")
+    for group in (*_cgroups("memory"), CGROUPS / "memory"):
+        yield from _memory_limit(group, "limit_in_bytes", "usage_in_bytes", "total_")
+
+
+def _memory_limit(group: Path, limit: str, usage: str, total: str) -> Iterator[tuple[int, int]]:
+    """`total` stands before the counts that include the cgroups below."""
+    allowed, used = _text(group / f"memory.{limit}"), _text(group / f"memory.{usage}")
+    if not allowed.isdigit():
+        return
+    counts = dict(line.partition(" ")[::2] for line in _text(group / "memory.stat").splitlines())
+    of_files = [counts.get(f"{total}{state}_file", "") for state in ("active", "inactive")]
+    dropped = sum(int(each) for each in of_files if each.isdigit())
+    yield int(allowed), max(0, int(used) - dropped) if used.isdigit() else 0
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """This process's cgroup and all above it: of version 2, or of a controller of version 1. In a container they may
+    bear names of the host, and only the topmost is there."""
     for line in _text(Path("/proc/self/cgroup")).splitlines():
-        number, _, path = line.split(":", 2)
-        if number == "0":
-            here = CGROUPS / path.lstrip("/")
-            for directory in (here, *here.parents):
-                if directory.is_relative_to(CGROUPS):
-                    yield _text(directory / name)
-    if older:
-        yield _text(CGROUPS / older)
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            top = CGROUPS / controllers
+            here = top / path.lstrip("/")
+            yield from (each for each in (here, *here.parents) if each.is_relative_to(top))
 
 
 def _text(path: Path) -> str:

@@ -6,10 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import psutil
-
 from roll_core.errors import RollError
-from roll_core.runtime.host import memory_limit_bytes
+from roll_core.runtime.host import free_memory_bytes
 from roll_core.runtime.placement import slots_of
 from roll_core.runtime.planning.placing import Placing, place
 from roll_core.runtime.planning.predicting import RoleMemory, predict
@@ -126,9 +124,7 @@ def plan_with(config: RunConfig, registry: Registry, placing: Placing, capacity:
 def _capacity(placing: Placing, *, slot_bytes: int | None, host_bytes: int | None) -> Capacity:
     platform = placing.platform
     if host_bytes is None and placing.here:
-        host = psutil.virtual_memory()
-        total = min(host.total, memory_limit_bytes() or host.total)
-        host_bytes = max(0, min(host.available, total))
+        host_bytes = free_memory_bytes()
     if platform.slots_share_cores:
         return Capacity(host=host_bytes, slot=None)
     if slot_bytes is None and placing.here:
