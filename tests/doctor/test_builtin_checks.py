@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -70,7 +71,8 @@ def sft(folder: Path, **keys: Any) -> Situation:
     ("system", "release", "level", "said"),
     [
         ("Linux", "6.8.0-45-generic", "ok", "Linux 6.8.0-45-generic"),
-        ("Linux", "5.15.153.1-microsoft-standard-WSL2", "ok", "in WSL"),
+        ("Linux", "5.15.153.1-microsoft-standard-WSL2", "ok", "in WSL 2"),
+        ("Linux", "4.4.0-19041-Microsoft", "error", "in WSL 1"),
         ("Linux", "5.4.0-150-generic", "warning", "5.4.0"),
         ("Linux", "rolling", "warning", "rolling"),
         ("Darwin", "24.1.0", "warning", "Darwin"),
@@ -85,7 +87,7 @@ def test_the_system_and_its_kernel(
     found = only(host.operating_system(situation))
     assert found.level == level
     assert said in found.found
-    assert ("WSL 2" in found.remedy) is (system == "Windows")
+    assert (re.search("wsl", found.remedy, re.IGNORECASE) is not None) is (level == "error")
 
 
 @pytest.mark.parametrize(("free", "level"), [(64 * 1024**2, "warning"), (GIB, "ok")])

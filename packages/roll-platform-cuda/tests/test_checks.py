@@ -63,6 +63,16 @@ def test_an_older_driver_is_an_error_by_major_and_a_warning_by_minor_version(
     assert ("newer driver" in found.remedy) is (level != "ok")
 
 
+def test_a_torch_for_an_old_cuda_is_a_warning_beside_a_driver_that_runs_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host("H100", cuda=12080)
+    built_for("11.8", monkeypatch)
+    driver, torch = checks.driver(HERE)
+    assert (driver.level, torch.level, torch.subject) == ("ok", "warning", "torch")
+    assert "torch for CUDA 12.4 or newer" in torch.remedy
+
+
 def test_without_a_driver_the_container_is_thought_of(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise pynvml.NVMLError_LibraryNotFound

@@ -52,6 +52,10 @@ def driver(_: Situation) -> Iterator[CheckResult]:
     remedy = f"install a newer driver, or a torch for CUDA {dotted(seen.cuda)}"
     wanted = f"CUDA {dotted(built)}, for which torch was built"
     yield CheckResult(level=level, found=found, wanted=wanted, remedy="" if level == "ok" else remedy)
+    if built < CUDA:
+        remedy = f"install a torch for CUDA {dotted(CUDA)} or newer, and a newer driver where that one wants it"
+        found, wanted = f"torch was built for CUDA {dotted(built)}", f"{dotted(CUDA)} or newer, as engines are"
+        yield CheckResult(level="warning", subject="torch", found=found, wanted=wanted, remedy=remedy)
 
 
 def toolkit(_: Situation) -> Iterator[CheckResult]:

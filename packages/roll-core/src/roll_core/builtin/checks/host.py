@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 KERNEL = (5, 15)
+WSL_1 = "-Microsoft"
+"""How the release ends that WSL 1 gives; that of WSL 2 ends with `-microsoft-standard-WSL2`."""
 SHM = Path("/dev/shm")
 SHM_BYTES = 1 * GIB
 """Docker gives 64 MiB unless it is told otherwise."""
@@ -38,7 +40,12 @@ def operating_system(_: Situation) -> Iterator[CheckResult]:
         remedy = "use it for small runs on the CPU; GPUs need Linux"
         yield CheckResult(level="warning", found=f"{name} {release}", wanted="Linux", remedy=remedy)
         return
-    found = f"Linux {release}{' in WSL' if 'microsoft' in release.lower() else ''}"
+    if release.endswith(WSL_1):
+        remedy = "in Windows: wsl --set-version DISTRIBUTION 2, with the driver of the GPU installed there"
+        found = f"Linux {release} in WSL 1, which has no kernel of Linux and reaches no GPU"
+        yield CheckResult(level="error", found=found, wanted="WSL 2", remedy=remedy)
+        return
+    found = f"Linux {release}{' in WSL 2' if 'microsoft' in release.lower() else ''}"
     version = re.match(r"(\d{1,4})\.(\d{1,4})", release)
     wanted = f"kernel {KERNEL[0]}.{KERNEL[1]} or newer"
     if version is None or (int(version[1]), int(version[2])) < KERNEL:
