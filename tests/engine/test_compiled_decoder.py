@@ -24,9 +24,15 @@ BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 def kernels(dtype=torch.float32, *, heads=4, kv_heads=2, size=16, epsilon=1e-6):
     made = DecodeKernels(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=size, scale=size**-0.5, qk_epsilon=epsilon, dtype=dtype
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        scale=size**-0.5,
+        qk_epsilon=epsilon,
+        dtype=dtype,
+        device=torch.device("cpu"),
     )
-    made.begin(torch.empty(1, kv_heads, 1, size))
+    made.begin(torch.empty(1, kv_heads, 1, size), np.zeros(1, dtype=np.int64))
     return made
 
 
@@ -76,8 +82,8 @@ def test_attention_is_that_of_torch_over_each_rows_own_positions(kv_heads, group
     cos, sin = torch.randn(width, 1, size), torch.randn(width, 1, size)
     weight = torch.randn(heads + kv_heads, size) if normed else None
     made = kernels(heads=heads, kv_heads=kv_heads, size=size)
-    made.begin(keys)
-    found = made.attend(qkv.flatten(1), weight, cos, sin, keys, values, np.array(lengths))
+    made.begin(keys, np.array(lengths))
+    found = made.attend(qkv.flatten(1), weight, cos, sin, keys, values)
     for row, length in enumerate(lengths):
         qk = qkv[row, : heads + kv_heads]
         if weight is not None:
@@ -100,8 +106,8 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other():
     qkv = torch.cat([normed] * 8, dim=1)
     keys, values, tables = torch.zeros(3, 2, 4, 16), torch.zeros(3, 2, 4, 16), torch.ones(4, 1, 16)
     made = kernels()
-    made.begin(keys)
-    attended = made.attend(qkv, None, tables, tables, keys, values, np.array([0, 1, 2]))
+    made.begin(keys, np.array([0, 1, 2]))
+    attended = made.attend(qkv, None, tables, tables, keys, values)
     for found in (normed, gated, attended):
         assert found.isfinite().all(dim=1).tolist() == [True, False, True]
 

@@ -10,11 +10,14 @@ import pytest
 
 CORE = Path(__file__).resolve().parents[2] / "packages" / "roll-core"
 USE = """
+import numpy as np
 import torch
 from roll_core.builtin.hf.kernels.decode import EXTENSION, DecodeKernels
 print(EXTENSION.library())
-kernels = DecodeKernels(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, qk_epsilon=1e-6, dtype=torch.float32)
-kernels.begin(torch.zeros(1, 1, 4, 8))
+kernels = DecodeKernels(
+    num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, qk_epsilon=1e-6, dtype=torch.float32, device=torch.device("cpu")
+)
+kernels.begin(torch.zeros(1, 1, 4, 8), np.zeros(1, dtype=np.int64))
 gate, up = torch.randn(3, 8), torch.randn(3, 8)
 torch.testing.assert_close(kernels.gate(torch.cat([gate, up], 1)), torch.nn.functional.silu(gate) * up)
 """
@@ -33,7 +36,7 @@ def test_a_wheel_as_it_is_has_sources_alone(tmp_path):
     wheel = build(tmp_path)
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "roll_core/builtin/hf/kernels/decode.cpp" in names
+    assert {"roll_core/builtin/hf/kernels/decode.cpp", "roll_core/builtin/hf/kernels/decode.cu"} <= set(names)
     assert [name for name in names if name.endswith(".so")] == []
 
 

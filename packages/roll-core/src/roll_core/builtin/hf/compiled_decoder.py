@@ -1,4 +1,5 @@
-"""The decoder with compiled kernels between the matrix products of a decoding step.
+"""The decoder with compiled kernels between the matrix products of a decoding step: on a CPU, and on CUDA where they
+are asked for.
 
     norm -> QKV -> (norm, rope, append, attend) -> out -> (add, norm) -> gate, up -> gate -> down -> (add, norm) -> ...
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from roll_core.builtin.hf.decoder import Decoder
-from roll_core.builtin.hf.kernels.decode import DTYPES, DecodeKernels, library
+from roll_core.builtin.hf.kernels.decode import DTYPES, DecodeKernels, cuda_library, library
 from roll_core.errors import ExtensionError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -36,13 +37,20 @@ def decoder_class(model: PreTrainedModel, kernels: Literal["auto", "torch", "com
     """
     if kernels == "torch":
         return Decoder
-    if model.device.type != "cpu" or model.dtype not in DTYPES:
+    device = model.device.type
+    if device not in ("cpu", "cuda") or torch.version.hip or model.dtype not in DTYPES:
         if kernels == "compiled":
             raise UnsupportedError(
-                f"compiled kernels compute float32 and bfloat16 on a CPU, not {model.dtype} on {model.device}; set"
-                " strategy_config.kernels to auto"
+                f"compiled kernels compute float32 and bfloat16 on a CPU or on CUDA, not {model.dtype} on"
+                f" {model.device}; set strategy_config.kernels to auto"
             )
         return Decoder
+    if device == "cuda":
+        # Torch's operators unless these are asked for: no GPU has computed with them.
+        if kernels == "auto":
+            return Decoder
+        cuda_library()
+        return CompiledDecoder
     try:
         library()
     except ExtensionError as error:
@@ -68,7 +76,18 @@ class CompiledDecoder(Decoder):
             scale=self.scale,
             qk_epsilon=0.0 if norm is None else float(norm.variance_epsilon),
             dtype=self.dtype,
+            device=self.device,
         )
+
+    def refresh(self) -> None:
+        """Norms of heads, and below the tables, in float32, as the kernels take them; on a CPU they are."""
+        super().refresh()
+        norms = [layer.qk_norm_HD for layer in self._layers]
+        self._qk_norms = [None if each is None else each.float() for each in norms]
+
+    def _need_positions(self, num: int) -> None:
+        super()._need_positions(num)
+        self._tables = self._cos.float(), self._sin.float()
 
     def cache_dtype(self) -> torch.dtype:
         """The model's: half the memory to be read in bfloat16."""
@@ -80,13 +99,13 @@ class CompiledDecoder(Decoder):
         """One dense batch."""
         kernels, epsilon, lengths_N = self._kernels, self._rms_epsilon, self._lengths_N
         self._rows.expose(len(lengths_N), int(lengths_N.max()) + 1)
-        kernels.begin(self._rows.keys[0])
-        hidden = F.embedding(torch.from_numpy(tokens_N), self._embedding)
+        kernels.begin(self._rows.keys[0], lengths_N)
+        hidden = F.embedding(torch.from_numpy(tokens_N).to(self.device), self._embedding)
         added: Tensor | None = None
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(kernels.add_norm(hidden, added, layer.input_norm, epsilon))
             keys, values = self._rows.keys[index], self._rows.values[index]
-            attended = kernels.attend(qkv, layer.qk_norm_HD, self._cos, self._sin, keys, values, lengths_N)
+            attended = kernels.attend(qkv, self._qk_norms[index], *self._tables, keys, values)
             normed = kernels.add_norm(hidden, layer.out(attended), layer.mlp_norm, epsilon)
             added = layer.down(kernels.gate(layer.gate_up(normed)))
         self._lengths_N = lengths_N + 1

@@ -45,8 +45,9 @@ class HFInferConfig(StrategyConfig):
     """On a CPU, lay large weights out for the processor: up to twice as fast, for as much memory again and one
     copy when new weights arrive. Architectures that run through transformers' own code do without."""
     kernels: Literal["auto", "torch", "compiled"] = "auto"
-    """On a CPU, what a decoding step does between its matrix products: kernels that are compiled once for this machine
-    (`auto`: where there is a C++ compiler; `compiled`: an error without one), or torch's operators."""
+    """What a decoding step does between its matrix products: on a CPU kernels that are compiled once for this machine
+    (`auto`: where there is a C++ compiler; `compiled`: an error without one), or torch's operators. On CUDA `auto` is
+    torch's operators; `compiled` are kernels that nvcc compiles, and that no GPU has run yet."""
     enable_lora: bool = False
     """Take the trained adapter as it is: a publish brings A and B alone, which the engine adds to the weights that it
     was started with. It keeps a copy of those that have an adapter."""
