@@ -60,29 +60,79 @@ def test_fsdp2_shares_everything_but_what_is_gathered():
     assert MODEL.parameters == P
     assert found["weights"] == 4 * P // 2
     assert found["optimizer"] == 8 * P // 2
-    assert found["gradients"] == 4 * P // 2 + 4 * (REST + LAYER)
-    assert found["buffers"] == 4 * (REST + 2 * LAYER) + 4 * REST
+    # The backward pass of the model's first layer: the output layer's gradient waits, all other layers' are shared, one
+    # layer's is on its way, and one is made.
+    assert found["gradients"] == 4 * (P - REST) // 2 + 4 * (64_000 + LAYER)
+    assert found["buffers"] == 4 * (REST + LAYER) + 4 * LAYER
+    assert train("fsdp2_train", {}, "step")["gradients"] == 4 * P // 2
+    assert train("fsdp2_train", {}, "score")["buffers"] == 4 * (REST + 2 * LAYER)
+
+
+def test_fsdp2_at_the_end_sends_what_stands_in_no_layer():
+    """A wide vocabulary over one layer: its gradient is laid out for the other ranks, and gloo adds up in a copy."""
+    wide = model_size(
+        {
+            "model_type": "llama", "vocab_size": 10_000, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+        }
+    )  # fmt: skip
+    found = train("fsdp2_train", {}, model=wide, trained_parameters=wide.parameters, train_tokens=1, world_size=8)
+    rest = 2 * 640_000 + 64
+    assert found["gradients"] == 4 * wide.parameters // 8
+    assert found["buffers"] == 2 * 4 * rest
+    on_gpu = train(
+        "fsdp2_train", {}, model=wide, trained_parameters=wide.parameters, train_tokens=1, world_size=8, on_host=False
+    )
+    # There the embedding's gradient is made beside the waiting one while both are still gathered.
+    assert on_gpu["buffers"] == 4 * rest + 4 * LAYER
+    assert on_gpu["gradients"] == 4 * (wide.parameters - rest) // 8 + 4 * 2 * 640_000
+
+
+def test_fsdp2_of_a_tied_model_has_the_outputs_gradient_beside_the_embeddings():
+    tied = model_size(
+        {
+            "model_type": "llama", "vocab_size": 10_000, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True,
+        }
+    )  # fmt: skip
+    found = train("fsdp2_train", {}, model=tied, trained_parameters=tied.parameters, train_tokens=1)
+    assert found["gradients"] == 4 * LAYER // 2 + 4 * 2 * 640_000
+    assert found["buffers"] == 4 * (640_000 + 64) + 4 * LAYER
+
+
+def test_fsdp2_begins_with_all_activations_and_the_logits_where_tokens_are_many():
+    few, many = (train("fsdp2_train", {}, train_tokens=tokens) for tokens in (1000, 2000))
+    assert few["logits"] == 3 * 1000 * 64 * 4 + 3 * 4 * 1000 * 1000 + 4 * 1000 * 1000
+    assert few["gradients"] == 4 * 64_000
+    assert few["buffers"] == 4 * (REST + LAYER)
+    assert many["activations"] == 2 * few["activations"]
 
 
 def test_fsdp2_adds_whole_gradients_up_over_microbatches_unless_told_otherwise():
-    assert train("fsdp2_train", {}, num_micro_batches=3)["gradients"] == 4 * P // 2 + 4 * P
+    """All of them, when the first of the last microbatch's is made."""
+    found = train("fsdp2_train", {}, num_micro_batches=3)
+    assert found["gradients"] == 4 * P + 4 * 64_000
+    assert found["buffers"] == 4 * (REST + LAYER)
     eager = {"reduce_scatter_during_grad_accumulation": True}
-    assert train("fsdp2_train", eager, num_micro_batches=3)["gradients"] == 4 * P // 2 + 4 * (REST + LAYER)
+    found = train("fsdp2_train", eager, num_micro_batches=3)
+    assert found["gradients"] == 4 * P // 2 + 4 * (64_000 + LAYER)
 
 
 def test_fsdp2_cuts_layers_by_tensor_parallelism():
     keys = {"tensor_model_parallel_size": 2, "fsdp_size": 2}
     found = train("fsdp2_train", keys, world_size=8)
     assert found["weights"] == 4 * P // 4
-    assert found["buffers"] == 4 * (REST + 2 * (LAYER // 2)) + 4 * REST
+    assert (found["gradients"], found["buffers"]) == (4 * P // 4, 2 * 4 * REST)  # at the end
+    assert train("fsdp2_train", keys, "score", world_size=8)["buffers"] == 4 * (REST + 2 * (LAYER // 2))
 
 
 def test_fsdp2_gathers_of_the_experts_those_of_a_rank():
-    found = train("fsdp2_train", {"ep_size": 4}, model=MIXTURE, trained_parameters=MIXTURE.parameters, world_size=4)
+    found = train(
+        "fsdp2_train", {"ep_size": 4}, "score", model=MIXTURE, trained_parameters=MIXTURE.parameters, world_size=4
+    )
     layer = MIXTURE.layers[0].parameters - EXPERTS + EXPERTS // 4
     assert found["weights"] == 4 * MIXTURE.parameters // 4
-    assert found["buffers"] == 4 * (REST + 2 * layer) + 4 * REST
-    assert found["gradients"] == 4 * MIXTURE.parameters // 4 + 4 * (REST + layer)
+    assert found["buffers"] == 4 * (REST + 2 * layer)
 
 
 @pytest.mark.parametrize("key", ["ulysses_size", "ring_size"])
@@ -123,8 +173,8 @@ def test_deepspeed_keeps_the_gradients_of_the_microbatches_before():
 
 
 def test_deepspeeds_small_bucket_leaves_gathered_parameters_where_they_are():
-    keys = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}
-    assert train("deepspeed_train", keys)["buffers"] == 4 * (P - 1000) + 4 * 1000 + 2 * 4 * 1000
+    keys = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 100_000}}
+    assert train("deepspeed_train", keys)["buffers"] == 4 * (P - 100_000) + 4 * 100_000 + 2 * 4 * 100_000
 
 
 def test_deepspeeds_bucket_is_whole_on_an_accelerator():
@@ -138,7 +188,7 @@ def test_megatron_cuts_by_tensor_and_pipeline_and_spreads_state_over_replicas():
     found = train("megatron_train", keys, world_size=8, on_host=False, dtype="bf16")
     held = 4 * LAYER // 4 + 64_000 // 2
     assert found["weights"] == 2 * held
-    assert found["gradients"] == 4 * held
+    assert found["gradients"] == 4 * held + (4 + 2) * 64_000 // 2  # the output layer's comes in float32, and as it is
     assert found["optimizer"] == 12 * (held // 2)
 
 

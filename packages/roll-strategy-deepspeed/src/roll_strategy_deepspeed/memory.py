@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, largest_matrix, millions
-from roll_core.spec.plan import DTYPE_BYTES, LATER, UPDATE, Lever, MemoryAnswer, Use
+from roll_core.modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, largest_matrix, millions, model_code
+from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
 from roll_strategy_deepspeed.config import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from roll_core.modeling.memory import Moment
     from roll_core.spec.plan import Act, Memory, MemoryQuestion
     from roll_strategy_deepspeed.config import Elements
 
@@ -29,11 +31,15 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     if not isinstance(config, DeepSpeedConfig):
         raise TypeError(f"the DeepSpeed strategies take a DeepSpeedConfig, not a {type(config).__name__}")
     libraries = Use(what="libraries", num_bytes=LIBRARIES_BYTES, formula="DeepSpeed's modules", on="host")
-    uses = [libraries, *_weights(question, config)]
+    uses = [model_code(), libraries, *_weights(question, config)]
     if question.trains:
         uses += [*_optimizer(question, config), *_gradients(question, config)]
-    fused = config.fused and question.on_host and question.dtype == "fp32"
-    uses += computation(question, fused=fused, chunk_tokens=config.logprob_chunk_tokens)
+    uses += computation(
+        question,
+        fused=config.fused and question.on_host and question.dtype == "fp32",
+        chunk_tokens=config.logprob_chunk_tokens,
+        beside=partial(_in_backward, question, config),
+    )
     return MemoryAnswer(uses=tuple(uses), levers=tuple(_levers(question, config)))
 
 
@@ -56,11 +62,6 @@ def _weights(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]
         live = min(count, _elements(zero.stage3_max_live_parameters, LIVE_ELEMENTS))
         formula = f"gathered: {size} × {millions(live)} (stage3_max_live_parameters)"
         yield Use(what="buffers", num_bytes=size * live, formula=formula, during=("score",))
-        if question.trains:
-            # A backward pass gives a parameter back as its gradient comes into the bucket.
-            live = max(0, live - _filled(question, config))
-            formula = f"gathered: {size} × {millions(live)} beside a full bucket"
-            yield Use(what="buffers", num_bytes=size * live, formula=formula, during=("backward",))
         largest = largest_matrix(question)
         formula = f"gathered: {size} × {millions(largest)}"
         yield Use(what="buffers", num_bytes=size * largest, formula=formula, during=("publish",))
@@ -90,7 +91,7 @@ def _gradients(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Us
     size, travel = DTYPE_BYTES[question.dtype], DTYPE_BYTES[config.communication_data_type]
     on: Memory = "host" if zero.offload_optimizer.device == "cpu" else "device"
     if zero.stage == 0:
-        yield Use(what="gradients", num_bytes=size * trained, formula=f"{size} × {millions(trained)}", during=UPDATE)
+        yield Use(what="gradients", num_bytes=size * trained, formula=f"{size} × {millions(trained)}", during=("step",))
         if size != 4:
             formula = f"4 × {millions(trained)} for the step"
             yield Use(what="gradients", num_bytes=4 * trained, formula=formula, during=("step",))
@@ -99,39 +100,61 @@ def _gradients(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Us
             formula = f"{travel} × {millions(bucket)} on their way"
             yield Use(what="buffers", num_bytes=travel * bucket, formula=formula, during=("step",))
         return
-    filled = _filled(question, config)
-    # Memory of a host that nothing was written to is not taken; a device's is.
-    bucket = filled if question.on_host else _elements(zero.reduce_bucket_size, REDUCE_ELEMENTS)
-    held = Use(
-        what="buffers",
-        num_bytes=size * bucket,
-        formula=f"{size} × {millions(bucket)}, a bucket (reduce_bucket_size)",
-        during={1: LATER, 2: ("backward",), 3: UPDATE if question.on_host else LATER}[zero.stage],
-    )
     share, of_share = 4 * trained // ranks, f"4 × {millions(trained)} / {ranks}"
+    filled = _filled(question, config)
     way, how = travel * filled, f"{travel} × {millions(filled)} on their way"
     if zero.stage == 1:
-        # They stay whole until the last microbatch; in the bucket they are no others.
-        yield Use(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", during=UPDATE)
-        if not question.on_host:
-            yield held
+        yield Use(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", during=("step",))
         # The share is kept once they have arrived, and laid side by side.
         formula = f"{how}, or 2 × {of_share} once they are there"
         yield Use(what="buffers", num_bytes=max(way, 2 * share), formula=formula, during=("step",))
-        return
-    yield held
-    if zero.stage == 2:
-        yield Use(what="buffers", num_bytes=way, formula=how, during=("backward",))
+    elif zero.stage == 2:
         if question.num_micro_batches > 1:
             formula = f"{of_share} of the microbatches before"
             yield Use(what="gradients", num_bytes=share, formula=formula, during=("backward",), on=on)
         formula = f"2 × {of_share}, added up and laid side by side"
         yield Use(what="gradients", num_bytes=2 * share, formula=formula, during=("step",), on=on)
+    else:
+        yield Use(what="gradients", num_bytes=share, formula=f"{of_share} added up", on=on, leaves=True)
+    if question.on_host:
+        if zero.stage == 3:
+            formula = f"{size} × {millions(filled)}, a bucket (reduce_bucket_size)"
+            yield Use(what="buffers", num_bytes=size * filled, formula=formula, during=("step",))
         return
-    yield Use(what="gradients", num_bytes=share, formula=f"{of_share} added up", on=on, leaves=True)
-    copies = 2 if question.on_host else 1
-    formula = f"{copies} × {how}" if copies > 1 else how  # gloo adds up in a copy of its own
-    yield Use(what="buffers", num_bytes=copies * way, formula=formula, during=("backward",))
+    # A device's memory is taken whole; of a host's only what is written to.
+    bucket = _elements(zero.reduce_bucket_size, REDUCE_ELEMENTS)
+    formula = f"{size} × {millions(bucket)}, a bucket (reduce_bucket_size)"
+    during: tuple[Act, ...] = ("backward",) if zero.stage == 2 else LATER
+    yield Use(what="buffers", num_bytes=size * bucket, formula=formula, during=during)
+
+
+def _in_backward(question: MemoryQuestion, config: DeepSpeedConfig, moment: Moment) -> Iterator[Use]:
+    """Gradients come one by one: from stage 2 on into the bucket, of which what it holds is laid side by side when it
+    is full, and at the end. At stage 3 a parameter that is gathered goes as its gradient comes."""
+    zero, trained, size = config.zero_optimization, question.trained_parameters, DTYPE_BYTES[question.dtype]
+    ends = min(trained, question.model.embedding + question.model.head + question.model.final_norm)
+    came = {"head": 0, "first layer": question.model.head, "end": trained}.get(moment, trained - ends)
+    if zero.stage < 2:
+        # They stay whole until the last microbatch; in the bucket of stage 1 they are no others.
+        whole, each = trained if question.num_micro_batches > 1 else came, 4 if zero.stage else size
+        formula = f"{moment}: {each} × {millions(whole)}"
+        yield Use(what="gradients", num_bytes=each * whole, formula=formula, during=("backward",))
+        return
+    filled = _filled(question, config)
+    held = min(came, filled)
+    if question.on_host:
+        formula = f"{moment}: {size} × {millions(held)} in the bucket (reduce_bucket_size)"
+        yield Use(what="buffers", num_bytes=size * held, formula=formula, during=("backward",))
+    if held == filled:
+        travel = DTYPE_BYTES[config.communication_data_type]
+        copies = 2 if zero.stage == 3 and question.on_host else 1  # gloo adds up in a copy of its own
+        formula = f"{moment}: {copies} × {travel} × {millions(filled)} on their way"
+        yield Use(what="buffers", num_bytes=copies * travel * filled, formula=formula, during=("backward",))
+    if zero.stage == 3:
+        count = question.model.parameters + question.added_parameters
+        live = max(0, min(count, _elements(zero.stage3_max_live_parameters, LIVE_ELEMENTS)) - held)
+        formula = f"{moment}: gathered: {size} × {millions(live)} beside the bucket"
+        yield Use(what="buffers", num_bytes=size * live, formula=formula, during=("backward",))
 
 
 def _filled(question: MemoryQuestion, config: DeepSpeedConfig) -> int:

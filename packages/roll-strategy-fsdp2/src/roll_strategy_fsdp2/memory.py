@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.memory import MOMENT_BYTES, computation, largest_matrix, millions
-from roll_core.spec.plan import DTYPE_BYTES, LATER, UPDATE, Lever, MemoryAnswer, Use
+from roll_core.modeling.memory import MOMENT_BYTES, computation, largest_matrix, millions, model_code
+from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
 from roll_strategy_fsdp2.config import FSDP2Config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from roll_core.modeling.memory import Moment
     from roll_core.spec.plan import LayerSize, Memory, MemoryQuestion, ModelSize
 
 
@@ -22,11 +24,14 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
         raise TypeError(f"the FSDP2 strategies take an FSDP2Config, not a {type(config).__name__}")
     parallel = config.tensor_model_parallel_size
     shards = parallel * (config.fsdp_size or max(1, question.world_size // parallel))
-    uses = [*_held(question, config, shards), *_gathered(question, config)]
-    if question.trains:
-        uses += _gradients(question, config, shards)
-    cut = replace(question, model=_cut(question.model, parallel))
-    uses += computation(cut, fused=False, chunk_tokens=config.logprob_chunk_tokens, shards=config.context_size)
+    uses = [model_code(), *_held(question, config, shards), *_gathered(question, config)]
+    uses += computation(
+        replace(question, model=_cut(question.model, parallel)),
+        fused=False,
+        chunk_tokens=config.logprob_chunk_tokens,
+        shards=config.context_size,
+        beside=partial(_in_backward, question, config, shards),
+    )
     return MemoryAnswer(uses=tuple(uses), levers=tuple(_levers(question, config)))
 
 
@@ -56,20 +61,20 @@ def _held(question: MemoryQuestion, config: FSDP2Config, shards: int) -> Iterato
             on=on,
             leaves=True,
         )
+        formula = f"4 × {millions(trained)} / {shards}"
+        yield Use(what="gradients", num_bytes=4 * trained // shards, formula=formula, during=("step",), on=on)
 
 
 def _gathered(question: MemoryQuestion, config: FSDP2Config) -> Iterator[Use]:
-    """What stands in no layer is whole for a forward and its backward pass; of layers the one that computes and the one
-    that is gathered meanwhile, unless they are not freed."""
-    model, size = question.model, _computed(question, config)
-    rest = model.embedding + model.head + model.final_norm
-    layers = [_on_one(layer, config) for layer in model.layers]
-    whole = sum(layers) if config.reshard_after_forward is False else 2 * max(layers, default=0)
+    """For a forward pass what stands in no layer is whole; of layers the one that computes, and the one whose pieces
+    have come meanwhile, unless layers are not freed."""
+    size, sizes = _computed(question, config), _sizes(question, config)
+    whole = sizes.all_layers if config.reshard_after_forward is False else 2 * sizes.layer
     yield Use(
         what="buffers",
-        num_bytes=size * (rest + whole),
-        formula=f"gathered: {size} × ({millions(rest)} outside of layers and {millions(whole)} of layers)",
-        during=("score", "backward"),
+        num_bytes=size * (sizes.rest + whole),
+        formula=f"gathered: {size} × ({millions(sizes.rest)} outside of layers and {millions(whole)} of layers)",
+        during=("score",),
     )
     largest = largest_matrix(question)
     yield Use(
@@ -77,34 +82,71 @@ def _gathered(question: MemoryQuestion, config: FSDP2Config) -> Iterator[Use]:
     )
 
 
-def _gradients(question: MemoryQuestion, config: FSDP2Config, shards: int) -> Iterator[Use]:
-    """Shares until the step; whole ones until they are added up over ranks, which is once a step if not more often."""
-    model, trained = question.model, question.trained_parameters
-    reduced = DTYPE_BYTES[config.reduce_dtype]
-    yield Use(
-        what="gradients", num_bytes=4 * trained // shards, formula=f"4 × {millions(trained)} / {shards}",
-        during=UPDATE, on="host" if config.offload_policy else "device",
-    )  # fmt: skip
-    rest = model.embedding + model.head + model.final_norm
-    layers = [_on_one(layer, config) for layer in model.layers]
+def _in_backward(question: MemoryQuestion, config: FSDP2Config, shards: int, moment: Moment) -> Iterator[Use]:
+    """What is whole at a moment: parameters that are gathered, gradients that were not cut yet, and those that are on
+    their way to other ranks; and the shares that arrived."""
+    sizes, size, reduced = _sizes(question, config), _computed(question, config), DTYPE_BYTES[config.reduce_dtype]
+    count = _gathered_by(moment, sizes, stays=config.reshard_after_forward is False)
+    yield _now("buffers", moment, size * count, f"gathered: {size} × {millions(count)}")
+    before = question.num_micro_batches > 1 and (
+        config.reduce_scatter_during_grad_accumulation or bool(question.added_parameters)
+    )
+    came = question.trained_parameters if before or moment == "end" else _arrived_by(moment, question, sizes)
+    on: Memory = "host" if config.offload_policy else "device"
+    yield _now("gradients", moment, 4 * came // shards, f"shares: 4 × {millions(came)} / {shards}", on=on)
     if question.added_parameters:
-        whole, how = trained, "of adapters"
-    elif question.num_micro_batches > 1 and not config.reduce_scatter_during_grad_accumulation:
-        whole, how = rest + sum(layers), "of the whole model, over all microbatches"
-    else:
-        whole, how = rest + max(layers, default=0), "of what stands in no layer and of one layer"
-    yield Use(
-        what="gradients",
-        num_bytes=reduced * whole,
-        formula=f"{reduced} × {millions(whole)}, {how}",
-        during=("backward",),
-    )
-    yield Use(
-        what="buffers",
-        num_bytes=0 if question.added_parameters else reduced * rest,
-        formula=f"{reduced} × {millions(rest)} on its way to other ranks",
-        during=("backward",),
-    )
+        return  # adapters' gradients are as small as they are
+    adds_up = question.num_micro_batches > 1 and not config.reduce_scatter_during_grad_accumulation
+    if adds_up:
+        layers = {"head": sizes.all_layers, "first layer": sizes.all_layers, "last layer": sizes.layer}.get(moment, 0)
+        whole = 0 if moment == "end" else sizes.rest + layers
+        yield _now("gradients", moment, reduced * whole, f"whole, of all microbatches: {reduced} × {millions(whole)}")
+    elif moment in ("first layer", "last layer", "embedding"):
+        # The output layer's waits for what else stands in no layer, unless it waits for the embedding's.
+        waiting = question.model.head
+        yield _now("gradients", moment, size * waiting, f"the output layer's: {size} × {millions(waiting)}")
+    if moment in ("first layer", "last layer") and not (adds_up and size == reduced):
+        yield _now("gradients", moment, size * sizes.layer, f"one layer's: {size} × {millions(sizes.layer)}")
+    way = {"last layer": sizes.layer, "embedding": sizes.layer, "end": sizes.rest}.get(moment, 0)
+    copies = 2 if moment == "end" and question.on_host else 1  # gloo adds up in a copy of its own
+    yield _now("buffers", moment, copies * reduced * way, f"{copies} × {reduced} × {millions(way)} on their way")
+
+
+def _gathered_by(moment: Moment, sizes: _Sizes, *, stays: bool) -> int:
+    """Parameters that are whole: those of no layer, the layer at work, and the pieces of the one that comes next."""
+    if moment == "end":
+        return 0  # freed before gradients are sent
+    layers = {"head": 1, "first layer": 2, "last layer": 1}.get(moment, 0) * sizes.layer
+    return sizes.rest + (sizes.all_layers if stays and moment in ("head", "first layer") else layers)
+
+
+def _arrived_by(moment: Moment, question: MemoryQuestion, sizes: _Sizes) -> int:
+    """Parameters of whose gradients each rank has its share, where no microbatch before left any."""
+    return 0 if moment in ("head", "first layer") else max(0, question.trained_parameters - _rest(question.model))
+
+
+def _now(what: str, moment: Moment, num_bytes: int, formula: str, on: Memory = "device") -> Use:
+    return Use(what=what, num_bytes=num_bytes, formula=f"{moment}: {formula}", during=("backward",), on=on)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Parameters that a rank has when they are gathered."""
+
+    rest: int
+    """What stands in no layer."""
+    layer: int
+    """The largest."""
+    all_layers: int
+
+
+def _sizes(question: MemoryQuestion, config: FSDP2Config) -> _Sizes:
+    layers = [_on_one(layer, config) for layer in question.model.layers]
+    return _Sizes(rest=_rest(question.model), layer=max(layers, default=0), all_layers=sum(layers))
+
+
+def _rest(model: ModelSize) -> int:
+    return model.embedding + model.head + model.final_norm
 
 
 def _on_one(layer: LayerSize, config: FSDP2Config) -> int:

@@ -7,18 +7,28 @@ Nothing here says what is sharded: that is the strategies' own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from roll_core.spec.plan import DTYPE_BYTES, Use
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from roll_core.spec.plan import LayerSize, MemoryQuestion
+
+Moment = Literal["head", "first layer", "last layer", "embedding", "end"]
+"""Of a backward pass, in order: it begins at the output layer, goes through the layers from the model's last one to its
+first, and comes to the embedding; at its end nothing is left of what was computed, and gradients that are to be added
+up over ranks are on their way. What is held by then grows or shrinks in between."""
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 CHUNK_ELEMENTS = 1 << 22
 KEPT_ELEMENTS = 1 << 23
 """Of logits: as `roll_core.modeling.logprobs` has them."""
 LONGEST_BLOCKED, BLOCK = 512, 64
 """As `roll_core.modeling.blocked_attention` has them."""
+MODEL_CODE_BYTES = 43 << 20
+"""What importing a model's code takes in a worker that has loaded its strategy: measured with transformers 5.23."""
 MOMENT_BYTES = 8
 """AdamW's two, in float32."""
 MASTER_BYTES = 4
@@ -34,6 +44,11 @@ def largest_matrix(question: MemoryQuestion) -> int:
     model = question.model
     layers = (linear.outputs * linear.inputs for layer in model.layers for linear in layer.linears)
     return max([model.embedding, *layers])
+
+
+def model_code() -> Use:
+    """Of a strategy that wraps a model of transformers."""
+    return Use(what="libraries", num_bytes=MODEL_CODE_BYTES, formula="transformers' code of the model", on="host")
 
 
 def engine_uses(
@@ -59,35 +74,76 @@ def engine_uses(
     )
 
 
-def computation(question: MemoryQuestion, *, fused: bool, chunk_tokens: int | None, shards: int = 1) -> tuple[Use, ...]:
-    """What exists only while a microbatch is computed: activations and logits, of training and of scoring. `shards` are
-    ranks that share the tokens of a microbatch."""
+def computation(
+    question: MemoryQuestion,
+    *,
+    fused: bool,
+    chunk_tokens: int | None,
+    shards: int = 1,
+    beside: Callable[[Moment], Iterable[Use]] | None = None,
+) -> tuple[Use, ...]:
+    """What exists only while a microbatch is computed, of training and of scoring. `shards` are ranks that share the
+    tokens of a microbatch.
+
+    Of a backward pass it is what the moment has that wants most, with what a strategy has `beside` it then: uses
+    during `backward` that come and go with the pass.
+    """
     uses = [*_scoring(question, chunk_tokens, shards)]
     if question.trains:
-        uses += _training(question, fused, chunk_tokens, shards)
+        moments = [
+            (*_training(question, moment, fused, chunk_tokens, shards), *(beside(moment) if beside is not None else ()))
+            for moment in MOMENTS
+        ]
+        uses += max(moments, key=lambda each: sum(use.num_bytes for use in each))
     return tuple(uses)
 
 
-def _training(question: MemoryQuestion, fused: bool, chunk_tokens: int | None, shards: int) -> tuple[Use, ...]:
+def _training(
+    question: MemoryQuestion, moment: Moment, fused: bool, chunk_tokens: int | None, shards: int
+) -> Iterator[Use]:
+    """At one moment of the backward pass."""
     tokens, model, size = -(-question.train_tokens // shards), question.model, DTYPE_BYTES[question.dtype]
-    per_layer = [layer_bytes(question, layer, tokens, fused=fused) for layer in model.layers]
-    if question.gradient_checkpointing:
-        inputs = len(model.layers) * tokens * model.hidden_size * size
-        kept = inputs + max(per_layer, default=0)
-        how = f"{len(model.layers)} layers' inputs of {tokens} tokens and one layer computed again"
+    if moment in ("head", "first layer", "last layer"):
+        num_bytes, how = _activations(question, moment, tokens, fused)
+        yield _during_backward("activations", num_bytes, f"{moment}: {how}")
+    if moment == "head":
+        num_bytes = head_bytes(question, tokens, chunk_tokens, backward=True)
+        yield _during_backward("logits", num_bytes, f"{moment}: {_head_formula(question, tokens, chunk_tokens)}")
+    if question.trained_parameters <= question.added_parameters or moment == "end":
+        return
+    head = model.vocab_size * model.hidden_size if question.task == "causal_lm" else 0
+    if moment == "head":
+        # It is added up in float32.
+        num_bytes, how = head * (4 if size == 4 else 4 + size), "the output layer's"
     else:
-        kept = sum(per_layer)
-        how = f"{len(model.layers)} layers of {tokens} tokens"
-    backward = max((_backward_bytes(question, layer, tokens) for layer in model.layers), default=0)
-    return (
-        Use(what="activations", num_bytes=kept + backward, formula=how, during=("backward",)),
-        Use(
-            what="logits",
-            num_bytes=head_bytes(question, tokens, chunk_tokens, backward=True),
-            formula=_head_formula(question, tokens, chunk_tokens),
-            during=("backward",),
-        ),
-    )
+        # A tied one waits for the embedding's, which is as large.
+        waiting = head if model.tied else 0
+        num_bytes = size * (waiting + (model.embedding if moment == "embedding" else 0))
+        how = "the embedding's, and the output layer's that waits for it" if waiting else "the embedding's"
+    if num_bytes:
+        yield _during_backward("gradients", num_bytes, f"{moment}: {how}, on the way")
+
+
+def _activations(question: MemoryQuestion, moment: Moment, tokens: int, fused: bool) -> tuple[int, str]:
+    """What layers keep by then for their backward pass, and the gradients of the layer that is at work."""
+    model, layers = question.model, question.model.layers
+    per_layer = [layer_bytes(question, layer, tokens, fused=fused) for layer in layers]
+    backward = max((_backward_bytes(question, layer, tokens) for layer in layers), default=0)
+    again = max(per_layer, default=0) if question.gradient_checkpointing else 0
+    if question.gradient_checkpointing:
+        kept = [tokens * model.hidden_size * DTYPE_BYTES[question.dtype] for _ in layers]
+    else:
+        kept = per_layer
+    count = 1 if moment == "last layer" else len(layers)
+    how = f"{'inputs of ' if again else ''}{count} layers, {tokens} tokens"
+    if moment == "head":
+        return sum(kept), how
+    more = ", one layer computed again" if again else ""
+    return sum(kept[:count]) + again + backward, f"{how}{more}, and one layer's gradients"
+
+
+def _during_backward(what: str, num_bytes: int, formula: str) -> Use:
+    return Use(what=what, num_bytes=num_bytes, formula=formula, during=("backward",))
 
 
 def _scoring(question: MemoryQuestion, chunk_tokens: int | None, shards: int) -> tuple[Use, ...]:
@@ -145,7 +201,7 @@ def _backward_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int) -> 
 
 
 def head_bytes(question: MemoryQuestion, tokens: int, chunk_tokens: int | None, *, backward: bool) -> int:
-    """Hidden states given to the head, the logits that exist at once, and the gradients of both."""
+    """Hidden states given to the head, the logits that exist at once, and the gradients of both; not the weight's."""
     model, size = question.model, DTYPE_BYTES[question.dtype]
     states = tokens * model.hidden_size * size
     if question.task != "causal_lm":
@@ -156,10 +212,7 @@ def head_bytes(question: MemoryQuestion, tokens: int, chunk_tokens: int | None, 
         return states + logits
     everything = tokens * model.vocab_size
     kept = 4 * everything if everything <= KEPT_ELEMENTS else 0
-    # The weight's gradient is added up in float32. A tied one waits for the embedding's, which is as large.
-    trained = question.trained_parameters > question.added_parameters
-    gradient = model.vocab_size * model.hidden_size * (4 + (size if model.tied or size != 4 else 0)) if trained else 0
-    return 3 * states + logits + kept + gradient
+    return 3 * states + logits + kept
 
 
 def _head_formula(question: MemoryQuestion, tokens: int, chunk_tokens: int | None) -> str:

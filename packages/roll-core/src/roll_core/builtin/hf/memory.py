@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.builtin.hf.config import HFInferConfig, HFTrainConfig
-from roll_core.modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, largest_matrix, millions
+from roll_core.modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, largest_matrix, millions, model_code
 from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def training(question: MemoryQuestion) -> MemoryAnswer:
     size, model = DTYPE_BYTES[question.dtype], question.model
     parameters = model.parameters + question.added_parameters
     uses = [
+        model_code(),
         Use(what="weights", num_bytes=size * parameters, formula=f"{size} × {millions(parameters)}", leaves=True),
         *_start(question),
     ]
