@@ -1,14 +1,16 @@
 """Asynchronous beside synchronous GRPO: the same task, model, data and number of steps on two cores.
 
-    ./run bench async_vs_sync [--seeds N] [--steps N] [--ratios 1 2]
+    ./run bench async_vs_sync [--seeds N] [--steps N] [--ratios 1 2] [--learning-rates 2e-4 5e-4]
 
 Sequences of digits are to be sorted, most of them short and a few long, as answers are. A Qwen3-style model with random
-weights is taught by SFT, once for each seed, and is often wrong afterwards; then `roll-core run` trains it on by GRPO
-with the embedded engine, in each mode in turn:
+weights learns it by SFT, once for each seed, from a teacher who more often than not confuses the last two; then
+`roll-core run` trains it on by GRPO with the embedded engine, in each mode in turn:
 
     synchronous     trainer and engine take turns on both cores, in one process
     asynchronous    trainer and engine have a core and a process each; generation runs `async_generation_ratio` batches
-                    ahead, and weights are replaced under way
+                    ahead, and weights are replaced under way; what older weights drew is weighed by importance
+    clipped         the same, but PPO's ratio compares with the engine's logprobs, and clips
+    uncorrected     neither
 
 Seconds are those of the steps, less evaluations: starting processes is no part of it. Accuracy is that of held-out
 sequences after the last step. Modes of a seed run one after the other, so that a busy machine is busy for all of them.
@@ -28,9 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import write_result
+from common import RESULTS, write_result
 
 LONGEST = 24
+MISTAKES = 0.6
+"""The share of the teacher's answers whose last two digits are confused."""
 PROMPTS, ANSWERS = 32, 8
 MODEL = {
     "model_type": "qwen3",
@@ -44,6 +48,11 @@ MODEL = {
     "max_position_embeddings": 64,
 }
 SYNC = "synchronous"
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "clipped": {"force_disable_old_logprobs_recompute": True},
+    "uncorrected": {"train_infer_correction": {"is_weight": {"enabled": False}}},
+}
+"""How else older answers may be treated."""
 
 
 def is_right(prompt: str, response: str, ground_truth: str) -> float:
@@ -59,7 +68,8 @@ def write_rows(path: Path, count: int, seed: int) -> None:
             length = min(LONGEST, 2 + int(rng.expovariate(1 / 3.0)))
             digits = "".join(rng.choices("0123456789", k=length))
             answer = "".join(sorted(digits))
-            row = {"id": index, "prompt": f"{digits}>", "response": answer, "ground_truth": answer}
+            taught = answer[:-2] + answer[:-3:-1] if rng.random() < MISTAKES else answer
+            row = {"id": index, "prompt": f"{digits}>", "response": taught, "ground_truth": answer}
             stream.write(json.dumps(row) + "\n")
 
 
@@ -116,12 +126,12 @@ def sft(folder: Path, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
-def grpo(folder: Path, seed: int, steps: int, ratio: float) -> dict[str, Any]:
+def grpo(folder: Path, seed: int, args: argparse.Namespace, rate: float, ratio: float) -> dict[str, Any]:
     """One of the modes. `ratio` 0 is synchronous."""
-    per_step = PROMPTS * ANSWERS
+    per_step, steps = PROMPTS * ANSWERS, args.steps
     config = base(folder, seed) | {
         "pipeline": "rlvr",
-        "exp_name": f"grpo-{ratio:g}",
+        "exp_name": f"grpo-{rate:g}-{ratio:g}",
         "pretrain": str(folder / "output" / "sft" / "latest" / "export"),
         "max_steps": steps,
         "eval_steps": steps,
@@ -136,7 +146,7 @@ def grpo(folder: Path, seed: int, steps: int, ratio: float) -> dict[str, Any]:
         "actor_train": trainer(
             folder,
             "train.jsonl",
-            learning_rate=2e-4,
+            learning_rate=rate,
             lr_scheduler_type="linear",
             warmup_steps=min(5, steps // 2),
             per_device_train_batch_size=per_step // 2,
@@ -194,49 +204,70 @@ def summary(seeds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, flo
     return found
 
 
-def table(found: dict[str, dict[str, float]], seeds: int, steps: int) -> str:
+def table(rates: dict[str, Any]) -> str:
     lines = [
-        f"Means over {seeds} seeds, {steps} steps of {PROMPTS} prompts × {ANSWERS} answers each. Seconds of a step less"
-        " evaluation; staleness is the mean age of a group in steps; accuracy with its standard deviation over seeds.",
+        f"{PROMPTS} prompts × {ANSWERS} answers a step. Seconds of a step less evaluation, means over seeds; accuracy"
+        " on held-out sequences after the last step with its standard deviation over seeds.",
         "",
-        "| mode | seconds per step | faster than synchronous | tokens per step | staleness | accuracy before | after |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| learning rate | seeds | steps | mode | seconds per step | faster than synchronous | tokens per step |"
+        " staleness | accuracy before | after |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {mode} | {each['step_s']:.2f} | {each['faster']:.2f} × | {each['tokens']:.0f} | {each['staleness']:.2f} |"
-        f" {each['before']:.3f} | {each['accuracy']:.3f} ± {each['accuracy_std']:.3f} |"
-        for mode, each in found.items()
-    ]
-    return "\n".join(lines)
+    for rate, found in sorted(rates.items(), key=lambda item: float(item[0])):
+        lines += [
+            f"| {float(rate):g} | {len(found['seeds'])} | {found['steps']} | {mode} | {each['step_s']:.2f} |"
+            f" {each['faster']:.2f} × | {each['tokens']:.0f} | {each['staleness']:.2f} | {each['before']:.3f} |"
+            f" {each['accuracy']:.3f} ± {each['accuracy_std']:.3f} |"
+            for mode, each in summary(found["seeds"]).items()
+        ]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Load of the machine beforehand: "
+            + ", ".join(f"{found['load']:.1f} ({float(rate):g})" for rate, found in rates.items())
+            + ".",
+        ]
+    )
+
+
+def modes(folder: Path, seed: int, args: argparse.Namespace, rate: float) -> dict[str, dict[str, Any]]:
+    """Configs by name."""
+    found = {SYNC: grpo(folder, seed, args, rate, 0.0)}
+    for ratio in args.ratios:
+        found[f"asynchronous, ratio {ratio:g}"] = grpo(folder, seed, args, rate, ratio)
+    for name, keys in OTHERWISE.items():
+        config = grpo(folder, seed, args, rate, args.ratios[0]) | keys
+        found[f"ratio {args.ratios[0]:g}, {name}"] = config | {"exp_name": f"{config['exp_name']}-{name}"}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--sft-steps", type=int, default=300)
     parser.add_argument("--ratios", type=float, nargs="+", default=[1.0, 2.0])
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[2e-4, 5e-4])
     args = parser.parse_args()
-    seeds = []
+    path = RESULTS / "async_vs_sync.json"
+    rates = json.loads(path.read_text(encoding="utf-8"))["rates"] if path.is_file() else {}
+    load = os.getloadavg()[0]
+    found: dict[float, list[dict[str, Any]]] = {rate: [] for rate in args.learning_rates}
     for seed in range(1, args.seeds + 1):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_rows(folder / "train.jsonl", 8192, seed)
             write_rows(folder / "val.jsonl", 512, seed + 1000)
             run(folder, sft(folder, seed, args.sft_steps))
-            seeds.append(
-                {
-                    f"asynchronous, ratio {ratio:g}" if ratio else SYNC: measured(
-                        run(folder, grpo(folder, seed, args.steps, ratio))
-                    )
-                    for ratio in (0.0, *args.ratios)
-                }
-            )
-        print(json.dumps(seeds[-1]), flush=True)
-    found = summary(seeds)
-    written = table(found, args.seeds, args.steps)
-    print(written)
-    write_result("async_vs_sync", {"arguments": vars(args), "summary": found, "seeds": seeds}, written)
+            for rate, seeds in found.items():
+                configs = modes(folder, seed, args, rate)
+                seeds.append({mode: measured(run(folder, config)) for mode, config in configs.items()})
+                print(rate, json.dumps(seeds[-1]), flush=True)
+    for rate, seeds in found.items():
+        rates[str(rate)] = {"steps": args.steps, "sft_steps": args.sft_steps, "load": load, "seeds": seeds}
+    write_result("async_vs_sync", {"rates": rates}, table(rates))
+    print(table(rates))
 
 
 if __name__ == "__main__":
