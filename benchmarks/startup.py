@@ -32,6 +32,7 @@ rewards:
   math: {reward: math_rule}
 """
 QUICKSTART = str(REPOSITORY / "examples" / "quickstart" / "grpo.yaml")
+SFT = str(REPOSITORY / "examples" / "quickstart" / "sft.yaml")
 
 FIRST_STEP = [
     sys.executable, "-m", "roll_core", "run", str(REPOSITORY / "examples" / "quickstart" / "sft.yaml"),
@@ -58,6 +59,7 @@ ROWS = [
     Row("check", [*ROLL_CORE, "check", "plain.yaml"], "check of a file without fragments", 500),
     Row("check_quickstart", [*ROLL_CORE, "check", QUICKSTART], "check of the quick start's GRPO, with a fragment", 500),
     Row("check_override", [*ROLL_CORE, "check", QUICKSTART, "max_steps=3"], "the same with an override", 500),
+    Row("plan", [*ROLL_CORE, "plan", SFT, "--host-memory", "64"], "plan of the quick start's SFT", 1000),
     Row("first_step", FIRST_STEP, "the quick start's first training step, and the end of the run", 12_000),
 ]
 
