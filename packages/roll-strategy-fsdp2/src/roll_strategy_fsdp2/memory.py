@@ -88,15 +88,23 @@ def _in_backward(question: MemoryQuestion, config: FSDP2Config, shards: int, mom
     sizes, size, reduced = _sizes(question, config), _computed(question, config), DTYPE_BYTES[config.reduce_dtype]
     count = _gathered_by(moment, sizes, stays=config.reshard_after_forward is False)
     yield _now("buffers", moment, size * count, f"gathered: {size} × {millions(count)}")
-    before = question.num_micro_batches > 1 and (
-        config.reduce_scatter_during_grad_accumulation or bool(question.added_parameters)
-    )
+    before = question.num_micro_batches > 1 and not _adds_up(question, config)
     came = question.trained_parameters if before or moment == "end" else _arrived_by(moment, question, sizes)
     on: Memory = "host" if config.offload_policy else "device"
     yield _now("gradients", moment, 4 * came // shards, f"shares: 4 × {millions(came)} / {shards}", on=on)
     if question.added_parameters:
         return  # adapters' gradients are as small as they are
-    adds_up = question.num_micro_batches > 1 and not config.reduce_scatter_during_grad_accumulation
+    yield from _whole_gradients(question, config, sizes, moment)
+    way = {"last layer": sizes.layer, "embedding": sizes.layer, "end": sizes.rest}.get(moment, 0)
+    copies = 2 if moment == "end" and question.on_host else 1  # gloo adds up in a copy of its own
+    yield _now("buffers", moment, copies * reduced * way, f"{copies} × {reduced} × {millions(way)} on their way")
+
+
+def _whole_gradients(question: MemoryQuestion, config: FSDP2Config, sizes: _Sizes, moment: Moment) -> Iterator[Use]:
+    """Those that a backward pass has made and not sent yet. The embedding's, and one that waits for it, are counted
+    where they are computed."""
+    size, reduced = _computed(question, config), DTYPE_BYTES[config.reduce_dtype]
+    adds_up = _adds_up(question, config)
     if adds_up:
         layers = {"head": sizes.all_layers, "first layer": sizes.all_layers, "last layer": sizes.layer}.get(moment, 0)
         whole = 0 if moment == "end" else sizes.rest + layers
@@ -107,9 +115,12 @@ def _in_backward(question: MemoryQuestion, config: FSDP2Config, shards: int, mom
         yield _now("gradients", moment, size * waiting, f"the output layer's: {size} × {millions(waiting)}")
     if moment in ("first layer", "last layer") and not (adds_up and size == reduced):
         yield _now("gradients", moment, size * sizes.layer, f"one layer's: {size} × {millions(sizes.layer)}")
-    way = {"last layer": sizes.layer, "embedding": sizes.layer, "end": sizes.rest}.get(moment, 0)
-    copies = 2 if moment == "end" and question.on_host else 1  # gloo adds up in a copy of its own
-    yield _now("buffers", moment, copies * reduced * way, f"{copies} × {reduced} × {millions(way)} on their way")
+
+
+def _adds_up(question: MemoryQuestion, config: FSDP2Config) -> bool:
+    """Whole gradients, over the microbatches of a step."""
+    several = question.num_micro_batches > 1 and not question.added_parameters
+    return several and not config.reduce_scatter_during_grad_accumulation
 
 
 def _gathered_by(moment: Moment, sizes: _Sizes, *, stays: bool) -> int:

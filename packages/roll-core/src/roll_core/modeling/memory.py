@@ -94,7 +94,8 @@ def computation(
             (*_training(question, moment, fused, chunk_tokens, shards), *(beside(moment) if beside is not None else ()))
             for moment in MOMENTS
         ]
-        uses += max(moments, key=lambda each: sum(use.num_bytes for use in each))
+        fullest = max(moments, key=lambda each: sum(use.num_bytes for use in each))
+        uses += [use for use in fullest if use.num_bytes]
     return tuple(uses)
 
 
