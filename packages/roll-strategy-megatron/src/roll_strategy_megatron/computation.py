@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from roll_core.data.pack import pack
+from roll_core.errors import UnsupportedError
 from roll_core.modeling.logprobs import HeadRequest
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
@@ -86,6 +87,8 @@ class Computation:
             return []
         for each in self.runs:
             each.train(backward)
+            if each.replay is not None:
+                each.replay.forget()
         with torch.set_grad_enabled(backward):
             found = self.pipeline.run(partial(self._step, want, at_end), passages, backward=backward)
         return found[: len(micros)] if found else [None] * len(micros)
@@ -110,6 +113,8 @@ class Computation:
     def _passages(self, micros: Sequence[MicroBatch], want: Want, fewest: int) -> list[Passage]:
         """Replicas that share experts go through as many microbatches as each other, interleaved stages through a
         multiple of their number. What is lacking comes last, and counts for nothing."""
+        for each in micros:
+            self._check_experts(each)
         number = max(len(micros), fewest)
         if self.parallel.ep.size() > 1:
             (number,) = self.parallel.most([number], self.parallel.dp)
@@ -139,6 +144,14 @@ class Computation:
             )
             for (micro, idles), at_least in zip(moved, tokens, strict=True)
         ]
+
+    def _check_experts(self, micro: MicroBatch) -> None:
+        replay = self.runs[0].replay
+        if micro.routed_experts_TMK is None:
+            return
+        if replay is None:
+            raise UnsupportedError("experts are given to be replayed, but the model was not built with router_replay")
+        replay.check(micro.routed_experts_TMK)
 
     # -- the last stage ------------------------------------------------------------------------------------------------
 

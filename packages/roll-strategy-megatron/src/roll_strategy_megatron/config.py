@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
+from typing_extensions import override
 
 from roll_core.spec.config import PositiveInt, StrategyConfig
 from roll_core.spec.platform import EnvVar
@@ -37,7 +38,7 @@ REFUSED = {
     "moe_pad_expert_input_to_capacity": DROPS,
     "moe_token_drop_policy": DROPS,
     "moe_shared_expert_overlap": "none of the supported architectures has shared experts",
-    "moe_enable_routing_replay": "no infer strategy returns the experts that it chose yet",
+    "moe_enable_routing_replay": "router_replay.mode, a key of the run, says whether the engine's experts are replayed",
     "mtp_num_layers": "layers that predict several tokens are not supported",
     "cuda_graph_impl": "microbatches differ in length",
     "cuda_graph_scope": "microbatches differ in length",
@@ -56,6 +57,8 @@ RECOMPUTATION = (
     "moe_layer_recompute",
 )
 """Keys that say what gradient checkpointing computes again."""
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures of the bridge that have no experts."""
 NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
 
 
@@ -181,6 +184,11 @@ class MegatronConfig(StrategyConfig):
                 f"model_args.disable_gradient_checkpointing is true, so that nothing is computed again: leave it out,"
                 f" or {', '.join(asked)}"
             )
+
+    @override
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        if keys.get("model_type") in DENSE:
+            raise ValueError(f"needs a mixture of experts, and the model is of type {keys['model_type']}")
 
     def _check_layers(self, layers: int) -> None:
         if self.pipeline_model_parallel_layout is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from roll_strategy_megatron.config import MegatronConfig
     from roll_strategy_megatron.packing import Packing
     from roll_strategy_megatron.parallel import Parallel
+    from roll_strategy_megatron.router_replay import RouterReplay
 
 
 class Norm(nn.RMSNorm):
@@ -43,6 +45,8 @@ class Norm(nn.RMSNorm):
 class PackedModel(GPTModel):  # type: ignore[misc]
     """Without its output layer, whose weight is there."""
 
+    replay: RouterReplay | None = None
+    """Of its routers, where these are told what to choose."""
     padding_id: int | None = None
     """A token from whose row of the embedding transformers keeps gradients away."""
 
@@ -50,12 +54,17 @@ class PackedModel(GPTModel):  # type: ignore[misc]
         """Hidden states of this rank's tokens (L, or its share of them with sequence parallel), `[., 1, H]`; of an
         inner stage what the next one takes."""
         embedded = self._embedded(packing.tokens_1L) if self.pre_process else None
-        found: Tensor = self.decoder(
-            hidden_states=embedded,
-            attention_mask=None,
-            rotary_pos_emb=self._rotation(packing),
-            packed_seq_params=packing.packed,
-        )
+        with (
+            nullcontext()
+            if self.replay is None
+            else self.replay.forward(packing.routed_experts_LMK, trains=self.training)
+        ):
+            found: Tensor = self.decoder(
+                hidden_states=embedded,
+                attention_mask=None,
+                rotary_pos_emb=self._rotation(packing),
+                packed_seq_params=packing.packed,
+            )
         return found
 
     def _rotation(self, packing: Packing) -> Tensor | None:

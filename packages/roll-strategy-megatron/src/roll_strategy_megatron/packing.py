@@ -6,7 +6,8 @@ parallel the tokens between layers are cut once more, over TP ranks; the end of 
 
     CP = 2    sequence  a0 a1 a2 a3 | b0 b1 b2 .        rank 0: a0 a3 b0 .        rank 1: a1 a2 b1 b2
 
-Shapes: T flat tokens, P of them with padding, L on this rank, N on this rank from whose state an output is computed.
+Shapes: T flat tokens, P of them with padding, L on this rank, N on this rank from whose state an output is computed,
+M layers that have experts, K top-k.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Packing:
     """The token of which it speaks."""
     places_N: Tensor
     """Where that token stands among the T."""
+    routed_experts_LMK: Tensor | None = None
+    """Experts that the tokens are sent to; -1 where the router chooses, as for padding."""
 
 
 def num_padded(lengths: Sequence[int], *, cp_size: int, align: int) -> int:
@@ -102,7 +105,15 @@ def pack_for(
         rows_N=rows_N,
         targets_N=micro.tokens_T[places_N],
         places_N=places_N,
+        routed_experts_LMK=_routed_experts(micro, places),
     )
+
+
+def _routed_experts(micro: MicroBatch, places_L: Tensor) -> Tensor | None:
+    if micro.routed_experts_TMK is None:
+        return None
+    found = micro.routed_experts_TMK[places_L.clamp(min=0)]
+    return found.masked_fill_((places_L < 0)[:, None, None], -1)
 
 
 def _pieces(cp_size: int) -> int:

@@ -28,6 +28,7 @@ CAPABILITIES = TrainCapabilities(
     lora=True,
     adapter_export=True,
     any_world_size=True,
+    router_replay=True,
     weight_transports=("cuda_ipc", "shm", "collective"),
 )
 TARGET = "roll_strategy_megatron.strategy:MegatronStrategy"

@@ -47,6 +47,7 @@ with warnings.catch_warnings():
     from roll_strategy_megatron.model import make_config, make_runs
     from roll_strategy_megatron.optimizer import Optimizer
     from roll_strategy_megatron.parallel import Parallel, check_sizes
+    from roll_strategy_megatron.router_replay import RouterReplay
     from roll_strategy_megatron.state import load_state, portable_state, save_state, take_over
     from roll_strategy_megatron.workarounds import latent_attention_without_engine, name_missing_kernel
 
@@ -89,6 +90,8 @@ class MegatronStrategy(TrainStrategy):
         scalar = head_name(self.hf) if model.task != "causal_lm" else ""
         number = self._config.runs_per_stage
         self.runs = make_runs(settings, number, sizes, self.hf, self.parallel, scalar=bool(scalar))
+        if model.router_replay:
+            self._replay_experts()
         self.bridge: Bridge = Bridge(architecture, self.hf, self.runs, sizes, self.parallel, scalar)
         self.bridge.load(source, self.dtype)
         source.close()
@@ -189,6 +192,12 @@ class MegatronStrategy(TrainStrategy):
             raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
         self.mover.need("weights", "grads", "optimizer")
         return self.optimizer
+
+    def _replay_experts(self) -> None:
+        if self.runs[0].config.num_moe_experts is None:
+            raise UnsupportedError(f"router_replay needs experts, and a {self.hf.config.model_type} has none")
+        for run in self.runs:
+            run.replay = RouterReplay(run)
 
     def _check_model(self) -> None:
         try:

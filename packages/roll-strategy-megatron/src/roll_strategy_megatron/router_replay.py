@@ -1,0 +1,108 @@
+"""The engine's choices of experts in Megatron's routers, by the door that Megatron has for its own `RouterReplay`.
+
+    forward pass of microbatch i     each router takes the experts of i, and keeps them if its layer is recomputed
+    backward pass of microbatch i    each layer that is recomputed takes what was kept first
+
+Several microbatches are under way on a stage at once; their backward passes come in the order of their forward passes.
+Megatron's own replay is told by hand, for all routers of the process together, which of these passes runs.
+
+Shapes: L tokens of this rank, M layers of the whole model that have experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from roll_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from roll_strategy_megatron.model import PackedModel
+
+    TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
+
+
+class GivenExperts:
+    """Stands in one router where Megatron's `RouterReplay` would."""
+
+    def __init__(self) -> None:
+        self.now: Tensor | None = None
+        """`[L, K]` of the forward pass that runs; -1 leaves the choice to the router, None every choice."""
+        self.forward = self.trains = False
+        """Whether one runs, and whether a backward pass will follow it."""
+        self.again: deque[Tensor | None] = deque()
+        """Of layers that backward passes will compute again."""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute_topk: TopK
+    ) -> tuple[Tensor, Tensor]:
+        """The scores of each token's experts and their indices, `[L, K]`: as Megatron asks."""
+        given_LK = self._given()
+        own_scores_LK, own_LK = compute_topk(scores, topk, num_groups, group_topk)
+        if given_LK is None:
+            return own_scores_LK, own_LK
+        indices_LK = given_LK.where(given_LK >= 0, own_LK)
+        return scores.gather(1, indices_LK), indices_LK
+
+    def _given(self) -> Tensor | None:
+        if not self.forward:
+            return self.again.popleft()
+        if self.trains and not torch.is_grad_enabled():  # so Megatron computes what it will compute again
+            self.again.append(self.now)
+        return self.now
+
+
+class RouterReplay:
+    """The routers of one run of layers."""
+
+    def __init__(self, run: PackedModel) -> None:
+        config = run.config
+        every = config.moe_layer_freq
+        mixtures = every if isinstance(every, list) else [1] * config.num_layers
+        self.num_layers, self.top_k, self.num_experts = sum(mixtures), config.moe_router_topk, config.num_moe_experts
+        self._share = (run.pg_collection.tp.rank(), run.pg_collection.tp.size()) if config.sequence_parallel else (0, 1)
+        self._routers: dict[int, GivenExperts] = {}
+        for layer in run.decoder.layers:
+            if (router := getattr(layer.mlp, "router", None)) is not None:
+                router.router_replay = given = GivenExperts()
+                self._routers[sum(mixtures[: layer.layer_number - 1])] = given
+
+    def check(self, routed_experts_TMK: Tensor) -> None:
+        """Raise `DataError` where they are of another model."""
+        _, layers, top_k = routed_experts_TMK.shape
+        if (layers, top_k) != (self.num_layers, self.top_k):
+            raise DataError(
+                f"the engine chose {top_k} experts in each of {layers} layers, this model {self.top_k} in each of"
+                f" {self.num_layers}: it serves another model, or counts other layers"
+            )
+        if len(routed_experts_TMK) and int(routed_experts_TMK.max()) >= self.num_experts:
+            raise DataError(
+                f"the engine chose expert {int(routed_experts_TMK.max())}, this model has {self.num_experts}"
+            )
+
+    def forget(self) -> None:
+        """Of passes that were given up."""
+        for router in self._routers.values():
+            router.again.clear()
+
+    @contextmanager
+    def forward(self, routed_experts_LMK: Tensor | None, *, trains: bool) -> Iterator[None]:
+        """A forward pass inside, which a backward pass will follow if it `trains`."""
+        mine = routed_experts_LMK
+        if mine is not None:  # with sequence parallel each tensor parallel rank routes a run of the tokens
+            rank, size = self._share
+            mine = mine.chunk(size)[rank].to(torch.int64)
+        for layer, router in self._routers.items():
+            router.now, router.forward, router.trains = None if mine is None else mine[:, layer], True, trains
+        try:
+            yield
+        finally:
+            for router in self._routers.values():
+                router.now, router.forward = None, False
