@@ -2,6 +2,7 @@
 
 import pytest
 
+from roll_core.modeling import device_memory
 from roll_core.modeling.memory import MODEL_CODE_BYTES
 from roll_core.runtime.planning.plan import CONTEXT_BYTES, PROCESS_BYTES
 
@@ -79,6 +80,21 @@ def test_an_engine_in_the_trainers_process_borrows_its_weights(planned, num_para
     packed = amounts(together, "generate", "weights")
     assert amounts(apart, "generate", "weights") == packed + 4 * num_parameters
     assert amounts(together, "start", "weights") == packed + 4 * num_parameters
+
+
+def test_weights_that_stay_on_the_device_take_room_there_for_two_buckets_of_the_trainers(
+    planned, monkeypatch, num_parameters
+):
+    monkeypatch.setitem(device_memory.KINDS, "acc", object())
+
+    def buffers(name, act, *keys):
+        taken = role(planned(*ACC, *keys), name).taken(act)
+        return [(use.num_bytes, use.on) for use in taken if use.what == "sync buffers"]
+
+    assert buffers("actor_train", "publish") == [(2 * 4 * num_parameters, "device")]
+    assert buffers("actor_infer", "receive") == []
+    ((_, where),) = buffers("actor_train", "publish", "actor_infer.device_mapping=[1]")
+    assert where == "host"
 
 
 def test_keys_and_values_have_room_for_the_longest_rows(planned):

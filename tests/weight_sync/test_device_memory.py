@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing import reductions
 
 from roll_core.errors import WeightSyncError
-from roll_core.modeling.device_memory import CudaHandle, CudaMemory, device_memory, fixed_segments
+from roll_core.modeling.device_memory import ALLOCATOR_OPTIONS, CudaHandle, CudaMemory, device_memory, fixed_segments
 
 HANDLE = CudaHandle(
     device_uuid="GPU-1",
@@ -128,10 +128,14 @@ def test_whatever_bytes_arrive_the_answer_is_an_error_of_ours(data):
             {"PYTORCH_ALLOC_CONF": "max_split_size_mb:9", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
             [],
         ),
+        (
+            {"PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True"},
+            ["expandable_segments:False", "expandable_segments:True"],
+        ),
     ],
 )
 def test_expandable_segments_are_off_while_memory_to_be_lent_is_allocated(monkeypatch, variables, wanted):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in ALLOCATOR_OPTIONS:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import sys
 
 import pytest
 import torch
+from sync_workers import HostMemory, ProcessGroup
 
+from roll_core.modeling import device_memory
 from roll_core.modeling.buckets import BucketInfo, BucketWriter, read_bucket
+from roll_core.modeling.device_memory import slot_devices
+from roll_core.spec.model import MeshInfo
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="engines run on Linux")
 
 
-def sent_through(tensors, bucket_bytes):
+@pytest.fixture(params=[(), ("cpu",)], ids=["by the host", "on a device"])
+def devices(request, monkeypatch):
+    """The device is the host's memory, lent as a device's is."""
+    if request.param:
+        monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
+    return request.param
+
+
+def sent_through(tensors, bucket_bytes, devices=()):
     """What arrives, and the number of buckets."""
-    writer = BucketWriter(bucket_bytes)
+    writer = BucketWriter(bucket_bytes, devices)
     incoming, arrived, count = iter(tensors), [], 0
     following = next(incoming, None)
     while following is not None:
         bucket, following = writer.fill(incoming, following)
         received = BucketInfo(**json.loads(json.dumps(bucket.plain())))
+        assert bool(received.handles) == bool(devices) != bool(received.path)
         arrived += read_bucket(received)
         count += 1
     writer.close()
@@ -36,8 +51,8 @@ def some_tensors():
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
-def test_tensors_arrive_as_they_were_sent(bucket_bytes):
-    arrived, _ = sent_through(some_tensors(), bucket_bytes)
+def test_tensors_arrive_as_they_were_sent(devices, bucket_bytes):
+    arrived, _ = sent_through(some_tensors(), bucket_bytes, devices)
     assert [name for name, _ in arrived] == [name for name, _ in some_tensors()]
     for (_, one), (_, other) in zip(arrived, some_tensors(), strict=True):
         assert one.dtype == other.dtype
@@ -56,7 +71,107 @@ def test_strided_tensors_arrive_in_their_own_order():
     assert arrived.tolist() == matrix.t().tolist()
 
 
-def test_what_arrived_stays_when_the_bucket_is_filled_again():
-    arrived, count = sent_through([("a", torch.full((8,), 1.0)), ("b", torch.full((8,), 2.0))], 32)
+def test_what_arrived_stays_when_the_bucket_is_filled_again(devices):
+    arrived, count = sent_through([("a", torch.full((8,), 1.0)), ("b", torch.full((8,), 2.0))], 32, devices)
     assert count == 2
     assert arrived[0][1].tolist() == [1.0] * 8
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Another process that reads what this one lends."""
+    monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
+    group = ProcessGroup("actor_infer", "generate", 1)
+    yield group
+    group.close()
+
+
+def test_the_engine_s_process_reads_the_memory_of_its_device_bucket_after_bucket(engine):
+    tensors = [("a", torch.arange(60.0)), ("b", torch.arange(60.0) * 2), ("c", torch.ones(5))]
+
+    async def scenario():
+        writer, found = BucketWriter(256, ("cpu",)), {}
+        trial = writer.trial(tensors[0][1])
+        writer.judge([await engine.call_rank(0, "opening_failure", trial.plain())])
+        assert writer.trial(tensors[0][1]) is None  # once is enough
+        incoming = iter(tensors)
+        following = next(incoming)
+        while following is not None:
+            bucket, following = writer.fill(incoming, following)
+            assert list(bucket.handles) == ["the one device"]
+            found |= await engine.call_rank(0, "read_bucket", bucket.plain())
+        writer.release()
+        assert writer._memory is None
+        return found
+
+    assert asyncio.run(scenario()) == {name: tensor.tolist() for name, tensor in tensors}
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (("another", ""), "the bucket is on the one device, and this process computes on another"),
+        (("the one device", "no peer access"), "RuntimeError: no peer access"),
+    ],
+)
+def test_a_process_that_cannot_read_its_device_gets_buckets_by_the_host(engine, caplog, device, words):
+    caplog.set_level(logging.WARNING)
+
+    async def scenario():
+        await engine.call("use_device", *device)
+        writer = BucketWriter(256, ("cpu",))
+        trial = writer.trial(torch.ones(1))
+        writer.judge([await engine.call_rank(0, "opening_failure", trial.plain())])
+        bucket, _ = writer.fill(iter(()), ("a", torch.arange(3.0)))
+        found = await engine.call_rank(0, "read_bucket", bucket.plain())
+        writer.close()
+        return bucket, found
+
+    bucket, found = asyncio.run(scenario())
+    assert not bucket.handles
+    assert found == {"a": [0.0, 1.0, 2.0]}
+    assert words in caplog.text
+
+
+def test_memory_that_cannot_be_lent_gives_way_to_the_host(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    kind = HostMemory()
+    monkeypatch.setitem(device_memory.KINDS, "cpu", kind)
+
+    def lend(memory):
+        raise RuntimeError("operation not supported")
+
+    monkeypatch.setattr(kind, "lend", lend)
+    writer = BucketWriter(256, ("cpu",))
+    assert writer.trial(torch.ones(1)) is None
+    bucket, _ = writer.fill(iter(()), ("a", torch.ones(1)))
+    assert bucket.path
+    assert "operation not supported" in caplog.text
+    writer.close()
+
+
+def test_every_device_of_the_engine_has_the_bucket(monkeypatch):
+    class Several(HostMemory):
+        def uuid(self, device):
+            return f"GPU-{device}"
+
+        def allocate(self, num_bytes, device):
+            return super().allocate(num_bytes, "cpu")
+
+    monkeypatch.setitem(device_memory.KINDS, "cpu", Several())
+    writer = BucketWriter(256, ("cpu:0", "cpu:1"))
+    bucket, _ = writer.fill(iter(()), ("a", torch.arange(4.0)))
+    assert list(bucket.handles) == ["GPU-cpu:0", "GPU-cpu:1"]
+    for memory in writer._memory._on.values():
+        assert memory[:16].view(torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert len({memory.data_ptr() for memory in writer._memory._on.values()}) == 2
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "num_slots", "devices"),
+    [("cuda:0", 2, ("cuda:0", "cuda:1")), ("cuda:6", 1, ("cuda:6",)), ("cpu", 3, ("cpu",) * 3)],
+)
+def test_the_slots_of_a_worker_are_devices_side_by_side(device, num_slots, devices):
+    assert slot_devices(MeshInfo(role="r", device=device, num_slots=num_slots)) == devices
+    assert slot_devices(MeshInfo(role="r", device=device), num_slots) == devices

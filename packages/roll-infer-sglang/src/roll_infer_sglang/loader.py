@@ -5,6 +5,7 @@ and named by a message of ours. The answer goes into a file, as SGLang's own say
 what is raised here would end the engine.
 
     compare   names and shapes of a manifest against the model, before anything is touched
+    open      a bucket on the engine's devices, to see whether that works
     load      one bucket, by the model's own loader: each process takes its part of each tensor
     digest    of what is held, read back
 """
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.runtime_context import get_parallel
 
-from roll_core.modeling.buckets import BucketInfo, read_bucket
+from roll_core.modeling.buckets import BucketInfo, opening_failure, read_bucket
 from roll_core.modeling.comparing import compare
 from roll_core.spec.weights import digest
 from roll_infer_sglang.held import locate, parts
@@ -52,7 +53,16 @@ def compare_announced(model: nn.Module, message: dict[str, Any], rank: int) -> d
 
 def load(model: Any, message: dict[str, Any], rank: int) -> None:
     """Take in one bucket. When this is answered the bucket may be filled again."""
-    model.load_weights(list(read_bucket(BucketInfo(**message["bucket"]))))
+    model.load_weights(list(read_bucket(BucketInfo(**message["bucket"]), _device_of(model))))
+
+
+def open_bucket(model: nn.Module, message: dict[str, Any], rank: int) -> str:
+    """Why this process cannot read a bucket on its device, if it cannot."""
+    return opening_failure(BucketInfo(**message["bucket"]), _device_of(model))
+
+
+def _device_of(model: nn.Module) -> str:
+    return str(next(model.parameters()).device)
 
 
 def digests(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, str]:
@@ -68,5 +78,6 @@ def digests(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, s
 ACTS: dict[str, Callable[[Any, dict[str, Any], int], Any]] = {
     "compare": compare_announced,
     "load": load,
+    "open": open_bucket,
     "digest": digests,
 }

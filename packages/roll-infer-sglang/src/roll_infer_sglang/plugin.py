@@ -20,7 +20,8 @@ CAPABILITIES = InferCapabilities(
     prompt_logprobs=True,
     in_flight_update=True,
     endpoint=True,
-    weight_transports=("shm", "collective", "shared", "disk"),
+    device_weights=True,
+    weight_transports=("cuda_ipc", "shm", "collective", "shared", "disk"),
 )
 
 

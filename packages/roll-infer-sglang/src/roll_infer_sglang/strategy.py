@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from roll_core.modeling.device_memory import slot_devices
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.requests import check_request
 from roll_core.spec.weights import refuse_stale
@@ -75,7 +76,8 @@ class SglangStrategy(InferStrategy):
         launched = await launch(self._settings, model, mesh, num_slots)
         server = self._server = launched.server
         self._vocab_size, self._limit = launched.files.vocab_size, launched.limit
-        self._transfer = Transfer(self._who, server, num_slots, self._settings.bucket_mib << 20)
+        devices = slot_devices(mesh, num_slots)
+        self._transfer = Transfer(self._who, server, devices, self._settings.bucket_mib << 20)
         priorities = self._settings.enable_priority_scheduling
         self._requests = Requests(server, self._who, model, launched.files, self._metrics, priorities=priorities)
 

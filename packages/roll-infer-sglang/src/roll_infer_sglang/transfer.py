@@ -16,7 +16,7 @@ from roll_core.modeling.buckets import BucketWriter, Incoming
 from roll_core.modeling.comparing import entries, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -28,11 +28,11 @@ LOADER = "roll_infer_sglang.loader.act"
 
 
 class Transfer:
-    """The engine has `num_ranks` processes that hold weights; nothing runs in them while this is used."""
+    """The engine has a process that holds weights on each of `devices`; nothing runs in them while this is used."""
 
-    def __init__(self, who: str, server: Server, num_ranks: int, bucket_bytes: int) -> None:
-        self._who, self._server, self._num_ranks = who, server, num_ranks
-        self._writer = BucketWriter(bucket_bytes)
+    def __init__(self, who: str, server: Server, devices: Sequence[str], bucket_bytes: int) -> None:
+        self._who, self._server, self._num_ranks = who, server, len(devices)
+        self._writer = BucketWriter(bucket_bytes, devices)
         self._answers = Path(tempfile.mkdtemp(prefix="roll-sglang-answers-"))
 
     def close(self) -> None:
@@ -49,9 +49,15 @@ class Transfer:
         """All tensors, bucket by bucket."""
         incoming = Incoming(self._who, manifest, tensors)
         following = await asyncio.to_thread(next, incoming, None)
-        while following is not None:
-            bucket, following = await asyncio.to_thread(self._writer.fill, incoming, following)
-            await self._act("load", bucket=bucket.plain())
+        trial = self._writer.trial(following[1]) if following is not None else None
+        if trial is not None:
+            self._writer.judge(await self._act("open", bucket=trial.plain()))
+        try:
+            while following is not None:
+                bucket, following = await asyncio.to_thread(self._writer.fill, incoming, following)
+                await self._act("load", bucket=bucket.plain())
+        finally:
+            self._writer.release()
         incoming.refuse_missing()
 
     async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:

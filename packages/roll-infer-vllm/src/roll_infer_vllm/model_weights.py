@@ -12,7 +12,7 @@ from roll_core.modeling.comparing import entries, refuse
 from roll_infer_vllm.updates import Loader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class ModelWeights(Loader):
     """Every tensor of the model, in place."""
 
-    def __init__(self, engine: AsyncLLM, who: str, bucket_bytes: int) -> None:
+    def __init__(self, engine: AsyncLLM, who: str, bucket_bytes: int, devices: Sequence[str]) -> None:
+        """`devices` are those of the engine's processes."""
         self._engine, self._who = engine, who
-        self._writer = BucketWriter(bucket_bytes)
+        self._writer = BucketWriter(bucket_bytes, devices)
 
     @override
     async def compare(self, manifest: WeightManifest) -> None:
@@ -40,10 +41,14 @@ class ModelWeights(Loader):
         await engine.start_weight_update()
         try:
             following = await asyncio.to_thread(next, incoming, None)
+            trial = self._writer.trial(following[1]) if following is not None else None
+            if trial is not None:
+                self._writer.judge(await engine.collective_rpc("roll_opening_failure", args=(trial.plain(),)))
             while following is not None:
                 bucket, following = await asyncio.to_thread(self._writer.fill, incoming, following)
                 await engine.update_weights(WeightTransferUpdateRequest(bucket.plain()))
         finally:
+            self._writer.release()
             await engine.finish_weight_update()
         incoming.refuse_missing()
 

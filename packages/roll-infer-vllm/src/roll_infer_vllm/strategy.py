@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import DataError, RollError, UnsupportedError
+from roll_core.modeling.device_memory import slot_devices
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.requests import check_request
 from roll_core.types import Completion
@@ -88,7 +89,7 @@ class VllmStrategy(InferStrategy):
         if model.lora is not None:
             loader = self._adapter = AdapterWeights(engine, self._who, mesh.role, model.lora)
         else:
-            loader = ModelWeights(engine, self._who, self._settings.bucket_mib << 20)
+            loader = ModelWeights(engine, self._who, self._settings.bucket_mib << 20, slot_devices(mesh))
         self._updates = WeightUpdates(engine, mesh, loader)
         await engine.collective_rpc("roll_prepare")
         await engine.update_weight_version("0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.base import (
@@ -31,9 +31,10 @@ class Nothing(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped 
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     """See `BucketInfo`."""
 
-    path: str
     num_bytes: int
     tensors: list[Any] = field(default_factory=list)
+    path: str = ""
+    handles: dict[str, str] = field(default_factory=dict)
 
 
 class BucketTransfer(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -55,8 +56,7 @@ class BucketTransfer(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[mis
 
     def receive_weights(self, update_info: Bucket) -> None:
         """See `update_weights`."""
-        bucket = BucketInfo(path=update_info.path, num_bytes=update_info.num_bytes, tensors=update_info.tensors)
-        self.model.load_weights(self._tensors(bucket))
+        self.model.load_weights(self._tensors(BucketInfo(**asdict(update_info))))
 
     def finish_weight_update(self) -> None:
         """Process layers that came incomplete (padded ones) and put everything back in its place."""
@@ -68,7 +68,7 @@ class BucketTransfer(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[mis
         """Nothing to release."""
 
     def _tensors(self, bucket: BucketInfo) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in read_bucket(bucket):
+        for name, tensor in read_bucket(bucket, str(self.device)):
             if self.device.type == "cpu":
                 remember_unreadable(self.model, name, tensor)
             yield name, tensor.to(self.device)

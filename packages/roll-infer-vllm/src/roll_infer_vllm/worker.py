@@ -12,12 +12,19 @@ class WorkerExtension:
     """vLLM makes it a base of its worker class (`worker_extension_cls`); so `self` is a worker."""
 
     model_runner: Any
+    device: Any
 
     def roll_prepare(self) -> None:
         """After the model is loaded."""
         from roll_infer_vllm.workarounds import use_tempered_sampler
 
         use_tempered_sampler(self.model_runner)
+
+    def roll_opening_failure(self, bucket: dict[str, Any]) -> str:
+        """Why this process cannot read a bucket on its device, if it cannot."""
+        from roll_core.modeling.buckets import BucketInfo, opening_failure
+
+        return opening_failure(BucketInfo(**bucket), str(self.device))
 
     def roll_release_cache(self) -> None:
         """On a CPU: the memory of keys and values, which nobody will read again, goes back to the host."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.loading import strategy_config
 from roll_core.errors import PluginError, RollError
+from roll_core.modeling.device_memory import device_memory
 from roll_core.modeling.memory import largest_matrix
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.build import makes_room, model_spec, provider_of
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 SHM_BYTES = 16 << 20
 SHM_BUCKET_BYTES = 2 << 20
 """Of the transport `shm`: its memory, if two of the largest bucket are not more, and a bucket (`weight_sync.shm`)."""
+DEVICE_BUCKET_BYTES = 256 << 20
+"""Of the transport `cuda_ipc`: a bucket; there is room for two, or for the largest tensor (`weight_sync.cuda_ipc`)."""
 ACTS: dict[str, tuple[Act, ...]] = {
     "train": ("start", "score", "publish", "backward", "step", "save"),
     "score": ("start", "score"),
@@ -153,7 +156,8 @@ def _question(
 def _sync_buffers(
     role: RoleSpec, config: RunConfig, registry: Registry, placing: Placing, question: MemoryQuestion
 ) -> tuple[Use, ...]:
-    """Of weights that travel between processes: slots of shared memory on one host, else a bucket."""
+    """Of weights that travel between processes: of the trainer's device where the engine shares it, of shared memory on
+    one host, else a bucket."""
     takers = [each for each in placing.pipeline.roles if each.kind == "generate" and each.model_from]
     links = [(each.model_from, each.name) for each in takers if role.name in (each.name, each.model_from)]
     if not links or placing.executor == "local":
@@ -165,12 +169,26 @@ def _sync_buffers(
     size = DTYPE_BYTES[config.roles()[taker].model_args.dtype]
     whole = size * question.model.parameters
     act: Act = "receive" if role.kind == "generate" else "publish"
+    if _share_device(placing, source, taker) and all("cuda_ipc" in end.capabilities.weight_transports for end in ends):
+        largest = min(whole, max(DEVICE_BUCKET_BYTES, size * largest_matrix(question)))
+        num_bytes = max(largest, min(2 * largest, 2 * DEVICE_BUCKET_BYTES))
+        if role.name == taker:
+            return ()  # what it reads is the trainer's
+        return (Use(what="sync buffers", num_bytes=num_bytes, formula="lent on the device", during=(act,)),)
     if len(nodes) == 1 and all("shm" in end.capabilities.weight_transports for end in ends):
         bucket = max(SHM_BUCKET_BYTES, size * largest_matrix(question))
         num_bytes, how = min(whole + bucket, max(SHM_BYTES, 2 * bucket)), "shared memory"
         return (Use(what="sync buffers", num_bytes=num_bytes, formula=how, during=(act,), on="host"),)
     num_bytes = min(whole, config.model_update_buffer_size_mb << 20)
     return (Use(what="sync buffers", num_bytes=num_bytes, formula="a bucket of weights", during=(act,)),)
+
+
+def _share_device(placing: Placing, source: str, taker: str) -> bool:
+    """Whether the first device of each of the taker's workers is one of the source's, and can lend memory."""
+    if device_memory(placing.platform.device_type) is None:
+        return False
+    devices = {(place.node, slot) for place in placing.places[source] for slot in place.slots[:1]}
+    return all(place.slots and (place.node, place.slots[0]) in devices for place in placing.places[taker])
 
 
 class _Batches:

@@ -1,0 +1,128 @@
+"""From the workers of vLLM and SGLang into these engines' processes, for which the tests themselves stand in."""
+
+import asyncio
+import base64
+import json
+import logging
+import pickle
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sync_workers import HostMemory
+
+from roll_core.errors import MissingTensorError
+from roll_core.modeling import device_memory
+from roll_core.modeling.buckets import BucketInfo, Incoming, opening_failure, read_bucket
+from roll_core.spec.weights import make_manifest
+
+TENSORS = {"a": torch.arange(60.0), "b": torch.randn(7, 9).bfloat16(), "none": torch.zeros(0, 4), "c": torch.ones(50)}
+MANIFEST = make_manifest(1, TENSORS.items())
+
+
+class EngineProcess:
+    """One of the engine's."""
+
+    def __init__(self):
+        self.device, self.held, self.ways = "cpu", {}, set()
+
+    def load(self, bucket):
+        info = BucketInfo(**json.loads(json.dumps(bucket)))
+        self.ways.add("device" if info.handles else "host")
+        self.held.update(read_bucket(info, self.device))
+
+    def open(self, bucket):
+        return opening_failure(BucketInfo(**bucket), self.device)
+
+
+async def into_vllm(process, tensors, monkeypatch):
+    ModelWeights = pytest.importorskip("roll_infer_vllm.model_weights").ModelWeights
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    base = SimpleNamespace(WeightTransferUpdateRequest=lambda bucket: bucket)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
+    steps = []
+
+    class Engine:
+        async def start_weight_update(self):
+            steps.append("start")
+
+        async def update_weights(self, bucket):
+            process.load(bucket)
+
+        async def finish_weight_update(self):
+            steps.append("finish")
+
+        async def collective_rpc(self, method, args):
+            assert method == "roll_opening_failure"
+            return [process.open(*args)]
+
+    weights = ModelWeights(Engine(), "actor_infer rank 0", 256, ("cpu",))
+    try:
+        await weights.load(Incoming("actor_infer rank 0", MANIFEST, iter(tensors.items())))
+    finally:
+        assert steps == ["start", "finish"]
+        left = weights._writer._memory
+        weights.close()
+    return left
+
+
+async def into_sglang(process, tensors, monkeypatch):
+    Transfer = pytest.importorskip("roll_infer_sglang.transfer").Transfer
+
+    class Server:
+        async def ask(self, path, body):
+            ((message, _),) = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+            message = json.loads(message)
+            done = {"load": process.load, "open": process.open}[message["act"]](message["bucket"])
+            (Path(message["answers"]) / "0").write_text(json.dumps({"done": done}))
+
+    transfer = Transfer("actor_infer rank 0", Server(), ("cpu",), 256)
+    try:
+        await transfer.load(MANIFEST, iter(tensors.items()))
+    finally:
+        left = transfer._writer._memory
+        transfer.close()
+    return left
+
+
+WAYS = pytest.mark.parametrize("way", [into_vllm, into_sglang])
+
+
+@WAYS
+def test_what_comes_on_the_host_goes_by_the_host(way, monkeypatch):
+    process = EngineProcess()
+    asyncio.run(way(process, TENSORS, monkeypatch))
+    assert process.ways == {"host"}
+    assert all(torch.equal(process.held[name], TENSORS[name]) for name in TENSORS)
+
+
+@WAYS
+def test_what_comes_on_a_device_stays_there_and_leaves_nothing_on_it(way, monkeypatch):
+    monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
+    process = EngineProcess()
+    left = asyncio.run(way(process, TENSORS, monkeypatch))
+    assert process.ways == {"device"}
+    assert all(torch.equal(process.held[name], TENSORS[name]) for name in TENSORS)
+    assert left is None
+
+
+@WAYS
+def test_where_the_engine_cannot_open_it_a_warning_says_why_and_weights_arrive_all_the_same(way, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setitem(device_memory.KINDS, "cpu", kind := HostMemory())
+    kind.refuses = "peer access is not supported"
+    process = EngineProcess()
+    asyncio.run(way(process, TENSORS, monkeypatch))
+    assert process.ways == {"host"}
+    assert all(torch.equal(process.held[name], TENSORS[name]) for name in TENSORS)
+    assert "RuntimeError: peer access is not supported" in caplog.text
+
+
+@WAYS
+def test_a_tensor_that_does_not_come_is_named_and_leaves_nothing_on_the_device(way, monkeypatch):
+    monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
+    with pytest.raises(MissingTensorError, match="c was not sent of version 1"):
+        asyncio.run(way(EngineProcess(), {name: TENSORS[name] for name in ("a", "b", "none")}, monkeypatch))
