@@ -14,6 +14,7 @@ import sys
 import types
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "zeros_like", "empty_like")
@@ -80,6 +81,29 @@ def on_cpu(factory):
     return made
 
 
+def all_gather(tensors, tensor, group=None, **options):
+    """Of shares that differ in size, which NCCL takes and gloo does not."""
+    if len({each.shape for each in tensors}) == 1:
+        return dist.all_gather(tensors, tensor, group=group, **options)
+    for rank, each in enumerate(tensors):
+        if rank == dist.get_rank(group):
+            each.copy_(tensor)
+        dist.broadcast(each, group=group, group_src=rank)
+    return None
+
+
+def reduce_scatter(output, tensors, group=None, **options):
+    """The same on the way back."""
+    if len({each.shape for each in tensors}) == 1:
+        return dist.reduce_scatter(output, tensors, group=group, **options)
+    for rank, each in enumerate(tensors):
+        whole = each.clone()
+        dist.all_reduce(whole, group=group)
+        if rank == dist.get_rank(group):
+            output.copy_(whole)
+    return None
+
+
 def change(module):
     if getattr(module, "torch", None) is torch:
         module.torch = STAND_IN
@@ -128,6 +152,7 @@ STAND_IN = StandIn(
         get_rng_state=lambda device="cuda": torch.get_rng_state(),
         set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
     ),
+    distributed=StandIn(dist, all_gather=all_gather, reduce_scatter=reduce_scatter),
     **{name: on_cpu(getattr(torch, name)) for name in FACTORIES},
 )
 
