@@ -99,14 +99,42 @@ class TestContextParallel(TrainStrategyConformance):
 
 
 @pytest.mark.slow
-class TestExpertParallel(TrainStrategyConformance):
-    """Two ranks with half of the experts each."""
+class TestTensorByPipelineParallel(TrainStrategyConformance):
+    """Two stages of two ranks that share each layer, and activations between the layers."""
 
     name = "megatron_train"
     preload = PRELOAD
-    variants = {"one": {}, "ep2": {"expert_model_parallel_size": 2}}  # noqa: RUF012
-    ranks_of = {"one": (1,), "ep2": (2,)}  # noqa: RUF012
-    parallelism = {"expert_parallel": "ep2"}  # noqa: RUF012
+    variants = {  # noqa: RUF012
+        "one": {},
+        "tp2-pp2": {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+        },
+    }
+    ranks_of = {"one": (1,), "tp2-pp2": (4,)}  # noqa: RUF012
+    parallelism = {"tensor_parallel": "tp2-pp2", "pipeline_parallel": "tp2-pp2"}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestTensorByContextParallel(TrainStrategyConformance):
+    """Two ranks that share each layer for each half of a sequence."""
+
+    name = "megatron_train"
+    preload = PRELOAD
+    variants = {  # noqa: RUF012
+        "one": {},
+        "tp2-cp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2},
+    }
+    ranks_of = {"one": (1,), "tp2-cp2": (4,)}  # noqa: RUF012
+    parallelism = {"tensor_parallel": "tp2-cp2", "context_parallel": "tp2-cp2"}  # noqa: RUF012
+
+
+class OfMixtures(TrainStrategyConformance):
+    """What is different where tokens choose experts."""
+
+    name = "megatron_train"
+    preload = PRELOAD
 
     def model(self, task: Task, folder: Path) -> ModelSpec:
         """A mixture."""
@@ -126,3 +154,24 @@ class TestExpertParallel(TrainStrategyConformance):
         everything = MIXTURE | {"num_experts_per_tok": MIXTURE["num_experts"]}
         model = write_checkpoint(tmp_path, everything, task="causal_lm", vocab_size=self.vocab_size)
         super().test_the_gradient_in_lower_precision_stays_in_bounds(case.with_(model=model), low_dtype)
+
+
+@pytest.mark.slow
+class TestExpertParallel(OfMixtures):
+    """Two ranks with half of the experts each."""
+
+    variants = {"one": {}, "ep2": {"expert_model_parallel_size": 2}}  # noqa: RUF012
+    ranks_of = {"one": (1,), "ep2": (2,)}  # noqa: RUF012
+    parallelism = {"expert_parallel": "ep2"}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestExpertByPipelineParallel(OfMixtures):
+    """Two stages of two ranks with half of their layers' experts each."""
+
+    variants = {  # noqa: RUF012
+        "one": {},
+        "ep2-pp2": {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    }
+    ranks_of = {"one": (1,), "ep2-pp2": (4,)}  # noqa: RUF012
+    parallelism = {"expert_parallel": "ep2-pp2", "pipeline_parallel": "ep2-pp2"}  # noqa: RUF012
