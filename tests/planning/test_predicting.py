@@ -25,7 +25,7 @@ def test_a_trainer_holds_sixteen_bytes_of_each_parameter_in_float32(planned, num
     trainer = role(planned(), "actor_train")
     assert trainer.parameters == num_parameters
     assert held(trainer, "step") == 16 * num_parameters
-    assert held(trainer, "start") == 4 * num_parameters
+    assert held(trainer, "start") == 8 * num_parameters  # gradients have their buffer from the beginning
 
 
 def test_in_bfloat16_it_holds_a_float32_copy_as_well(planned, num_parameters):

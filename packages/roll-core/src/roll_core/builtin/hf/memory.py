@@ -36,7 +36,7 @@ def training(question: MemoryQuestion) -> MemoryAnswer:
         masters = 0 if size == 4 else MASTER_BYTES
         more = f" and a float32 copy of {MASTER_BYTES}" if masters else ""
         uses += [
-            Use(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", during=LATER, leaves=True),
+            Use(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", leaves=True),
             Use(
                 what="optimizer",
                 num_bytes=(MOMENT_BYTES + masters) * trained,
