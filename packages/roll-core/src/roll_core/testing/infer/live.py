@@ -51,13 +51,14 @@ def biased(**changes: Any) -> ModelSpec:
 class Live:
     """The event loop on which the engine lives is its own; it turns while a call is waited for."""
 
-    def __init__(self, strategy: InferStrategy, spec: ModelSpec) -> None:
-        """Starts the engine."""
+    def __init__(self, strategy: InferStrategy, spec: ModelSpec, num_slots: int = 1) -> None:
+        """Starts the engine, on so many slots."""
         self.strategy, self.spec, self.version = strategy, spec, 0
         self.model = load_model(spec)
         self._runner = asyncio.Runner()
         try:
-            self._runner.run(strategy.start(spec, MeshInfo(role="actor_infer", num_threads=1)))  # may take minutes
+            mesh = MeshInfo(role="actor_infer", num_threads=1, num_slots=num_slots)
+            self._runner.run(strategy.start(spec, mesh))  # may take minutes
         except BaseException:
             self.close()
             raise

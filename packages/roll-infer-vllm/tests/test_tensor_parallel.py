@@ -1,0 +1,36 @@
+"""Weights of an engine that is spread over two processes: each takes its part, and together they show the whole."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+from vllm_live import CACHE
+
+from roll_core.testing.infer.holding import CLOSE, PROMPT, digests
+from roll_core.testing.infer.live import Live, biased
+from roll_infer_vllm.config import VllmConfig
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+
+def test_two_ranks_hold_what_was_published_and_compute_with_it():
+    """One key head for both, tied embeddings, and biases."""
+    from roll_infer_vllm.strategy import VllmStrategy
+
+    config = VllmConfig.model_validate({**CACHE, "bucket_mib": 1, "tensor_parallel_size": 2})
+    live = Live(VllmStrategy(config), biased(), num_slots=2)
+    try:
+        for _ in range(2):
+            live.step()
+            manifest, receipt = live.publish()
+            assert dict(receipt.digests) == digests(manifest)
+            output = live.generate(f"version {live.version}", PROMPT).outputs[0]
+            expected = live.logprobs([*PROMPT, *output.token_ids], len(PROMPT))
+            np.testing.assert_allclose(output.logprobs, expected, atol=CLOSE)
+    finally:
+        live.close()
