@@ -31,9 +31,10 @@ _REASONS: dict[str, str] = {
     """,
     "would cut prompts without a word": "allow_auto_truncate",
     "has no place in a completion": """
-        enable_return_hidden_states return_hidden_states_mode enable_return_routed_experts enable_return_indexer_topk
+        enable_return_hidden_states return_hidden_states_mode enable_return_indexer_topk
         sampling_mask_max_tokens return_input_ids return_output_ids
     """,
+    "is the run's router_replay": "enable_return_routed_experts",
     "is code, which a config has none of": """
         stat_loggers custom_sigquit_handler
     """,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
-    from roll_core.types import FinishReason, Floats, GenerateRequest
+    from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +32,8 @@ class Draw:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: Floats | None = None
+    routed_experts: RoutedExperts | None = None
+    """Of the prompt's tokens and of those drawn, but the last."""
     asked: bool = False
     """Whether `answer` is on its way, or was."""
     aborted: bool = False
@@ -52,6 +54,13 @@ class Draw:
         self.tokens += tokens
         self.logprobs += logprobs[: len(tokens)]
         self.versions += versions_of(meta, len(tokens), version)
+
+    def note_experts(self, told: RoutedExperts | None) -> None:
+        """Of all tokens that are there. Those that were computed before an interruption keep theirs."""
+        if told is None:
+            return
+        known = self.routed_experts
+        self.routed_experts = told if known is None else np.concatenate([known, told[len(known) :]])
 
     def end(
         self, end_ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None
@@ -76,12 +85,14 @@ class Draw:
 
     def output(self, num: int, reason: FinishReason, stop: str | int | None) -> CompletionOutput:
         """The first `num` tokens, as the contract has them."""
+        experts = self.routed_experts
         return CompletionOutput(
             token_ids=np.asarray(self.tokens[:num], np.int64),
             logprobs=np.asarray(self.logprobs[:num], np.float32),
             versions=np.asarray(self.versions[:num], np.int32),
             finish_reason=reason,
             stop=stop,
+            routed_experts=None if experts is None else experts[: len(self.request.prompt_ids) + num - 1],
         )
 
 

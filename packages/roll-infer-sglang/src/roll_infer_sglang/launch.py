@@ -13,6 +13,7 @@ from roll_core.errors import ModelError
 from roll_core.modeling.engine_files import EngineFiles, engine_files
 from roll_infer_sglang.engine_environment import engine_environment
 from roll_infer_sglang.registration import SAMPLING_BACKEND
+from roll_infer_sglang.routing import Routing
 from roll_infer_sglang.server import Server, ServerError
 from roll_infer_sglang.transfer import LOADER
 
@@ -36,10 +37,12 @@ class Launched:
     files: EngineFiles
     limit: int
     """Tokens of the longest sequence that it takes."""
+    routing: Routing | None
+    """Where it returns the experts that it chose."""
 
 
 async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_slots: int) -> Launched:
-    """Raises `ModelError`, `ConfigError`."""
+    """Raises `ModelError`, `ConfigError`, and `UnsupportedError` for a dense model that is to tell of its experts."""
     who = f"{mesh.role} rank {mesh.rank}"
     device = mesh.device.partition(":")[0]
     variables = engine_environment(device, os.environ, num_threads=mesh.num_threads, num_slots=num_slots)
@@ -47,6 +50,7 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
     with contextlib.ExitStack() as stack:
         files = await asyncio.to_thread(stack.enter_context, engine_files(model, "SGLang"))
         arguments = server_arguments(settings, model, mesh, files, num_slots)
+        routing = Routing.of(files.text_config) if model.router_replay else None
         try:
             await server.start(arguments, variables)
             found = await server.ask("/server_info")
@@ -57,7 +61,7 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
             await server.stop()
             raise
     limit = min(arguments["context_length"] - SPARE_TOKENS, int(found["max_req_input_len"]))
-    return Launched(server=server, files=files, limit=limit)
+    return Launched(server=server, files=files, limit=limit, routing=routing)
 
 
 def server_arguments(
@@ -88,6 +92,7 @@ def server_arguments(
         "enable_custom_logit_processor": True,
         "custom_weight_loader": [LOADER],
         "weight_version": "0",
+        **({"enable_return_routed_experts": True} if model.router_replay else {}),
         **(PRIORITIES if settings.enable_priority_scheduling else {}),
         "enable_memory_saver": sleeps,
         "enable_weights_cpu_backup": sleeps and settings.sleep_level == 1,

@@ -18,6 +18,7 @@ CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
     sleeps=True,
     prompt_logprobs=True,
+    routed_experts=True,
     in_flight_update=True,
     endpoint=True,
     device_weights=True,

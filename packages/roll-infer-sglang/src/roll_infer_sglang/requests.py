@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from roll_core.spec.model import ModelSpec
     from roll_core.types import CompletionOutput, GenerateRequest
     from roll_infer_sglang.engine_metrics import EngineMetrics
+    from roll_infer_sglang.routing import Routing
 
 ABORT_AGAIN_S = 0.05
 """SGLang ignores the abort of a request that it has not yet."""
@@ -46,10 +47,12 @@ class Requests:
         metrics: EngineMetrics,
         *,
         priorities: bool,
+        routing: Routing | None = None,
     ) -> None:
-        """`priorities`: whether the engine heeds those of the requests."""
+        """`priorities`: whether the engine heeds those of the requests. `routing`: of an engine that returns it."""
         self._server, self._who, self._model, self._files = server, who, model, files
         self._metrics, self._priorities = metrics, priorities
+        self._routing = routing
         self.version = 0
         """Of the weights that draw."""
         self._running: dict[str, _Running] = {}
@@ -144,6 +147,8 @@ class Requests:
             answer = await draw.answer
             self._metrics.note(answer["meta_info"])
             draw.take(answer, version)
+            if self._routing is not None:
+                draw.note_experts(self._routing.read(answer["meta_info"]))
             if (end := draw.end(self._files.end_ids, self._texts.decode if self._texts else None)) is not None:
                 return draw.output(*end)
             reason = answer["meta_info"]["finish_reason"]
@@ -182,10 +187,10 @@ class Requests:
 
     def _send_entering(self) -> None:
         entering, self._entering = self._entering, []
-        by_priority: defaultdict[int, list[Draw]] = defaultdict(list)
+        alike: defaultdict[tuple[int, bool], list[Draw]] = defaultdict(list)
         for draw in entering:
-            by_priority[draw.request.priority].append(draw)
-        for draws in by_priority.values():
+            alike[draw.request.priority, draw.request.routed_experts].append(draw)
+        for draws in alike.values():
             self._keep(self._stream(draws))
 
     async def _stream(self, draws: list[Draw]) -> None:
@@ -224,6 +229,7 @@ class Requests:
             "logprob_start_len": [0 if wants else -1 for wants in wants_prompt],
             "custom_logit_processor": [carrier if "custom_params" in each else None for each in params],
             "stream": True,
+            "return_routed_experts": draws[0].request.routed_experts,
             "priority": draws[0].request.priority if self._priorities else None,
         }
 

@@ -71,7 +71,7 @@ class SglangStrategy(InferStrategy):
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
         if self._server is not None:
             raise RuntimeError("the engine was started twice")
-        self._mesh = mesh
+        self._mesh, self._replays = mesh, model.router_replay
         num_slots = self._settings.tp_size or mesh.num_slots
         launched = await launch(self._settings, model, mesh, num_slots)
         server = self._server = launched.server
@@ -79,7 +79,9 @@ class SglangStrategy(InferStrategy):
         devices = slot_devices(mesh, num_slots)
         self._transfer = Transfer(self._who, server, devices, self._settings.bucket_mib << 20)
         priorities = self._settings.enable_priority_scheduling
-        self._requests = Requests(server, self._who, model, launched.files, self._metrics, priorities=priorities)
+        self._requests = Requests(
+            server, self._who, model, launched.files, self._metrics, priorities=priorities, routing=launched.routing
+        )
 
     @override
     async def stop(self) -> None:
@@ -142,7 +144,13 @@ class SglangStrategy(InferStrategy):
         if self._stale:
             raise RuntimeError("the engine has slept: weights have to be published to it before it generates")
         limit = f"the engine's context of {self._limit} tokens"
-        check_request(request, vocab_size=self._vocab_size, max_tokens=self._limit, limit=limit)
+        check_request(
+            request,
+            vocab_size=self._vocab_size,
+            max_tokens=self._limit,
+            limit=limit,
+            routed_experts=self._replays,
+        )
         check_served(request)
         return await self._requests.generate(request)
 

@@ -1,6 +1,24 @@
 """See `standin`."""
 
+import torch
 from standin import stand_in
 
 __version__ = "0.4.7"
 __getattr__ = stand_in(__name__)
+
+
+class HostMemory:
+    """SGLang tells CUDA's runtime of the memory into which it copies the experts that tokens went through, also where
+    the device is the host."""
+
+    @staticmethod
+    def cudaHostRegister(address, size, flags):
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address):
+        return 0
+
+
+if not torch.cuda.is_available():
+    torch.cuda.cudart = HostMemory

@@ -1,0 +1,54 @@
+"""The experts that tokens went through, from SGLang's answers.
+
+SGLang counts all layers, those without experts too, and tells of a sequence's tokens but the last one, also of what its
+cache had already.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.errors import UnsupportedError
+from roll_core.modeling.routing import compact
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.types import RoutedExperts
+
+NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What architectures call it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Of one mixture of experts."""
+
+    num_layers: int
+    layers: tuple[int, ...]
+    """That have experts."""
+    top_k: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, config: Any) -> Routing:
+        """From a transformers config. Raises `UnsupportedError` where the model has no experts."""
+        experts = next((found for name in NUMBER_OF_EXPERTS if (found := getattr(config, name, None))), 0)
+        dense, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", None) or 1
+        first = getattr(config, "first_k_dense_replace", None) or 0
+        every = range(config.num_hidden_layers)
+        layers = tuple(each for each in every if each >= first and each not in dense and (each + 1) % step == 0)
+        if not experts or not layers:
+            raise UnsupportedError(f"router_replay needs experts, and this {config.model_type} has none")
+        return cls(num_layers=len(every), layers=layers, top_k=config.num_experts_per_tok, num_experts=experts)
+
+    def read(self, meta: Mapping[str, Any]) -> RoutedExperts | None:
+        """`[tokens, M, K]` of an answer; None where it does not tell."""
+        if not (text := meta.get("routed_experts")):
+            return None
+        every = np.frombuffer(base64.b64decode(text), dtype=np.int32).reshape(-1, self.num_layers, self.top_k)
+        return compact(every[:, list(self.layers)], self.num_experts)
