@@ -57,6 +57,7 @@ class Place:
 
 
 ALONE = Place(strategy="hf_train")
+PAIR = Place(spread=TENSOR | {"sequence_parallel": True}, ranks=2)
 SQUARE = Place(spread=SPREAD, ranks=4)
 
 
@@ -151,4 +152,17 @@ def test_grpo_on_tensor_by_pipeline_ranks_begins_as_on_one_rank_with_hf_train_an
     assert steps[0]["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-3)
     assert steps[0]["score/mean"] < 0.2
     assert steps[-1]["score/mean"] > 0.4
+    assert all(each["weight_sync/logprob_probe"] < 1e-4 for each in steps)
+
+
+@pytest.mark.slow
+def test_ppo_with_policy_and_critic_on_ranks_begins_as_with_hf_train_and_the_critic_learns(run):
+    def ppo(actor, critic, steps):
+        roles = {"actor_train": actor.role(sequences=64), "critic": critic.role(sequences=64)}
+        return rlvr(adv_estimator="gae", whiten_advantages=True, max_steps=steps, **roles)
+
+    (first,), steps = metrics(run("one", ppo(ALONE, ALONE, 1))), metrics(run("many", ppo(PAIR, SQUARE, 8)))
+    for name in ("critic/loss", "critic/value", "critic/grad_norm", "actor/grad_norm"):
+        assert steps[0][name] == pytest.approx(first[name], rel=1e-3), name
+    assert steps[-1]["critic/loss"] < steps[0]["critic/loss"] / 2
     assert all(each["weight_sync/logprob_probe"] < 1e-4 for each in steps)
