@@ -162,6 +162,8 @@ class BigramInferStrategy(InferStrategy):
         ]
         if request.prompt_logprobs:
             refused.append("prompt_logprobs")
+        if request.routed_experts:
+            refused.append("routed_experts")
         if refused:
             raise UnsupportedError(f"a bigram table does without {', '.join(refused)}; leave them as they are")
         size = len(self._table())
