@@ -70,6 +70,7 @@ async def into_vllm(process, tensors, monkeypatch):
 
 
 async def into_sglang(process, tensors, monkeypatch):
+    ModelWeights = pytest.importorskip("roll_infer_sglang.model_weights").ModelWeights
     Transfer = pytest.importorskip("roll_infer_sglang.transfer").Transfer
 
     class Server:
@@ -79,12 +80,13 @@ async def into_sglang(process, tensors, monkeypatch):
             done = {"load": process.load, "open": process.open}[message["act"]](message["bucket"])
             (Path(message["answers"]) / "0").write_text(json.dumps({"done": done}))
 
-    transfer = Transfer("actor_infer rank 0", Server(), ("cpu",), 256)
+    who = "actor_infer rank 0"
+    weights = ModelWeights(Transfer(who, Server(), 1), who, 256, ("cpu",))
     try:
-        await transfer.load(MANIFEST, iter(tensors.items()))
+        await weights.load(Incoming(who, MANIFEST, iter(tensors.items())))
     finally:
-        left = transfer._writer._memory
-        transfer.close()
+        left = weights._writer._memory
+        weights.close()
     return left
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-
-sys.path.append(str(HERE))  # tests import modules of this folder by name
+sys.path.append(str(Path(__file__).parent))  # tests import modules of this folder by name
 
 
 @pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch):
-    """Of processes that are started meanwhile: there they come before all else."""
-    path = filter(None, [str(HERE / "cpu"), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+def _stand_ins():
+    """Of processes that are started meanwhile."""
+    from sglang_on_a_cpu import stood_in
+
+    with stood_in():
+        yield

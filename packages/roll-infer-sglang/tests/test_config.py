@@ -27,6 +27,7 @@ def test_what_is_not_given_is_left_to_the_engine():
         "schedule_policy": "fcfs",
         "enable_priority_scheduling": True,
         "host": "127.0.0.1",
+        "enable_lora": False,
     }
 
 
@@ -44,6 +45,24 @@ def test_what_others_decide_is_refused_with_the_reason(name):
 def test_no_argument_is_both_passed_on_and_refused():
     assert not set(PASSED_ON) & set(DECIDED_ELSEWHERE)
     assert not set(PASSED_ON) & set(SglangConfig.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("beside", "words"),
+    [
+        ({"load_format": "dummy"}, "random weights beneath"),
+        ({"sleep_level": 2}, "lose the weights beneath"),
+        ({"tp_size": 2}, "over several slots"),
+    ],
+)
+def test_adapters_are_refused_beside_what_would_break_them(beside, words):
+    with pytest.raises(ValidationError, match=f"enable_lora: .*{words}"):
+        SglangConfig.model_validate({"enable_lora": True, **beside})
+
+
+def test_adapters_are_served_only_where_it_is_asked_for():
+    assert not SglangConfig().serves_adapters()
+    assert SglangConfig(enable_lora=True).serves_adapters()
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 80])

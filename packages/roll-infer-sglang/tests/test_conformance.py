@@ -11,6 +11,7 @@ class TestSglang(InferStrategyConformance):
     name = "sglang"
     variants = {"default": ON_A_CPU}  # noqa: RUF012
     tight_config = {"max_total_tokens": 1024}  # noqa: RUF012
+    adapter_config = {"enable_lora": True}  # noqa: RUF012
     timeout_s = 300.0
 
     def processes(self, strategy):

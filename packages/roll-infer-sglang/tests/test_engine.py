@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from sglang_on_a_cpu import ON_A_CPU
+from sglang_on_a_cpu import ON_A_CPU, stood_in
 
 from roll_core.errors import ConfigError
 from roll_core.testing.infer.holding import TOKEN_BYTES, HoldingTests
@@ -37,13 +37,8 @@ def start():
 @pytest.fixture(scope="module")
 def stand_ins():
     """Set before the engine of all these tests is made, which is before each test's own."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent / "cpu"), before]))
-    yield
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    with stood_in():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -106,25 +101,75 @@ def test_requests_of_several_priorities_run_side_by_side(live):
     assert [len(each.outputs[0].token_ids) for each in live.run(both())] == [8, 8, 8]
 
 
-def test_weights_are_out_of_reach_without_the_workers_key(live):
-    """Of whoever can reach the endpoint."""
+def refusal(live, path, body=None):
+    """How the server answers whoever has no key: status and text."""
+    asked = urllib.request.Request(
+        live.strategy.endpoint().removesuffix("/v1") + path,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(asked, timeout=30)
+    with caught.value as answer:
+        return answer.code, answer.read().decode()
 
-    def post(path):
-        asked = urllib.request.Request(
-            live.strategy.endpoint().removesuffix("/v1") + path,
-            data=json.dumps({"abort_all": True}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(asked, timeout=30)
-        caught.value.close()
-        return caught.value.code
 
+def refusals(live, *asked):
     async def attempts():
-        asked = ("update_weights_from_tensor", "release_memory_occupation", "abort_request", "pause_generation")
-        return [await asyncio.to_thread(post, f"/{path}") for path in asked]
+        return [await asyncio.to_thread(refusal, live, *each) for each in asked]
 
-    assert live.run(attempts()) == [401, 401, 401, 401]
+    return live.run(attempts())
+
+
+def test_only_the_worker_changes_weights_and_requests_and_learns_the_arguments(live):
+    """Among which its key is."""
+    changing = ("update_weights_from_tensor", "load_lora_adapter_from_tensors", "abort_request", "pause_generation")
+    telling = ("server_info", "get_server_info", "openapi.json")
+    asked = [(f"/{path}", {"abort_all": True}) for path in changing] + [(f"/{path}",) for path in telling]
+    assert [status for status, _ in refusals(live, *asked)] == [401] * len(asked)
+
+
+def test_code_that_comes_with_a_request_is_not_run(live, tmp_path):
+    """A logit processor is a pickle; here of a call that would leave a file."""
+    import dill
+
+    class Touch:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "touched",)
+
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 4},
+        "custom_logit_processor": json.dumps({"callable": dill.dumps(Touch()).hex()}),
+    }
+    ((status, said),) = refusals(live, ("/generate", body))
+    assert (status, "which this server takes from nobody" in said) == (400, True)
+    assert not (tmp_path / "touched").exists()
+    assert len(live.generate("after", [5, 6, 7], seed=1).outputs[0].token_ids) == 8  # with ours
+
+
+def test_a_router_needs_no_key_for_what_it_asks(live):
+    """Whether the server lives, what it serves, and generation by token ids."""
+    live.publish()
+    url = live.strategy.endpoint().removesuffix("/v1")
+
+    def ask(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        sent = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(sent, timeout=60) as answer:
+            assert answer.status == 200
+            return json.loads(answer.read() or b"{}")
+
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+
+    async def asked():
+        calls = (("/health",), ("/model_info",), ("/v1/models",), ("/generate", body))
+        return [await asyncio.to_thread(ask, *each) for each in calls]
+
+    _, info, models, generated = live.run(asked())
+    assert (info["served_model_name"], info["weight_version"]) == ("actor_infer", str(live.version))
+    assert [each["id"] for each in models["data"]] == ["actor_infer"]
+    assert len(generated["output_ids"]) == 4
 
 
 def test_an_argument_that_the_installed_engine_lacks_is_named_with_the_nearest(stand_ins):

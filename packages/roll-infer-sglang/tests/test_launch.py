@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from roll_core.errors import ModelError
 from roll_core.modeling.engine_files import engine_files
-from roll_core.spec.model import MeshInfo
+from roll_core.spec.model import LoraSpec, MeshInfo
 from roll_core.testing.infer.live import biased
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.launch import SPARE_TOKENS, server_arguments
 
+LORA = LoraSpec(targets=("all-linear",), rank=5, alpha=10.0)
 
-def told(device="cpu", **config):
-    with engine_files(biased(), "SGLang") as files:
+
+def told(device="cpu", *, lora=None, num_slots=2, **config):
+    model = dataclasses.replace(biased(), lora=lora)
+    with engine_files(model, "SGLang") as files:
         mesh = MeshInfo(role="actor_infer", device=device)
-        return server_arguments(SglangConfig.model_validate(config), biased(), mesh, files, 2)
+        return server_arguments(SglangConfig.model_validate(config), model, mesh, files, num_slots)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +54,24 @@ def test_the_context_is_the_models_unless_it_is_to_be_shorter():
 def test_priorities_are_told_of_where_they_are_heeded():
     assert told()["disable_priority_preemption"]
     assert "disable_priority_preemption" not in told(enable_priority_scheduling=False)
+
+
+def test_room_is_made_for_the_trained_adapter_and_the_model_beneath_has_another_name():
+    found = told(lora=LORA, num_slots=1, enable_lora=True)
+    assert (found["enable_lora"], found["max_lora_rank"], found["max_loras_per_batch"]) == (True, 5, 2)
+    assert found["served_model_name"] == "actor_infer-base"
+    plain = told()
+    assert plain["served_model_name"] == "actor_infer"
+    assert not plain["enable_lora"]
+    assert "max_lora_rank" not in plain
+
+
+def test_kernels_of_adapters_are_the_users_and_on_a_cpu_those_that_it_has():
+    assert told(lora=LORA, num_slots=1)["lora_backend"] == "torch_native"
+    assert "lora_backend" not in told("cuda", lora=LORA, num_slots=1)
+    assert told("cuda", lora=LORA, num_slots=1, lora_backend="triton")["lora_backend"] == "triton"
+
+
+def test_adapters_over_several_slots_are_refused():
+    with pytest.raises(ModelError, match="actor_infer rank 0: enable_lora: adapters over several slots"):
+        told(lora=LORA)

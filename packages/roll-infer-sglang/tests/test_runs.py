@@ -15,5 +15,5 @@ from roll_core.testing.quickstart import QuickStartTests
 @pytest.mark.timeout(900)  # a server takes 30 s of CPU time to start
 class TestQuickStart(QuickStartTests):
     engine = "sglang"
-    settings = ON_A_CPU
+    settings = ON_A_CPU | {"max_total_tokens": 16384, "max_running_requests": 512}
     repository = Path(__file__).parents[3]

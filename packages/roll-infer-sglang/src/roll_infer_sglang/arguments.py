@@ -80,10 +80,12 @@ _REASONS: dict[str, str] = {
         speculative_ngram_max_trie_depth speculative_ngram_capacity speculative_ngram_external_corpus_path
         speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens
     """,
-    "is not supported yet: adapters arrive merged into the weights": """
-        enable_lora enable_lora_overlap_loading max_lora_rank lora_target_modules lora_paths max_loaded_loras
-        max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size experts_shared_outer_loras
-        lora_use_virtual_experts lora_strict_loading lora_drain_wait_threshold
+    "is decided by the adapter that is trained": """
+        max_lora_rank lora_target_modules lora_paths max_loaded_loras max_loras_per_batch lora_eviction_policy
+        enable_lora_overlap_loading lora_strict_loading lora_drain_wait_threshold
+    """,
+    "is not supported with the adapters of a policy": """
+        experts_shared_outer_loras lora_use_virtual_experts
     """,
     "is decided by sleep_level": """
         enable_memory_saver enable_weights_cpu_backup
@@ -149,9 +151,9 @@ _PASSED_ON = """
     kv_canary kv_canary_real_data kv_canary_sweep_interval kv_events_config limit_mm_data_per_request
     linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend
     linear_replayssm_cache_len lmcache_config_file load_publish_endpoint load_snapshot_publish_interval log_level
-    log_level_http log_requests log_requests_format log_requests_level log_requests_target mamba_backend
+    log_level_http log_requests log_requests_format log_requests_level log_requests_target lora_backend mamba_backend
     mamba_cache_philox_rounds mamba_full_memory_ratio mamba_max_states_per_path mamba_radix_cache_strategy
-    mamba_ssm_dtype mamba_track_interval max_mamba_cache_size max_prefill_tokens max_queued_requests
+    mamba_ssm_dtype mamba_track_interval max_lora_chunk_size max_mamba_cache_size max_prefill_tokens max_queued_requests
     media_url_max_file_size_mb min_free_slots_delay mm_attention_backend mm_enable_dp_encoder mm_feature_transport
     mm_global_cache_backend mm_io_worker_num mm_preprocess_cache_size_mb mm_process_config mm_processor_worker_num
     model_impl model_loader_extra_config modelexpress_config moe_a2a_backend moe_dense_tp_size moe_runner_backend

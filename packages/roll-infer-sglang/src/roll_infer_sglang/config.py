@@ -11,6 +11,7 @@ from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
 
 OURS = ("bucket_mib", "sleep_level")
 """What SGLang is not told."""
+ONE_SLOT = "adapters over several slots are not supported: what the engine holds could not be read back"
 
 if TYPE_CHECKING:
     _EngineKeys = StrategyConfig
@@ -58,6 +59,9 @@ class SglangConfig(_EngineKeys):
     host: str = "127.0.0.1"
     """Address at which the server listens, OpenAI's routes (`/v1`) among others. Whoever reaches it can draw from the
     model; weights and other requests are out of reach without the worker's key."""
+    enable_lora: bool = False
+    """Serve the adapter that the role behind this one trains, as it is: a publish brings A and B alone, and the model
+    beneath is that of the start. Where false, weights come merged."""
     sleep_level: Literal[0, 1, 2] = 1
     """What is given back while others use the slots: 1, keys and values, and weights to the host; 2, weights
     altogether, which the next publish brings anyway; 0, nothing. On a CPU keys and values go, and weights stay."""
@@ -69,7 +73,24 @@ class SglangConfig(_EngineKeys):
     def _refuse_what_others_decide(self) -> SglangConfig:
         for name in sorted(self.model_fields_set & DECIDED_ELSEWHERE.keys()):
             raise ValueError(f"{name} {DECIDED_ELSEWHERE[name]}")
+        if self.enable_lora:
+            self._refuse_what_adapters_lack()
         return self
+
+    def _refuse_what_adapters_lack(self) -> None:
+        problem = ""
+        if self.load_format == "dummy":
+            problem = "load_format: dummy would leave random weights beneath the adapter"
+        elif self.sleep_level == 2:
+            problem = "sleep_level 2 would lose the weights beneath the adapter, which no publish brings; 1 keeps them"
+        elif (self.tp_size or 1) > 1:
+            problem = ONE_SLOT
+        if problem:
+            raise ValueError(f"enable_lora: {problem}")
+
+    def serves_adapters(self) -> bool:
+        """`enable_lora`."""
+        return self.enable_lora
 
     def slots_per_worker(self) -> int | None:
         """As many as the model is spread over; as the role says where this is not given."""

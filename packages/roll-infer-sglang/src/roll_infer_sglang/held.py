@@ -47,7 +47,7 @@ class Part:
         """This process's share."""
         held: Tensor = getattr(self.module, self.parameter).detach()
         if self.index is not None:
-            return torch.split(held, _local_sizes(self.module), dim=0)[self.index]
+            return torch.split(held, local_sizes(self.module), dim=0)[self.index]
         return held
 
     @property
@@ -82,20 +82,15 @@ class Part:
         return torch.cat(torch.split(whole, len(local))[:: self._replicas]) if self._replicas > 1 else whole
 
 
-def _gathered(local: Tensor, dim: int, size: int) -> Tensor:
-    whole: Tensor = tensor_model_parallel_all_gather(local, dim) if size > 1 else local
-    return whole
-
-
 def locate(model: nn.Module, name: str) -> Part:
     """The part of this Hugging Face name. Raises `KeyError` where the model has none."""
     path, _, parameter = name.rpartition(".")
     parent, _, last = path.rpartition(".")
     index = None
     for fused, (_, members) in FUSED.items():
-        if last in members and _find(model, f"{parent}.{fused}") is not None:
+        if last in members and find(model, f"{parent}.{fused}") is not None:
             path, index = f"{parent}.{fused}", members.index(last)
-    module = _find(model, path)
+    module = find(model, path)
     if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
         raise KeyError(name)
     if index is not None and not isinstance(module, FUSED[path.rpartition(".")[2]][0]):
@@ -116,7 +111,8 @@ def parts(model: nn.Module) -> Iterator[tuple[str, Part]]:
             yield f"{parent}.{member}.{parameter}", Part(module=modules[path], parameter=parameter, index=index)
 
 
-def _find(model: nn.Module, path: str) -> Any:
+def find(model: nn.Module, path: str) -> Any:
+    """The module of this path; None where there is none."""
     module: Any = model
     for step in path.split(".") if path else ():
         module = getattr(module, step, None)
@@ -125,7 +121,13 @@ def _find(model: nn.Module, path: str) -> Any:
     return module
 
 
-def _local_sizes(module: Any) -> list[int]:
+def local_sizes(module: Any) -> list[int]:
+    """Rows of this process's share of each part of a fused module."""
     if isinstance(module, QKVParallelLinear):
         return [module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size]
     return [size // module.tp_size for size in module.output_sizes]
+
+
+def _gathered(local: Tensor, dim: int, size: int) -> Tensor:
+    whole: Tensor = tensor_model_parallel_all_gather(local, dim) if size > 1 else local
+    return whole

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ModelError
 from roll_core.modeling.engine_files import EngineFiles, engine_files
+from roll_infer_sglang.adapter_hooks import beneath
+from roll_infer_sglang.adapter_weights import adapter_arguments
+from roll_infer_sglang.config import ONE_SLOT
 from roll_infer_sglang.engine_environment import engine_environment
-from roll_infer_sglang.registration import SAMPLING_BACKEND
+from roll_infer_sglang.registration import ADAPTER, SAMPLING_BACKEND
 from roll_infer_sglang.routing import Routing
 from roll_infer_sglang.server import Server, ServerError
 from roll_infer_sglang.transfer import LOADER
@@ -46,6 +49,8 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
     who = f"{mesh.role} rank {mesh.rank}"
     device = mesh.device.partition(":")[0]
     variables = engine_environment(device, os.environ, num_threads=mesh.num_threads, num_slots=num_slots)
+    if model.lora is not None:
+        variables[ADAPTER] = mesh.role
     server = Server(who)
     with contextlib.ExitStack() as stack:
         files = await asyncio.to_thread(stack.enter_context, engine_files(model, "SGLang"))
@@ -75,11 +80,15 @@ def server_arguments(
             f"{mesh.role} rank {mesh.rank}: strategy_config.context_length is {limit}, but the model has"
             f" {files.max_positions} positions; leave it out, or set max_position_embeddings in model_config_kwargs"
         )
+    if model.lora is not None and num_slots > 1:
+        raise ModelError(f"{mesh.role} rank {mesh.rank}: enable_lora: {ONE_SLOT}")
     sleeps = device != "cpu" and settings.sleep_level > 0
     return {
         **({"max_total_tokens": CPU_CACHE_TOKENS} if device == "cpu" else {}),
+        **(adapter_arguments(model.lora, device) if model.lora is not None else {}),
         **settings.engine_arguments(),
         **_file_arguments(files),
+        "served_model_name": mesh.role if model.lora is None else beneath(mesh.role),
         "tp_size": num_slots,
         "context_length": limit + SPARE_TOKENS,
         "dtype": DTYPES[model.dtype],

@@ -4,10 +4,12 @@ SGLang calls `act` (its argument `custom_weight_loader`) with the model and "ten
 and named by a message of ours. The answer goes into a file, as SGLang's own says only whether something was raised, and
 what is raised here would end the engine.
 
-    compare   names and shapes of a manifest against the model, before anything is touched
-    open      a bucket on the engine's devices, to see whether that works
-    load      one bucket, by the model's own loader: each process takes its part of each tensor
-    digest    of what is held, read back
+    compare           names and shapes of a manifest against the model, before anything is touched
+    open              a bucket on the engine's devices, to see whether that works
+    load              one bucket, by the model's own loader: each process takes its part of each tensor
+    digest            of what is held, read back
+    compare adapter   the same for a manifest of an adapter, which SGLang loads by itself,
+    digest adapter    and for what it then holds
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.runtime_context import get_parallel
 
+from roll_core.modeling.adapter_updates import compare_adapter
 from roll_core.modeling.buckets import BucketInfo, opening_failure, read_bucket
 from roll_core.modeling.comparing import compare
 from roll_core.spec.weights import digest
@@ -75,9 +78,28 @@ def digests(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, s
     return found
 
 
+def compare_announced_adapter(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What of the manifest's names and shapes this process has no room for, and what SGLang wants beside them."""
+    from roll_infer_sglang.held_adapter import buffer, partners
+
+    found = compare_adapter(message["tensors"], lambda name: tuple(buffer(model, name).shape))
+    if found["unknown"]:
+        return found
+    return found | {"partners": list(partners(model, [name for name, _ in message["tensors"]]))}
+
+
+def adapter_digests(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, str]:
+    """Of an adapter's tensors, as the engine computes with them."""
+    from roll_infer_sglang.held_adapter import held
+
+    return {name: digest(held(model, name, shape)) for name, shape in message["tensors"]}
+
+
 ACTS: dict[str, Callable[[Any, dict[str, Any], int], Any]] = {
     "compare": compare_announced,
     "load": load,
     "open": open_bucket,
     "digest": digests,
+    "compare adapter": compare_announced_adapter,
+    "digest adapter": adapter_digests,
 }

@@ -17,6 +17,7 @@ VERSIONS = ">=0.5.20,<0.5.21"
 CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
     sleeps=True,
+    lora=True,
     prompt_logprobs=True,
     routed_experts=True,
     in_flight_update=True,

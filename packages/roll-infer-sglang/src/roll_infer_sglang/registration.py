@@ -11,20 +11,26 @@ INSISTED_ON = "ROLL_SGLANG_SAMPLING_BACKEND"
 whatever it is told. Servers of others keep their own."""
 HOST_CACHE = "ROLL_SGLANG_HOST_CACHE"
 """Variable of our servers' processes: keys and values lie in the host's memory, see `host_cache`."""
+ADAPTER = "ROLL_SGLANG_ADAPTER"
+"""Variable of our servers' processes: the name of the adapter that they serve, see `adapter_hooks`."""
 
 
 def register() -> None:
-    """Name the sampler, whose module is imported where an engine asks for it, and our hook. May be called again."""
+    """Name the sampler, whose module is imported where an engine asks for it, and our hooks. May be called again."""
     from sglang.srt.layers.sampler import register_sampler_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name in filter(None, (SAMPLING_BACKEND, os.environ.get(INSISTED_ON))):
         register_sampler_backend(name, _sampler)
     if os.environ.get(HOST_CACHE):
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
         from roll_infer_sglang.host_cache import AFTER, release
 
         HookRegistry.register(AFTER, release, HookType.AFTER)
+    if os.environ.get(ADAPTER):
+        from roll_infer_sglang.adapter_hooks import AFTER_LOADING, AFTER_NAMING, name_adapter, put_in_place
+
+        HookRegistry.register(AFTER_LOADING, put_in_place, HookType.AFTER)
+        HookRegistry.register(AFTER_NAMING, name_adapter, HookType.AFTER)
 
 
 def _sampler() -> object:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import secrets
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +56,14 @@ class Requests:
         self._routing = routing
         self.version = 0
         """Of the weights that draw."""
+        self.adapter: str | None = None
+        """That answers, by its name; None where the model itself does."""
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._entering: list[Draw] = []
         """Draws of this turn of the event loop."""
-        self._names = itertools.count()
+        self._names = (f"{mark}.{number}." for mark in [secrets.token_hex(8)] for number in itertools.count())
+        """Whoever else reaches the server does not know them."""
         self._open = asyncio.Event()
         """Clear while nothing may enter."""
         self._open.set()
@@ -179,7 +183,7 @@ class Requests:
     def _enter(self, draw: Draw) -> None:
         """Ask for the rest of it, together with all that enters in this turn of the event loop."""
         draw.answer = asyncio.get_running_loop().create_future()
-        draw.name = f"{next(self._names)}."  # SGLang aborts a name once more, two seconds after its stream has ended
+        draw.name = next(self._names)  # SGLang aborts a name once more, two seconds after its stream has ended
         draw.asked = True
         if not self._entering:
             asyncio.get_running_loop().call_soon(self._send_entering)
@@ -231,6 +235,7 @@ class Requests:
             "stream": True,
             "return_routed_experts": draws[0].request.routed_experts,
             "priority": draws[0].request.priority if self._priorities else None,
+            "lora_path": [self.adapter] * len(draws) if self.adapter is not None else None,
         }
 
     def _params(self, draw: Draw) -> dict[str, Any]:

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Any
 
+from roll_infer_sglang.locks import BEFORE_TAKING, guard_routes, refuse_foreign_code
+
 LOOK_S = 0.05
 """Between two looks whether the server is open."""
 
@@ -24,12 +26,16 @@ def main() -> None:
     message: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_worker, daemon=True).start()
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register(BEFORE_TAKING, refuse_foreign_code, HookType.BEFORE)
     load_plugins()
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
 
     from roll_infer_sglang.sampler import Carrier
+
+    guard_routes(app)
 
     def tell(**said: Any) -> None:
         with os.fdopen(message["ready"], "w", encoding="utf-8") as pipe:

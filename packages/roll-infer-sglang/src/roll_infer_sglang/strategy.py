@@ -11,6 +11,7 @@ sleep(), wake()   -- /release_…, ------->  keys and values go; on an accelerat
                      /resume_memory_occupation
 
 SGLang cannot go on with a request and yet drop what its cache has of it: it drops the cache only when nothing runs.
+A trained adapter it loads by itself (`adapter_weights`), between the same steps.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from roll_core.modeling.buckets import Incoming
 from roll_core.modeling.device_memory import slot_devices
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.requests import check_request
 from roll_core.spec.weights import refuse_stale
 from roll_core.types import WeightReceipt
+from roll_infer_sglang.adapter_weights import AdapterWeights
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.engine_metrics import KINDS, EngineMetrics
 from roll_infer_sglang.launch import launch
+from roll_infer_sglang.model_weights import ModelWeights
 from roll_infer_sglang.plugin import CAPABILITIES
 from roll_infer_sglang.requests import Requests
 from roll_infer_sglang.sampling import check_served
-from roll_infer_sglang.transfer import Transfer
+from roll_infer_sglang.transfer import Published, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -76,8 +80,13 @@ class SglangStrategy(InferStrategy):
         launched = await launch(self._settings, model, mesh, num_slots)
         server = self._server = launched.server
         self._vocab_size, self._limit = launched.files.vocab_size, launched.limit
-        devices = slot_devices(mesh, num_slots)
-        self._transfer = Transfer(self._who, server, devices, self._settings.bucket_mib << 20)
+        transfer = Transfer(self._who, server, num_slots)
+        self._published: Published
+        if model.lora is not None:
+            self._published = AdapterWeights(transfer, server, self._who, mesh.role, model.lora)
+        else:
+            devices = slot_devices(mesh, num_slots)
+            self._published = ModelWeights(transfer, self._who, self._settings.bucket_mib << 20, devices)
         priorities = self._settings.enable_priority_scheduling
         self._requests = Requests(
             server, self._who, model, launched.files, self._metrics, priorities=priorities, routing=launched.routing
@@ -90,7 +99,7 @@ class SglangStrategy(InferStrategy):
             return
         await self._requests.close()
         await server.stop()
-        self._transfer.close()
+        self._published.close()
 
     @override
     async def sleep(self) -> None:
@@ -167,19 +176,19 @@ class SglangStrategy(InferStrategy):
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
     ) -> WeightReceipt:
         async with self._alone:
-            server, requests = self._ready, self._requests
+            server, requests, published = self._ready, self._requests, self._published
             if self._asleep:
                 raise RuntimeError("the engine sleeps: wake it before its weights are updated")
             refuse_stale(self._who, version, requests.version, manifest)
             try:
                 await requests.halt()
-                await self._transfer.compare(manifest)
+                await published.compare(manifest)
                 try:
-                    await self._transfer.load(manifest, iter(tensors))
-                    digests = await self._transfer.digests(manifest)
+                    await published.load(Incoming(self._who, manifest, iter(tensors)))
+                    digests = await published.digests(manifest)
                 finally:
                     await server.ask("/flush_cache", {})
-                requests.version = version
+                requests.version, requests.adapter = version, published.adapter
                 self._stale = False
             finally:
                 if not self._stale:

@@ -8,7 +8,6 @@ The model beneath stays as it was started. Requests name the adapter, so that no
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.errors import WeightSyncError
+from roll_core.modeling.adapter_updates import collected, refuse_adapter, write_adapter
 from roll_core.modeling.comparing import entries
 from roll_infer_vllm.updates import Loader
 
@@ -57,23 +57,14 @@ class AdapterWeights(Loader):
 
     @override
     async def compare(self, manifest: WeightManifest) -> None:
-        for answer in await self._engine.collective_rpc("roll_compare_adapter", args=(entries(manifest),)):
-            if answer["unknown"]:
-                raise UnexpectedTensorError(
-                    f"{self._who}: was sent {answer['unknown'][0]}, for which vLLM's model has no adapter"
-                    f" ({len(answer['unknown'])} such tensors)"
-                )
-            for name, room in answer["shapes"].items():
-                sent = next(list(entry.shape) for entry in manifest.tensors if entry.name == name)
-                raise CorruptTensorError(f"{self._who}: {name} is {sent} in the manifest; vLLM's model takes {room}")
-        self._refuse_halves(manifest)
+        answers = await self._engine.collective_rpc("roll_compare_adapter", args=(entries(manifest),))
+        refuse_adapter(self._who, "vLLM", manifest, self._rank, answers)
 
     @override
     async def load(self, incoming: Incoming) -> None:
         from vllm.lora.request import LoRARequest
 
         await asyncio.to_thread(self._write, incoming)
-        incoming.refuse_missing()
         fields = {"lora_name": self._name, "lora_int_id": NUMBER, "lora_path": str(self._folder)}
         try:
             await self._engine.add_lora(LoRARequest(**fields, load_inplace=True))
@@ -92,23 +83,5 @@ class AdapterWeights(Loader):
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _refuse_halves(self, manifest: WeightManifest) -> None:
-        """Of each layer A and B, both of the rank for which there is room."""
-        for entry in manifest.tensors:
-            layer, _, side = entry.name.rpartition(".lora_")
-            other = f"{layer}.lora_{'B' if side.startswith('A') else 'A'}.weight"
-            if layer and other not in manifest.names:
-                raise MissingTensorError(f"{self._who}: {other} is not in the manifest, but {entry.name} is")
-            rank = entry.shape[0 if side.startswith("A") else -1] if entry.shape else 0
-            if layer and rank != self._rank:
-                raise CorruptTensorError(f"{self._who}: {entry.name} has rank {rank}, the adapter {self._rank}")
-
     def _write(self, incoming: Incoming) -> None:
-        """As peft would have it. The scale is in B already: so alpha is the rank, and vLLM holds B as it came."""
-        from safetensors.torch import save_file
-
-        tensors = {f"base_model.model.{name}": each.detach().clone().contiguous() for name, each in incoming}
-        layers = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors})
-        save_file(tensors, self._folder / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": self._rank, "lora_alpha": self._rank, "target_modules": layers}
-        (self._folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        write_adapter(self._folder, collected(incoming), self._rank)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from roll_core.modeling.adapter_updates import SIDES
 from roll_infer_vllm.held import find
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 SLOT = 0
 """Of the one adapter for which there is room."""
-SIDES = ("lora_A.weight", "lora_B.weight")
 
 
 def buffer(model: nn.Module, name: str) -> Tensor:
@@ -30,14 +30,6 @@ def buffer(model: nn.Module, name: str) -> Tensor:
         raise KeyError(name)
     found: Tensor = stacked[index or 0][SLOT, 0]
     return found
-
-
-def fits(room: Tensor, name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape is one for that room: only the rank may be smaller."""
-    if len(shape) != 2:
-        return False
-    rank, other = (0, 1) if name.endswith(SIDES[0]) else (1, 0)
-    return shape[rank] <= room.shape[rank] and shape[other] == room.shape[other]
 
 
 def held(model: nn.Module, name: str, shape: Sequence[int]) -> Tensor:

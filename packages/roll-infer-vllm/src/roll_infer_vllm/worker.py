@@ -43,19 +43,11 @@ class WorkerExtension:
 
     def roll_compare_adapter(self, entries: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
         """What of these names and shapes of an adapter this process has no room for."""
-        from roll_infer_vllm.held_adapter import buffer, fits
+        from roll_core.modeling.adapter_updates import compare_adapter
+        from roll_infer_vllm.held_adapter import buffer
 
         model = self.model_runner.get_model()
-        unknown, shapes = [], {}
-        for name, shape in entries:
-            try:
-                room = buffer(model, name)
-            except KeyError:
-                unknown.append(name)
-                continue
-            if not fits(room, name, shape):
-                shapes[name] = list(room.shape)
-        return {"unknown": unknown, "shapes": shapes}
+        return compare_adapter(entries, lambda name: tuple(buffer(model, name).shape))
 
     def roll_adapter_digests(self, entries: Sequence[tuple[str, Sequence[int]]]) -> Mapping[str, str]:
         """Digests of an adapter's tensors, as this process computes with them."""

@@ -1,4 +1,4 @@
-"""The quick start's GRPO on an engine, shortened, with `roll-core` as from a shell: for plugins of this repository.
+"""The quick start's GRPO on an engine, shortened and in full, as from a shell: for plugins of this repository.
 
     class TestQuickStart(QuickStartTests):
         engine = "vllm"
@@ -10,6 +10,7 @@ Only the engine's name and its settings are changed, and where the roles sit.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -24,6 +25,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 SHORT = (
     "max_steps=2",
@@ -41,10 +44,19 @@ PLACES = {
     "apart": APART,
     "apart and asynchronous": (*APART, "async_generation_ratio=1", "max_steps=4"),
 }
+FULL = {
+    "colocated": (),
+    "disaggregated": APART,
+    "disaggregated and asynchronous": (*APART, "async_generation_ratio=1"),
+}
+"""The quick start as it is, all steps of it; what is said is where the roles sit."""
 TWO = ("executor=ray", "num_gpus_per_node=3", "actor_infer.device_mapping=[1, 2]", "async_generation_ratio=1")
 BOUND = 1e-4
 """Between logprobs of the engine and of the trainer, of the same weights in fp32."""
 RUN_S = 800.0
+FULL_RUN_S = 5400.0
+TAUGHT, LEARNED = 0.6, 0.94
+"""Held-out accuracy that SFT stays below, and that GRPO goes beyond: 0.444 and 0.966 with the embedded engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,13 @@ class Left:
         """Of its steps."""
         text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
         return [line for line in map(json.loads, text.splitlines()) if line["step"]]
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Of held-out prompts: before the first step, and after each of the run's evaluations."""
+        text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
+        found = [json.loads(line).get("val/score/mean") for line in text.splitlines()]
+        return [score for score in found if score is not None]
 
     @property
     def record(self) -> dict[str, Any]:
@@ -85,19 +104,13 @@ class QuickStartTests:
     @classmethod
     def pretrained(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """A folder with the quick start's data and model."""
-        tests = cls()
-        folder = tmp_path_factory.mktemp("sft")
-        subprocess.run([sys.executable, str(tests._examples / "make_data.py"), str(folder)], check=True)
-        command = tests._command(
-            "sft.yaml",
-            f"output_dir={folder}",
-            "max_steps=100",
-            "eval_steps=0",
-            f"sft_train.data_args.file_name={folder}/sft.jsonl",
-            f"validation.data_args.file_name={folder}/val.jsonl",
-        )
-        tests._end(tests._begin(command, folder / "sft.txt"), folder / "sft.txt")
-        return folder
+        return cls()._taught(tmp_path_factory.mktemp("sft"), "max_steps=100", "eval_steps=0")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def taught(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """The same after all steps of the quick start's SFT."""
+        return cls()._taught(tmp_path_factory.mktemp("whole-sft"))
 
     @pytest.mark.ray
     @pytest.mark.parametrize("where", PLACES)
@@ -133,6 +146,23 @@ class QuickStartTests:
         assert "is there instead of the one that died" in left.log
         assert max(line["rollout/staleness/max"] for line in left.metrics) <= 1
 
+    @pytest.mark.ray
+    @pytest.mark.slow
+    @pytest.mark.timeout(2 * FULL_RUN_S)
+    @pytest.mark.parametrize("where", FULL)
+    def test_it_learns_what_it_learns_with_the_embedded_engine(self, taught: Path, tmp_path: Path, where: str) -> None:
+        """The quick start in full; `--log-cli-level=INFO` shows the accuracies."""
+        output = tmp_path / "run.txt"
+        self._end(self._begin(self._whole(taught, tmp_path, *FULL[where]), output), output, FULL_RUN_S)
+        left = Left(tmp_path / "quickstart-grpo" / "latest")
+        log.info("%s, %s: accuracies %s", self.engine, where, left.accuracies)
+        assert left.accuracies[0] < TAUGHT
+        assert left.accuracies[-1] > LEARNED
+        if "asynchronous" in where:
+            assert max(line["rollout/staleness/max"] for line in left.metrics) == 1
+        gaps = [line["actor/logprob_gap"] for line in left.metrics if "actor/logprob_gap" in line]
+        assert max(gaps) < BOUND
+
     # -- for tests of one engine ---------------------------------------------------------------------------------------
 
     def grpo(self, pretrained: Path, folder: Path, *overrides: str) -> Left:
@@ -160,10 +190,24 @@ class QuickStartTests:
     def _command(self, config: str, *overrides: str) -> list[str]:
         return [sys.executable, "-m", "roll_core", "run", str(self._examples / config), *overrides]
 
+    def _taught(self, folder: Path, *overrides: str) -> Path:
+        subprocess.run([sys.executable, str(self._examples / "make_data.py"), str(folder)], check=True)
+        command = self._command(
+            "sft.yaml",
+            f"output_dir={folder}",
+            f"sft_train.data_args.file_name={folder}/sft.jsonl",
+            f"validation.data_args.file_name={folder}/val.jsonl",
+            *overrides,
+        )
+        self._end(self._begin(command, folder / "sft.txt"), folder / "sft.txt")
+        return folder
+
     def _grpo(self, pretrained: Path, folder: Path, *overrides: str) -> list[str]:
+        return self._whole(pretrained, folder, *SHORT, *overrides)
+
+    def _whole(self, pretrained: Path, folder: Path, *overrides: str) -> list[str]:
         return self._command(
             "grpo.yaml",
-            *SHORT,
             f"output_dir={folder}",
             f"pretrain={pretrained}/quickstart-sft/latest/export",
             f"actor_train.data_args.file_name={pretrained}/train.jsonl",
@@ -178,9 +222,9 @@ class QuickStartTests:
         with log.open("w", encoding="utf-8") as file:
             return subprocess.Popen(command, cwd=self.repository, stdout=file, stderr=subprocess.STDOUT, text=True)
 
-    def _end(self, run: subprocess.Popen[str], log: Path) -> None:
+    def _end(self, run: subprocess.Popen[str], log: Path, limit_s: float = RUN_S) -> None:
         try:
-            status = run.wait(RUN_S)
+            status = run.wait(limit_s)
         except subprocess.TimeoutExpired:
             run.kill()
             status = None

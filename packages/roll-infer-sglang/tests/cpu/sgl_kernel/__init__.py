@@ -1,7 +1,8 @@
-"""See `standin`."""
+"""See `standin`, and `unpinned`."""
 
 import torch
 from standin import stand_in
+from unpinned import leave_unpinned
 
 __version__ = "0.4.7"
 __getattr__ = stand_in(__name__)
@@ -22,3 +23,4 @@ class HostMemory:
 
 if not torch.cuda.is_available():
     torch.cuda.cudart = HostMemory
+leave_unpinned()

@@ -1,0 +1,17 @@
+"""A run that trains adapters and sends them alone: `roll-core run` on a tiny model, roles taking turns on one slot."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from sglang_on_a_cpu import ON_A_CPU
+
+from roll_core.testing.adapter_run import AdapterRunTests
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+@pytest.mark.timeout(900)
+class TestAdapterRun(AdapterRunTests):
+    engine = "sglang"
+    settings = ON_A_CPU

@@ -1,0 +1,25 @@
+"""Adapters on the real engine, where it is installed: what the conformance kit does not ask."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from sglang_on_a_cpu import ON_A_CPU, stood_in
+
+from roll_core.testing.infer.adapted import Adapted, AdaptedTests
+from roll_infer_sglang.config import SglangConfig
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+
+
+class TestAdapted(AdaptedTests):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def live(cls):
+        from roll_infer_sglang.strategy import SglangStrategy
+
+        with stood_in():
+            engine = Adapted(SglangStrategy(SglangConfig.model_validate({**ON_A_CPU, "enable_lora": True})))
+            yield engine
+            engine.close()

@@ -1,0 +1,109 @@
+"""What engines refuse of a published adapter, and how one is written for those that read folders."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
+from roll_core.modeling.adapter_updates import collected, compare_adapter, refuse_adapter, write_adapter
+from roll_core.modeling.buckets import Incoming
+from roll_core.modeling.comparing import entries
+from roll_core.spec.weights import make_manifest
+
+RANK = 2
+ROOM = {
+    "layers.0.q_proj.lora_A.weight": (4, 6),
+    "layers.0.q_proj.lora_B.weight": (8, 4),
+    "layers.0.o_proj.lora_A.weight": (4, 8),
+    "layers.0.o_proj.lora_B.weight": (6, 4),
+}
+"""Of an engine with room for rank 4."""
+
+
+def adapter(**changes):
+    found = {
+        "layers.0.q_proj.lora_A.weight": torch.randn(RANK, 6),
+        "layers.0.q_proj.lora_B.weight": torch.randn(8, RANK),
+    }
+    return {name: each for name, each in {**found, **changes}.items() if each is not None}
+
+
+def refuse(tensors):
+    manifest = make_manifest(1, tensors.items())
+    refuse_adapter("engine rank 0", "Acme", manifest, RANK, [compare_adapter(entries(manifest), ROOM.__getitem__)])
+
+
+def test_an_adapter_of_some_layers_and_a_smaller_rank_fits():
+    assert refuse(adapter()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (
+            {
+                "layers.9.q_proj.lora_A.weight": torch.ones(RANK, 6),
+                "layers.9.q_proj.lora_B.weight": torch.ones(8, RANK),
+            },
+            UnexpectedTensorError,
+            r"was sent layers\.9\.q_proj\.lora_A\.weight, for which Acme's model has no adapter \(2 such tensors\)",
+        ),
+        ({"model.norm.weight": torch.ones(6)}, UnexpectedTensorError, r"model\.norm\.weight"),
+        (
+            {"layers.0.q_proj.lora_A.weight": torch.ones(RANK, 7)},
+            CorruptTensorError,
+            r"lora_A\.weight is \[2, 7\] in the manifest; Acme's model takes \[4, 6\]",
+        ),
+        ({"layers.0.q_proj.lora_B.weight": torch.ones(8, 5)}, CorruptTensorError, r"takes \[8, 4\]"),
+        ({"layers.0.q_proj.lora_B.weight": torch.ones(8)}, CorruptTensorError, r"is \[8\] in the manifest"),
+        ({"layers.0.q_proj.lora_B.weight": torch.ones(8, 3)}, CorruptTensorError, "has rank 3, the adapter 2"),
+        (
+            {"layers.0.q_proj.lora_B.weight": None},
+            MissingTensorError,
+            r"q_proj\.lora_B\.weight is not in the manifest, but layers\.0\.q_proj\.lora_A\.weight is",
+        ),
+        ({"layers.0.o_proj.lora_B.weight": torch.ones(6, RANK)}, MissingTensorError, r"o_proj\.lora_A\.weight is not"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes, error, words):
+    with pytest.raises(error, match=words):
+        refuse(adapter(**changes))
+
+
+def test_what_is_collected_outlives_the_memory_that_it_came_in():
+    """A transport hands out one piece of memory again and again."""
+    memory, sent = torch.empty(16), adapter()
+
+    def arriving():
+        for name, each in sent.items():
+            view = memory[: each.numel()].view(each.shape)
+            yield name, view.copy_(each)
+
+    found = collected(Incoming("engine rank 0", make_manifest(1, sent.items()), arriving()))
+    assert found.keys() == sent.keys()
+    assert all(torch.equal(found[name], each) for name, each in sent.items())
+
+
+def test_a_tensor_that_does_not_come_is_named():
+    manifest, tensors = make_manifest(1, adapter().items()), adapter(**{"layers.0.q_proj.lora_B.weight": None})
+    with pytest.raises(MissingTensorError, match=r"q_proj\.lora_B\.weight was not sent of version 1"):
+        collected(Incoming("engine rank 0", manifest, iter(tensors.items())))
+
+
+def test_a_written_adapter_is_what_peft_reads(tmp_path):
+    """W + scale · B A with the scale in B: so peft's scale is 1."""
+    from peft import LoraConfig
+
+    tensors = adapter()
+    write_adapter(tmp_path, tensors, RANK)
+    config = LoraConfig.from_pretrained(str(tmp_path))
+    assert config.lora_alpha / config.r == 1
+    assert set(config.target_modules) == {"layers.0.q_proj"}
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert {f"base_model.model.{name}" for name in tensors} == stored.keys()
+    assert all(torch.equal(stored[f"base_model.model.{name}"], each) for name, each in tensors.items())
+    assert json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))["peft_type"] == "LORA"
