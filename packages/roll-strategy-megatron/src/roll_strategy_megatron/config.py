@@ -37,7 +37,7 @@ REFUSED = {
     "moe_expert_capacity_factor": DROPS,
     "moe_pad_expert_input_to_capacity": DROPS,
     "moe_token_drop_policy": DROPS,
-    "moe_shared_expert_overlap": "none of the supported architectures has shared experts",
+    "moe_shared_expert_overlap": "it computes shared experts on a CUDA stream of their own, which has not been tried",
     "moe_enable_routing_replay": "router_replay.mode, a key of the run, says whether the engine's experts are replayed",
     "mtp_num_layers": "layers that predict several tokens are not supported",
     "cuda_graph_impl": "microbatches differ in length",
