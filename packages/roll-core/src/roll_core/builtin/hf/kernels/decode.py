@@ -87,7 +87,7 @@ def declared(loaded: ctypes.CDLL, *, cuda: bool) -> ctypes.CDLL:
 
 def current_stream(device: torch.device) -> int | None:
     """CUDA's own name of the stream on which torch queues now."""
-    stream: int = torch.cuda.current_stream(device).cuda_stream
+    stream: int = torch.get_device_module(device).current_stream(device).cuda_stream
     return stream
 
 
