@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.data.order import RowOrder
-from roll_core.data.pack import balance, pack, totals
+from roll_core.data.pack import balance, pack, pack_evenly, totals
 from roll_core.errors import DataError
 from roll_core.types import Totals, TrainSequence
 
@@ -71,6 +71,36 @@ def test_packing_keeps_every_token_in_order_within_the_limits(lengths, max_token
         assert max_sequences is None or micro.num_sequences <= max_sequences
         assert max_tokens is None or micro.num_tokens <= max_tokens or micro.num_sequences == 1
         assert micro.totals == totals(rows)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "ids"),
+    [
+        ([4, 4, 1, 1], 1, [("0", "2"), ("1", "3")]),
+        ([7, 3, 2, 2], 1, [("0",), ("1", "2", "3")]),
+        ([2, 2, 2, 2], 2, [("0", "2"), ("1", "3")]),
+        ([2, 2, 2, 2], 3, [("0", "3"), ("1",), ("2",)]),
+        ([9, 2, 1], 1, [("0",), ("1", "2")]),
+        ([9, 2, 1], 4, [("0",), ("1",), ("2",)]),
+        ([], 2, []),
+    ],
+)
+def test_microbatches_of_a_budget_of_8_by_hand(lengths, multiple, ids):
+    rows = [sequence(str(i), length) for i, length in enumerate(lengths)]
+    assert [each.ids for each in pack_evenly(rows, max_tokens=8, multiple=multiple)] == ids
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=30), max_tokens=st.integers(1, 40), multiple=st.integers(1, 4))
+def test_microbatches_are_even_and_keep_to_the_budget(lengths, max_tokens, multiple):
+    rows = [sequence(str(i), length) for i, length in enumerate(lengths)]
+    micros = pack_evenly(rows, max_tokens=max_tokens, multiple=multiple)
+    assert sorted((name for micro in micros for name in micro.ids), key=int) == [row.id for row in rows]
+    assert len(micros) % multiple == 0 or len(micros) == len(rows)
+    for micro in micros:
+        assert micro.num_tokens <= max_tokens or micro.num_sequences == 1
+        assert micro.totals == totals(rows)
+        # What a microbatch has more than another is at most the shortest of its sequences.
+        assert micro.num_tokens - min(micro.lengths) <= min(each.num_tokens for each in micros)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ EXPERTS = 8 * 3 * 64 * 128
 """Parameters of a layer's."""
 
 
-def uses(kind, name, keys, act, **more):
-    """Bytes by what, of one act."""
+def uses(kind, name, keys, act, *, apart=False, **more):
+    """Bytes by what, or by what and where if `apart`, of one act."""
     registry = load_registry()
     provider = registry.find(kind, name)
     numbers = {
@@ -37,10 +37,11 @@ def uses(kind, name, keys, act, **more):
         "train_tokens": 8, "score_tokens": 8, "longest": 8, "on_host": True,
     }  # fmt: skip
     question = MemoryQuestion(config=strategy_config(provider, keys, owner=name), **{**numbers, **more})
-    found: dict[str, int] = {}
+    found = {}
     for use in load_target(provider.memory, owner=name)(question).uses:
         if not use.during or act in use.during:
-            found[use.what] = found.get(use.what, 0) + use.num_bytes
+            key = (use.what, use.on) if apart else use.what
+            found[key] = found.get(key, 0) + use.num_bytes
     return found
 
 
@@ -190,6 +191,14 @@ def test_megatron_cuts_by_tensor_and_pipeline_and_spreads_state_over_replicas():
     assert found["weights"] == 2 * held
     assert found["gradients"] == 4 * held + (4 + 2) * 64_000 // 2  # the output layer's comes in float32, and as it is
     assert found["optimizer"] == 12 * (held // 2)
+
+
+def test_megatron_keeps_moments_on_the_host_if_told():
+    keys = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    found = uses(TrainProvider, "megatron_train", keys, "backward", on_host=False, dtype="bf16", apart=True)
+    share = (P - MODEL.final_norm) // 2
+    assert found["optimizer", "device"] == 12 * share - 8 * (share // 2)
+    assert found["optimizer", "host"] == 16 * (share // 2)
 
 
 def test_megatron_spreads_experts_by_their_own_parallelism():

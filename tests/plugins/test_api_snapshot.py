@@ -64,6 +64,7 @@ METHODS = {
     train.TrainStrategy: {
         "build!": "(self, model, mesh)",
         "data_rank": "property",
+        "microbatch_multiple": "property",
         "forward!": "(self, micro, want)",
         "forward_all": "(self, micros, want)",
         "forward_backward!": "(self, micros, loss)",

@@ -133,6 +133,20 @@ def change_tensors():
             return found
         return found.replace("torch.", "torch.cuda.", 1)
 
+    to_host, is_cuda = torch.Tensor.cpu, torch._C.TensorBase.is_cuda
+
+    def on_host(tensor, *arguments, **options):
+        found = to_host(tensor, *arguments, **options)
+        found.is_on_host = True
+        return found
+
+    def on_device(tensor):
+        """Megatron's optimizer on the host looks which tensors it has copied there."""
+        if sys._getframe(1).f_globals.get("__name__", "").endswith(".hybrid_optimizer"):
+            return not getattr(tensor, "is_on_host", False)
+        return is_cuda.__get__(tensor)
+
+    torch.Tensor.cpu, torch.Tensor.is_cuda = on_host, property(on_device)
     torch.Tensor.to, torch.Tensor.type = to_cpu, kind_on_cuda
     torch.Tensor.cuda = torch.Tensor.pin_memory = lambda tensor, *arguments, **options: tensor
     torch.Tensor.record_stream = lambda tensor, stream: None

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.train import Want
 from roll_core.testing import TrainStrategyConformance
-from roll_core.testing.bench import Case, as_array, built, outputs, take_step, weights
+from roll_core.testing.bench import WHOLE, Case, as_array, built, micros, outputs, share, take_step, weights
+from roll_core.testing.losses import LOSSES
 from roll_core.testing.models import QWEN3
 
 PRELOAD = ("megatron_on_cpu", *TrainStrategyConformance.preload, "roll_strategy_megatron.strategy")
@@ -71,6 +72,7 @@ def score_and_train(rank, case: Case, batch, steps, want=WANT):
             "scored": scored,
             "stats": [found for found, _ in stats],
             "losses": [metrics.get("loss", 0.0) for _, metrics in stats],
+            "metrics": [metrics for _, metrics in stats],
             "weights": weights(strategy),
             "memory": dict(strategy.memory()),
         }
@@ -217,3 +219,23 @@ def train_and_export(rank, case: Case, folder, steps):
         for step in steps:
             take_step(strategy, step)
         strategy.export_model(Path(folder))
+
+
+def train_alike(rank, case: Case, batch, times):
+    """The norm of the gradient of so many times the same microbatch, for each of `times`."""
+    norms = []
+    with built(case, rank) as strategy:
+        (micro,) = micros(share(strategy, batch), batch, WHOLE)
+        for number in times:
+            strategy.forward_backward([micro] * number, LOSSES["sft"])
+            norms.append(strategy.optimizer_step().grad_norm)
+    return norms
+
+
+def masters_after(rank, case: Case, steps):
+    """Of all parameters, after some steps, and the bytes of optimizer state on this rank's device."""
+    with built(case, rank) as strategy:
+        for step in steps:
+            take_step(strategy, step)
+        state = strategy.export_state()
+        return {name: as_array(state.read(name).master) for name in state.shapes}, strategy.memory()["optimizer"]

@@ -82,6 +82,11 @@ def test_ranks_that_make_no_whole_replicas_are_refused_with_the_product(tmp_path
             "the model's moe_intermediate_size 1022 is not a multiple of expert_tensor_parallel_size 4",
         ),
         (
+            {"moe_aux_loss_coeff": 0.001},
+            {"num_hidden_layers": 2},
+            "moe_aux_loss_coeff is for models with experts; a qwen3 has none",
+        ),
+        (
             {"expert_model_parallel_size": 8},
             {"num_local_experts": 60},
             "the model's num_local_experts 60 is not a multiple of expert_model_parallel_size 8",
@@ -199,6 +204,15 @@ def test_saying_no_to_what_is_not_supported_is_fine(key):
             "leave account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split out",
         ),
         ({"use_distributed_optimizer": False}, "Input should be True"),
+        ({"moe_router_load_balancing_type": "aux_loss"}, "aux_loss is not supported: its gradient depends on how"),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, "seq_aux_loss balances each sequence by itself"),
+        (
+            {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01},
+            "moe_aux_loss_coeff has nothing to weigh",
+        ),
+        ({"moe_aux_loss_coeff": -0.1}, "greater than or equal to 0"),
+        ({"optimizer_offload_fraction": 0.5}, "optimizer_offload_fraction belongs to optimizer_cpu_offload: true"),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0}, "greater than 0"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys, said):

@@ -12,7 +12,8 @@ BEGIN, END = "<!-- table: made by packages/roll-strategy-megatron/tests/test_doc
 
 
 def test_the_page_has_every_key_as_the_schema_has_it():
-    check_table(PAGE, MegatronConfig, BEGIN, END)
+    names = {"NonNegativeFloat": "float ≥ 0", "Fraction": "float in (0, 1]"}
+    check_table(PAGE, MegatronConfig, BEGIN, END, names)
 
 
 def test_the_page_says_why_keys_are_refused():

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.providers import Task
     from roll_core.spec.train import MicroBatch, Want
+    from roll_strategy_megatron.balancing import Balancing
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.config import MegatronConfig
     from roll_strategy_megatron.model import PackedModel
@@ -63,9 +64,12 @@ class Computation:
         parallel: Parallel,
         config: MegatronConfig,
         task: Task,
+        balancing: Balancing | None = None,
     ) -> None:
         self.runs, self.parallel, self.config, self.task = runs, parallel, config, task
+        self.balancing = balancing
         self.pipeline = Pipeline(runs[0].config, wrapped, parallel.pp)
+        self.vocab = sizes.vocab
         rows = sizes.padded_vocab // parallel.tp.size()
         first = parallel.tp.rank() * rows
         self.share = VocabularyShare(group=parallel.tp, first=first, num_real=min(max(sizes.vocab - first, 0), rows))
@@ -82,7 +86,8 @@ class Computation:
         spread over replicas, all of them call it together."""
         # Where each bucket of gradients is added up as soon as it is there, every replica has to have some.
         fewest = 1 if backward and self.config.overlap_grad_reduce else 0
-        passages = self._passages(micros, want, fewest)
+        balanced = backward and self.balancing is not None
+        passages = self._passages(micros, want, fewest, balanced=balanced)
         if not passages:
             return []
         for each in self.runs:
@@ -110,7 +115,7 @@ class Computation:
 
         return model(passage.packing), finish
 
-    def _passages(self, micros: Sequence[MicroBatch], want: Want, fewest: int) -> list[Passage]:
+    def _passages(self, micros: Sequence[MicroBatch], want: Want, fewest: int, *, balanced: bool) -> list[Passage]:
         """Replicas that share experts go through as many microbatches as each other, interleaved stages through a
         multiple of their number. What is lacking comes last, and counts for nothing."""
         for each in micros:
@@ -139,6 +144,7 @@ class Computation:
                     masked_only=want.masked_only and not want.values,
                     own=self.task == "reward",
                     at_least=at_least,
+                    members=balanced and not idles,
                 ),
                 idle=idles,
             )
@@ -172,7 +178,7 @@ class Computation:
             temperature=want.temperature,
             entropy=want.entropy,
             entropy_grad=want.entropy_grad,
-            topk=want.topk,
+            topk=min(want.topk, self.vocab),
             chunk_tokens=self.config.logprob_chunk_tokens,
         )
         found = sharded_head_outputs(
@@ -223,13 +229,13 @@ class Computation:
                 found = torch.zeros(micro.num_tokens, *sizes, dtype=dtype, device=self.parallel.device)
             return self.parallel.from_stage(found.contiguous(), last)
 
-        here = outputs or TokenOutputs()
+        here, k = outputs or TokenOutputs(), min(want.topk, self.vocab)
         return TokenOutputs(
             logprobs_T=of(here.logprobs_T, want.logprobs),
             entropy_T=of(here.entropy_T, want.entropy),
             values_T=of(here.values_T, want.values),
-            topk_logprobs_TK=of(here.topk_logprobs_TK, want.topk > 0, want.topk),
-            topk_ids_TK=of(here.topk_ids_TK, want.topk > 0, want.topk, dtype=torch.int64),
+            topk_logprobs_TK=of(here.topk_logprobs_TK, k > 0, k),
+            topk_ids_TK=of(here.topk_ids_TK, k > 0, k, dtype=torch.int64),
         )
 
 

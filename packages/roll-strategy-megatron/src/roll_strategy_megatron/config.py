@@ -8,45 +8,57 @@ Experts are spread over the ranks of tensor × context × data parallel, in grou
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import PositiveInt, StrategyConfig
+from roll_core.spec.config import NonNegativeFloat, PositiveInt, StrategyConfig
 from roll_core.spec.platform import EnvVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 TRANSFORMER_ENGINE = "it needs Transformer Engine, whose layers this plugin does not use yet"
-DROPS = "with it a token's logprobs would depend on what else is in its microbatch"
-HYBRID = (
-    "Megatron's optimizer on the host has not been tried: it needs CUDA, and checkpoints here do not know its state;"
-    " is_offload_states moves the optimizer's state between phases"
+DROPS = (
+    "with it a token's logprobs would depend on what else is in its microbatch; moe_aux_loss_coeff keeps experts from"
+    " getting too many"
 )
 REFUSED = {
     "overlap_param_gather": "weights are read between steps (exports, scoring), when they must be whole",
     "delay_grad_reduce": "each stage adds its gradients up as soon as they are there, with overlap_grad_reduce",
     "ddp_average_in_collective": "gradients are sums here: what a batch's loss is divided by is in the loss",
     "apply_rope_fusion": TRANSFORMER_ENGINE,
-    "moe_grouped_gemm": TRANSFORMER_ENGINE,
+    "moe_grouped_gemm": "it needs Transformer Engine or grouped_gemm, CUDA kernels that this plugin does not use yet",
+    "moe_permute_fusion": TRANSFORMER_ENGINE,
+    "moe_router_fusion": TRANSFORMER_ENGINE,
     "cross_entropy_loss_fusion": "logprobs are computed in chunks, and losses from logprobs",
     "bias_activation_fusion": "Megatron compiles it anew for each length of a microbatch",
-    "moe_aux_loss_coeff": "its gradient depends on how a batch is cut into microbatches",
     "moe_expert_capacity_factor": DROPS,
     "moe_pad_expert_input_to_capacity": DROPS,
     "moe_token_drop_policy": DROPS,
+    "moe_router_bias_update_rate": "the biases by which DeepSeek-V3 chooses experts stay as they are stored",
+    "moe_input_jitter_eps": "nothing here draws: what is scored again has to come out the same",
     "moe_shared_expert_overlap": "it computes shared experts on a CUDA stream of their own, which has not been tried",
     "moe_enable_routing_replay": "router_replay.mode, a key of the run, says whether the engine's experts are replayed",
     "mtp_num_layers": "layers that predict several tokens are not supported",
     "cuda_graph_impl": "microbatches differ in length",
     "cuda_graph_scope": "microbatches differ in length",
-    "optimizer_cpu_offload": HYBRID,
-    "optimizer_offload_fraction": HYBRID,
+    "use_precision_aware_optimizer": "it needs Transformer Engine; moments and masters are float32",
     "additional_configs": "keys that nothing checks would be ignored when they are misspelt",
 }
 """Keys that configs written for ROLL may have, and why they are not honoured; a value that says no is accepted."""
+MICROBATCHES = (
+    "its gradient depends on how a batch is cut into microbatches; seq_aux_loss balances each sequence by itself"
+)
+BALANCED_OTHERWISE = {
+    "aux_loss": MICROBATCHES,
+    "global_aux_loss": MICROBATCHES,
+    "sinkhorn": "it chooses other experts in training than the engine that generates",
+}
+"""Megatron's values of `moe_router_load_balancing_type` that are refused."""
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures without experts."""
 NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What architectures call it."""
 RECOMPUTATION = (
@@ -57,8 +69,13 @@ RECOMPUTATION = (
     "moe_layer_recompute",
 )
 """Keys that say what gradient checkpointing computes again."""
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures of the bridge that have no experts."""
+MASTERS_APART = (
+    "models in bf16 that are trained whole (model_args.dtype: bf16, no lora_target): of tensors in float32 Megatron can"
+    " put no copies on the host"
+)
+OF_EXPERTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_layer_recompute")
+"""Keys that ask for something of experts."""
+Fraction = Annotated[float, Field(gt=0, le=1)]
 NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
 
 
@@ -94,6 +111,13 @@ class MegatronConfig(StrategyConfig):
     ddp_bucket_size: PositiveInt | None = None
     """Of `overlap_grad_reduce`: parameters of a bucket, on the first stage; others have one. Where not given Megatron's
     40 million, or a million per replica where that is more."""
+    optimizer_cpu_offload: bool = False
+    """Keep AdamW's moments on the hosts and take its steps there (Megatron's HybridDeviceOptimizer): 8 bytes less per
+    parameter of a rank's share on the device, 16 on the host, and slower steps."""
+    optimizer_offload_fraction: Fraction = 1.0
+    """Of `optimizer_cpu_offload`: the share of a rank's parameters, as many whole tensors as it takes."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Of `optimizer_cpu_offload`: copy gradients and parameters of some tensors while others are stepped."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """What is computed again in the backward pass where `model_args` asks for gradient checkpointing: whole layers
     (where not given), or the parts named in `recompute_modules`."""
@@ -112,6 +136,14 @@ class MegatronConfig(StrategyConfig):
     """In which experts are chosen."""
     moe_layer_recompute: bool = False
     """Adds `moe` to `recompute_modules`; where `recompute_granularity` is not given it is `selective` then."""
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the load balancing loss that every layer with experts adds to the objective; reported as
+    `load_balancing_loss`, which is 1 where experts are used alike. 0.001 is usual."""
+    moe_router_load_balancing_type: Literal["seq_aux_loss", "none"] = "seq_aux_loss"
+    """What `moe_aux_loss_coeff` weighs: the balance within each sequence that is trained, averaged over the step's."""
+    moe_z_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the mean square of the routers' log-normalisers, which keeps their logits small; reported as
+    `router_z_loss`. 0.001 is usual."""
     logprob_chunk_tokens: PositiveInt | None = None
     """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
     async_save_ckpt: bool = False
@@ -175,6 +207,9 @@ class MegatronConfig(StrategyConfig):
             number = keys.get(key)
             if isinstance(number, int) and number % ranks:
                 raise ValueError(f"the model's {key} {number} is not a multiple of {over} {ranks}")
+        asked = [key for key in OF_EXPERTS if getattr(self, key)]
+        if asked and keys.get("model_type") in DENSE:
+            raise ValueError(f"{asked[0]} is for models with experts; a {keys['model_type']} has none")
 
     def check_model_args(self, given: Mapping[str, Any]) -> None:
         """What is to be computed again is said only where something is."""
@@ -184,6 +219,8 @@ class MegatronConfig(StrategyConfig):
                 f"model_args.disable_gradient_checkpointing is true, so that nothing is computed again: leave it out,"
                 f" or {', '.join(asked)}"
             )
+        if self.optimizer_cpu_offload and (given.get("dtype") == "fp32" or given.get("lora_target")):
+            raise ValueError(f"optimizer_cpu_offload is for {MASTERS_APART}")
 
     @override
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:
@@ -220,6 +257,9 @@ class MegatronConfig(StrategyConfig):
         for key, reason in REFUSED.items():
             if key in data and data[key] not in NO:
                 raise ValueError(f"{key} is not supported: {reason}")
+        kind = data.get("moe_router_load_balancing_type")
+        if isinstance(kind, str) and kind in BALANCED_OTHERWISE:
+            raise ValueError(f"moe_router_load_balancing_type: {kind} is not supported: {BALANCED_OTHERWISE[kind]}")
         return {key: value for key, value in data.items() if key not in REFUSED}
 
     @model_validator(mode="after")
@@ -236,8 +276,13 @@ class MegatronConfig(StrategyConfig):
                 "moe_token_dispatcher_type: allgather and pipeline_model_parallel_size above 1 do not go together:"
                 " between stages Megatron has it for microbatches of one length only. Take alltoall"
             )
+        if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
+            raise ValueError("moe_aux_loss_coeff has nothing to weigh with moe_router_load_balancing_type: none")
         if self.ddp_bucket_size and not self.overlap_grad_reduce:
             raise ValueError("ddp_bucket_size belongs to overlap_grad_reduce: true")
+        offload = {"optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"} & self.model_fields_set
+        if offload and not self.optimizer_cpu_offload:
+            raise ValueError(f"{min(offload)} belongs to optimizer_cpu_offload: true")
         self._check_runs()
         if self.recompute_granularity != "full" and (self.recompute_method or self.recompute_num_layers):
             raise ValueError("recompute_method and recompute_num_layers belong to recompute_granularity: full")

@@ -66,11 +66,7 @@ class _ShardedHead(torch.autograd.Function):
         found: list[tuple[Tensor, ...]] = []
         size = request.chunk(len(weight_VH))
         for hidden_CH, targets_C in zip(*_chunks(size, hidden_NH, targets_N), strict=True):
-            z_CV = _logits(hidden_CH, weight_VH, request, share)
-            log_norm_C, expected_C = _norm(z_CV, share, request.entropy)
-            chosen_C = _at_targets(z_CV, targets_C, share)
-            top_CK, ids_CK = _topk(z_CV, request.topk, share)
-            found.append((chosen_C - log_norm_C, log_norm_C, expected_C, top_CK - log_norm_C[:, None], ids_CK))
+            found.append(_of_chunk(hidden_CH, weight_VH, targets_C, request, share))
         logprobs_N, log_norm_N, expected_N, topk_NK, ids_NK = (torch.cat(each) for each in zip(*found, strict=True))
         entropy_N = log_norm_N - expected_N
         ctx.mark_non_differentiable(topk_NK, ids_NK)
@@ -93,20 +89,38 @@ class _ShardedHead(torch.autograd.Function):
         slopes_N = nothing_N if slope_N is None else slope_N
         parts = _chunks(request.chunk(len(weight_VH)), hidden_NH, targets_N, log_norm_N, entropy_N, grad_N, slopes_N)
         for hidden_CH, targets_C, log_norm_C, entropy_C, grad_C, slope_C in zip(*parts, strict=True):
-            logp_CV = _logits(hidden_CH, weight_VH, request, share) - log_norm_C[:, None]
-            p_CV = logp_CV.exp()
-            d_CV = -grad_C[:, None] * p_CV
-            if slope_N is not None:
-                least = torch.finfo(logp_CV.dtype).min
-                d_CV -= slope_C[:, None] * p_CV * (logp_CV.clamp(min=least) + entropy_C[:, None])
+            d_CV = _logits(hidden_CH, weight_VH, request, share).sub_(log_norm_C[:, None])
+            d_CV = _d_logits(d_CV, grad_C, None if slope_N is None else slope_C, entropy_C)
             here_C, columns_C = _mine(targets_C, share)
             d_CV.scatter_add_(1, columns_C[:, None], torch.where(here_C, grad_C, 0.0)[:, None])
-            d_CV = (d_CV / request.temperature).to(weight_VH.dtype)
+            d_CV = d_CV.div_(request.temperature).to(weight_VH.dtype)
             grad_hidden.append(d_CV @ weight_VH)
             if grad_weight_VH is not None:
                 grad_weight_VH += d_CV.T @ hidden_CH
+            del d_CV  # before the next chunk's logits are made
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         return torch.cat(grad_hidden).to(hidden_NH.dtype), grad_weight, None, None, None
+
+
+def _of_chunk(
+    hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor, request: HeadRequest, share: VocabularyShare
+) -> tuple[Tensor, ...]:
+    """Logprobs, log Z, expected logits, top-k and its tokens."""
+    z_CV = _logits(hidden_CH, weight_VH, request, share)
+    log_norm_C, expected_C = _norm(z_CV, share, request.entropy)
+    chosen_C = _at_targets(z_CV, targets_C, share)
+    top_CK, ids_CK = _topk(z_CV, request.topk, share)
+    return chosen_C - log_norm_C, log_norm_C, expected_C, top_CK - log_norm_C[:, None], ids_CK
+
+
+def _d_logits(logp_CV: Tensor, grad_C: Tensor, slope_C: Tensor | None, entropy_C: Tensor) -> Tensor:
+    """But for the one-hot part. Uses up `logp_CV`."""
+    if slope_C is None:
+        return logp_CV.exp_().mul_(-grad_C[:, None])
+    # -(e * (log p + S) + g) * p; of padding p is 0 and log p the least number, times which most overflow.
+    p_CV = logp_CV.exp()
+    d_CV = logp_CV.clamp_(min=torch.finfo(logp_CV.dtype).min).add_(entropy_C[:, None]).mul_(p_CV)
+    return d_CV.mul_(-slope_C[:, None]).sub_(p_CV.mul_(grad_C[:, None]))
 
 
 def _chunks(size: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -115,7 +129,7 @@ def _chunks(size: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, request: HeadRequest, share: VocabularyShare) -> Tensor:
     """Divided by the temperature, in float32; the least number for padding."""
-    z_CV = (hidden_CH @ weight_VH.T).float() / request.temperature
+    z_CV = (hidden_CH @ weight_VH.T).float().div_(request.temperature)
     z_CV[:, share.num_real :] = torch.finfo(torch.float32).min
     return z_CV
 
@@ -124,8 +138,9 @@ def _norm(z_CV: Tensor, share: VocabularyShare, entropy: bool) -> tuple[Tensor, 
     """`log Z`, and the expected logit, from which the entropy follows."""
     greatest_C = z_CV.max(dim=1).values
     dist.all_reduce(greatest_C, dist.ReduceOp.MAX, group=share.group)
-    e_CV = (z_CV - greatest_C[:, None]).exp()
-    sums_2C = torch.stack([e_CV.sum(dim=1), (e_CV * z_CV).sum(dim=1) if entropy else torch.zeros_like(greatest_C)])
+    e_CV = (z_CV - greatest_C[:, None]).exp_()
+    sum_C = e_CV.sum(dim=1)
+    sums_2C = torch.stack([sum_C, e_CV.mul_(z_CV).sum(dim=1) if entropy else torch.zeros_like(sum_C)])
     dist.all_reduce(sums_2C, group=share.group)
     return greatest_C + sums_2C[0].log(), sums_2C[1] / sums_2C[0]
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from roll_core.spec.plan import MemoryQuestion, ModelSize
 
+HOST_BYTES = 16
+"""Of a parameter that is stepped on the host: its copy, its gradient, two moments."""
+
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:
     """Of a rank of the first or last pipeline stage, whichever holds more."""
@@ -67,8 +70,16 @@ def _trained(question: MemoryQuestion, config: MegatronConfig, dense: int, exper
     apart = question.dtype != "fp32" and not question.added_parameters
     state = MOMENT_BYTES + (MASTER_BYTES if apart else 0)
     share = dense // replicas + experts // expert_replicas
-    formula = f"{state} × {millions(share)}, a rank's share"
-    yield Use(what="optimizer", num_bytes=state * share, formula=formula, during=LATER, leaves=True)
+    if not config.optimizer_cpu_offload:
+        formula = f"{state} × {millions(share)}, a rank's share"
+        yield Use(what="optimizer", num_bytes=state * share, formula=formula, during=LATER, leaves=True)
+        return
+    away = math.ceil(share * config.optimizer_offload_fraction)
+    here = state * share - MOMENT_BYTES * away
+    formula = f"{state} × {millions(share)}, a rank's share, less {MOMENT_BYTES} × {millions(away)} on the host"
+    yield Use(what="optimizer", num_bytes=here, formula=formula, during=LATER, leaves=True)
+    formula = f"{HOST_BYTES} × {millions(away)}: masters, gradients, moments"
+    yield Use(what="optimizer", num_bytes=HOST_BYTES * away, formula=formula, during=LATER, on="host")
 
 
 def _stage(question: MemoryQuestion, config: MegatronConfig) -> MemoryQuestion:
@@ -104,6 +115,8 @@ def _on_their_way(config: MegatronConfig) -> float:
 
 
 def _levers(question: MemoryQuestion, config: MegatronConfig) -> Iterator[Lever]:
+    if question.trains and not config.optimizer_cpu_offload:
+        yield Lever(keys={"optimizer_cpu_offload": True}, costs="optimizer steps are taken by the host's processors")
     if question.trains and question.gradient_checkpointing and config.recomputation == "selective":
         yield Lever(
             keys={"recompute_granularity": "full", "recompute_modules": None},

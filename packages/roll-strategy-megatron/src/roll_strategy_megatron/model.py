@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from roll_core.errors import ModelError
 from roll_strategy_megatron.attention import PackedAttention
+from roll_strategy_megatron.balancing import BalancedRouter, Balancing
 from roll_strategy_megatron.latent_attention import LatentAttention
 from roll_strategy_megatron.scalar_head import ScalarHead
 
@@ -64,8 +66,18 @@ class PackedModel(GPTModel):  # type: ignore[misc]
                 attention_mask=None,
                 rotary_pos_emb=self._rotation(packing),
                 packed_seq_params=packing.packed,
+                padding_mask=self._members(packing.members_SL),
             )
         return found
+
+    def _members(self, members_SL: Tensor | None) -> Tensor | None:
+        """Of the tokens that go through this rank's layers. Megatron hands padding masks on to routers, also where
+        layers are computed again; what it does not hand on is which tokens make a sequence."""
+        if members_SL is None or not self.config.sequence_parallel:
+            return members_SL
+        group = self.pg_collection.tp
+        share: Tensor = members_SL.chunk(group.size(), dim=1)[group.rank()]
+        return share
 
     def _rotation(self, packing: Packing) -> Tensor | None:
         """Of all layers; latent attention makes its own."""
@@ -163,12 +175,34 @@ def _recomputation(config: MegatronConfig, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def make_balancing(settings: TransformerConfig, config: MegatronConfig, device: torch.device) -> Balancing | None:
+    """Of the routers' losses, where there are any. Raises `ModelError` where there are no routers."""
+    if not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
+        return None
+    mixtures = _mixtures(settings) if settings.num_moe_experts else []
+    if not any(mixtures):
+        raise ModelError("moe_aux_loss_coeff and moe_z_loss_coeff are for models with experts, and this one has none")
+    return Balancing(
+        aux_coeff=config.moe_aux_loss_coeff,
+        z_coeff=config.moe_z_loss_coeff,
+        num_routers=sum(mixtures),
+        device=device,
+    )
+
+
 def make_runs(
-    config: TransformerConfig, num_runs: int, sizes: Sizes, hf: PreTrainedModel, parallel: Parallel, *, scalar: bool
+    config: TransformerConfig,
+    num_runs: int,
+    sizes: Sizes,
+    hf: PreTrainedModel,
+    parallel: Parallel,
+    balancing: Balancing | None = None,
+    *,
+    scalar: bool,
 ) -> list[PackedModel]:
     """This rank's layers, run by run, without numbers but those of rotary frequencies, which are transformers' own.
     `scalar` models end in a layer with one output."""
-    return [_make_run(config, run, num_runs, sizes, hf, parallel, scalar=scalar) for run in range(num_runs)]
+    return [_make_run(config, run, num_runs, sizes, hf, parallel, balancing, scalar=scalar) for run in range(num_runs)]
 
 
 def _make_run(
@@ -178,6 +212,7 @@ def _make_run(
     sizes: Sizes,
     hf: PreTrainedModel,
     parallel: Parallel,
+    balancing: Balancing | None,
     *,
     scalar: bool,
 ) -> PackedModel:
@@ -185,7 +220,7 @@ def _make_run(
     virtual = run if num_runs > 1 else None
     model = PackedModel(
         config=config,
-        transformer_layer_spec=_block_spec(config, virtual),
+        transformer_layer_spec=_block_spec(config, virtual, balancing),
         vocab_size=sizes.padded_vocab,
         max_sequence_length=hf.config.max_position_embeddings,
         pre_process=stage == 0 and run == 0,
@@ -226,14 +261,18 @@ def frequencies(hf: PreTrainedModel) -> Tensor:
     return found
 
 
-def _block_spec(config: TransformerConfig, run: int | None) -> TransformerBlockSubmodules:
+def _mixtures(config: TransformerConfig) -> list[int]:
+    """1 for each layer with experts, 0 for others."""
+    return config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
+
+
+def _block_spec(config: TransformerConfig, run: int | None, balancing: Balancing | None) -> TransformerBlockSubmodules:
     first, number = get_transformer_layer_offset(config, run), get_num_layers_to_build(config, run)
-    mixtures = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
-    layers = [_layer_spec(config, mixture=bool(each)) for each in mixtures[first : first + number]]
+    layers = [_layer_spec(config, balancing, mixture=bool(each)) for each in _mixtures(config)[first : first + number]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 
-def _layer_spec(config: TransformerConfig, *, mixture: bool) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, balancing: Balancing | None, *, mixture: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if mixture else None,
         qk_layernorm=config.qk_layernorm,
@@ -242,6 +281,8 @@ def _layer_spec(config: TransformerConfig, *, mixture: bool) -> ModuleSpec:
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    if mixture and balancing is not None:
+        layer.mlp.submodules.router = partial(BalancedRouter, balancing=balancing)
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:

@@ -14,17 +14,19 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from roll_core.modeling.optimizer import MOMENTS, moments, schedule
 from roll_core.spec.train import StepStats
 from roll_strategy_megatron.reduction import OverlappedReduction
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
 
     from roll_core.spec.train import TrainingSpec
+    from roll_strategy_megatron.config import MegatronConfig
 
 KINDS = ("master", *MOMENTS)
 """What is kept of each parameter, in float32."""
@@ -34,7 +36,12 @@ class Optimizer:
     """Of a rank's runs of layers, each wrapped in Megatron's data parallelism."""
 
     def __init__(
-        self, runs: list[Any], training: TrainingSpec, dtype: torch.dtype, partial: Sequence[nn.Parameter] = ()
+        self,
+        runs: list[Any],
+        training: TrainingSpec,
+        dtype: torch.dtype,
+        config: MegatronConfig,
+        partial: Sequence[nn.Parameter] = (),
     ) -> None:
         """Of the parameters `partial` a rank has a part of the gradient, of a sum over those that cut an expert."""
         self.runs, self.training, self.partial = runs, training, partial
@@ -55,12 +62,18 @@ class Optimizer:
                 use_distributed_optimizer=True,
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
+                optimizer_cpu_offload=config.optimizer_cpu_offload,
+                optimizer_offload_fraction=config.optimizer_offload_fraction,
+                overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
             ),
             runs,
             use_gloo_process_groups=False,
         )
         self._owners = {
             parameter: each for each in self.mcore.chained_optimizers for parameter in each.model_param_group_index_map
+        }
+        self._stepped = {
+            main: pair for each in self.mcore.chained_optimizers for main, pair in _stepped(each.optimizer)
         }
 
     def begin(self) -> None:
@@ -128,20 +141,22 @@ class Optimizer:
         if own is not None:
             start, end, kept = own
             kept[kind].copy_(value.reshape(-1)[start:end])
+            if kind == "master":
+                kept["stepped"].copy_(kept["master"])
         if kind == "master":
             parameter.copy_(value)
 
     def restored(self, step_count: int) -> None:
         """Call after everything was `put`: continue at this step."""
         self.step_count = step_count
-        for each in self.mcore.chained_optimizers:
-            for state in each.optimizer.state.values():
+        for each in {optimizer for optimizer, _ in self._stepped.values()}:
+            for state in each.state.values():
                 if "step" in state:
                     state["step"].fill_(float(step_count))
             # torch counts the steps of each parameter, those of Transformer Engine and Apex, which Megatron takes where
             # they are installed, the steps of each group.
-            if not isinstance(each.optimizer, torch.optim.AdamW):
-                for group in each.optimizer.param_groups:
+            if not isinstance(each, torch.optim.AdamW):
+                for group in each.param_groups:
                     group["step"] = step_count
         self.clear()
 
@@ -150,12 +165,12 @@ class Optimizer:
         return [each.grad_data for run in self.runs for each in (*run.buffers, *run.expert_parallel_buffers)]
 
     def states(self) -> list[Tensor]:
-        """Moments of this rank's share, and masters where these are not the weights themselves."""
-        found: list[Tensor] = []
-        for each in self.mcore.chained_optimizers:
-            if self.masters_apart:
-                found += [main for group in each.optimizer.param_groups for main in group["params"]]
-            found += [value for state in each.optimizer.state.values() for value in state.values()]
+        """Moments of this rank's share, and masters where these are not the weights themselves; what Megatron keeps on
+        the host is not among them."""
+        found: list[Tensor] = list(self._stepped) if self.masters_apart else []
+        for main, (optimizer, stepped) in self._stepped.items():
+            if stepped is main:
+                found += optimizer.state.get(main, {}).values()
         return [each for each in found if isinstance(each, torch.Tensor)]
 
     def _own(self, parameter: nn.Parameter) -> tuple[int, int, dict[str, Tensor]] | None:
@@ -166,8 +181,21 @@ class Optimizer:
         span = owner._get_model_param_range_map(parameter)["param"]
         group, order = owner.model_param_group_index_map[parameter]
         main = owner.optimizer.param_groups[group]["params"][order]
-        kept = dict(zip(MOMENTS, moments(owner.optimizer, main), strict=True))
-        return span.start, span.end, {"master": main, **kept}
+        optimizer, stepped = self._stepped[main]
+        kept = dict(zip(MOMENTS, moments(optimizer, stepped), strict=True))
+        return span.start, span.end, {"master": main, "stepped": stepped, **kept}
+
+
+def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, tuple[Any, Tensor]]]:
+    """Of each tensor that Megatron hands to its optimizer, the optimizer that steps it, and what that steps: the tensor
+    itself, or its copy on the host."""
+    if not isinstance(optimizer, HybridDeviceOptimizer):
+        groups = optimizer.param_groups if optimizer is not None else []
+        yield from ((each, (optimizer, each)) for group in groups for each in group["params"])
+        return
+    for inner in optimizer.sub_optimizers:
+        for group in inner.param_groups:
+            yield from ((optimizer.inner_param_to_orig_param[each], (inner, each)) for each in group["params"])
 
 
 def _replicas(parameter: nn.Parameter) -> Any:

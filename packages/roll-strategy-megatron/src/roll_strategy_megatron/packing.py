@@ -6,8 +6,8 @@ parallel the tokens between layers are cut once more, over TP ranks; the end of 
 
     CP = 2    sequence  a0 a1 a2 a3 | b0 b1 b2 .        rank 0: a0 a3 b0 .        rank 1: a1 a2 b1 b2
 
-Shapes: T flat tokens, P of them with padding, L on this rank, N on this rank from whose state an output is computed,
-M layers that have experts, K top-k.
+Shapes: T flat tokens of S sequences, P with padding, L on this rank, N on this rank from whose state an output is
+computed, M layers that have experts, K top-k.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Packing:
     """Where that token stands among the T."""
     routed_experts_LMK: Tensor | None = None
     """Experts that the tokens are sent to; -1 where the router chooses, as for padding."""
+    members_SL: Tensor | None = None
+    """For losses of routers: which of this rank's tokens belong to which of the sequences that are trained."""
 
 
 def num_padded(lengths: Sequence[int], *, cp_size: int, align: int) -> int:
@@ -67,10 +69,11 @@ def pack_for(
     masked_only: bool = False,
     own: bool = False,
     at_least: int = 0,
+    members: bool = False,
 ) -> Packing:
     """`align` divides the number of tokens of each context parallel rank. All of them together have `at_least` so many,
     a number that `num_padded` gives. Outputs are computed of tokens from the state before them, those in the loss alone
-    if `masked_only`; if `own`, of every token from its own state."""
+    if `masked_only`; if `own`, of every token from its own state. `members` as well, if asked for."""
     lengths = list(micro.lengths)
     pieces = _pieces(cp_size)
     padded = [-(-each // pieces) * pieces for each in lengths]
@@ -106,6 +109,7 @@ def pack_for(
         targets_N=micro.tokens_T[places_N],
         places_N=places_N,
         routed_experts_LMK=_routed_experts(micro, places),
+        members_SL=_members(micro, places) if members else None,
     )
 
 
@@ -129,6 +133,15 @@ def _share(length: int, padded: int, cp_rank: int, cp_size: int) -> Tensor:
         return every
     pieces = every.view(2 * cp_size, -1)
     return torch.cat([pieces[cp_rank], pieces[2 * cp_size - 1 - cp_rank]])
+
+
+def _members(micro: MicroBatch, places_L: Tensor) -> Tensor:
+    """Of padding, and of sequences none of whose tokens is in the loss, nothing."""
+    trained_S = torch.zeros(micro.num_sequences, dtype=torch.bool, device=places_L.device)
+    trained_S[micro.segments_T[micro.loss_mask_T]] = True
+    mine_L = micro.segments_T[places_L.clamp(min=0)]
+    numbers_S1 = torch.arange(micro.num_sequences, device=places_L.device)[:, None]
+    return (mine_L == numbers_S1) & (places_L >= 0) & trained_S[:, None]
 
 
 def _followed(micro: MicroBatch, masked_only: bool) -> Tensor:

@@ -30,7 +30,7 @@ from roll_core.spec.train import (
     TrainStrategy,
     Want,
 )
-from roll_strategy_megatron.config import MegatronConfig
+from roll_strategy_megatron.config import MASTERS_APART, MegatronConfig
 from roll_strategy_megatron.plugin import CAPABILITIES
 
 with warnings.catch_warnings():
@@ -44,7 +44,7 @@ with warnings.catch_warnings():
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.computation import Computation, Passage, nothing
     from roll_strategy_megatron.lora import Lora
-    from roll_strategy_megatron.model import make_config, make_runs
+    from roll_strategy_megatron.model import make_balancing, make_config, make_runs
     from roll_strategy_megatron.optimizer import Optimizer
     from roll_strategy_megatron.parallel import Parallel, check_sizes
     from roll_strategy_megatron.router_replay import RouterReplay
@@ -75,6 +75,8 @@ class MegatronStrategy(TrainStrategy):
                 f" {model.task} can be trained by fsdp2_train or deepspeed_train"
             )
         check_sizes(mesh, self._config)
+        if self._config.optimizer_cpu_offload and self.training and (model.dtype == "fp32" or model.lora is not None):
+            raise UnsupportedError(f"role {mesh.role}: optimizer_cpu_offload is for {MASTERS_APART}")
         if mesh.num_threads:
             torch.set_num_threads(mesh.num_threads)
         name_missing_kernel()
@@ -89,7 +91,8 @@ class MegatronStrategy(TrainStrategy):
         sizes = _sizes(self.hf, settings, self.parallel)
         scalar = head_name(self.hf) if model.task != "causal_lm" else ""
         number = self._config.runs_per_stage
-        self.runs = make_runs(settings, number, sizes, self.hf, self.parallel, scalar=bool(scalar))
+        self.balancing = make_balancing(settings, self._config, self.parallel.device)
+        self.runs = make_runs(settings, number, sizes, self.hf, self.parallel, self.balancing, scalar=bool(scalar))
         if model.router_replay:
             self._replay_experts()
         self.bridge: Bridge = Bridge(architecture, self.hf, self.runs, sizes, self.parallel, scalar)
@@ -111,16 +114,23 @@ class MegatronStrategy(TrainStrategy):
             # Megatron calls all of a list where stages are interleaved, and takes no list elsewhere.
             settings.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
             partial = self.lora.partial if self.lora is not None else ()
-            self.optimizer = Optimizer(wrapped, self.training, self.dtype, partial)
+            self.optimizer = Optimizer(wrapped, self.training, self.dtype, self._config, partial)
         else:
             for each in self.runs:
                 each.requires_grad_(False)
-        self.computation = Computation(self.runs, wrapped, sizes, self.parallel, self._config, model.task)
+        self.computation = Computation(
+            self.runs, wrapped, sizes, self.parallel, self._config, model.task, self.balancing
+        )
 
     @property
     def data_rank(self) -> DataRank:
         """All ranks of a replica work on the same microbatches."""
         return self.parallel.data_rank
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The number of stages: interleaved ones need it, and others wait less."""
+        return self._config.pipeline_model_parallel_size
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
@@ -151,9 +161,13 @@ class MegatronStrategy(TrainStrategy):
             value = found.loss if found.loss.requires_grad else found.loss + nothing(outputs)
             return value, plain_metrics(found)
 
+        if self.balancing is not None:
+            self.balancing.begin(max(1, micros[0].totals.sequences) if micros else 1)
         metrics: list[LossMetrics] = self.parallel.object_from_last_stage(
             self.computation.run(micros, loss.want, at_end, backward=True)
         )
+        if self.balancing is not None and metrics:
+            metrics[0] |= self.balancing.metrics()
         try:
             self.parallel.raise_together(errors[0] if errors else None)
         except NonFiniteError:

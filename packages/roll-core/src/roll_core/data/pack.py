@@ -87,6 +87,29 @@ def pack(
     return [_flatten(batch, denominators) for batch in batches]
 
 
+def pack_evenly(
+    sequences: Sequence[TrainSequence], *, max_tokens: int, multiple: int = 1, totals: Totals | None = None
+) -> list[MicroBatch]:
+    """Like `pack`, but with about as many tokens in each microbatch, so that stages of a pipeline wait less for each
+    other. There are as few as the budget allows, and a multiple of `multiple` where there are sequences enough."""
+    denominators = totals_of(sequences) if totals is None else totals
+    for each in sequences:
+        _check(each)
+    shares = _even_shares(sequences, max_tokens, multiple)
+    return [_flatten([sequences[i] for i in share], denominators) for share in shares]
+
+
+def _even_shares(sequences: Sequence[TrainSequence], max_tokens: int, multiple: int) -> list[list[int]]:
+    lengths = [len(each) for each in sequences]
+    # Of sequences longer than half of the budget no two go together.
+    fewest = max(-(-sum(lengths) // max_tokens), sum(2 * each > max_tokens for each in lengths))
+    for number in range(min(fewest, len(sequences)), len(sequences) + 1) if sequences else ():
+        shares = balance(sequences, min(number + -number % multiple, len(sequences)))
+        if all(len(share) == 1 or sum(lengths[i] for i in share) <= max_tokens for share in shares):
+            return shares
+    return []
+
+
 def _check(sequence: TrainSequence) -> None:
     length = len(sequence.tokens)
     if length == 0:

@@ -240,6 +240,12 @@ class TrainStrategy(ABC):
         """Which share of the data this rank works on; valid after `build`. Pure data parallelism unless overridden."""
         return DataRank(index=self._mesh.rank, size=self._mesh.world_size)
 
+    @property
+    def microbatch_multiple(self) -> int:
+        """A number that divides how many microbatches `forward_backward` and `forward_all` best get: that of the stages
+        of a pipeline. The runtime heeds it where microbatches are filled by tokens."""
+        return 1
+
     _mesh: MeshInfo
 
     if not TYPE_CHECKING:  # a type checker would take any misspelt attribute for granted

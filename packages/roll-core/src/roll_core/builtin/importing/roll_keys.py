@@ -21,6 +21,7 @@ from roll_core.builtin.importing.rules import (
 )
 
 UNDECLARED = dead("no key of ROLL's: its loader drops it without a word")
+BY_SEQUENCE = "each sequence is balanced by itself, in ROLL each microbatch"
 ELSEWHERE = dead("ROLL's sft and rlvr do not read it")
 
 MODEL: Table = {
@@ -309,7 +310,8 @@ STRATEGIES: dict[str, Table] = {
         ),
         "virtual_pipeline_model_parallel_size": change("kept; 1 is none", values.virtual_pipeline),
         "lr_scheduler_kwargs": rename("role:training_args.lr_scheduler_kwargs"),
-        **each("moe_aux_loss_coeff moe_aux_loss_coef", refused("a router's auxiliary loss is not added", 0)),
+        "moe_aux_loss_coeff": keep(BY_SEQUENCE),
+        "moe_aux_loss_coef": rename("moe_aux_loss_coeff", BY_SEQUENCE),
         "moe_token_drop_policy": refused("no token may be dropped"),
         "moe_expert_capacity_factor": refused("no token may be dropped"),
         "optimizer": refused("AdamW takes the steps", "adam"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.data.pack import pack
+from roll_core.data.pack import pack, pack_evenly
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.concurrency import in_daemon_thread
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from roll_core.spec.train import (
         LossFn,
         LossMetrics,
+        MicroBatch,
         Part,
         StepStats,
         TokenOutputs,
@@ -108,8 +109,7 @@ class TrainWorker:
 
     def score(self, sequences: Sequence[TrainSequence], want: Want) -> ScoredShare:
         """Forward passes over this rank's share."""
-        limits = self.limits
-        micros = pack(sequences, max_sequences=limits.infer_sequences, max_tokens=limits.infer_tokens)
+        micros = self._micros(sequences, self.limits.infer_sequences, self.limits.infer_tokens)
         found: dict[str, dict[str, Floats]] = {"logprobs": {}, "entropy": {}, "values": {}}
         for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
             for name, tensor_T in _outputs(outputs).items():
@@ -129,10 +129,17 @@ class TrainWorker:
 
     def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> UpdateShare:
         """One optimizer step; collective over the role's ranks, so a rank without sequences takes part as well."""
-        limits = self.limits
-        micros = pack(sequences, max_sequences=limits.train_sequences, max_tokens=limits.train_tokens, totals=totals)
+        micros = self._micros(sequences, self.limits.train_sequences, self.limits.train_tokens, totals)
         metrics = combine(self.strategy.forward_backward(micros, loss))
         return UpdateShare(metrics=metrics, stats=self.strategy.optimizer_step())
+
+    def _micros(
+        self, sequences: Sequence[TrainSequence], most: int, budget: int | None, totals: Totals | None = None
+    ) -> list[MicroBatch]:
+        """Of at most so many sequences, or of so many tokens where there is a budget."""
+        if budget is None:
+            return pack(sequences, max_sequences=most, totals=totals)
+        return pack_evenly(sequences, max_tokens=budget, multiple=self.strategy.microbatch_multiple, totals=totals)
 
     def device_facts(self) -> DeviceFacts:
         """What it computes on."""

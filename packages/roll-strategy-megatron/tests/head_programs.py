@@ -1,0 +1,83 @@
+"""The head on ranks that share a vocabulary: imported by the ranks."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron_programs import LiveBytes
+
+from roll_core.modeling.logprobs import HeadRequest
+from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Plain numbers: N tokens, H hidden, V tokens of the vocabulary."""
+
+    hidden_NH: np.ndarray
+    weight_VH: np.ndarray
+    targets_N: np.ndarray
+    slopes_2N: np.ndarray
+    """Upstream gradients of logprobs and entropies."""
+    request: HeadRequest
+
+
+@contextmanager
+def group_of(rank, size, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def share_of(rank, size, weight_VH, group):
+    """As Megatron cuts it, with rows of padding whose numbers are nobody's business."""
+    vocabulary, hidden = weight_VH.shape
+    rows = -(-vocabulary // size)
+    padded = np.full((rows * size, hidden), 7.0, np.float32)
+    padded[:vocabulary] = weight_VH
+    first = rank * rows
+    share = VocabularyShare(group=group, first=first, num_real=min(max(vocabulary - first, 0), rows))
+    return torch.tensor(padded[first : first + rows], requires_grad=True), share
+
+
+def head_and_gradients(rank, size, port, problem):
+    """Outputs; this rank's part of the hidden states' gradient; that of its rows."""
+    with group_of(rank, size, port) as group:
+        weight_VH, share = share_of(rank, size, problem.weight_VH, group)
+        hidden_NH = torch.tensor(problem.hidden_NH, dtype=torch.float32, requires_grad=True)
+        targets_N = torch.from_numpy(problem.targets_N)
+        found = sharded_head_outputs(hidden_NH, weight_VH, targets_N, problem.request, share)
+        slopes_2N = torch.from_numpy(problem.slopes_2N).float()
+        loss = (found.logprobs_N * slopes_2N[0]).sum()
+        if problem.request.entropy and problem.request.entropy_grad:
+            loss = loss + (found.entropy_N * slopes_2N[1]).sum()
+        loss.backward()
+        outputs = {
+            "logprobs": found.logprobs_N,
+            "entropy": found.entropy_N,
+            "topk_logprobs": found.topk_logprobs_NK,
+            "topk_ids": found.topk_ids_NK,
+        }
+        return (
+            {name: each.detach().numpy() for name, each in outputs.items() if each is not None},
+            hidden_NH.grad.numpy(),
+            weight_VH.grad.numpy()[: share.num_real],
+        )
+
+
+def most_bytes(rank, size, port, problem):
+    """Of tensors that exist at once because of the head, on the way there and back."""
+    with group_of(rank, size, port) as group:
+        weight_VH, share = share_of(rank, size, problem.weight_VH, group)
+        hidden_NH = torch.tensor(problem.hidden_NH, dtype=torch.float32, requires_grad=True)
+        targets_N = torch.from_numpy(problem.targets_N)
+        with LiveBytes([weight_VH, hidden_NH, targets_N]) as count:
+            found = sharded_head_outputs(hidden_NH, weight_VH, targets_N, problem.request, share)
+            (found.logprobs_N.sum() + found.entropy_N.sum()).backward()
+        return count.most

@@ -1,0 +1,98 @@
+"""Outputs and gradients of a head whose vocabulary is spread over ranks are those of plain torch in float64 on one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+from head_programs import Problem, head_and_gradients, most_bytes
+
+from roll_core.modeling.logprobs import HeadRequest
+from roll_core.testing.ranks import RankHost, free_port
+
+
+@pytest.fixture(scope="module")
+def host():
+    found = RankHost(preload=("head_programs",))
+    yield found
+    found.close()
+
+
+def problem_of(request, *, tokens=9, vocabulary=61, hidden=8, scale=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    return Problem(
+        hidden_NH=rng.normal(size=(tokens, hidden)),
+        weight_VH=rng.normal(size=(vocabulary, hidden)) * scale,
+        targets_N=rng.integers(0, vocabulary, size=tokens),
+        slopes_2N=rng.normal(size=(2, tokens)),
+        request=request,
+    )
+
+
+def in_float64(problem):
+    """The same by autograd, from all logits at once."""
+    request = problem.request
+    hidden_NH, weight_VH = (
+        torch.tensor(each.astype(np.float32).astype(np.float64), requires_grad=True)
+        for each in (problem.hidden_NH, problem.weight_VH)
+    )
+    logp_NV = torch.log_softmax(hidden_NH @ weight_VH.T / request.temperature, dim=1)
+    chosen_N = logp_NV.gather(1, torch.from_numpy(problem.targets_N)[:, None])[:, 0]
+    entropy_N = -torch.xlogy(logp_NV.exp(), logp_NV.exp()).sum(dim=1)
+    slopes_2N = torch.from_numpy(problem.slopes_2N.astype(np.float32))
+    loss = (chosen_N * slopes_2N[0]).sum()
+    if request.entropy and request.entropy_grad:
+        # Differentiated as -sum p log p: xlogy has no gradient at 0.
+        loss = loss - (logp_NV.exp() * logp_NV * slopes_2N[1][:, None]).sum()
+    loss.backward()
+    outputs = {"logprobs": chosen_N.detach().numpy()}
+    if request.entropy:
+        outputs["entropy"] = entropy_N.detach().numpy()
+    if request.topk:
+        best = logp_NV.detach().topk(request.topk, dim=1)
+        outputs |= {"topk_logprobs": best.values.numpy(), "topk_ids": best.indices.numpy()}
+    return outputs, hidden_NH.grad.numpy(), weight_VH.grad.numpy()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "request_", "shape"),
+    [
+        pytest.param(2, HeadRequest(entropy=True, topk=3, temperature=0.7, chunk_tokens=4), {}, id="two ranks"),
+        pytest.param(2, HeadRequest(chunk_tokens=1), {}, id="logprobs alone, token by token"),
+        pytest.param(3, HeadRequest(entropy=True, entropy_grad=False), {}, id="three ranks, all at once"),
+        pytest.param(4, HeadRequest(entropy=True, topk=5), {"vocabulary": 5}, id="a rank with padding alone"),
+        pytest.param(2, HeadRequest(entropy=True, topk=2), {"scale": 300.0}, id="nearly all probabilities are 0"),
+        pytest.param(2, HeadRequest(entropy=True, topk=2), {"tokens": 0}, id="no tokens"),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_one_rank_in_float64(host, ranks, request_, shape):
+    problem = problem_of(request_, **shape)
+    answers = host.run(head_and_gradients, ranks, free_port(), problem, num_ranks=ranks, timeout_s=60)
+    outputs, of_hidden, of_weight = in_float64(problem)
+    for found, _, _ in answers:
+        assert found.keys() == outputs.keys()
+        for name, expected in outputs.items():
+            np.testing.assert_allclose(
+                found[name], expected, rtol=1e-6, atol=2e-6 * shape.get("scale", 1.0), err_msg=name
+            )
+    hidden, weight = sum(each[1] for each in answers), np.concatenate([each[2] for each in answers])
+    for name, one, other in (("hidden", hidden, of_hidden), ("weight", weight, of_weight)):
+        assert one.shape == other.shape
+        assert np.linalg.norm(one - other) <= 2e-6 * np.linalg.norm(other) * shape.get("scale", 1.0), name
+
+
+def test_a_chunk_of_a_share_of_the_logits_exists_at_once(host):
+    tokens, vocabulary, chunk = 512, 4096, 16
+    most = {}
+    for size in (chunk, 2 * chunk, tokens):
+        request = HeadRequest(entropy=True, chunk_tokens=size)
+        problem = problem_of(request, tokens=tokens, vocabulary=vocabulary, hidden=4)
+        most[size] = max(host.run(most_bytes, 2, free_port(), problem, num_ranks=2, timeout_s=60))
+    share_of_chunk = chunk * vocabulary // 2 * 4
+    # What grows with the chunk are its logits and one more of their size; the rest are gradients of the weight.
+    assert most[2 * chunk] - most[chunk] == pytest.approx(2 * share_of_chunk, rel=0.05)
+    assert most[chunk] < tokens * vocabulary // 2 * 4 / 8
+    assert most[tokens] > 2 * tokens * vocabulary // 2 * 4
