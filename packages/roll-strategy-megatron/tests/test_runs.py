@@ -1,4 +1,4 @@
-"""`roll-core run` with roles on Megatron ranks that share a model: it learns and publishes."""
+"""`roll-core run` with roles on Megatron ranks that share a model: it learns, publishes, saves and goes on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import pytest
 import yaml
 
 pytest.importorskip("megatron.core")
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -59,6 +63,7 @@ class Place:
 ALONE = Place(strategy="hf_train")
 PAIR = Place(spread=TENSOR | {"sequence_parallel": True}, ranks=2)
 SQUARE = Place(spread=SPREAD, ranks=4)
+PAIRS = Place(spread=TENSOR, ranks=4, replicas=2)
 
 
 @pytest.fixture
@@ -166,3 +171,23 @@ def test_ppo_with_policy_and_critic_on_ranks_begins_as_with_hf_train_and_the_cri
         assert steps[0][name] == pytest.approx(first[name], rel=1e-3), name
     assert steps[-1]["critic/loss"] < steps[0]["critic/loss"] / 2
     assert all(each["weight_sync/logprob_probe"] < 1e-4 for each in steps)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_arrangement_and_its_checkpoint_becomes_a_model(run, roll_core, tmp_path):
+    settings = {"pipeline": "sft", "max_steps": 4, "save_steps": 2, "portable_checkpoints": True}
+    whole = run("whole", settings | {"sft_train": SQUARE.role(sequences=16)})
+    saved = {"resume_from_checkpoint": str(whole / "checkpoints" / "step-2")}
+    rest = run("rest", settings | saved | {"sft_train": PAIRS.role(sequences=16)})
+    for found, expected in zip(metrics(rest)[-2:], metrics(whole)[-2:], strict=True):
+        for name in ("step", "train/loss", "train/grad_norm", "train/lr"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+    weights, others = (load_file(each / "export" / "model.safetensors") for each in (rest, whole))
+    assert weights.keys() == others.keys()
+    assert all(float((weights[name] - each).abs().max()) < 1e-4 for name, each in others.items())
+    roll_core("checkpoint", "convert", rest / "checkpoints" / "step-4", tmp_path / "converted")
+    exported, converted = (
+        AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (rest / "export", tmp_path / "converted")
+    )
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(converted[name], each) for name, each in exported.items())
