@@ -24,7 +24,7 @@ KITS = [
 INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "answers"}
 INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here", "engine", "fresh"}
 INTERNAL |= {"need_exact", "answers_of", "stored", "prompt", "bound", "published", "answered", "seed"}
-INTERNAL |= {"check_logprobs", "check_greedy", "check_answers"}
+INTERNAL |= {"check_logprobs", "check_greedy", "check_answers", "need_trainer"}
 PUBLIC = [
     (text, name)
     for text, subject in ((STRATEGIES, Subject), (ENGINES, InferSubject))

@@ -153,12 +153,16 @@ class ContractTests(InferSubject):
         async def act() -> list[Completion]:
             cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=300)))
             rest = [asyncio.create_task(engine.strategy.generate(each)) for each in others[:2]]
-            await asyncio.sleep(0.05)
+            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # a sign that they are under way
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
             return [*await asyncio.gather(*rest), *await together(engine.strategy, others[2:])]
 
-        self.check_logprobs(setup, answers, others, engine.run(act))
+        found = engine.run(act)
+        self.check_logprobs(setup, answers, others, found)
+        sizes = [len(completion.outputs[0].token_ids) for completion in found]
+        if sizes != [40, 40, 40]:
+            raise AssertionError(f"another call was cancelled: of 40 tokens each {sizes} were drawn")
 
     def test_calls_before_start_raise(self, setup: Setup, answers: Answers) -> None:
         """Nothing is answered without a model; `stop` is fine at any time, also twice."""

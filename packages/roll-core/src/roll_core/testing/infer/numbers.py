@@ -10,6 +10,7 @@ import pytest
 from roll_core.testing.bounds import check_rows
 from roll_core.testing.infer.engine import ask
 from roll_core.testing.infer.subject import InferSubject
+from roll_core.testing.infer.trainer import check_against_trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +53,15 @@ class NumberTests(InferSubject):
         requests = [ask(self.prompt(length), n=2, seed=self.seed(engine, length)) for length in LENGTHS]
         requests.append(ask(self.prompt(9), temperature=0.0))
         self.check_logprobs(setup, answers, requests, engine.generate(*requests))
+
+    def test_logprobs_equal_the_train_strategys(self, engine: Engine, setup: Setup) -> None:
+        """On the same weights, though the trainer packs sequences and computes each as a whole; at a temperature. With
+        `train_strategy`, whatever the author's reference is."""
+        self.need_trainer(setup)
+        requests = [
+            ask(self.prompt(length), n=2, temperature=0.8, seed=self.seed(engine, length)) for length in LENGTHS
+        ]
+        check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
 
     def test_logprobs_have_the_temperature(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """Under softmax(logits / temperature), also where requests of several temperatures run together."""

@@ -13,6 +13,7 @@ import pytest
 from roll_core.errors import RollError
 from roll_core.testing.infer.engine import ask
 from roll_core.testing.infer.subject import TIGHT, InferSubject
+from roll_core.testing.infer.trainer import check_against_trainer
 from roll_core.testing.refusals import RefusalTests
 
 if TYPE_CHECKING:
@@ -61,6 +62,19 @@ class StartingTests(RefusalTests, InferSubject):
         if self.can.weight_transports:
             engine.publish(self.published(self.stored(setup), setup.model))
             self.check_answers(engine, setup, answers)
+
+    def test_logprobs_in_lower_precision_are_near_the_train_strategys(
+        self, fresh: Fresh, setup: Setup, low_dtype: str
+    ) -> None:
+        """In the same dtype, on the same weights."""
+        setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
+        self.need_trainer(setup)
+        engine = fresh(setup)
+        engine.start()
+        requests = [
+            ask(self.prompt(length), n=2, temperature=0.8, seed=self.seed(engine, length)) for length in (1, 9, 30)
+        ]
+        check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
 
     def test_a_stopped_engine_says_so(self, fresh: Fresh, setup: Setup) -> None:
         """What runs when it is stopped ends, with an error or with what there is; later requests raise; `stop` may be

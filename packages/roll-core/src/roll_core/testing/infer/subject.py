@@ -18,6 +18,7 @@ from roll_core.spec.providers import InferCapabilities, InferProvider
 from roll_core.testing.bounds import BOUNDS, check_rows
 from roll_core.testing.infer.engine import Engine, Setup, ask
 from roll_core.testing.infer.models import CLEAR, END, SMALL, Answers
+from roll_core.testing.infer.trainer import trains_in
 from roll_core.testing.models import write_checkpoint
 from roll_core.testing.part import Part
 
@@ -53,6 +54,8 @@ class InferSubject(Part):
     end_ids: ClassVar[tuple[int, ...]] = (END,)
     """End tokens of the model; empty where it has none."""
 
+    train_strategy: ClassVar[str] = "hf_train"
+    """The train strategy with whose logprobs the engine's are compared; empty where none computes the model."""
     adapter_config: ClassVar[Mapping[str, Any]] = {}
     """What a strategy that declares `lora` needs in its configuration to serve adapters."""
 
@@ -81,6 +84,12 @@ class InferSubject(Part):
         """Skip where numbers are too coarse to tell a mistake from rounding."""
         if setup.model.dtype != "fp32":
             pytest.skip(f"{self.name} does not compute in fp32 here, and coarser numbers decide nothing")
+
+    def need_trainer(self, setup: Setup) -> None:
+        """Skip where no train strategy computes the model in its dtype."""
+        self.need(bool(self.train_strategy), "a train strategy for its model")
+        if not trains_in(self.train_strategy, setup.model.dtype):
+            pytest.skip(f"{self.train_strategy} does not compute in {setup.model.dtype}")
 
     # -- pytest --------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """An engine for the bigram model with all that an infer strategy may offer, done right; the wrong ones replace a piece.
 
-Requests take turns on the event loop, a token each.
+Requests take turns on the event loop, a token each. A process stands beside it, as engines have them, and where
+`cache_tokens` says so there is room for so many tokens only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,7 +32,7 @@ from roll_core.spec.weights import make_receipt
 from roll_core.types import Completion, CompletionOutput
 from roll_wrong.plugin import ENGINE
 
-NAMES = ("table", "bias")
+NAMES = ("table.weight", "bias")
 END = 1
 CONTEXT = 512
 
@@ -57,20 +59,26 @@ class Running:
 
 
 class RightEngine(InferStrategy):
-    """Logits of the next token are a row of `table` and `bias`."""
+    """Logits of the next token are a row of `table.weight` and `bias`."""
 
     capabilities = ENGINE
     running = None
+    process = None
 
     async def start(self, model, mesh):
         try:
             stored = load_file(Path(model.path) / "weights.safetensors")
         except (OSError, SafetensorError) as error:
             raise self.no_model(model.path, error) from error
-        self.held = {name: stored[name].clone() for name in NAMES}
+        self.process = subprocess.Popen(["sleep", "600"])
+        self.held = {name: self.loaded(name, stored[name].clone(), model.dtype) for name in NAMES}
         self.path = model.path
         self.factor = 1.0
+        self.reserved = 0
         self.version, self.running, self.prefixes, self.arrivals = 0, {}, {}, itertools.count()
+
+    def loaded(self, name, tensor, dtype):
+        return tensor if dtype == "fp32" else tensor.bfloat16().float()
 
     def no_model(self, path, error):
         return ModelError(f"cannot load the model {path!r}: {error}")
@@ -79,6 +87,9 @@ class RightEngine(InferStrategy):
         for each in (self.running or {}).values():
             each.aborted = True
         self.running = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
     # -- requests
 
@@ -89,16 +100,42 @@ class RightEngine(InferStrategy):
         running = Running(request, [Output(self.random(request, arrival, i)) for i in range(request.n)])
         self.running[request.id] = running
         row_V = self.after_prompt(request)
+        tokens = request.n * (len(request.prompt_ids) + request.params.max_new_tokens)
+        held = 0
         try:
-            for step in range(request.params.max_new_tokens):
+            await self.room(running, tokens)
+            held = tokens
+            self.reserved += held
+            for step in range(self.most_tokens(request.params)):
                 await asyncio.sleep(0)
+                self.alive()
                 for output in running.outputs:
                     if not (running.aborted or output.reason):
                         self.advance(request, output, row_V if step == 0 else self.row(output.tokens[-1]))
+        except asyncio.CancelledError:
+            self.cancelled()
+            raise
         finally:
+            self.reserved -= held
             if self.running is not None:
                 self.running.pop(request.id, None)
         return self.completion(running)
+
+    def most_tokens(self, params):
+        return params.max_new_tokens
+
+    def cancelled(self):
+        pass
+
+    async def room(self, running, tokens):
+        limit = self.config.cache_tokens
+        while limit and self.reserved and self.reserved + tokens > limit and not running.aborted:
+            await asyncio.sleep(0)
+            self.alive()
+
+    def alive(self):
+        if self.running is not None and self.process.poll() is not None:
+            raise RuntimeError("the process of the engine has died")
 
     def ready(self):
         if self.running is None:
@@ -114,6 +151,9 @@ class RightEngine(InferStrategy):
             raise DataError(f"a prompt has tokens from 0 to {size - 1}, and n is at least 1")
         if request.routed_experts:
             self.no_experts(request)
+        self.check_params(params)
+
+    def check_params(self, params):
         if params.temperature < 0 or not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
             raise DataError(f"temperature, top_p or min_p make no sense: {params}")
 
@@ -162,7 +202,8 @@ class RightEngine(InferStrategy):
     # -- a token
 
     def row(self, token):
-        return (self.held["table"][int(token)].double() + self.held["bias"].double()).numpy() * self.factor
+        row_V = self.held["table.weight"][int(token)].double() + self.held["bias"].double()
+        return row_V.numpy() * self.factor
 
     def after_prompt(self, request):
         """What is known of a prompt that was here before."""
@@ -177,11 +218,14 @@ class RightEngine(InferStrategy):
         shaped_V = self.penalised(row_V.copy(), request, output, params)
         if len(output.tokens) < self.min_new_tokens(params):
             shaped_V[sorted(ends)] = -np.inf
-        token = int(shaped_V.argmax()) if params.temperature == 0 else self.draw(shaped_V, params, output)
+        token = self.most_likely(shaped_V) if params.temperature == 0 else self.draw(shaped_V, params, output)
         output.logprobs.append(float(self.scored(row_V, shaped_V, params)[token]))
         output.tokens.append(token)
         output.versions.append(self.version)
         self.judge(output, token, ends, params)
+
+    def most_likely(self, row_V):
+        return int(row_V.argmax())
 
     def ends(self, params):
         return set() if params.ignore_eos else {END, *params.stop_token_ids}
@@ -208,10 +252,13 @@ class RightEngine(InferStrategy):
         order = np.argsort(-probs_V, kind="stable")
         kept = probs_V[order]
         if params.top_k:
-            kept[params.top_k :] = 0
+            kept[self.top_k(params) :] = 0
         kept = self.top_p(kept, params.top_p)
         kept[kept < self.min_p(params) * kept[0]] = 0
         return order, kept
+
+    def top_k(self, params):
+        return params.top_k
 
     def top_p(self, kept, top_p):
         return np.where(np.cumsum(kept) - kept < top_p * kept.sum(), kept, 0)

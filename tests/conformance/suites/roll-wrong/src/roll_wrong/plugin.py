@@ -1,5 +1,7 @@
 """Offers all of them, by the names of their classes in snake case."""
 
+from dataclasses import replace
+
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import (
     InferCapabilities,
@@ -126,15 +128,30 @@ ENGINE = InferCapabilities(
     in_flight_update=True,
     weight_transports=("shared", "shm"),
 )
-WITHOUT_PROMPT_LOGPROBS = InferCapabilities(
-    dtypes=("fp32",), sleeps=True, in_flight_update=True, weight_transports=("shared", "shm")
-)
+WITHOUT_PROMPT_LOGPROBS = replace(ENGINE, prompt_logprobs=False)
+WITH_ENDPOINT = replace(ENGINE, endpoint=True)
+IN_BF16 = replace(ENGINE, dtypes=("fp32", "bf16"))
+WITH_ADAPTERS = replace(IN_BF16, lora=True)
+ADAPTERS = ("right_with_adapters", "adapters_pile_up", "unknown_adapter_ignored", "adapter_lost_in_bf16")
+SPECIAL_ENGINES = {
+    "silent_prompt_logprobs": WITHOUT_PROMPT_LOGPROBS,
+    "name_of_nobody": WITH_ENDPOINT,
+    "bias_lost_in_bf16": IN_BF16,
+    **dict.fromkeys(ADAPTERS, WITH_ADAPTERS),
+}
 WRONG_ENGINES = (
     "logprobs_off_by_one",
     "logprobs_untempered",
     "logprobs_penalised",
     "logprobs_of_the_kept",
     "prompt_logprobs_tempered",
+    "greedy_logprobs_zero",
+    "noisy_logprobs",
+    "finer_logprobs",
+    "bias_lost_in_bf16",
+    "greedy_takes_the_first",
+    "cuts_by_default",
+    "top_k_one_more",
     "temperature_forgotten",
     "top_p_one_less",
     "top_p_one_more",
@@ -143,13 +160,18 @@ WRONG_ENGINES = (
     "seed_of_the_batch",
     "seeds_in_a_row",
     "same_without_seed",
+    "loses_track_of_many",
+    "two_tokens_at_least",
     "stop_string_cut",
     "end_token_dropped",
     "stop_not_said",
     "stops_in_spite_of_all",
     "ends_too_soon",
     "prompt_cut",
+    "takes_any_number",
     "stale_prefixes",
+    "stale_long_prefixes",
+    "changes_overlooked",
     "bias_forgotten",
     "receipt_of_the_sent",
     "receipt_of_the_manifest",
@@ -162,9 +184,16 @@ WRONG_ENGINES = (
     "abort_forgets",
     "abort_says_nothing",
     "abort_knows_all",
+    "abort_ends_all",
+    "cancel_ends_all",
     "buffer_lost_asleep",
     "shared_kept_asleep",
     "answers_after_stop",
+    "answers_before_start",
+    "outlives_its_process",
+    "cuts_short_without_room",
+    "name_of_nobody",
+    "uncounted_metrics",
     "nameless_model",
     "silent_prompt_logprobs",
     "silent_routed_experts",
@@ -198,12 +227,13 @@ def roll_train_strategies():
 def roll_infer_strategies():
     targets = {"right_engine": "engine:RightEngine"}
     targets |= {name: f"wrong_engines:{name.title().replace('_', '')}" for name in WRONG_ENGINES}
+    targets |= {name: f"adapters:{name.title().replace('_', '')}" for name in ADAPTERS}
     for name, target in targets.items():
         yield InferProvider(
             name=name,
             target=f"roll_wrong.{target}",
-            config="roll_wrong.config:NoConfig",
+            config="roll_wrong.config:EngineConfig",
             summary="For the tests of the conformance kit",
-            capabilities=WITHOUT_PROMPT_LOGPROBS if name == "silent_prompt_logprobs" else ENGINE,
-            platforms=("wrong_board",),
+            capabilities=SPECIAL_ENGINES.get(name, ENGINE),
+            platforms=("cpu",) if name in SPECIAL_ENGINES else ("wrong_board",),
         )

@@ -9,9 +9,9 @@ import torch
 
 from roll_core.errors import ModelError
 from roll_core.spec.weights import digest
-from roll_core.types import WeightReceipt
+from roll_core.types import Completion, WeightReceipt
 from roll_wrong.engine import RightEngine, log_softmax
-from roll_wrong.plugin import WITHOUT_PROMPT_LOGPROBS
+from roll_wrong.plugin import IN_BF16, WITH_ENDPOINT, WITHOUT_PROMPT_LOGPROBS
 
 # -- logprobs
 
@@ -58,7 +58,63 @@ class PromptLogprobsTempered(RightEngine):
         return lambda row_V: log_softmax(row_V / request.params.temperature)
 
 
+class GreedyLogprobsZero(RightEngine):
+    """Reports logprobs of greedy tokens at temperature 0."""
+
+    def scored(self, row_V, shaped_V, params):
+        if params.temperature == 0:
+            return np.zeros_like(row_V)
+        return super().scored(row_V, shaped_V, params)
+
+
+class NoisyLogprobs(RightEngine):
+    """Computes the same a little differently every time."""
+
+    def scored(self, row_V, shaped_V, params):
+        self.times = getattr(self, "times", 0) + 1
+        return super().scored(row_V, shaped_V, params) - 1e-6 * (self.times % 7)
+
+
+class FinerLogprobs(RightEngine):
+    """Reports logprobs in the precision in which it computed them."""
+
+    def finished(self, output, aborted):
+        return replace(super().finished(output, aborted), logprobs=np.array(output.logprobs))
+
+
+class BiasLostInBf16(RightEngine):
+    """Leaves a tensor out where it computes in bf16."""
+
+    capabilities = IN_BF16
+
+    def loaded(self, name, tensor, dtype):
+        found = super().loaded(name, tensor, dtype)
+        return torch.zeros_like(found) if (name, dtype) == ("bias", "bf16") else found
+
+
 # -- sampling
+
+
+class GreedyTakesTheFirst(RightEngine):
+    """Takes the first of the tokens that are nearly the most likely."""
+
+    def most_likely(self, row_V):
+        return int(np.flatnonzero(row_V > row_V.max() - 0.5)[0])
+
+
+class CutsByDefault(RightEngine):
+    """Has a top-p of its own where none is asked for, as some models' files say."""
+
+    def cut(self, probs_V, params):
+        asked = params.top_k or params.min_p or params.top_p < 1
+        return super().cut(probs_V, params if asked else replace(params, top_p=0.9))
+
+
+class TopKOneMore(RightEngine):
+    """Keeps one token more than top-k says."""
+
+    def top_k(self, params):
+        return params.top_k + 1
 
 
 class TemperatureForgotten(RightEngine):
@@ -124,7 +180,21 @@ class SameWithoutSeed(RightEngine):
         return super().random(request, 0, index)
 
 
+class LosesTrackOfMany(RightEngine):
+    """Looks a token up in the wrong place where more than 40 requests run."""
+
+    def advance(self, request, output, row_V):
+        super().advance(request, output, self.row(0) if len(self.running) > 40 else row_V)
+
+
 # -- ends
+
+
+class TwoTokensAtLeast(RightEngine):
+    """Cannot draw one token only."""
+
+    def most_tokens(self, params):
+        return max(2, params.max_new_tokens)
 
 
 class StopStringCut(RightEngine):
@@ -174,7 +244,30 @@ class PromptCut(RightEngine):
         pass
 
 
+class TakesAnyNumber(RightEngine):
+    """Does not look at temperature, top_p and min_p before it takes them."""
+
+    def check_params(self, params):
+        pass
+
+
 # -- weights
+
+
+class StaleLongPrefixes(RightEngine):
+    """Forgets over an update what it knows of short prompts only."""
+
+    def updated(self):
+        long = {key: row_V for key, row_V in self.prefixes.items() if len(key) > 8 * 100}
+        self.prefixes = long
+
+
+class ChangesOverlooked(RightEngine):
+    """Takes an update for the same again when its first tensor is."""
+
+    def hold(self, arrived):
+        if not torch.equal(arrived["table.weight"], self.held["table.weight"]):
+            super().hold(arrived)
 
 
 class StalePrefixes(RightEngine):
@@ -188,7 +281,7 @@ class BiasForgotten(RightEngine):
     """Leaves one tensor as it was, and digests what was sent."""
 
     def hold(self, arrived):
-        self.held = {**self.held, "table": arrived["table"]}
+        self.held = {**self.held, "table.weight": arrived["table.weight"]}
 
     def receipt(self, manifest, arrived):
         return WeightReceipt(version=self.version, digests={name: digest(each) for name, each in arrived.items()})
@@ -306,9 +399,74 @@ class SharedKeptAsleep(RightEngine):
 class AnswersAfterStop(RightEngine):
     """Goes on as if nothing had happened."""
 
+    over = False
+
     async def stop(self):
-        if self.running is not None:
-            self.running.clear()
+        self.over = True
+        running, self.running = self.running, None
+        await super().stop()
+        self.running = None if running is None else {}
+
+    def alive(self):
+        if not self.over:
+            super().alive()
+
+
+class AbortEndsAll(RightEngine):
+    """Ends whatever runs when one request is aborted."""
+
+    async def abort(self, ids):
+        for each in self.running.values():
+            each.aborted = True
+        return await super().abort(ids)
+
+
+class CancelEndsAll(RightEngine):
+    """Ends whatever runs when one call is cancelled."""
+
+    def cancelled(self):
+        for each in self.running.values():
+            each.aborted = True
+
+
+class AnswersBeforeStart(RightEngine):
+    """Answers with nothing where there is no model."""
+
+    async def generate(self, request):
+        if not hasattr(self, "held"):
+            return Completion(id=request.id, outputs=())
+        return await super().generate(request)
+
+
+class OutlivesItsProcess(RightEngine):
+    """Does not notice that the process is dead that computes for it."""
+
+    def alive(self):
+        pass
+
+
+class CutsShortWithoutRoom(RightEngine):
+    """Ends a request for which there is no room."""
+
+    async def room(self, running, tokens):
+        limit = self.config.cache_tokens
+        running.aborted = bool(limit) and self.reserved + tokens > limit
+
+
+class NameOfNobody(RightEngine):
+    """Gives a URL where nothing listens."""
+
+    capabilities = WITH_ENDPOINT
+
+    def endpoint(self):
+        return "http://127.0.0.1:9/v1"
+
+
+class UncountedMetrics(RightEngine):
+    """Divides by the number of steps, which may be none."""
+
+    def metrics(self):
+        return {"running/mean": float("nan")}
 
 
 class NamelessModel(RightEngine):
