@@ -22,8 +22,10 @@ import argparse
 import asyncio
 import cProfile
 import gc
+import json
 import math
 import pstats
+import re
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,7 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common import write_result
+from common import RESULTS, write_result
 
 from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
@@ -40,7 +42,7 @@ from roll_core.testing.simulation import SimulatedEngine, Speed, VirtualTimeLoop
 from roll_core.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 UNIT = 16
 """Tokens that are simulated as one: it makes no difference to the scheduler, and 4,096 accelerators fit into memory."""
@@ -106,6 +108,11 @@ ENOUGH = 130_000
 LARGE = 256
 """Above so many accelerators only these modes are simulated:"""
 LARGE_MODES = ("sync", "async, ratio 2")
+SCALES = (8, 64, 512, 4096)
+"""Accelerators."""
+LONG_TAIL = 64
+"""Those with which the long tail is simulated."""
+KEYS = ("load", "accelerators", "mode")
 
 
 class Lengths:
@@ -310,33 +317,53 @@ def profile(in_flight: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerators", default="8,64,512,4096")
-    parser.add_argument("--steps", type=int, default=5, help="that are counted, at most")
-    parser.add_argument("--in-flight", type=int, default=100_000)
+    parser.add_argument("--accelerators", default=",".join(map(str, SCALES)), help="the others' results stay")
+    parser.add_argument("--steps", type=int, default=12, help="that are counted, at most")
+    parser.add_argument("--modes", default="", help="a regular expression: of these modes alone")
+    parser.add_argument("--in-flight", type=int, default=100_000, help="0 leaves what scheduling costs")
     parser.add_argument("--profile", action="store_true", help="show where the scheduler's time goes, and no more")
     args = parser.parse_args()
     if args.profile:
         profile(args.in_flight)
         return
-    costs = [overhead(args.in_flight, 4, one_by_one=each) for each in (False, True)]
-    print(costs, flush=True)
-    rows: list[dict[str, Any]] = []
-    scales = [int(each) for each in args.accelerators.split(",")]
-    fleets = [*((LOADS[0], each) for each in scales), (LOADS[1], min(64, max(scales)))]
-    for load, accelerators in sorted(fleets, key=lambda fleet: fleet[1]):
+    path = RESULTS / "rollout_sim.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    rows = {tuple(row[key] for key in KEYS): row for row in known.get("rows", ())}
+    costs = known.get("scheduler", [])
+    if args.in_flight:
+        costs = [overhead(args.in_flight, 4, one_by_one=each) for each in (False, True)]
+        print(costs, flush=True)
+    for load, accelerators in fleets([int(each) for each in args.accelerators.split(",") if each]):
         groups = load.groups_per_accelerator * accelerators
         steps = max(1, min(args.steps, ENOUGH // (groups * GROUP)))
         lengths = Lengths(load, groups * (max(mode.warm_up for mode in MODES) + steps))
-        for mode in MODES:
-            if accelerators <= LARGE or mode.name in LARGE_MODES:
-                main = partial(simulate, mode, load, accelerators, lengths, steps)
-                with without_looking_for_cycles():
-                    found = virtually(main)
-                rows.append({"load": load.name, "accelerators": accelerators, "mode": mode.name, **found})
-                print(rows[-1], flush=True)
-                write_result(
-                    "rollout_sim", {"workload": workload(), "rows": rows, "scheduler": costs}, table(rows, costs)
-                )
+        for mode in [mode for mode in modes_of(accelerators) if re.search(args.modes, mode.name)]:
+            with without_looking_for_cycles():
+                found = virtually(partial(simulate, mode, load, accelerators, lengths, steps))
+            key = load.name, accelerators, mode.name
+            rows[key] = {**dict(zip(KEYS, key, strict=True)), **found}
+            print(rows[key], flush=True)
+            store(rows, costs)
+    store(rows, costs)
+
+
+def fleets(scales: Sequence[int]) -> list[tuple[Load, int]]:
+    """What is simulated, the largest last."""
+    full, long_tail = LOADS
+    found = [(full, each) for each in scales]
+    return sorted(found + [(long_tail, each) for each in scales if each == LONG_TAIL], key=lambda fleet: fleet[1])
+
+
+def modes_of(accelerators: int) -> list[Mode]:
+    """Which are simulated there."""
+    return [mode for mode in MODES if accelerators <= LARGE or mode.name in LARGE_MODES]
+
+
+def store(rows: Mapping[Any, Mapping[str, Any]], costs: Sequence[Mapping[str, Any]]) -> None:
+    """What was simulated, now or before, in its order."""
+    wanted = [(load.name, each, mode.name) for load in LOADS for each in SCALES for mode in modes_of(each)]
+    found = [rows[key] for key in wanted if key in rows]
+    write_result("rollout_sim", {"workload": workload(), "rows": found, "scheduler": list(costs)}, table(found, costs))
 
 
 def workload() -> dict[str, Any]:
@@ -351,7 +378,7 @@ def workload() -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "The real scheduler on simulated engines, in virtual time. Step time against the bound, total work ÷ capacity",
         "of all accelerators, and against what of it is within reach of the mode: with whole accelerators for either",
@@ -388,7 +415,7 @@ def table(rows: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
             "",
             f"Where {how} the scheduler costs {cost['cpu_us_per_trajectory']:.0f} µs of CPU for each answer with"
             f" {cost['in_flight']:,} in flight: {cost['core_s_per_1000_tokens']:.1e} core-seconds per 1,000 tokens"
-            f" (over {cost['trajectories']:,} answers, less the time of the simulated engines).",
+            f" (over {cost['trajectories']:,} answers, less that of the simulated engines, beside others).",
         ]
     return "\n".join(lines)
 
