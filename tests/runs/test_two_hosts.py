@@ -5,7 +5,8 @@ the cable:
 
     driver, head, rank 0 or 1     roll-a 10.77.0.1 ═══════ 10.77.0.2 roll-b     the other rank
 
-Where namespaces are refused there are two Ray nodes of one host, of which one is killed.
+Where namespaces are refused these tests are skipped. Two nodes of Ray on one host, of which one is killed, are there
+everywhere.
 """
 
 from __future__ import annotations
@@ -94,13 +95,34 @@ class CabledHosts:
     lost = "roll-b"
 
     def __init__(self, scratch: Path) -> None:
-        self._a, self._b = (Host(name, scratch) for name in ("roll-a", self.lost))
+        for tool in ("unshare", "nsenter", "ip"):
+            if shutil.which(tool) is None:
+                pytest.skip(f"there is no {tool} to make hosts with")
+        with contextlib.ExitStack() as made:
+            self._a, self._b = (
+                made.enter_context(contextlib.closing(Host(name, scratch))) for name in ("roll-a", self.lost)
+            )
+            self._lay_cable()
+            self._start_ray(scratch)
+            self._hosts = made.pop_all()
+
+    def _lay_cable(self) -> None:
         cable = ["ip", "link", "add", "cable", "netns", str(self._a.pid), "type", "veth", "peer", "name", "cable"]
-        subprocess.run([*cable, "netns", str(self._b.pid)], check=True)
+        laid = subprocess.run(
+            [*cable, "netns", str(self._b.pid)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if laid.returncode:
+            pytest.skip(f"pairs of virtual interfaces are refused: {laid.stdout.strip()}")
         for at, host in enumerate((self._a, self._b), start=1):
             host.run("ip", "address", "add", f"10.77.0.{at}/24", "dev", "cable")
             host.run("ip", "link", "set", "cable", "up")
             host.run("ip", "route", "add", "default", "dev", "cable")
+
+    def _start_ray(self, scratch: Path) -> None:
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *NODE]
         self._a.run(
             *ray,
@@ -120,8 +142,7 @@ class CabledHosts:
         self._b.run("ip", "link", "set", "cable", "down")
 
     def close(self) -> None:
-        for host in (self._a, self._b):
-            host.close()
+        self._hosts.close()
 
 
 class RayNodes:
