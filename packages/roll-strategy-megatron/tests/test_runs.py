@@ -191,3 +191,30 @@ def test_a_run_goes_on_under_another_arrangement_and_its_checkpoint_becomes_a_mo
     )
     assert exported.keys() == converted.keys()
     assert all(torch.equal(converted[name], each) for name, each in exported.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_the_quick_start_reaches_its_accuracy_on_tensor_by_pipeline_ranks(roll_core, tmp_path):
+    examples, output = REPOSITORY / "examples" / "quickstart", f"output_dir={tmp_path}"
+    subprocess.run([sys.executable, str(examples / "make_data.py")], cwd=REPOSITORY, check=True)
+    roll_core("run", examples / "sft.yaml", output)
+    train = "actor_train.strategy_args.strategy"
+    roll_core(
+        "run",
+        examples / "grpo.yaml",
+        output,
+        f"pretrain={tmp_path}/quickstart-sft/latest/export",
+        f"{train}_name=megatron_cpu_train",
+        *(f"{train}_config.{key}={size}" for key, size in SPREAD.items()),
+        "actor_train.device_mapping=[0,1,2,3]",
+        "num_gpus_per_node=4",
+        "executor=ray",
+        # Microbatches for both stages to work on; as many sequences in a step.
+        "actor_train.training_args.per_device_train_batch_size=64",
+        "actor_train.training_args.gradient_accumulation_steps=4",
+    )
+    steps = metrics(tmp_path / "quickstart-grpo" / "latest")
+    scores = [each["val/score/mean"] for each in steps if "val/score/mean" in each]
+    assert scores[0] < 0.5
+    assert scores[-1] > 0.94
