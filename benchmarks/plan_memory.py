@@ -3,7 +3,7 @@
     ./run bench plan_memory [--contestants NAME ...]
     ./run bench plan_memory --cost [NAME]
 
-Runs of `pipeline: sft` with random models of 54.6 and 125.8 million parameters on the host, two optimizer steps on rows
+Runs of `pipeline: sft` with random models of 55, 126 and 285 million parameters on the host, two optimizer steps on rows
 of full length, each by `roll-core run`. The record of a run has what was predicted for each of its
 processes and what was measured: the most that the process held over what it held before it built anything, pages of
 files left out. The error is (predicted - measured) / measured.
@@ -52,6 +52,15 @@ LARGER = MODEL | {
     "num_key_value_heads": 12,
 }
 """125.8 million."""
+LARGEST = MODEL | {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+"""285 million."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +93,10 @@ CASES = {
     "fsdp2, 126 M": Case(strategy="fsdp2_train", ranks=2, model=LARGER),
     "zero 2, 126 M": Case(strategy="deepspeed_train", ranks=2, keys=zero(2), model=LARGER),
     "zero 3, 126 M": Case(strategy="deepspeed_train", ranks=2, keys=zero(3), model=LARGER),
+    "hf, 285 M": Case(strategy="hf_train", model=LARGEST),
+    "fsdp2, 285 M": Case(strategy="fsdp2_train", ranks=2, model=LARGEST),
+    "zero 2, 285 M": Case(strategy="deepspeed_train", ranks=2, keys=zero(2), model=LARGEST),
+    "zero 3, 285 M": Case(strategy="deepspeed_train", ranks=2, keys=zero(3), model=LARGEST),
 }
 
 

@@ -83,6 +83,21 @@ def test_an_impossible_token_leaves_the_entropy_and_its_gradient_finite():
     assert torch.isfinite(hidden.grad).all()
 
 
+def test_a_token_that_the_bias_forbids_is_as_if_it_were_not_there():
+    hidden, weight, bias, _, upstream = inputs(dtype=torch.float32)
+    targets = torch.arange(N) % (V - 1)
+    forbidding = torch.cat([bias[:-1], torch.tensor([-torch.inf])])
+    with_it = head_outputs(LinearHead(weight=weight, bias=forbidding), hidden, targets, HeadRequest(entropy=True))
+    head = LinearHead(weight=weight[:-1], bias=bias[:-1])
+    without = head_outputs(head, hidden, targets, HeadRequest(entropy=True))
+    torch.testing.assert_close(with_it.entropy_N, without.entropy_N)
+    slopes = [upstream[0], 64 * upstream[1]]
+    one = torch.autograd.grad([with_it.logprobs_N, with_it.entropy_N], [hidden, weight], slopes)
+    two = torch.autograd.grad([without.logprobs_N, without.entropy_N], [hidden, weight], slopes)
+    for each, other in zip(one, two, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-4)
+
+
 def test_no_tokens_give_no_outputs_and_zero_gradients():
     hidden = torch.zeros(0, H, requires_grad=True)
     weight = torch.ones(V, H, requires_grad=True)

@@ -26,6 +26,8 @@ CHUNK_ELEMENTS = 1 << 22
 """Logits of one chunk: small enough to stay in a core's share of the cache, large enough for a fast GEMM."""
 KEPT_ELEMENTS = 1 << 23
 """Log-softmax values that may be kept for the backward pass instead of being computed again."""
+NEVER = -1e4
+"""In place of lower log probabilities, -inf among them, where a probability of 0 multiplies them: 0 × inf is no number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +259,6 @@ def _d_logits(
         p_CV = logp_CV.exp()
         # -(g + e * (log p + S)) * p, with one pass less.
         slope_C = grad_entropy_C * factor
-        d_CV = logp_CV.clamp_(min=torch.finfo(logp_CV.dtype).min).add_(entropy_C[:, None])
+        d_CV = logp_CV.clamp_(min=NEVER).add_(entropy_C[:, None])
         d_CV = d_CV.mul_(-slope_C[:, None]).sub_(grad_C[:, None]).mul_(p_CV)
     return d_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])
