@@ -3,8 +3,8 @@
     ./run bench plan_memory [--contestants NAME ...]
     ./run bench plan_memory --cost [NAME]
 
-Runs of `pipeline: sft` with random models of 55, 126 and 285 million parameters on the host, two optimizer steps on rows
-of full length, each by `roll-core run`. The record of a run has what was predicted for each of its
+Runs of `pipeline: sft` with random models of 55, 126 and 285 million parameters on the host, two optimizer steps on
+rows of full length, each by `roll-core run`. The record of a run has what was predicted for each of its
 processes and what was measured: the most that the process held over what it held before it built anything, pages of
 files left out. The error is (predicted - measured) / measured.
 

@@ -27,7 +27,7 @@ CHUNK_ELEMENTS = 1 << 22
 KEPT_ELEMENTS = 1 << 23
 """Log-softmax values that may be kept for the backward pass instead of being computed again."""
 NEVER = -1e4
-"""In place of lower log probabilities, -inf among them, where a probability of 0 multiplies them: 0 × inf is no number."""
+"""In place of lower log probabilities, -inf among them, where a probability of 0 multiplies them: 0 × inf is NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
