@@ -15,7 +15,7 @@ import re
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 from typing_extensions import override
@@ -115,15 +115,13 @@ class CudaMemory(DeviceMemory):
 
     @override
     def uuid(self, device: str) -> str:
-        import torch
-
-        return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+        return str(getattr(_cuda().get_device_properties(device), "uuid", ""))
 
     @override
     def allocate(self, num_bytes: int, device: str) -> Tensor:
         import torch
 
-        with fixed_segments(torch.cuda.memory._set_allocator_settings):
+        with fixed_segments(_cuda().memory._set_allocator_settings):
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     @override
@@ -182,15 +180,18 @@ class CudaMemory(DeviceMemory):
 
     @override
     def settle(self, device: str) -> None:
-        import torch
-
-        torch.cuda.synchronize(device)
+        _cuda().synchronize(device)
 
     @override
     def collect(self) -> None:
-        import torch
+        _cuda().ipc_collect()
 
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+def _cuda() -> Any:
+    """torch's module of these devices."""
+    import torch
+
+    return torch.get_device_module("cuda")
 
 
 KINDS: dict[str, DeviceMemory] = {"cuda": CudaMemory()}
