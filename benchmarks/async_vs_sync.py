@@ -225,10 +225,14 @@ def table(rates: dict[str, Any]) -> str:
             *lines,
             "",
             "Load of the machine beforehand: "
-            + ", ".join(f"{found['load']:.1f} ({float(rate):g})" for rate, found in rates.items())
+            + ", ".join(f"{_load(found['load'])} ({float(rate):g})" for rate, found in rates.items())
             + ".",
         ]
     )
+
+
+def _load(found: float | None) -> str:
+    return "not recorded, other jobs ran beside it" if found is None else f"{found:.1f}"
 
 
 def modes(folder: Path, seed: int, args: argparse.Namespace, rate: float) -> dict[str, dict[str, Any]]:

@@ -142,8 +142,8 @@ SHOWN_ELSEWHERE = {
     "test_logprobs_in_lower_precision_are_near_the_train_strategys",
     "test_routed_experts_are_those_that_the_model_chooses",
 }
-"""By wrong train strategies, who share these tests, and by `test_trainers_logprobs`: none trains a bigram model, and it
-has no experts."""
+"""By wrong train strategies, who share these tests, and by `test_trainers_logprobs`: none trains a bigram model. Routed
+experts, which it has none of, are shown by no wrong engine."""
 
 
 @pytest.mark.parametrize("name", RIGHT)
