@@ -11,6 +11,15 @@
 #include <cstdint>
 #include <cstring>
 
+// As in `decode.cpp`, by which it is filled in. Outside of the nameless namespace: nvcc leaves out functions that take
+// an argument of a type in there, `roll_attend` that is.
+struct Attention {
+  int64_t num_heads, num_kv_heads, head_dim;
+  int64_t row_stride, head_stride;  // of keys and values, in numbers
+  float scale, epsilon;
+  int64_t threads;  // of a processor
+};
+
 namespace {
 
 constexpr int THREADS = 128;             // of a block; a power of two, for `combined`
@@ -96,14 +105,6 @@ __global__ void gate(const T* gate_up, T* out, int64_t size) {
     store(rounded<T>(x / (1.0f + expf(-x))) * load(gates[size + i]), &found[i]);
   }
 }
-
-// As in `decode.cpp`, by which it is filled in.
-struct Attention {
-  int64_t num_heads, num_kv_heads, head_dim;
-  int64_t row_stride, head_stride;  // of keys and values, in numbers
-  float scale, epsilon;
-  int64_t threads;  // of a processor
-};
 
 // A head normed (where `weight` is given) and turned: x * cos + roll(x, D / 2) * sin, the sign in the sines.
 template <typename T, typename Into>
