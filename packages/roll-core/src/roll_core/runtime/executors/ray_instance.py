@@ -30,6 +30,7 @@ from roll_core.runtime.host import usable_cores
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Iterable
 
     from roll_core.spec.platform import Platform
 
@@ -39,6 +40,9 @@ OBJECT_STORE_BYTES = 512 * 1024**2
 """Of our own instance. Weights do not go through it, only batches and their results."""
 REACH_S = 10.0
 """How long the user's Ray may take to take a connection."""
+START_ATTEMPTS = 3
+TOO_SLOW = "node timed out during startup"
+"""What Ray says when its daemon takes more than 30 s to register; that limit cannot be set."""
 STATE_KEEPERS = ("gcs_server", "raylet")
 """Ray's processes without which a driver cannot take its leave."""
 LONGEST_SCRATCH = 40
@@ -113,11 +117,26 @@ class RayInstance:
         self._environment.undo()
 
     def _start(self) -> None:
+        before = set(psutil.Process().children())
+        for attempts_left in reversed(range(START_ATTEMPTS)):
+            try:
+                self._start_once()
+                break
+            except Exception as error:  # Ray has no type of its own for it
+                if TOO_SLOW not in str(error) or not attempts_left:
+                    raise
+                log.warning(
+                    "Ray did not come up in its 30 s, as on a host that is busy; it is tried again"
+                )
+                _kill(set(psutil.Process().children()) - before)
+        started = set(psutil.Process().children()) - before
+        self._helpers = [process for process in started if process.name() not in STATE_KEEPERS]
+
+    def _start_once(self) -> None:
         import ray
 
         _provide_secret()
         platform = self._platform
-        before = set(psutil.Process().children())
         slots: dict[str, Any] = {}
         if platform.ray_resource == "GPU":
             slots["num_gpus"] = platform.device_count()
@@ -133,15 +152,11 @@ class RayInstance:
             _temp_dir=str(self.scratch / "ray"),
             **slots,
         )
-        started = set(psutil.Process().children()) - before
-        self._helpers = [process for process in started if process.name() not in STATE_KEEPERS]
 
     def _end_helpers(self) -> None:
         """Ray would ask each in turn by SIGTERM, to which they are deaf, and wait a second for each to end."""
         helpers, self._helpers = self._helpers, []
-        for process in helpers:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        _kill(helpers)
 
     def _watch(self) -> None:
         self.scratch.mkdir(mode=0o700)
@@ -171,6 +186,12 @@ class RayInstance:
         env = {name: value for name, value in settings.items() if name not in os.environ}
         env[reaper.MARK] = self.mark
         self._environment.make(env)
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _check_reachable(address: str) -> None:
