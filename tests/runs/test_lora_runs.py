@@ -13,6 +13,9 @@ from roll_core.errors import WeightsUnchangedError
 LORA = {"lora_target": "all-linear", "lora_rank": 4}
 REFERENCE = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+WIDTHS = (32 + 32) + 2 * (32 + 16) + (32 + 32) + 2 * (32 + 64) + (64 + 32)
+"""Of inputs and outputs: q, k, v, o, gate, up, down."""
+ADAPTER_BYTES = 4 * LORA["lora_rank"] * WIDTHS
 EVERY_STEP = {"logprob_probe": {"every": 1}, "logprob_gap": {"action": "error", "threshold": 1e-4}}
 
 
@@ -55,11 +58,20 @@ def test_an_engine_that_asks_for_the_adapter_is_sent_nothing_else(runs):
     config["actor_infer"]["strategy_args"]["strategy_config"] = {"enable_lora": True}
     lines = runs.metrics(runs.ok(config))
     assert [line["weight_sync/version"] for line in lines] == [0, 2, 4]
-    inputs_and_outputs = (32 + 32) + 2 * (32 + 16) + (32 + 32) + 2 * (32 + 64) + (64 + 32)  # q, k, v, o, gate, up, down
-    copied = 0 if runs.executor == "local" else 4 * LORA["lora_rank"] * inputs_and_outputs
-    assert [line["weight_sync/copied_bytes"] for line in lines] == [copied] * 3
+    assert [line["weight_sync/copied_bytes"] for line in lines] == [0 if runs.executor == "local" else ADAPTER_BYTES] * 3
     assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
     assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
+
+
+def test_ranks_that_share_a_policy_send_the_adapter_alone(ray_runs):
+    config = with_lora(ray_runs.rlvr(max_steps=2, guards=EVERY_STEP))
+    config["actor_train"] |= {"strategy_args": {"strategy_name": "fsdp2_train"}, "device_mapping": [0, 1]}
+    config["actor_infer"]["strategy_args"]["strategy_config"] = {"enable_lora": True}
+    lines = ray_runs.metrics(ray_runs.ok(config))
+    assert [line["weight_sync/copied_bytes"] for line in lines] == [ADAPTER_BYTES] * 2
+    assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
+    assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
+    assert lines[-1]["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("penalty", [KL, {"add_token_level_kl": True, "adv_estimator": "reinforce"}], ids=str)

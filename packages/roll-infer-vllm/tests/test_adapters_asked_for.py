@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from roll_core.config import load
 from roll_core.errors import ConfigError, UnsupportedError
-from roll_core.plugins.registry import load_registry
+from roll_core.plugins.registry import Registry, load_registry
 from roll_core.runtime.build import model_spec, served_adapters
 from roll_core.spec.pipeline import RoleSpec
 
 INFER = RoleSpec(name="actor_infer", kind="generate", model_from="actor_train")
 LORA = {"lora_target": "all-linear", "lora_rank": 4, "lora_alpha": 12}
+ASKS = "actor_infer: strategy_config asks for adapters as they are"
 
 
 @pytest.fixture
@@ -59,13 +61,25 @@ def test_adapters_that_nobody_trains_are_refused_where_they_are_asked_for(served
         served({}, {"enable_lora": True})
 
 
-@pytest.mark.parametrize(
-    ("model_args", "trainer", "words"),
-    [
-        ({**LORA, "additional_target": ["norm"]}, "hf_train", "also trains additional_target in full"),
-        (LORA, "fsdp2_train", "fsdp2_train of actor_train exports merged weights only"),
-    ],
-)
-def test_adapters_that_cannot_be_had_are_refused(served, model_args, trainer, words):
-    with pytest.raises(UnsupportedError, match=f"actor_infer: strategy_config asks for adapters as they are.*{words}"):
-        served(model_args, {"enable_lora": True}, trainer)
+@pytest.mark.parametrize("trainer", ["fsdp2_train", "deepspeed_train", "megatron_train"])
+def test_every_trainer_of_adapters_sends_them(served, trainer):
+    assert served(LORA, {"enable_lora": True}, trainer).rank == 4
+
+
+def test_adapters_beside_modules_that_are_trained_in_full_are_refused(served):
+    with pytest.raises(UnsupportedError, match=rf"{ASKS}.*also trains additional_target in full"):
+        served({**LORA, "additional_target": ["norm"]}, {"enable_lora": True})
+
+
+def test_a_trainer_that_only_exports_merged_weights_is_refused(served, monkeypatch):
+    def find(registry, kind, name, find=Registry.find):
+        found = find(registry, kind, name)
+        return (
+            replace(found, capabilities=replace(found.capabilities, adapter_export=False))
+            if name == "hf_train"
+            else found
+        )
+
+    monkeypatch.setattr(Registry, "find", find)
+    with pytest.raises(UnsupportedError, match=rf"{ASKS}.*hf_train of actor_train exports merged weights only"):
+        served(LORA, {"enable_lora": True})

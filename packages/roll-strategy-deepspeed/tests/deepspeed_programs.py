@@ -47,6 +47,16 @@ def step_and_tell(rank: int, case: Case, steps: Sequence[Step], folder: str = ""
         return first + _tell(strategy, steps[save_after:])
 
 
+def export_both_ways(rank: int, case: Case, steps: Sequence[Step]) -> tuple[Arrays, Arrays, Arrays]:
+    """The weights before the steps, which merge adapters that change nothing yet; afterwards, and adapters alone."""
+    with built(case, rank) as strategy:
+        before = weights(strategy)
+        for step in steps:
+            take_step(strategy, step)
+        alone = {name: each.float().numpy().copy() for name, each in strategy.export_adapters()}
+        return before, weights(strategy), alone
+
+
 def load_and_tell(rank: int, case: Case, steps: Sequence[Step], folder: str) -> list[Told]:
     """From what was saved on."""
     with built(case, rank) as strategy:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from deepspeed_programs import hold
+from deepspeed_programs import export_both_ways, hold
 from safetensors import safe_open
 
 from roll_core.spec.model import LoraSpec
@@ -70,6 +70,19 @@ def test_adapters_are_exported_as_peft_loads_them(ranks, adapted, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(case.model.path)
     merged = PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
     check_near("merged", {name: each.detach().numpy() for name, each in merged.named_parameters()}, held, 1e-6)
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (3, 2)])
+def test_adapters_that_are_exported_alone_make_the_merged_weights_of_those_beneath(ranks, adapted, stage, world_size):
+    for beneath, merged, alone in ranks(export_both_ways, adapted(stage, world_size), STEPS[:2]):
+        layers = {each.rpartition(".lora_")[0] for each in alone}
+        assert set(alone) == {f"{layer}.lora_{side}.weight" for layer in layers for side in "AB"}
+        assert {each for each in merged if not np.array_equal(merged[each], beneath[each])} == {
+            f"{layer}.weight" for layer in layers
+        }
+        for layer in layers:
+            a_RI, b_OR = (alone[f"{layer}.lora_{side}.weight"] for side in "AB")
+            np.testing.assert_allclose(merged[f"{layer}.weight"], beneath[f"{layer}.weight"] + b_OR @ a_RI, atol=1e-6)
 
 
 def test_only_adapters_have_gradients_and_moments(ranks, adapted, case):

@@ -119,6 +119,18 @@ def weights(strategy: TrainStrategy) -> dict[str, np.ndarray]:
     return {name: each.float().cpu().numpy().copy() for name, each in strategy.export_weights()}
 
 
+def adapters_alone(strategy: TrainStrategy, job: Job) -> dict[str, np.ndarray]:
+    lora = job.model.get("lora")
+    alone = strategy.export_adapters() if lora and not lora.extra_modules else ()
+    return {name: each.float().cpu().numpy().copy() for name, each in alone}
+
+
+def ask_for_adapters(rank: int, job: Job) -> Raised | None:
+    """What that raises."""
+    with built(rank, job) as strategy:
+        return raised(strategy.export_adapters)
+
+
 def step(strategy: TrainStrategy, job: Job, batch: list[TrainSequence]):
     found = strategy.forward_backward(micros(strategy, job, batch), objective(job))
     return sum(each["loss"] for each in found), asdict(strategy.optimizer_step())
@@ -136,6 +148,7 @@ def train(rank: int, job: Job, num_steps: int = 3) -> dict[str, Any]:
             "scored_before": first,
             "steps": steps,
             "weights": weights(strategy),
+            "alone": adapters_alone(strategy, job),
             "scored": scored(strategy, job),
             "base": scored(strategy, job, base=True) if "lora" in job.model else {},
             "memory": dict(strategy.memory()),

@@ -12,6 +12,7 @@ from fsdp2_programs import (
     MOE,
     TINY,
     Job,
+    ask_for_adapters,
     lose_and_go_on,
     model_spec,
     scored,
@@ -24,7 +25,7 @@ from fsdp2_programs import (
 
 from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.train import HFTrainStrategy
-from roll_core.errors import NonFiniteError
+from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.model import LoraSpec, MeshInfo
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
@@ -178,6 +179,28 @@ def test_the_model_beneath_adapters_stays_as_it_was(ranks):
     for each in ranks(train, JOBS["adapters"], 2):
         assert furthest(each["base"], each["scored_before"]) == 0
         assert furthest(each["scored"], each["scored_before"]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "name", ["adapters", "tensor 2, adapters", "ring 2, two copies, adapters", "experts 2, adapters"]
+)
+def test_adapters_that_are_exported_alone_make_the_merged_weights_of_those_beneath(ranks, name):
+    answers = ranks(train, JOBS[name], 2)
+    beneath, merged = answers[0]["before"], answers[0]["weights"]  # B is zero before the first step
+    layers = {each.rpartition(".lora_")[0] for each in answers[0]["alone"]}
+    changed = {each for each, weight in merged.items() if not np.array_equal(weight, beneath[each])}
+    assert changed == {f"{layer}.weight" for layer in layers}
+    for each in answers:
+        assert set(each["alone"]) == {f"{layer}.lora_{side}.weight" for layer in layers for side in "AB"}
+        for layer in layers:
+            a_RI, b_OR = (each["alone"][f"{layer}.lora_{side}.weight"] for side in "AB")
+            np.testing.assert_allclose(merged[f"{layer}.weight"], beneath[f"{layer}.weight"] + b_OR @ a_RI, atol=1e-6)
+
+
+def test_a_model_without_adapters_exports_none_alone(ranks):
+    [error] = ranks(ask_for_adapters, Job())
+    assert error.is_a(UnsupportedError)
+    assert "there are no adapters to export" in error.message
 
 
 def test_adapters_alone_have_gradients_and_moments(ranks):

@@ -19,6 +19,7 @@ CAPABILITIES = TrainCapabilities(
     gradient_checkpointing=True,
     data_parallel=True,
     lora=True,
+    adapter_export=True,
     offload=True,
     topk=True,
     portable_state=True,

@@ -199,6 +199,13 @@ class DeepSpeedStrategy(TrainStrategy):
         self.mover.need("weights")
         return self.weights.export()
 
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """A and B alone, the scale in B; at stage 3 they are gathered one at a time. Collective."""
+        self.mover.need("weights")
+        if self.adapters is None:
+            raise UnsupportedError(f"role {self._mesh.role} trains its whole model: there are no adapters to export")
+        return self.adapters.exported(self.weights.whole)
+
     def export_model(self, path: Path) -> None:
         """See `Weights.write`."""
         self.mover.need("weights")

@@ -22,6 +22,7 @@ CAPABILITIES = TrainCapabilities(
     context_parallel=True,
     expert_parallel=True,
     lora=True,
+    adapter_export=True,
     offload=True,
     topk=True,
     portable_state=True,

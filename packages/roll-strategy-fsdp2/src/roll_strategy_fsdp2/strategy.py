@@ -172,6 +172,12 @@ class FSDP2Strategy(TrainStrategy):
         """See `Weights.export`."""
         return self.weights.export()
 
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """A and B in float32, the scale in B, whole on every rank. Collective."""
+        if self.adapters is None:
+            raise UnsupportedError(f"role {self._mesh.role} trains its whole model: there are no adapters to export")
+        return self.adapters.exported(self.weights.whole)
+
     def export_model(self, path: Path) -> None:
         """See `Weights.write`."""
         self.weights.write(path)

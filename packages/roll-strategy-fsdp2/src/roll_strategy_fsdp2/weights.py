@@ -45,7 +45,7 @@ class Weights:
             for name, parameter in self._model.named_parameters():
                 yield name, self._whole(parameter, self._dtype)
             return
-        for name, tensor in self._adapters.merged(self._to_merge):
+        for name, tensor in self._adapters.merged(self.whole):
             yield name, tensor.to(self._dtype)
 
     def write(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class Weights:
             path,
             adapters=self._adapters,
             exported=self.export(),
-            whole=self._to_merge,
+            whole=self.whole,
             shape_of=lambda each: tuple(each.shape),
             writes=dist.get_rank() == 0,
         )
@@ -65,9 +65,9 @@ class Weights:
 
     def identity(self) -> dict[str, Any] | None:
         """Where there are adapters, what has to be the same where they go on."""
-        return self._adapters.identity(self._to_merge) if self._adapters is not None else None
+        return self._adapters.identity(self.whole) if self._adapters is not None else None
 
-    def _to_merge(self, parameter: Tensor) -> Tensor:
+    def whole(self, parameter: Tensor) -> Tensor:
         """Adapters as they are stepped, the model beneath as it computes."""
         return self._whole(parameter, torch.float32 if parameter.requires_grad else self._dtype)
 

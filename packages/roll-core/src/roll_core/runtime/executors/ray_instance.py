@@ -125,9 +125,7 @@ class RayInstance:
             except Exception as error:  # Ray has no type of its own for it
                 if TOO_SLOW not in str(error) or not attempts_left:
                     raise
-                log.warning(
-                    "Ray did not come up in its 30 s, as on a host that is busy; it is tried again"
-                )
+                log.warning("Ray did not come up in its 30 s, as on a host that is busy; it is tried again")
                 _kill(set(psutil.Process().children()) - before)
         started = set(psutil.Process().children()) - before
         self._helpers = [process for process in started if process.name() not in STATE_KEEPERS]
