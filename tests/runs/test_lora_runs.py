@@ -58,7 +58,9 @@ def test_an_engine_that_asks_for_the_adapter_is_sent_nothing_else(runs):
     config["actor_infer"]["strategy_args"]["strategy_config"] = {"enable_lora": True}
     lines = runs.metrics(runs.ok(config))
     assert [line["weight_sync/version"] for line in lines] == [0, 2, 4]
-    assert [line["weight_sync/copied_bytes"] for line in lines] == [0 if runs.executor == "local" else ADAPTER_BYTES] * 3
+    assert [line["weight_sync/copied_bytes"] for line in lines] == [
+        0 if runs.executor == "local" else ADAPTER_BYTES
+    ] * 3
     assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
     assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
 
