@@ -14,6 +14,7 @@ sleep()            -- pause -------------->  keys and values go; on an accelerat
 from __future__ import annotations
 
 import asyncio
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 ABORT_AGAIN_S = 0.05
 """vLLM ignores the abort of a request that it is still taking in."""
+SHUTDOWN_S = 30.0
+"""For vLLM's processes to end by themselves, and give back what the host would otherwise be told of as lost."""
 
 
 class VllmStrategy(InferStrategy):
@@ -81,6 +84,9 @@ class VllmStrategy(InferStrategy):
         name = mesh.role if model.lora is None else f"{mesh.role}-base"
         self._server = Server(name, self._settings.endpoint_host)
         self._server.listen()
+        # Apart from the start: of what cannot be imported vLLM keeps the errors, and these every call that led to them
+        # with all that it holds, which is not to be the engine.
+        await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
         launched = await asyncio.to_thread(launch, self._settings, model, mesh, self._metrics)
         engine = self._engine = launched.engine
         self._files = launched.files
@@ -106,9 +112,12 @@ class VllmStrategy(InferStrategy):
             await self._server.stop()
         if engine is None:
             return
-        await asyncio.to_thread(engine.shutdown)
+        await asyncio.to_thread(engine.shutdown, SHUTDOWN_S)
         if self._updates is not None:
             self._updates.close()
+        # An engine that somebody holds until Python ends shuts down once more when it is collected, among modules that
+        # are gone.
+        self._server = self._updates = self._adapter = None
 
     @override
     async def sleep(self) -> None:
