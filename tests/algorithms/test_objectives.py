@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,6 +164,36 @@ def test_the_sft_objective_can_weigh_sequences_alike(micro_of):
     )
     assert out.loss.item() == pytest.approx((1.5 + 3) / 2 * LN2)
     assert float(out.metrics["nll"]) == pytest.approx(2 * LN2)
+
+
+def test_the_token_accuracy_counts_first_choices_of_the_masked_tokens_by_hand(micro_of):
+    # Of seven tokens five are learnt, and of these the model's first choice is right at the third, fourth and last.
+    micro = replace(micro_of([[0, 1, 1], [0, 1, 1, 1]]), tokens_T=torch.tensor([4, 5, 6, 4, 7, 0, 9]))
+    choices = torch.tensor([4, 6, 6, 4, 7, 1, 9])
+    out = SFTObjective(token_accuracy=True)(
+        TokenOutputs(logprobs_T=-torch.ones(7), topk_ids_TK=choices[:, None], topk_logprobs_TK=-torch.ones(7, 1)), micro
+    )
+    assert float(out.metrics["token_accuracy"]) == pytest.approx(3 / 5)
+    assert not out.metrics["token_accuracy"].requires_grad
+
+
+def test_the_token_accuracy_of_a_microbatch_is_its_share_of_the_step(micro_of):
+    # Counts of unequal microbatches add up to 4 of 6; their own shares would average to (1/1 + 3/5) / 2.
+    whole = Totals(tokens=6, sequences=2, groups=2, max_length=9)
+    shares = []
+    for mask, choices in (([0, 1], [0, 0]), ([0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1])):
+        outputs = TokenOutputs(logprobs_T=torch.zeros(len(mask)), topk_ids_TK=torch.tensor(choices)[:, None])
+        shares.append(SFTObjective(token_accuracy=True)(outputs, micro_of([mask], totals=whole)).metrics)
+    assert sum(float(each["token_accuracy"]) for each in shares) == pytest.approx(4 / 6)
+
+
+def test_a_step_without_a_token_to_learn_has_an_accuracy_of_0(micro_of):
+    outputs = TokenOutputs(logprobs_T=torch.zeros(2), topk_ids_TK=torch.zeros(2, 1, dtype=torch.int64))
+    assert float(SFTObjective(token_accuracy=True)(outputs, micro_of([[0, 0]])).metrics["token_accuracy"]) == 0.0
+
+
+def test_the_token_accuracy_is_asked_for_only_where_it_is_wanted():
+    assert (SFTObjective().want.topk, SFTObjective(token_accuracy=True).want.topk) == (0, 1)
 
 
 # -- hard cases --------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_the_export_is_loaded_by_transformers_and_answers_like_the_trained_model
     model = AutoModelForCausalLM.from_pretrained(result.run_dir.export)
     tokenizer = AutoTokenizer.from_pretrained(result.run_dir.export)
     # The held-out loss, computed by transformers on one row at a time.
-    total = count = 0.0
+    total = count = hits = 0.0
     for line in (runs.folder / "val.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         prompt = tokenizer(row["prompt"])["input_ids"]
@@ -63,7 +63,34 @@ def test_the_export_is_loaded_by_transformers_and_answers_like_the_trained_model
         logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
         total -= logprobs[torch.arange(len(answer)), torch.tensor(answer)].sum().item()
         count += len(answer)
+        hits += (logprobs.argmax(-1) == torch.tensor(answer)).sum().item()
+    assert 0 < hits < count
     assert runs.metrics(result)[-1]["val/loss"] == pytest.approx(total / count, abs=1e-4)
+    assert runs.metrics(result)[-1]["val/token_accuracy"] == pytest.approx(hits / count, abs=1e-9)
+
+
+def test_the_token_accuracy_does_not_depend_on_how_a_step_is_cut(local_runs):
+    budget = {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 20}
+    cuts = {
+        "whole": ({"per_device_train_batch_size": 15}, {}),
+        "uneven": ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5}, {}),
+        "by_tokens": ({"per_device_train_batch_size": 15}, budget),
+    }
+    found = []
+    for name, (training, role) in cuts.items():
+        config = local_runs.sft(exp_name=name, max_steps=2, eval_steps=2)
+        config["sft_train"]["training_args"] |= training
+        config["sft_train"] |= role
+        result = local_runs.ok(config)
+        lines = local_runs.metrics(result)
+        found.append([lines[1]["train/token_accuracy"], lines[0]["val/token_accuracy"], lines[2]["val/token_accuracy"]])
+    assert f"{found[-1][-1]:.1%}  (val/token_accuracy)" in local_runs.screen.getvalue()
+    assert "held-out token accuracy" in result.run_dir.report.read_text(encoding="utf-8")
+    assert 0 < found[0][0] < 1
+    # Three digits and an end, in 15 rows: a share of 60 tokens, not of microbatches.
+    assert found[0][0] * 60 == pytest.approx(round(found[0][0] * 60), abs=1e-4)
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
+    assert found[2] == pytest.approx(found[0], abs=1e-6)
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):

@@ -84,6 +84,32 @@ def test_the_plugins_own_parts_train_together(installed, config, executor):
     assert (run / "acme.txt").read_text("utf-8") == "fine"
 
 
+def test_sft_trains_what_does_not_tell_the_models_first_choices(installed, config):
+    written = yaml.safe_load(config.read_text("utf-8"))
+    rows = [{"id": i, "prompt": letter, "response": letter * 3} for i, letter in enumerate("abcd")]
+    data = config.parent / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    kept = {key: written[key] for key in ("platform", "output_dir", "tokenizer", "prompt_length", "response_length")}
+    policy = written["policy"]
+    policy["training_args"]["per_device_train_batch_size"] = 2
+    sft = kept | {
+        "pipeline": "sft",
+        "max_steps": 2,
+        "save_steps": 0,
+        "eval_steps": 2,
+        "track_with": [],
+        "sft_train": policy,
+        "validation": {"data_args": {"file_name": str(data)}},
+    }
+    config.write_text(yaml.safe_dump(sft), encoding="utf-8")
+    done = roll_core(installed, "run", str(config))
+    assert "BigramTrainStrategy does not export models" in done.stdout + done.stderr  # and gets that far
+    run = config.parent / "output" / "roll" / "latest"
+    last = json.loads((run / "metrics.jsonl").read_text("utf-8").splitlines()[-1])
+    assert {"train/loss", "val/loss"} <= set(last)
+    assert not [name for name in last if "token_accuracy" in name]
+
+
 def test_a_mistake_in_the_plugins_own_keys_is_located_like_any_other(installed, config):
     done = roll_core(installed, "check", str(config), "policy.strategy_args.strategy_config.vocabullary=3")
     assert done.returncode == 2

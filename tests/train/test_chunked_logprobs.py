@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.data.pack import pack
-from roll_core.modeling.logprobs import HeadRequest, LinearHead, any_head_outputs, head_outputs
+from roll_core.modeling.logprobs import HeadRequest, LinearHead, any_head_outputs, first_choice, head_outputs
 from roll_core.spec.train import Want
 
 N, V, H = 23, 37, 8
@@ -62,6 +62,38 @@ def test_a_head_known_only_as_a_function_gives_the_same():
     two = torch.autograd.grad([free.logprobs_N, free.entropy_N], wanted, list(upstream))
     for each, other in zip(one, two, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 37, 255, 256, 257, 1000, 1024, 4099])
+def test_the_first_choice_is_the_first_of_those_that_are_equal(columns):
+    generator = torch.Generator().manual_seed(columns)
+    # Few values, so that nearly every row has several that are the greatest, also across the blocks of the search.
+    few = torch.randint(0, 3, (200, columns), generator=generator).float()
+    last = torch.zeros(3, columns)
+    last[0, -1], last[1, 0], last[2, columns // 2] = 1.0, 1.0, float("inf")
+    nothing = torch.full((2, columns), float("-inf"))
+    random = torch.randn(200, columns, generator=generator)
+    rows = torch.cat([few, last, nothing, random])
+    best, ids = first_choice(rows)
+    everything = rows.double().numpy()
+    assert ids.tolist() == everything.argmax(axis=1).tolist()
+    assert best.tolist() == everything.max(axis=1).tolist()
+
+
+def test_the_best_token_alone_is_that_of_the_logits():
+    hidden, weight, bias, targets, _ = inputs(dtype=torch.float32)
+    weight = weight.detach().repeat(20, 1)  # every token twenty times: only the first counts
+    bias = bias.detach().repeat(20)
+    request = HeadRequest(topk=1, chunk_tokens=4, temperature=0.7)
+    expected = torch.log_softmax((hidden @ weight.T + bias) / 0.7, dim=1)
+    for found in (
+        head_outputs(LinearHead(weight=weight, bias=bias), hidden, targets, request),
+        any_head_outputs(lambda rows: rows @ weight.T + bias, len(weight), hidden, targets, request),
+    ):
+        assert found.topk_ids_NK.shape == (N, 1)
+        assert (found.topk_ids_NK[:, 0] < V).all()
+        torch.testing.assert_close(found.topk_logprobs_NK[:, 0], expected.amax(1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(expected.gather(1, found.topk_ids_NK)[:, 0], expected.amax(1), rtol=0, atol=1e-5)
 
 
 def test_entropy_that_is_only_reported_carries_no_gradient():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -66,6 +68,9 @@ def in_float64(problem):
         pytest.param(4, HeadRequest(entropy=True, topk=5), {"vocabulary": 5}, id="a rank with padding alone"),
         pytest.param(2, HeadRequest(entropy=True, topk=2), {"scale": 300.0}, id="nearly all probabilities are 0"),
         pytest.param(2, HeadRequest(entropy=True, topk=2), {"tokens": 0}, id="no tokens"),
+        pytest.param(2, HeadRequest(topk=1, chunk_tokens=4), {}, id="the first choice alone"),
+        pytest.param(4, HeadRequest(topk=1), {"vocabulary": 5}, id="the first choice, and a rank with padding alone"),
+        pytest.param(2, HeadRequest(topk=1), {"tokens": 0}, id="the first choice of no tokens"),
     ],
 )
 def test_outputs_and_gradients_are_those_of_one_rank_in_float64(host, ranks, request_, shape):
@@ -82,6 +87,15 @@ def test_outputs_and_gradients_are_those_of_one_rank_in_float64(host, ranks, req
     for name, one, other in (("hidden", hidden, of_hidden), ("weight", weight, of_weight)):
         assert one.shape == other.shape
         assert np.linalg.norm(one - other) <= 2e-6 * np.linalg.norm(other) * shape.get("scale", 1.0), name
+
+
+def test_the_first_choice_is_the_first_of_equal_tokens_on_whichever_rank(host):
+    # Tokens 0 to 9 again as 10 to 19 and 20 to 29, on three ranks, which all find the same greatest logit.
+    problem = problem_of(HeadRequest(topk=1), tokens=40, vocabulary=10)
+    problem = replace(problem, weight_VH=np.tile(problem.weight_VH, (3, 1)))
+    expected = (problem.hidden_NH @ problem.weight_VH[:10].T).argmax(axis=1)
+    for outputs, _, _ in host.run(head_and_gradients, 3, free_port(), problem, num_ranks=3, timeout_s=60):
+        assert outputs["topk_ids"][:, 0].tolist() == expected.tolist()
 
 
 def test_a_chunk_of_a_share_of_the_logits_exists_at_once(host):

@@ -107,9 +107,15 @@ def _of_chunk(
 ) -> tuple[Tensor, ...]:
     """Logprobs, log Z, expected logits, top-k and its tokens."""
     z_CV = _logits(hidden_CH, weight_VH, request, share)
-    log_norm_C, expected_C = _norm(z_CV, share, request.entropy)
+    mine_C, columns_C = z_CV.max(dim=1)
+    greatest_C = mine_C.clone()
+    dist.all_reduce(greatest_C, dist.ReduceOp.MAX, group=share.group)
+    log_norm_C, expected_C = _norm(z_CV, greatest_C, share, request.entropy)
     chosen_C = _at_targets(z_CV, targets_C, share)
-    top_CK, ids_CK = _topk(z_CV, request.topk, share)
+    if request.topk == 1:
+        top_CK, ids_CK = greatest_C[:, None], _first_choice(mine_C, columns_C, greatest_C, share)[:, None]
+    else:
+        top_CK, ids_CK = _topk(z_CV, request.topk, share)
     return chosen_C - log_norm_C, log_norm_C, expected_C, top_CK - log_norm_C[:, None], ids_CK
 
 
@@ -134,10 +140,8 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, request: HeadRequest, share: V
     return z_CV
 
 
-def _norm(z_CV: Tensor, share: VocabularyShare, entropy: bool) -> tuple[Tensor, Tensor]:
+def _norm(z_CV: Tensor, greatest_C: Tensor, share: VocabularyShare, entropy: bool) -> tuple[Tensor, Tensor]:
     """`log Z`, and the expected logit, from which the entropy follows."""
-    greatest_C = z_CV.max(dim=1).values
-    dist.all_reduce(greatest_C, dist.ReduceOp.MAX, group=share.group)
     e_CV = (z_CV - greatest_C[:, None]).exp_()
     sum_C = e_CV.sum(dim=1)
     sums_2C = torch.stack([sum_C, e_CV.mul_(z_CV).sum(dim=1) if entropy else torch.zeros_like(sum_C)])
@@ -157,6 +161,14 @@ def _at_targets(z_CV: Tensor, targets_C: Tensor, share: VocabularyShare) -> Tens
     chosen_C = torch.where(here_C, z_CV.gather(1, columns_C[:, None])[:, 0], 0.0)
     dist.all_reduce(chosen_C, group=share.group)
     return chosen_C
+
+
+def _first_choice(mine_C: Tensor, columns_C: Tensor, greatest_C: Tensor, share: VocabularyShare) -> Tensor:
+    """The first token that has the greatest logit, from the column of each rank's own greatest."""
+    none = torch.iinfo(torch.int64).max
+    ids_C = torch.where(mine_C < greatest_C, none, columns_C + share.first)
+    dist.all_reduce(ids_C, dist.ReduceOp.MIN, group=share.group)
+    return ids_C
 
 
 def _topk(z_CV: Tensor, k: int, share: VocabularyShare) -> tuple[Tensor, Tensor]:

@@ -142,24 +142,29 @@ class ValueObjective:
 class SFTObjective:
     """Negative log-likelihood of the masked tokens.
 
-    Metrics: `loss`, and `nll`, the mean over tokens whatever the aggregation: its exponential is the perplexity.
+    Metrics: `loss`; `nll`, the mean over tokens whatever the aggregation: its exponential is the perplexity; and
+    `token_accuracy`, if asked for: the share of the masked tokens that are the model's first choice.
     """
 
     aggregation: Aggregation = "token-mean"
+    token_accuracy: bool = False
+    """Report it. Asked only of strategies with `capabilities.topk`."""
 
     @property
     def want(self) -> Want:
         """Logprobs, of what is learnt alone: the vocabulary's projection is not computed for prompts."""
-        return Want(logprobs=True, masked_only=True)
+        return Want(logprobs=True, masked_only=True, topk=int(self.token_accuracy))
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """This microbatch's share. Raises `NonFiniteError` that names where it began."""
         logprobs_T = _given("logprobs", outputs.logprobs_T)
         loss = aggregate(-logprobs_T, micro, self.aggregation)
         _check(loss, micro, logprobs=logprobs_T)
-        return LossOutput(
-            loss=loss, metrics={"loss": loss.detach(), "nll": aggregate(-logprobs_T.detach(), micro, "token-mean")}
-        )
+        metrics = {"loss": loss.detach(), "nll": aggregate(-logprobs_T.detach(), micro, "token-mean")}
+        if self.token_accuracy:
+            hits_T = (_given("top-1", outputs.topk_ids_TK)[:, 0] == micro.tokens_T) & micro.loss_mask_T
+            metrics["token_accuracy"] = hits_T.sum() / max(micro.totals.tokens, 1)
+        return LossOutput(loss=loss, metrics=metrics)
 
 
 @lru_cache(maxsize=64)

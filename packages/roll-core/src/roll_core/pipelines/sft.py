@@ -53,7 +53,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
         model = run.train_role("sft_train")
         batch = [self.rows[i] for i in self.order.batch(run.step, model.sequences_per_step)]
         with run.stage("train"):
-            update = await model.update(batch, SFTObjective())
+            update = await model.update(batch, SFTObjective(token_accuracy=model.capabilities.topk))
         run.log(update.named("train") | {"tokens/trained": update.num_tokens})
         run.guard("non_finite", update.num_not_finite == 0, skipped(run, update))
 
@@ -61,7 +61,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
     async def evaluate(self, run: Run) -> Mapping[str, float]:
         metrics: dict[str, float] = {}
         if self.held_out:
-            metrics["val/loss"] = await self._held_out_loss(run)
+            metrics |= await self._held_out_metrics(run)
         if self.validation is not None:
             metrics |= await self.validation.evaluate(run)
         return metrics
@@ -85,9 +85,17 @@ class SFTPipeline(Pipeline[SFTConfig]):
                 run, config, config.validation, role="actor_infer", source="sft_train", batch_size=config.val_batch_size
             )
 
-    async def _held_out_loss(self, run: Run) -> float:
-        """Negative log-likelihood per learnt token, in nats."""
-        scored = await run.train_role("sft_train").score(self.held_out, logprobs=True)
-        pairs = list(zip(scored.logprobs or (), self.held_out, strict=True))
+    async def _held_out_metrics(self, run: Run) -> dict[str, float]:
+        """Negative log-likelihood per learnt token, in nats, and the share of them that are the model's first choice
+        where the strategy tells."""
+        model = run.train_role("sft_train")
+        scored = await model.score(self.held_out, logprobs=True, first_choices=model.capabilities.topk)
+        num_learnt = max(sum(int(row.loss_mask.sum()) for row in self.held_out), 1)
+        pairs = zip(scored.logprobs or (), self.held_out, strict=True)
         total = math.fsum(float(logprobs[row.loss_mask].sum(dtype="float64")) for logprobs, row in pairs)
-        return -total / max(sum(int(row.loss_mask.sum()) for row in self.held_out), 1)
+        metrics = {"val/loss": -total / num_learnt}
+        if scored.first_choices is not None:
+            choices = zip(scored.first_choices, self.held_out, strict=True)
+            hits = sum(int((chosen == row.tokens)[row.loss_mask].sum()) for chosen, row in choices)
+            metrics["val/token_accuracy"] = hits / num_learnt
+        return metrics

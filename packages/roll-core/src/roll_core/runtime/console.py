@@ -46,7 +46,7 @@ HEADLINES = (
     Headline("reward", ("score/mean", "reward/mean")),
     Headline("loss", ("actor/loss", "train/loss", "loss")),
     Headline("kl", ("kl/mean", "actor/approx_kl"), dispensable=True),
-    Headline("acc", ("train/acc", "actor/acc"), dispensable=True),
+    Headline("acc", ("train/token_accuracy", "train/acc", "actor/acc"), dispensable=True),
     Headline("val", ("val/score/mean", "val/loss"), dispensable=True),
     Headline("tokens/s", ("tokens_per_s/step", "tokens_per_s/train")),
 )

@@ -19,7 +19,7 @@ from roll_core.config.secrets import Redactor
 from roll_core.errors import NonFiniteError, RollError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import group_specs, makes_room, slots_per_worker
+from roll_core.runtime.build import group_specs, makes_room, provider_of, slots_per_worker
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.console import Console
 from roll_core.runtime.data import RunData
@@ -48,7 +48,7 @@ from roll_core.runtime.stopping import StopSignals
 from roll_core.runtime.tokenizer import prepare_tokenizer
 from roll_core.runtime.tracking import MetricsFile, Trackers
 from roll_core.spec.config import RewardConfig
-from roll_core.spec.providers import TrackerProvider
+from roll_core.spec.providers import TrackerProvider, TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -371,8 +371,16 @@ class _Driver:
                 run.infer_roles[name] = engine
                 await run.turns.admit(engine)
             else:
-                trains = role.kind == "train"
-                model = GroupTrainRole(name, worker, group, trains=trains, turns=run.turns, offloads=moves)
+                provider = provider_of(role, worker, self.registry)
+                model = GroupTrainRole(
+                    name,
+                    worker,
+                    group,
+                    trains=role.kind == "train",
+                    turns=run.turns,
+                    offloads=moves,
+                    capabilities=provider.capabilities if isinstance(provider, TrainProvider) else None,
+                )
                 run.train_roles[name] = model
                 await run.turns.admit(model)
         if judges:
@@ -443,6 +451,8 @@ class _Driver:
             lines.append(("held-out score", f"{self.last_metrics['val/score/mean']:.3f}  (val/score/mean)"))
         if "val/loss" in self.last_metrics:
             lines.append(("held-out loss", f"{self.last_metrics['val/loss']:.4f}  (val/loss)"))
+        if "val/token_accuracy" in self.last_metrics:
+            lines.append(("first choices", f"{self.last_metrics['val/token_accuracy']:.1%}  (val/token_accuracy)"))
         if self.run_dir.export.is_dir():
             lines.append(("model", _relative(self.run_dir.export)))
         return lines

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -20,6 +20,7 @@ from roll_core.runtime.turns import SlotTurns
 from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
+from roll_core.spec.providers import TrainCapabilities
 from roll_core.spec.train import Want
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.routing import Routing
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.train import LossFn, LossMetrics, StepStats
-    from roll_core.types import Completion, DataRank, Floats, GenerateRequest, TrainSequence
+    from roll_core.types import Completion, DataRank, GenerateRequest, TrainSequence
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +55,12 @@ class GroupTrainRole(TrainRole):
         trains: bool,
         turns: SlotTurns | None = None,
         offloads: bool = False,
+        capabilities: TrainCapabilities | None = None,
     ) -> None:
         """`trains` is false for a role that only scores; one that `offloads` makes room for others between its
         `turns`."""
         self.name, self.config, self.group, self.trains = name, config, group, trains
+        self.capabilities = capabilities or TrainCapabilities()
         self.movable = (TRAINED if trains else WEIGHTS) if offloads else frozenset[str]()
         self._turns = turns or SlotTurns()
         self._ranks: list[DataRank] = []
@@ -109,22 +112,30 @@ class GroupTrainRole(TrainRole):
         values: bool = False,
         temperature: float = 1.0,
         base: bool = False,
+        first_choices: bool = False,
     ) -> ScoredSequences:
         if base and not self.config.model_args.trains_adapters:
             raise UnsupportedError(
                 f"{self.name} trains its whole model, not adapters (lora_target): no base model is left to score with"
             )
-        want = Want(logprobs=logprobs, entropy=entropy, values=values, temperature=temperature, base=base)
+        want = Want(
+            logprobs=logprobs,
+            entropy=entropy,
+            values=values,
+            topk=int(first_choices),
+            temperature=temperature,
+            base=base,
+        )
         shares = balance(sequences, self.data_parallel)
         async with self._turn(WEIGHTS):
             answers: list[ScoredShare] = await self.group.call_each(
                 "score", [([sequences[i] for i in shares[rank.index]], want) for rank in self._ranks]
             )
 
-        def in_order(field: str, wanted: bool) -> list[Floats] | None:
+        def in_order(field: str, wanted: bool) -> list[Any] | None:
             if not wanted:
                 return None
-            found: dict[int, Floats] = {}
+            found: dict[int, Any] = {}
             for rank, answer in zip(self._ranks, answers, strict=True):
                 if rank.leader:
                     found.update(zip(shares[rank.index], getattr(answer, field), strict=True))
@@ -134,6 +145,7 @@ class GroupTrainRole(TrainRole):
             logprobs=in_order("logprobs", logprobs),
             entropy=in_order("entropy", entropy),
             values=in_order("values", values),
+            first_choices=in_order("first_choices", first_choices),
         )
 
     @override

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
     from roll_core.spec.platform import RoleKind
-    from roll_core.spec.providers import Task
+    from roll_core.spec.providers import Task, TrainCapabilities
     from roll_core.spec.train import LossFn
     from roll_core.types import (
         Completion,
@@ -77,6 +77,9 @@ class ScoredSequences:
     logprobs: list[Floats] | None = None
     entropy: list[Floats] | None = None
     values: list[Floats] | None = None
+    first_choices: list[TokenIds] | None = None
+    """The token to which the model gives the greatest probability in place of each one, given those before it; 0 for a
+    sequence's first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +168,8 @@ class TrainRole(ABC):
 
     name: str
     config: WorkerConfig
+    capabilities: TrainCapabilities
+    """Of its strategy."""
 
     @abstractmethod
     async def score(
@@ -176,9 +181,10 @@ class TrainRole(ABC):
         values: bool = False,
         temperature: float = 1.0,
         base: bool = False,
+        first_choices: bool = False,
     ) -> ScoredSequences:
         """Forward passes over all data-parallel ranks. `base`: by the model without the adapters that the role trains;
-        raises `UnsupportedError` where it trains none."""
+        raises `UnsupportedError` where it trains none. `first_choices` needs `capabilities.topk`."""
 
     @abstractmethod
     async def update(

@@ -38,7 +38,7 @@ class TrainCapabilities:
     """Yields them apart from the model beneath: `TrainStrategy.export_adapters`."""
     offload: bool = False
     topk: bool = False
-    """Returns the top-k logprobs (distillation)."""
+    """Returns the top-k logprobs: what SFT's token accuracy and distillation need."""
     portable_state: bool = False
     """Exports its training state for other strategies, and continues from theirs: `TrainStrategy.export_state`,
     `import_state`."""

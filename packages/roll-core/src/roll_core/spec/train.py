@@ -102,6 +102,8 @@ class Want:
     """Whether the entropy carries gradients; False where it is only reported, which a strategy may use to save work."""
     values: bool = False
     topk: int = 0
+    """The K best tokens and their logprobs, the best first; where K is 1 and several are equal, the one with the lowest
+    id. Asked only of strategies with `capabilities.topk`."""
     masked_only: bool = False
     """Only what stands where `loss_mask_T` is true will be read: a strategy may leave the rest 0 and save the work."""
     temperature: float = 1.0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from roll_core.algorithms.losses import SFTObjective
 from roll_core.spec.train import Want
 from roll_core.testing.bench import WHOLE, Split, Step
 from roll_core.testing.bounds import BOUNDS, SPLIT, check_near, check_rows
@@ -122,11 +123,20 @@ class NumberTests(Subject):
         check_near(f"gradient in {low_dtype}", found, self._all(case, expected), BOUNDS[low_dtype].gradient)
 
     def test_metrics_add_up_to_those_of_the_batch(self, case: Case, world_size: int) -> None:
-        """Over microbatches and ranks; the loss is the reference's."""
-        loss = LOSSES["sft"]
-        step = Step(sequences=self.batch(), loss=loss, split=SPLITS["three at a time"])
+        """Over microbatches and ranks; the loss is the reference's, and so are the tokens that are its first choice."""
+        batch, reference = self.batch(), self.reference(case)
+        loss = SFTObjective(token_accuracy=self.can.topk)
+        step = Step(sequences=batch, loss=loss, split=SPLITS["three at a time"])
         (metrics,) = self.trained(case, TRAINING, [step]).metrics
-        (expected,) = self.reference(case).train(TRAINING, [step])
+        if self.can.topk:
+            choices = reference.by_sequence(batch, Want(topk=1))["topk_ids"]
+            hits = sum(int((choices[each.id][:, 0] == each.tokens)[each.loss_mask].sum()) for each in batch)
+            accuracy = hits / sum(int(each.loss_mask.sum()) for each in batch)
+            if not np.isclose(metrics["token_accuracy"], accuracy, rtol=1e-5):
+                raise AssertionError(
+                    f"token_accuracy adds up to {metrics['token_accuracy']:.6g}, expected {accuracy:.6g}"
+                )
+        (expected,) = reference.train(TRAINING, [replace(step, loss=LOSSES["sft"])])
         if not np.isclose(metrics["loss"], expected.loss, rtol=1e-4):
             raise AssertionError(f"the metric loss adds up to {metrics['loss']:.6g}, expected {expected.loss:.6g}")
 

@@ -15,6 +15,7 @@ KEY_CURVES = (
     ("val/score/mean", "val/loss"),
     ("score/mean", "reward/mean"),
     ("actor/loss", "train/loss", "loss"),
+    ("val/token_accuracy", "train/token_accuracy"),
     ("kl/mean", "actor/kl", "actor/approx_kl"),
     ("actor/entropy", "train/entropy"),
     ("actor/clip_fraction", "actor/clipfrac"),

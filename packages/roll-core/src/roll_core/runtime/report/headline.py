@@ -83,6 +83,7 @@ def tiles_of(
 _SCORES = (
     ("held-out score", "val/score/mean", False),
     ("held-out loss", "val/loss", False),
+    ("held-out token accuracy", "val/token_accuracy", False),
     ("reward", "score/mean", True),
     ("loss", "train/loss", True),
 )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         TrainStrategy,
         Want,
     )
-    from roll_core.types import DataRank, Floats, Totals, TrainSequence
+    from roll_core.types import DataRank, Floats, TokenIds, Totals, TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,7 @@ class ScoredShare:
     logprobs: list[Floats] | None
     entropy: list[Floats] | None
     values: list[Floats] | None
+    first_choices: list[TokenIds] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,21 +111,22 @@ class TrainWorker:
     def score(self, sequences: Sequence[TrainSequence], want: Want) -> ScoredShare:
         """Forward passes over this rank's share."""
         micros = self._micros(sequences, self.limits.infer_sequences, self.limits.infer_tokens)
-        found: dict[str, dict[str, Floats]] = {"logprobs": {}, "entropy": {}, "values": {}}
+        found: dict[str, dict[str, Any]] = {"logprobs": {}, "entropy": {}, "values": {}, "first_choices": {}}
         for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
             for name, tensor_T in _outputs(outputs).items():
-                rows = tensor_T.detach().float().cpu().numpy()
+                rows = tensor_T.detach().cpu().numpy()
                 bounds = np.cumsum((0, *micro.lengths))
                 for at, sequence_id in enumerate(micro.ids):
                     found[name][sequence_id] = rows[bounds[at] : bounds[at + 1]]
 
-        def in_order(name: str, wanted: bool) -> list[Floats] | None:
+        def in_order(name: str, wanted: bool) -> list[Any] | None:
             return [found[name][sequence.id] for sequence in sequences] if wanted else None
 
         return ScoredShare(
             logprobs=in_order("logprobs", want.logprobs),
             entropy=in_order("entropy", want.entropy),
             values=in_order("values", want.values),
+            first_choices=in_order("first_choices", want.topk > 0),
         )
 
     def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> UpdateShare:
@@ -222,4 +224,7 @@ def combine(shares: Sequence[LossMetrics]) -> LossMetrics:
 
 def _outputs(outputs: TokenOutputs) -> dict[str, Tensor]:
     named = {"logprobs": outputs.logprobs_T, "entropy": outputs.entropy_T, "values": outputs.values_T}
-    return {name: tensor_T for name, tensor_T in named.items() if tensor_T is not None}
+    found = {name: tensor_T.float() for name, tensor_T in named.items() if tensor_T is not None}
+    if outputs.topk_ids_TK is not None:
+        found["first_choices"] = outputs.topk_ids_TK[:, 0]
+    return found
