@@ -89,23 +89,29 @@ class Speed:
 
 
 @dataclass(eq=False, slots=True)
-class _Row:
+class Row:
     """One output."""
 
     request: _Request
     index: int
     length: int
     """Tokens that it has in the end."""
+    stretch: int = 0
+    """Tokens that it draws without a break."""
+    before: int = 0
+    """Tokens that it drew before this stretch."""
     start: float = -1.0
-    """The engine's progress when it began; negative before."""
+    """The engine's progress when the stretch began; negative while it does not draw."""
     output: CompletionOutput | None = None
+    plan: Any = None
+    """What a subclass keeps with it."""
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
     request: GenerateRequest
     answered: Answered
-    rows: list[_Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     left: int = 0
 
 
@@ -120,9 +126,9 @@ class SimulatedEngine(Replica):
         self.name, self.speed, self.version = name, speed, 0
         self._length_of, self._prompt_tokens, self._real = length_of, prompt_tokens, real
         self._requests: dict[str, _Request] = {}
-        self._waiting: deque[_Row] = deque()
+        self._waiting: deque[Row] = deque()
         self._running = 0
-        self._ends: list[tuple[float, int, _Row]] = []
+        self._ends: list[tuple[float, int, Row]] = []
         self._order = 0
         self._progress = self._at = self._stalled_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -144,9 +150,9 @@ class SimulatedEngine(Replica):
             for index in range(request.n):
                 which = int(suffix.partition(".")[0]) if suffix else index
                 length = max(1, min(self._length_of(base, which) - before, request.params.max_new_tokens))
-                made.rows.append(_Row(made, index, length))
+                made.rows.append(Row(made, index, length))
             made.left = len(made.rows)
-            self._waiting += made.rows
+            self._arrived(made.rows)
         self._advance()
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -211,19 +217,18 @@ class SimulatedEngine(Replica):
         self._advancing = True
         self._catch_up()
         while self._ends and (self._ends[0][2].output is not None or self._ends[0][0] <= self._progress + 1e-6):
-            row = heapq.heappop(self._ends)[2]
-            self._end(row, "stop")
+            self._reached(heapq.heappop(self._ends)[2])
         while self._waiting and self._running < self.speed.max_rows:
             row = self._waiting.popleft()
             if row.output is not None:
                 continue
-            if row.index == 0:
-                prompt_s = len(row.request.request.prompt_ids) * self.speed.prompt_token_s
+            if prompt_tokens := self._entered(row):
+                prompt_s = prompt_tokens * self.speed.prompt_token_s
                 self._stalled_until = max(self._stalled_until, self._at) + prompt_s
             row.start = self._progress
             self._running += 1
             self._order += 1
-            heapq.heappush(self._ends, (row.start + row.length, self._order, row))
+            heapq.heappush(self._ends, (row.start + row.stretch, self._order, row))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -234,7 +239,20 @@ class SimulatedEngine(Replica):
             self._timer = loop.call_at(self._at + stalled_s + max(0.0, left_s), self._advance)
         self._advancing = False
 
-    def _end(self, row: _Row, reason: FinishReason) -> None:
+    def _arrived(self, rows: Sequence[Row]) -> None:
+        """They are asked for."""
+        self._waiting += rows
+
+    def _entered(self, row: Row) -> int:
+        """Say how far a row draws without a break, and return how many tokens are computed before it begins."""
+        row.stretch = row.length
+        return len(row.request.request.prompt_ids) if row.index == 0 else 0
+
+    def _reached(self, row: Row) -> None:
+        """A stretch is drawn."""
+        self._end(row, "stop")
+
+    def _end(self, row: Row, reason: FinishReason) -> None:
         if row.output is not None:
             return
         row.output = self._output(row, reason)
@@ -248,9 +266,9 @@ class SimulatedEngine(Replica):
             outputs = tuple(each.output for each in request.rows if each.output is not None)
             request.answered(request.request.id, Completion(id=request.request.id, outputs=outputs))
 
-    def _output(self, row: _Row, reason: FinishReason) -> CompletionOutput:
-        drawn = 0 if row.start < 0 else min(row.length, int(self._progress - row.start + 1e-6))
-        num = row.length if reason == "stop" else drawn
+    def _output(self, row: Row, reason: FinishReason) -> CompletionOutput:
+        drawn = 0 if row.start < 0 else min(row.stretch, int(self._progress - row.start + 1e-6))
+        num = row.length if reason == "stop" else row.before + drawn
         first = len(row.request.request.prompt_ids)
         versions = np.broadcast_to(np.int32(self.version), num) if self.version else _FIRST_VERSION[:num]
         return CompletionOutput(

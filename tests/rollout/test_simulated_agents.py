@@ -1,0 +1,174 @@
+"""Simulated agents against times that can be worked out by hand, and under the real dispatcher and scheduler."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.spec.pipeline import Prompt, RolloutPlan
+from roll_core.testing.simulated_agents import Environments, SimulatedAgents, Trajectory
+from roll_core.testing.simulation import Speed, VirtualTimeLoop
+from roll_core.types import GenerateRequest, SamplingParams
+
+SPEED = Speed(base_s=0.02, row_s=0.001, prompt_token_s=0.01, max_rows=4)
+ALONE_S = 0.021
+"""Of a token, by itself."""
+
+
+def trajectory(drawn, observed, away_s):
+    return Trajectory(drawn_K=np.array(drawn), observed_K=np.array(observed), away_s_K=np.array(away_s))
+
+
+def run(main):
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(main())
+
+
+def asked(id, n=1):
+    return GenerateRequest(id=id, prompt_ids=np.arange(5), params=SamplingParams(max_new_tokens=1000), n=n)
+
+
+def engine_of(trajectories, speed=SPEED, environments=None):
+    return SimulatedAgents(
+        "0", speed, lambda id, index: trajectories[id], environments or Environments(), prompt_tokens=5
+    )
+
+
+def times(trajectories, speed=SPEED):
+    """When each ends, all begun at 0."""
+
+    async def main():
+        loop, ended = asyncio.get_running_loop(), {}
+        engine = engine_of(trajectories, speed)
+        engine.begin([asked(id) for id in trajectories], lambda id, outcome: ended.__setitem__(id, loop.time()))
+        await asyncio.sleep(1000)
+        return ended
+
+    return run(main)
+
+
+def test_a_trajectory_alone_takes_its_prompt_turns_environments_and_observations():
+    ended = times({"a": trajectory([10, 20, 5], [0, 3, 4], [7.0, 2.0, 99.0])})
+    assert ended["a"] == pytest.approx(0.05 + 7.0 + 0.03 + 2.0 + 0.04 + 35 * ALONE_S)
+
+
+def test_an_output_has_the_tokens_of_all_turns():
+    async def main():
+        ended = {}
+        engine_of({"a": trajectory([10, 20], [0, 3], [7.0, 0.0])}).begin([asked("a")], ended.__setitem__)
+        await asyncio.sleep(100)
+        return ended["a"].outputs[0]
+
+    assert run(main).token_ids.tolist() == list(range(5, 35))
+
+
+def test_whose_environment_works_slows_nobody_down():
+    ended = times({"a": trajectory([10, 10], [0, 0], [100.0, 0.0]), "b": trajectory([50], [0], [0.0])})
+    assert ended["b"] == pytest.approx(2 * 0.05 + 10 * 0.022 + 40 * ALONE_S)
+    assert ended["a"] == pytest.approx(2 * 0.05 + 10 * 0.022 + 100 + 10 * ALONE_S)
+
+
+def test_whose_environment_works_leaves_its_row_to_others():
+    one_row = Speed(base_s=0.02, row_s=0.001, prompt_token_s=0.01, max_rows=1)
+    ended = times({"a": trajectory([10, 10], [0, 0], [0.5, 0.0]), "b": trajectory([100], [0], [0.0])}, one_row)
+    # b begins when a has drawn its first turn, and a has to wait for it though its environment answers sooner.
+    assert ended["b"] == pytest.approx(2 * 0.05 + 110 * ALONE_S)
+    assert ended["a"] == pytest.approx(2 * 0.05 + 120 * ALONE_S)
+
+
+@pytest.mark.parametrize(("cut_at", "drawn", "ends_at"), [
+    # In the first turn: it goes on in it, and what was drawn is computed again.
+    (0.05 + 4.5 * ALONE_S, 4, 50 + 0.09 + 6 * ALONE_S + 7 + 0.03 + 20 * ALONE_S),
+    # While the environment works, which has answered by the time it goes on: all of it is computed again.
+    (1.0, 10, 50 + (5 + 10 + 3) * 0.01 + 20 * ALONE_S),
+])  # fmt: skip
+def test_what_is_cut_short_goes_on_in_its_turn(cut_at, drawn, ends_at):
+    async def main():
+        loop, ended = asyncio.get_running_loop(), []
+        engine = engine_of({"a": trajectory([10, 20], [0, 3], [7.0, 0.0])})
+        engine.begin([asked("a")], lambda id, outcome: ended.append((loop.time(), outcome.outputs[0])))
+        await asyncio.sleep(cut_at)
+        await engine.abort(["a"])
+        await asyncio.sleep(50 - loop.time())
+        prompt_ids = np.arange(5 + len(ended[0][1].token_ids))
+        rest = GenerateRequest(id="a#0.0", prompt_ids=prompt_ids, params=SamplingParams(max_new_tokens=1000), n=1)
+        engine.begin([rest], lambda id, outcome: ended.append((loop.time(), outcome.outputs[0])))
+        await asyncio.sleep(100)
+        return ended
+
+    (_, first), (at, rest) = run(main)
+    assert first.finish_reason == "abort"
+    assert len(first.token_ids) == drawn
+    assert at == pytest.approx(ends_at)
+    assert [*first.token_ids, *rest.token_ids] == list(range(5, 35))
+
+
+def test_an_environment_works_on_while_nobody_draws_its_trajectory():
+    async def main():
+        loop, ended = asyncio.get_running_loop(), []
+        environments, trajectories = Environments(), {"a": trajectory([10, 20], [0, 3], [7.0, 0.0])}
+        engine, other = (engine_of(trajectories, environments=environments) for _ in range(2))
+        engine.begin([asked("a")], lambda id, outcome: None)
+        await asyncio.sleep(1.0)
+        await engine.abort(["a"])
+        rest = GenerateRequest(id="a#0.0", prompt_ids=np.arange(15), params=SamplingParams(max_new_tokens=1000), n=1)
+        other.begin([rest], lambda id, outcome: ended.append(loop.time()))
+        await asyncio.sleep(100)
+        return ended
+
+    # Not before 7 s after the first turn, however soon it is asked again.
+    assert run(main) == pytest.approx([0.05 + 10 * ALONE_S + 7 + (5 + 10 + 3) * 0.01 + 20 * ALONE_S])
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_batches_of_trajectories_are_whole_while_weights_change_and_an_engine_dies(concurrent):
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(1, 30, size=rng.integers(1, 9)) for _ in range(64)]
+    trajectories = [
+        trajectory(each, rng.integers(0, 9, size=len(each)), rng.exponential(3.0, size=len(each))) for each in drawn
+    ]
+
+    async def main():
+        environments = Environments()
+        engines = [
+            SimulatedAgents(
+                str(i),
+                SPEED,
+                lambda id, index: trajectories[(int(id.rpartition("/")[2]) * 4 + index) % 64],
+                environments,
+                prompt_tokens=5,
+            )
+            for i in range(3)
+        ]
+        dispatcher = Dispatcher(engines, max_running=8, progress_s=1.0)
+        plan = RolloutPlan(
+            counts={"": 6},
+            params=SamplingParams(max_new_tokens=10_000),
+            n=4,
+            prompt=lambda tag, position: Prompt(id=str(position), tokens=np.arange(5), text=""),
+            ahead=1.0,
+            concurrent=concurrent,
+        )
+        scheduler = RolloutScheduler(plan, dispatcher, None, seed=0)
+        found = []
+        for step in range(4):
+            groups, facts = await scheduler.batch(step)
+            found += groups
+            assert max(facts.ages) <= 1
+            await asyncio.sleep(5.0)
+            async with dispatcher.paused(in_flight=step % 2 == 0):
+                if step == 1:
+                    engines[0].kill()
+                await asyncio.sleep(2.0)
+        await scheduler.close()
+        dispatcher.accounts.check()
+        return found
+
+    found = run(main)
+    assert [group.id for group in found] == [str(position) for position in range(24)]
+    for group in found:
+        for index, sample in enumerate(group.samples):
+            length = trajectories[(int(group.id) * 4 + index) % 64].num_tokens
+            assert sample.response_ids.tolist() == list(range(5, 5 + length))
