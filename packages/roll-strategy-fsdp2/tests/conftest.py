@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from roll_core.testing.bench import Case
 from roll_core.testing.ranks import RankHost, free_port
 
 sys.path.append(str(Path(__file__).parent))  # the ranks import fsdp2_programs by name
@@ -24,7 +25,8 @@ def ranks():
     )
 
     def run(function, job, *arguments):
-        ready = job.with_(port=free_port() if job.world_size > 1 else 0)
+        port = free_port() if job.world_size > 1 else 0
+        ready = job.with_(master_port=port) if isinstance(job, Case) else job.with_(port=port)
         return host.run(function, ready, *arguments, num_ranks=job.world_size, timeout_s=100)
 
     yield run

@@ -1,4 +1,5 @@
-"""The engine's experts under every arrangement: as hf_train replays them, which its tests hold against transformers."""
+"""The engine's experts under every arrangement: as hf_train replays them, which its tests hold against transformers.
+So is what the routers would have chosen otherwise, which each rank knows a part of."""
 
 from __future__ import annotations
 
@@ -24,15 +25,12 @@ from test_arrangements import (
     steps,
 )
 
-from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
 from roll_core.testing.bounds import check_near, check_rows
 from roll_core.testing.models import make_batch
-from roll_core.testing.subject import registry
+from roll_core.testing.replaying import WANT, on_hf_train, with_experts
 from roll_strategy_megatron.config import MegatronConfig
 
 __all__ = ["PRELOAD", "host", "run"]  # fixtures
-WANT = Want(logprobs=True, entropy=True)
 RECOMPUTED = {"checkpointing": True, "model": MIXTURE | FOUR}
 QUICK = {
     "one rank": Arrangement(ranks=1, model=MIXTURE),
@@ -64,18 +62,6 @@ ARRANGEMENTS = [pytest.param(each, id=name) for name, each in QUICK.items()] + [
 ]
 
 
-def with_experts(batch, model, seed=0):
-    """Drawn at random; of one sequence nothing is known, of another only the beginning."""
-    experts = next(model[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in model)
-    layers = model["num_hidden_layers"] - model.get("first_k_dense_replace", 0)
-    rng, found = np.random.default_rng(seed), []
-    for at, each in enumerate(batch):
-        drawn = np.argsort(rng.random((len(each) - 1, layers, experts)), axis=-1)[..., : model["num_experts_per_tok"]]
-        known = {2: 3, 4: 0}.get(at, len(drawn))
-        found.append(replace(each, routed_experts=drawn[:known].astype(np.uint8) if at != 0 else None))
-    return found
-
-
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_experts_are_replayed_as_in_one_process(run, tmp_path, arrangement):
     case = case_of(arrangement, tmp_path)
@@ -86,13 +72,11 @@ def test_experts_are_replayed_as_in_one_process(run, tmp_path, arrangement):
         for at, each in enumerate(steps(arrangement.calls, "causal_lm"))
     ]
     answers = run(score_and_train, case, batch, updates, WANT)
-    alone = case.with_(
-        provider=registry().find(TrainProvider, "hf_train"), strategy_config={}, world_size=1, devices=("cpu",)
-    )
+    alone = on_hf_train(case)
     (right,) = run(score_and_train, alone, batch, updates, WANT)
     (plain,) = run(score_and_train, alone, [replace(each, routed_experts=None) for each in batch], [], WANT)
     leaders = [each for each in answers if each["place"].leader]
-    for name in ("logprobs", "entropy"):
+    for name in ("logprobs", "entropy", "routing_disagreement"):
         found = {key: row for each in leaders for key, row in each["scored"][name].items()}
         check_rows(name, found, right["scored"][name], 1e-4)
     moved = max(
@@ -101,6 +85,9 @@ def test_experts_are_replayed_as_in_one_process(run, tmp_path, arrangement):
     assert moved > 0.01  # it would be seen if nothing were replayed
     for at, stats in enumerate(right["stats"]):
         assert sum(each["losses"][at] for each in leaders) == pytest.approx(right["losses"][at], rel=1e-4)
+        shares = [each["metrics"][at].get("routing_disagreement", 0.0) for each in leaders]
+        assert sum(shares) == pytest.approx(right["metrics"][at]["routing_disagreement"], rel=1e-4)
+        assert 0.1 < sum(shares) < 1
         for each in answers:
             assert each["stats"][at].grad_norm == pytest.approx(stats.grad_norm, rel=1e-4)
     went = {name: leaders[0]["weights"][name] - each for name, each in leaders[0]["before"].items()}

@@ -33,6 +33,15 @@ MODEL = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+MIXTURE = MODEL | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "initializer_range": 0.3,
+}
 TENSOR = {"tensor_model_parallel_size": 2}
 SPREAD = TENSOR | {"pipeline_model_parallel_size": 2}
 
@@ -45,11 +54,12 @@ class Place:
     spread: dict = field(default_factory=dict)
     ranks: int = 1
     replicas: int = 1
+    model: dict = field(default_factory=lambda: MODEL)
 
     def role(self, *, sequences):
         """Its configuration, of steps of so many sequences, in microbatches of 4."""
         return {
-            "model_args": {"dtype": "fp32", "random_init": MODEL},
+            "model_args": {"dtype": "fp32", "random_init": self.model},
             "training_args": {
                 "learning_rate": 1e-2,
                 "per_device_train_batch_size": 4,
@@ -158,6 +168,23 @@ def test_grpo_on_tensor_by_pipeline_ranks_begins_as_on_one_rank_with_hf_train_an
     assert steps[0]["score/mean"] < 0.2
     assert steps[-1]["score/mean"] > 0.4
     assert all(each["weight_sync/logprob_probe"] < 1e-4 for each in steps)
+
+
+def test_grpo_with_the_engines_experts_begins_on_expert_parallel_ranks_as_with_hf_train(run):
+    """The engine rounds to bf16, so that its routers choose otherwise now and then."""
+    config = {"router_replay": {"mode": "R3"}, "guards": {"logprob_probe": "off", "logprob_gap": "off"}}
+    experts = Place(spread={"expert_model_parallel_size": 2}, ranks=2, replicas=2, model=MIXTURE)
+    found = []
+    for name, place, steps in (("one", Place(strategy="hf_train", model=MIXTURE), 1), ("experts", experts, 2)):
+        settings = rlvr(actor_train=place.role(sequences=64), max_steps=steps, **config)
+        settings["actor_infer"]["model_args"]["dtype"] = "bf16"
+        found.append(metrics(run(name, settings)))
+    (first,), steps = found
+    assert steps[0]["score/mean"] == first["score/mean"]
+    assert steps[0]["actor/loss"] == pytest.approx(first["actor/loss"], abs=1e-6)  # advantages of a group add up to 0
+    for name in ("actor/entropy", "actor/logprob_gap", "actor/routing_disagreement", "actor/grad_norm"):
+        assert steps[0][name] == pytest.approx(first[name], rel=1e-3), name
+    assert all(0 < each["actor/routing_disagreement"] < 0.5 for each in steps)
 
 
 @pytest.mark.slow

@@ -42,10 +42,10 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "logprobs_mode",
         "max_logprobs",
     ),
-    "has no place in a completion": (
+    "needs vLLM's second model runner, into which this plugin's sampler does not fit": (
         "enable_return_routed_experts",
-        "return_sampling_mask",
     ),
+    "has no place in a completion": ("return_sampling_mask",),
     "is always on: the run's metrics come from there": (
         "disable_log_stats",
         "aggregate_engine_logging",

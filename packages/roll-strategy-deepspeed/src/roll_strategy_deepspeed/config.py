@@ -6,11 +6,15 @@ second time: such keys may stand here as `auto`, which is how files made for oth
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from roll_core.spec.config import Config, NonNegativeInt, PositiveInt, StrategyConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Auto = Literal["auto"]
 Elements = PositiveInt | Auto
@@ -134,3 +138,9 @@ class DeepSpeedConfig(StrategyConfig):
     """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
     fused: bool = True
     """Norms and gated activations by faster equivalents, where these exist and give the same numbers."""
+
+    @override
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        from roll_core.modeling.routing import check_routers
+
+        check_routers(keys)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from roll_core.spec.config import Config, PositiveInt, StrategyConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DType = Literal["fp32", "bf16"]
 
@@ -87,3 +91,9 @@ class FSDP2Config(StrategyConfig):
         """Spelled out."""
         together = f"{self.context_key} {self.context_size}"
         return f"tensor_model_parallel_size {self.tensor_model_parallel_size} × {together}"
+
+    @override
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        from roll_core.modeling.routing import check_routers
+
+        check_routers(keys)

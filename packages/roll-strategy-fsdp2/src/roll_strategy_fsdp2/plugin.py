@@ -25,6 +25,7 @@ CAPABILITIES = TrainCapabilities(
     adapter_export=True,
     offload=True,
     topk=True,
+    router_replay=True,
     portable_state=True,
     any_world_size=True,
     weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),

@@ -28,6 +28,7 @@ from roll_core.types import TrainSequence
 from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
 from roll_strategy_megatron.packing import Packing, num_padded, pack_for
 from roll_strategy_megatron.pipeline import Pipeline
+from roll_strategy_megatron.router_replay import disagreements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -81,22 +82,23 @@ class Computation:
         at_end: Callable[[Passage, TokenOutputs], tuple[Tensor, Any]],
         *,
         backward: bool,
-    ) -> list[Any]:
-        """What `at_end` returned beside the loss, of each microbatch; None but on the last stage. Where experts are
-        spread over replicas, all of them call it together."""
+    ) -> tuple[list[Any], list[Tensor | None]]:
+        """What `at_end` returned beside the loss, of each microbatch; None but on the last stage. And, on every rank,
+        `routing_disagreement_T` of each: it is complete only after the last stage. Where experts are spread over
+        replicas, all of them call it together."""
         # Where each bucket of gradients is added up as soon as it is there, every replica has to have some.
         fewest = 1 if backward and self.config.overlap_grad_reduce else 0
         balanced = backward and self.balancing is not None
         passages = self._passages(micros, want, fewest, balanced=balanced)
         if not passages:
-            return []
+            return [], []
         for each in self.runs:
             each.train(backward)
             if each.replay is not None:
                 each.replay.forget()
         with torch.set_grad_enabled(backward):
             found = self.pipeline.run(partial(self._step, want, at_end), passages, backward=backward)
-        return found[: len(micros)] if found else [None] * len(micros)
+        return found[: len(micros)] if found else [None] * len(micros), self._disagreements(passages[: len(micros)])
 
     def _step(
         self,
@@ -159,6 +161,12 @@ class Computation:
             raise UnsupportedError("experts are given to be replayed, but the model was not built with router_replay")
         replay.check(micro.routed_experts_TMK)
 
+    def _disagreements(self, passages: Sequence[Passage]) -> list[Tensor | None]:
+        replays = [each.replay for each in self.runs if each.replay is not None]
+        if not replays or self.task != "causal_lm":
+            return [None] * len(passages)
+        return disagreements(replays, passages, self.parallel, sequence_parallel=self.config.sequence_parallel)
+
     # -- the last stage ------------------------------------------------------------------------------------------------
 
     def _outputs(self, hidden: Tensor, passage: Passage, want: Want) -> TokenOutputs:
@@ -218,8 +226,10 @@ class Computation:
 
     # -- to the other stages -------------------------------------------------------------------------------------------
 
-    def on_all_stages(self, outputs: TokenOutputs | None, micro: MicroBatch, want: Want) -> TokenOutputs:
-        """What the last stage has. Collective over the stages."""
+    def on_all_stages(
+        self, outputs: TokenOutputs | None, micro: MicroBatch, want: Want, disagreement_T: Tensor | None
+    ) -> TokenOutputs:
+        """What the last stage has, beside what all have. Collective over the stages."""
         last = self.parallel.pp.size() - 1
 
         def of(found: Tensor | None, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -236,6 +246,7 @@ class Computation:
             values_T=of(here.values_T, want.values),
             topk_logprobs_TK=of(here.topk_logprobs_TK, k > 0, k),
             topk_ids_TK=of(here.topk_ids_TK, k > 0, k, dtype=torch.int64),
+            routing_disagreement_T=disagreement_T,
         )
 
 

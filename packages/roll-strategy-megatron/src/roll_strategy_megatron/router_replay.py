@@ -6,7 +6,11 @@
 Several microbatches are under way on a stage at once; their backward passes come in the order of their forward passes.
 Megatron's own replay is told by hand, for all routers of the process together, which of these passes runs.
 
-Shapes: L tokens of this rank, M layers of the whole model that have experts, K top-k.
+Each router counts the given experts that it would not have chosen. A token passes through the routers of all stages, so
+the counts are added up over the ranks of a replica when all microbatches are through.
+
+Shapes: T flat tokens, L tokens of this rank, N of them from whose state an output is computed, M layers of the whole
+model that have experts, K top-k.
 """
 
 from __future__ import annotations
@@ -16,15 +20,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from roll_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
+    from roll_strategy_megatron.computation import Passage
     from roll_strategy_megatron.model import PackedModel
+    from roll_strategy_megatron.parallel import Parallel
 
     TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
@@ -35,6 +42,8 @@ class GivenExperts:
     def __init__(self) -> None:
         self.now: Tensor | None = None
         """`[L, K]` of the forward pass that runs; -1 leaves the choice to the router, None every choice."""
+        self.missed_L: Tensor | None = None
+        """Of the same pass: given experts that routers would not have chosen. None where nothing is given."""
         self.forward = self.trains = False
         """Whether one runs, and whether a backward pass will follow it."""
         self.again: deque[Tensor | None] = deque()
@@ -48,7 +57,10 @@ class GivenExperts:
         own_scores_LK, own_LK = compute_topk(scores, topk, num_groups, group_topk)
         if given_LK is None:
             return own_scores_LK, own_LK
-        indices_LK = given_LK.where(given_LK >= 0, own_LK)
+        known_LK = given_LK >= 0
+        if self.missed_L is not None:  # not when a layer is computed again
+            self.missed_L += (known_LK & ~(given_LK[:, :, None] == own_LK[:, None]).any(-1)).sum(-1)
+        indices_LK = given_LK.where(known_LK, own_LK)
         return scores.gather(1, indices_LK), indices_LK
 
     def _given(self) -> Tensor | None:
@@ -67,6 +79,9 @@ class RouterReplay:
         every = config.moe_layer_freq
         mixtures = every if isinstance(every, list) else [1] * config.num_layers
         self.num_layers, self.top_k, self.num_experts = sum(mixtures), config.moe_router_topk, config.num_moe_experts
+        self.missed: list[Tensor | None] = []
+        """`[L]` for each forward pass since `forget`: given experts that this run's routers would not have chosen; with
+        sequence parallel, of the tokens that this rank routes."""
         self._share = (run.pg_collection.tp.rank(), run.pg_collection.tp.size()) if config.sequence_parallel else (0, 1)
         self._routers: dict[int, GivenExperts] = {}
         for layer in run.decoder.layers:
@@ -88,21 +103,50 @@ class RouterReplay:
             )
 
     def forget(self) -> None:
-        """Of passes that were given up."""
+        """What was counted, and what is kept of passes that were given up."""
+        self.missed = []
         for router in self._routers.values():
             router.again.clear()
 
     @contextmanager
     def forward(self, routed_experts_LMK: Tensor | None, *, trains: bool) -> Iterator[None]:
         """A forward pass inside, which a backward pass will follow if it `trains`."""
-        mine = routed_experts_LMK
+        mine, missed_L, of_mine = routed_experts_LMK, None, None
         if mine is not None:  # with sequence parallel each tensor parallel rank routes a run of the tokens
             rank, size = self._share
-            mine = mine.chunk(size)[rank].to(torch.int64)
+            missed_L = torch.zeros(len(mine), dtype=torch.int32, device=mine.device)
+            mine, of_mine = mine.chunk(size)[rank].to(torch.int64), missed_L.chunk(size)[rank]
+        self.missed.append(missed_L)
         for layer, router in self._routers.items():
             router.now, router.forward, router.trains = None if mine is None else mine[:, layer], True, trains
+            router.missed_L = of_mine
         try:
             yield
         finally:
             for router in self._routers.values():
-                router.now, router.forward = None, False
+                router.now = router.missed_L = None
+                router.forward = False
+
+
+def disagreements(
+    replays: Sequence[RouterReplay], passages: Sequence[Passage], parallel: Parallel, *, sequence_parallel: bool
+) -> list[Tensor | None]:
+    """`TokenOutputs.routing_disagreement_T` of microbatches that have gone through all runs of layers, on every rank;
+    None where no experts were given. Collective over the replica."""
+    found: list[Tensor | None] = [None] * len(passages)
+    given = [at for at, each in enumerate(passages) if each.packing.routed_experts_LMK is not None]
+    if not given:
+        return found
+    every = []
+    for at in given:
+        packing, missed = passages[at].packing, [each for run in replays if (each := run.missed[at]) is not None]
+        missed_L = torch.stack(missed).sum(0)
+        missed_T = missed_L.new_zeros(passages[at].micro.num_tokens)
+        every.append(missed_T.index_copy(0, packing.places_N, missed_L[packing.rows_N]))
+    together = torch.cat(every)
+    for group in (parallel.cp, parallel.pp, *([parallel.tp] if sequence_parallel else [])):
+        dist.all_reduce(together, group=group)
+    shares = together.float() / (replays[0].num_layers * replays[0].top_k)
+    for at, each in zip(given, shares.split([len(each) for each in every]), strict=True):
+        found[at] = each
+    return found

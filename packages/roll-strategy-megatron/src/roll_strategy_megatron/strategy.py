@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from roll_core.algorithms.aggregate import aggregate
 from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
 from roll_core.modeling.model import DTYPES
 from roll_core.modeling.moving import Mover
@@ -163,9 +164,12 @@ class MegatronStrategy(TrainStrategy):
 
         if self.balancing is not None:
             self.balancing.begin(max(1, micros[0].totals.sequences) if micros else 1)
-        metrics: list[LossMetrics] = self.parallel.object_from_last_stage(
-            self.computation.run(micros, loss.want, at_end, backward=True)
-        )
+        found, disagreements = self.computation.run(micros, loss.want, at_end, backward=True)
+        metrics: list[LossMetrics] = self.parallel.object_from_last_stage(found)
+        for each, micro, disagreement_T in zip(metrics, micros, disagreements, strict=True):
+            if disagreement_T is not None:  # losses are computed before it is known
+                known_T = disagreement_T.to(micro.loss_mask_T.device)
+                each["routing_disagreement"] = float(aggregate(known_T, micro, "token-mean"))
         if self.balancing is not None and metrics:
             metrics[0] |= self.balancing.metrics()
         try:
@@ -187,8 +191,9 @@ class MegatronStrategy(TrainStrategy):
 
         self.mover.need("weights")
         with self._beneath() if want.base else nullcontext():
-            found = self.computation.run(micros, want, at_end, backward=False)
-        return [self.computation.on_all_stages(each, micro, want) for each, micro in zip(found, micros, strict=True)]
+            found, disagreements = self.computation.run(micros, want, at_end, backward=False)
+        every = zip(found, micros, disagreements, strict=True)
+        return [self.computation.on_all_stages(each, micro, want, known) for each, micro, known in every]
 
     def _beneath(self) -> AbstractContextManager[None]:
         if self.lora is None:

@@ -99,10 +99,13 @@ class Backbone:
         return found
 
     def _as_seen(self, routed_experts_TMK: Tensor, lengths: Sequence[int]) -> Tensor:
-        """In the order in which the routers see the tokens: as they are, or in a rectangle whose padding goes where it
-        likes."""
+        """In the order in which the routers see the tokens: as they are, those of this rank's part, or in a rectangle;
+        what fills up goes where it likes."""
         if self.context is not None:
-            raise UnsupportedError("experts are not replayed where ranks share the tokens of a sequence")
+            num_tokens = len(routed_experts_TMK)
+            part = self.context.part(num_tokens).to(routed_experts_TMK.device)
+            found = routed_experts_TMK[part.clamp(max=num_tokens - 1)]
+            return found.masked_fill_((part >= num_tokens)[:, None, None], -1)
         if self.flat:
             return routed_experts_TMK
         size = len(lengths) * max(lengths)
@@ -111,8 +114,12 @@ class Backbone:
 
     def disagreement(self, lengths: Sequence[int]) -> Tensor | None:
         """`[T]`, of each token: the share of the experts given to the last `hidden` that its routers would not have
-        chosen; None where none were."""
+        chosen; None where none were. Collective over `context`."""
         found_N = None if self.replay is None else self.replay.disagreement_N
+        if found_N is not None and self.context is not None:
+            part = self.context.part(sum(lengths)).to(found_N.device)
+            here = part < sum(lengths)
+            return self.context.whole(found_N.new_zeros(sum(lengths)).index_copy(0, part[here], found_N[here]))
         if found_N is None or self.flat:
             return found_N
         return found_N.index_select(0, _places(lengths).to(found_N.device))

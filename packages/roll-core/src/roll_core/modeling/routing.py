@@ -141,7 +141,7 @@ class RoutingReplay:
         self._given_MNK: Tensor | None = None
         self._differing_N: Tensor | None = None
         self._counted = 0
-        self._check()
+        self._tried = False
         self._routers.hook(self._replace)
 
     def begin(self, routed_NMK: Tensor | None) -> None:
@@ -176,6 +176,8 @@ class RoutingReplay:
     def _replace(
         self, layer: int, router: Any, logits_NE: Tensor, weights_NK: Tensor, indices_NK: Tensor
     ) -> tuple[Tensor, Tensor] | None:
+        if not self._tried:  # in the first forward pass, for only there is the weight of a sharded router whole
+            self._try(router, logits_NE, weights_NK, indices_NK)
         if self._given_MNK is None or self._differing_N is None:
             return None
         given_NK = self._given_MNK[layer]
@@ -193,18 +195,16 @@ class RoutingReplay:
         weights = self._routers.weights(router, logits_NE, replayed_NK)
         return weights.to(weights_NK.dtype), replayed_NK
 
-    def _check(self) -> None:
+    def _try(self, router: Any, logits_NE: Tensor, weights_NK: Tensor, indices_NK: Tensor) -> None:
         """Given a router's own choices, the formula returns its own weights."""
         import torch
 
-        router = self._routers.modules[0]
-        weight = router.weight
-        probe = torch.linspace(-2.0, 2.0, 3 * weight.shape[-1], device=weight.device, dtype=weight.dtype).view(3, -1)
         with torch.no_grad():
-            logits_NE, weights_NK, indices_NK = router(probe)
             found_NK = self._routers.weights(router, logits_NE, indices_NK).to(weights_NK.dtype)
-        if not torch.allclose(found_NK, weights_NK, rtol=1e-4 if weight.dtype == torch.float32 else 5e-2, atol=1e-6):
+        tolerance = 1e-4 if logits_NE.dtype == torch.float32 else 5e-2
+        if not torch.allclose(found_NK, weights_NK, rtol=tolerance, atol=1e-6):
             raise UnsupportedError(
                 f"router_replay cannot be honoured: {type(router).__name__} of this transformers weighs experts in"
                 " another way than its architecture is known for"
             )
+        self._tried = True

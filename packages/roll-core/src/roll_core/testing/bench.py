@@ -192,6 +192,7 @@ def present(found: TokenOutputs) -> dict[str, Tensor]:
         "values": found.values_T,
         "topk_logprobs": found.topk_logprobs_TK,
         "topk_ids": found.topk_ids_TK,
+        "routing_disagreement": found.routing_disagreement_T,
     }
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
