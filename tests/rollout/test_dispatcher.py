@@ -165,6 +165,26 @@ def test_what_is_taken_back_goes_on_from_its_last_token_when_it_is_asked_again()
     in_virtual_time(main)
 
 
+def test_what_was_cut_short_at_its_last_token_is_complete_when_it_is_asked_again():
+    # As after a resume with a smaller response_length: another token would be one too many.
+    async def main():
+        dispatcher = Dispatcher([engine("0")])
+        found = {}
+        asked = request("r6", n=2, max_new_tokens=1000)
+        dispatcher.ask([asked], found.__setitem__)
+        await asyncio.sleep(1.0)
+        drawn = await dispatcher.take_back(["r6"])
+        lengths = {len(output.token_ids) for output in drawn["r6"]}
+        assert lengths == {min(lengths)} != {0}
+        dispatcher.ask([request("r6", n=2, max_new_tokens=min(lengths))], found.__setitem__, drawn)
+        await asyncio.sleep(100)
+        assert [len(output.token_ids) for output in found["r6"].outputs] == [*lengths] * 2
+        assert {output.finish_reason for output in found["r6"].outputs} == {"length"}
+        dispatcher.accounts.check()
+
+    in_virtual_time(main)
+
+
 def test_an_abort_that_overtakes_its_request_is_asked_again():
     class Deaf(SimulatedEngine):
         """Does not hear the first abort."""

@@ -12,6 +12,7 @@ from rollout_fleet import PROMPT, engine, in_virtual_time, length_of, plan, prom
 
 from roll_core.errors import CheckpointMismatchError
 from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.saved import array_from
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.testing.simulation import SimulatedEngine, Speed
 from roll_core.types import Group, Reward, SamplingParams
@@ -469,6 +470,30 @@ def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept
             other.load_state(state)
         with pytest.raises(CheckpointMismatchError, match="saved rollouts of 'a' cannot be read"):
             other.load_state({"a": {"next": 3}})
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("kept", ["group", "drawn"])
+def test_a_checkpoint_with_longer_answers_than_the_config_allows_is_refused(kept):
+    async def main():
+        dispatcher = fleet()
+        scheduler = RolloutScheduler(plan(ahead=1.0), dispatcher, None, seed=1)
+        await scheduler.batch(0)
+        state = scheduler.state()
+        state["a"]["kept"] = [each for each in state["a"]["kept"] if each[kept] is not None]
+        saved = [each["group"]["samples"] if kept == "group" else each["drawn"] for each in state["a"]["kept"]]
+        tokens = "response_ids" if kept == "group" else "token_ids"
+        longest = max(len(array_from(each[tokens], "<i8")) for answers in saved for each in answers if each)
+
+        def resumed(limit):
+            params = SamplingParams(max_new_tokens=limit)
+            RolloutScheduler(plan(ahead=1.0, params=params), dispatcher, None, seed=1).load_state(state)
+
+        resumed(longest)
+        found = rf"an answer of \d+ tokens to .* allows {longest - 1}: leave response_length"
+        with pytest.raises(CheckpointMismatchError, match=found):
+            resumed(longest - 1)
 
     in_virtual_time(main)
 

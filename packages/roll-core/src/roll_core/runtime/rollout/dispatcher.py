@@ -92,10 +92,7 @@ class Dispatcher:
         for request in requests:
             self.accounts.begin(request.id)
             parts = (drawn or {}).get(request.id, [None] * request.n)
-            drafts = [
-                Draft(index, part, part is not None and part.finish_reason != "abort")
-                for index, part in enumerate(parts)
-            ]
+            drafts = [Draft.of(index, part, request.params.max_new_tokens) for index, part in enumerate(parts)]
             errand = Errand(request, next(self._orders), answered, drafts)
             self._errands[request.id] = errand
             if all(draft.complete for draft in drafts):

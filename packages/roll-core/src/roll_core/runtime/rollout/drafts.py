@@ -16,6 +16,7 @@ from roll_core.types import CompletionOutput, GenerateRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import Self
 
     from roll_core.types import RoutedExperts, TokenIds
 
@@ -33,17 +34,25 @@ class Draft:
     """Its tokens so far."""
     complete: bool = False
 
+    @classmethod
+    def of(cls, index: int, drawn: CompletionOutput | None, max_new_tokens: int) -> Self:
+        """As far as it was drawn before: complete where it had ended, or may not be longer."""
+        draft = cls(index)
+        if drawn is not None:
+            draft.add(drawn, max_new_tokens)
+        return draft
+
     @property
     def num_tokens(self) -> int:
         """Drawn so far."""
         return 0 if self.drawn is None else len(self.drawn.token_ids)
 
-    def add(self, part: CompletionOutput, params_limit: int) -> None:
+    def add(self, part: CompletionOutput, max_new_tokens: int) -> None:
         """Append what was drawn since. A part that was cut short leaves the draft incomplete."""
         self.drawn = part if self.drawn is None else joined(self.drawn, part)
         if part.finish_reason != "abort":
             self.complete = True
-        elif self.num_tokens >= params_limit:
+        elif self.num_tokens >= max_new_tokens:
             self.drawn = replace(self.drawn, finish_reason="length")
             self.complete = True
 

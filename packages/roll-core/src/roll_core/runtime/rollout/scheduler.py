@@ -180,11 +180,19 @@ class RolloutScheduler:
             entry.group = group_from(saved["group"], prompt)
         if saved["drawn"] is not None:
             entry.drawn = outputs_from(saved["drawn"])
-        answers = entry.drawn if entry.group is None else entry.group.samples
-        if answers is not None and len(answers) != self.plan.n:
+        if entry.group is not None:
+            lengths = [len(sample.response_ids) for sample in entry.group.samples]
+        else:
+            lengths = [0 if output is None else len(output.token_ids) for output in entry.drawn or ()]
+        if lengths and len(lengths) != self.plan.n:
             raise CheckpointMismatchError(
-                f"the checkpoint keeps {len(answers)} answers to prompt {prompt.id}, this config asks for"
+                f"the checkpoint keeps {len(lengths)} answers to prompt {prompt.id}, this config asks for"
                 f" {self.plan.n}: leave num_return_sequences_in_group as it was"
+            )
+        if (longest := max(lengths, default=0)) > (limit := self.plan.params.max_new_tokens):
+            raise CheckpointMismatchError(
+                f"the checkpoint keeps an answer of {longest} tokens to prompt {prompt.id}, this config allows"
+                f" {limit}: leave response_length (max_new_tokens) as it was"
             )
         return entry
 
