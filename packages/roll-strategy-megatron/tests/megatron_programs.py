@@ -16,6 +16,7 @@ from roll_core.testing import TrainStrategyConformance
 from roll_core.testing.bench import WHOLE, Case, as_array, built, micros, outputs, share, take_step, weights
 from roll_core.testing.losses import LOSSES
 from roll_core.testing.models import QWEN3
+from roll_core.testing.programs import fail_to_build
 
 PRELOAD = ("megatron_on_cpu", *TrainStrategyConformance.preload, "roll_strategy_megatron.strategy")
 """Megatron is imported once for all ranks, on a machine without an accelerator by way of the shims."""
@@ -239,3 +240,33 @@ def masters_after(rank, case: Case, steps):
             take_step(strategy, step)
         state = strategy.export_state()
         return {name: as_array(state.read(name).master) for name in state.shapes}, strategy.memory()["optimizer"]
+
+
+def made_of(rank, case: Case):
+    """Names of the classes of all modules of the model."""
+    with built(case, rank) as strategy:
+        return {type(each).__name__ for run in strategy.runs for each in run.modules()}
+
+
+def copy_state(rank, case: Case, read_from, write_to):
+    """What is read is written again."""
+    mine, again = Path(read_from) / f"rank-{rank}", Path(write_to) / f"rank-{rank}"
+    again.mkdir(parents=True)
+    with built(case, rank) as strategy:
+        strategy.load(mine)
+        write = strategy.save(again)
+        assert write is None
+
+
+def fail_to_build_in(rank, case: Case, environment):
+    """Where these variables are set."""
+    with patch.dict("os.environ", environment):
+        return fail_to_build(rank, case)
+
+
+def lacking_engine_older_than(rank, version):
+    """Why Transformer Engine cannot be used, if it has to be at least of this version."""
+    from roll_strategy_megatron.engine import lacking_engine
+
+    with patch("roll_strategy_megatron.engine.OLDEST", version):
+        return lacking_engine()

@@ -79,6 +79,10 @@ def steps(number, task="causal_lm"):
     ],
 )
 def test_they_learn_as_those_of_hf_train_do(host, tmp_path, architecture, lora, config, ranks, task):
+    check_against_hf_train(host, tmp_path, architecture, lora, config, ranks, task)
+
+
+def check_against_hf_train(host, tmp_path, architecture, lora, config, ranks, task="causal_lm"):
     model = write_checkpoint(tmp_path, architecture, task=task, vocab_size=61)
     want = WANT if task == "causal_lm" else Want(values=True)
     arguments = make_batch(61, seed=10), steps(3, task), want
@@ -146,6 +150,10 @@ def adapt(module, factors, scale):
     ],
 )
 def test_experts_have_them_too(host, tmp_path, config, ranks):
+    check_adapters_of_experts(host, tmp_path, config, ranks)
+
+
+def check_adapters_of_experts(host, tmp_path, config, ranks):
     model = write_checkpoint(tmp_path, MIXTURE, task="causal_lm", vocab_size=61)
     case = case_of(model, EXPERTS, config, ranks)
     answers = host.run(adapters_around, case, steps(3), num_ranks=ranks, timeout_s=200)

@@ -47,15 +47,32 @@ def cut_of(transform: Transform) -> Cut:
     return "inputs" if type(transform) is Copy and transform.tp_dim == 1 else "outputs"
 
 
+def stand_on(linear: nn.Module, adapter: Adapter) -> None:
+    """The layer adds to its output what the adapter finds; one that computes several experts together, what theirs
+    find of their tokens."""
+    beside = getattr(linear, "adapter", None)
+    if isinstance(beside, OfExperts):
+        beside.append(adapter)
+        return
+    together = hasattr(linear, "num_gemms")
+    standing = OfExperts([adapter]) if together else adapter
+    linear.add_module("adapter", standing)
+    linear.register_forward_hook(standing.added)
+
+
 class Adapter(nn.Module):
-    """Of one of Megatron's layers, whose output it adds to."""
+    """Of one of Megatron's layers, or of an expert's weight in one."""
 
     enabled = True
 
-    def __init__(self, linear: nn.Module, held: Held, num_parts: int, sizes: Sizes, *, scale: float) -> None:
-        """`sizes` are those of this rank's share. Without factors: see `add`."""
+    def __init__(
+        self, linear: nn.Module, held: Held, num_parts: int, sizes: Sizes, group: Any, *, scale: float
+    ) -> None:
+        """`sizes` are those of this rank's share, `group` the ranks that share the layer. Without factors: see
+        `add`."""
         super().__init__()
         self.held, weight = held, held.parameter
+        self._group = group
         self.cut, self.scale, self.is_expert = cut_of(held.rule.transform), scale, held.rule.is_expert
         config: Any = linear.config
         self.sequence_parallel = bool(config.sequence_parallel) and not self.is_expert
@@ -64,7 +81,6 @@ class Adapter(nn.Module):
         shaped = empty.reshape(self._transform.whole_shape(empty, 1, sizes))
         self._rows = [len(each) for each in self._transform.split(shaped, num_parts, sizes)]
         self.factors_a, self.factors_b = nn.ParameterDict(), nn.ParameterDict()
-        linear.register_forward_hook(self._added)
 
     def add(self, part: int, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
         """A, without numbers, and B, which is 0, of a part of the layer; in float32 whatever the layer is."""
@@ -80,15 +96,21 @@ class Adapter(nn.Module):
         self.factors_a[str(part)], self.factors_b[str(part)] = a_RI, b_OR
         return a_RI, b_OR
 
-    def _added(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    def added(self, linear: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """The hook of a layer."""
         if not self.enabled:
             return output
         found, bias = output
-        x_LI = inputs[0].flatten(0, -2).float()
+        delta_LO = self(inputs[0].flatten(0, -2))
+        return (found + delta_LO.view(found.shape)).to(found.dtype), bias
+
+    def forward(self, x_LI: Tensor) -> Tensor:
+        """`[L, O]` in float32, to be added."""
+        x_LI = x_LI.float()
         parts: list[Tensor | None] = []
         for part in range(len(self._rows)):
             if str(part) in self.factors_a:
-                low_LR = self._low(x_LI, self.factors_a[str(part)], linear.tp_group)
+                low_LR = self._low(x_LI, self.factors_a[str(part)])
                 parts.append(F.linear(low_LR, self.factors_b[str(part)]))
             else:
                 parts.append(None)
@@ -97,11 +119,11 @@ class Adapter(nn.Module):
             (known.new_zeros(len(known), rows) if each is None else each).T
             for each, rows in zip(parts, self._rows, strict=True)
         ]
-        delta_LO = self._transform.join(columns, self._sizes).flatten(0, -2).T
-        return (found + (delta_LO * self.scale).view(found.shape)).to(found.dtype), bias
+        return self._transform.join(columns, self._sizes).flatten(0, -2).T * self.scale
 
-    def _low(self, x_LI: Tensor, a_RI: Tensor, group: Any) -> Tensor:
+    def _low(self, x_LI: Tensor, a_RI: Tensor) -> Tensor:
         """x Aᵀ of all the tokens of which the layer gives outputs here."""
+        group = self._group
         low_LR: Tensor = F.linear(x_LI, a_RI)
         if self.is_expert or self.cut == "nothing":
             return low_LR
@@ -128,6 +150,20 @@ class Adapter(nn.Module):
         ]
         delta = self._transform.join(parts, self._sizes).reshape(weight.shape)
         return delta.mul_(self.scale).add_(weight.float()).to(weight.dtype)
+
+
+class OfExperts(nn.ModuleList):
+    """Of a layer that computes the experts of a rank together, and is told how many tokens each has."""
+
+    def added(self, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """The hook of the layer. Its tokens stand in the order of its experts, which all have an adapter."""
+        adapters: list[Any] = sorted(self, key=lambda each: each.held.expert)
+        if not adapters[0].enabled:
+            return output
+        (tokens, counts), (found, bias) = inputs, output
+        parts = torch.split(tokens, counts)
+        delta = torch.cat([adapter(part) for adapter, part in zip(adapters, parts, strict=True)])
+        return (found + delta).to(found.dtype), bias
 
 
 def partial_factors(adapters: Sequence[Adapter]) -> list[nn.Parameter]:

@@ -8,6 +8,8 @@ Shapes: L tokens on this rank, P over all context parallel ranks, H query heads,
 
 from __future__ import annotations
 
+import inspect
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,20 +20,37 @@ from torch.nn.attention.bias import causal_lower_right
 
 from roll_core.modeling.attention import FlatLayout, flat_attention
 
+try:
+    from torch.nn.attention import varlen
+
+    varlen_attn: Any = varlen.varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from roll_strategy_megatron.packing import Packed
+
+
+KERNEL = varlen_attn is not None and {"window_size", "enable_gqa"} <= {*inspect.signature(varlen_attn).parameters}
+"""Torch's door to the kernels has windows and grouped heads."""
+LARGEST_HEAD = 192
+"""Beyond it they have no backward pass on some devices."""
+AMPERE = (8, 0)
 
 
 class PackedAttention(nn.Module):
     """Stands where Megatron puts its core attention, which takes neither packed sequences nor shared ones."""
 
     def __init__(
-        self, config: Any, layer_number: int, *, softmax_scale: float | None, pg_collection: Any, **_unused: object
+        self, config: Any, layer_number: int, *, scale: float | None = None, pg_collection: Any, **_unused: object
     ) -> None:
+        """`scale` of the scores; by the head size where not given."""
         super().__init__()
-        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.scale = config.kv_channels**-0.5 if scale is None else scale
         self.window: int = config.window_size[0] + 1 if config.window_size else 0
         self.cp_group = pg_collection.cp
 
@@ -51,8 +70,13 @@ class PackedAttention(nn.Module):
         if size < key.shape[-1]:
             value = F.pad(value, (0, key.shape[-1] - size))
         lengths = packed_seq_params.padded_lengths
-        if self.cp_group.size() == 1:
-            found, _ = flat_attention(
+        if self.cp_group.size() > 1:
+            found = self._shared(query, key, value, lengths)
+        elif kernel_takes(query):
+            bounds = packed_seq_params.cu_seqlens_q
+            found = self._by_kernel(query, key, value, bounds, bounds, max(lengths), max(lengths))
+        else:
+            found = flat_attention(
                 self,
                 _heads_first(query),
                 _heads_first(key),
@@ -61,9 +85,8 @@ class PackedAttention(nn.Module):
                 scaling=self.scale,
                 roll_layout=FlatLayout(lengths),
                 sliding_window=self.window,
-            )
-            return found[0][..., :size].flatten(1)
-        return self._shared(query, key, value, lengths)[..., :size].flatten(1)
+            )[0][0]
+        return found[..., :size].flatten(1)
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         size, rank = self.cp_group.size(), self.cp_group.rank()
@@ -73,23 +96,29 @@ class PackedAttention(nn.Module):
         )
         # Of each rank, then of each sequence: its piece from the front and its piece from the back.
         by_rank = [torch.split(each, shares) for each in torch.split(both, sum(shares))]
-        outputs = []
-        for at, mine in enumerate(torch.split(query, shares)):
+        pieces = [share // 2 for share in shares for _ in range(2)]
+        seen: list[Tensor] = []  # of each piece of queries, which are the last of the sequence so far
+        for at, share in enumerate(shares):
             halves = [each[at].chunk(2) for each in by_rank]
             whole = torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
-            piece = shares[at] // 2
-            for part, number in zip(mine.chunk(2), (rank, 2 * size - 1 - rank), strict=True):
+            piece = share // 2
+            for number in (rank, 2 * size - 1 - rank):
                 end = (number + 1) * piece
-                outputs.append(self._attend(part, whole[:end, 0], whole[:end, 1]))
-        return torch.cat(outputs)
+                first = max(0, end - piece - self.window + 1) if self.window else 0
+                seen.append(whole[first:end])
+        if kernel_takes(query):
+            keys = [len(each) for each in seen]
+            key, value = torch.cat(seen).unbind(1)
+            query_bounds, key_bounds = (_bounds(each, query.device) for each in (pieces, keys))
+            return self._by_kernel(query, key, value, query_bounds, key_bounds, max(pieces), max(keys))
+        queries = torch.split(query, pieces)
+        return torch.cat([self._attend(part, *each.unbind(1)) for part, each in zip(queries, seen, strict=True)])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries are the last of the sequence so far."""
         # On a device whose kernels know this shape no mask is made: a long sequence's would be larger than all else.
         seen: Tensor = causal_lower_right(query.shape[0], key.shape[0])
         if self.window:
-            reached = query.shape[0] + self.window - 1
-            key, value = key[-reached:], value[-reached:]
             before = key.shape[0] - query.shape[0]
             whole = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device)
             seen = whole.tril(before).triu(before - self.window + 1)
@@ -102,6 +131,48 @@ class PackedAttention(nn.Module):
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return found[0].transpose(0, 1)
+
+    def _by_kernel(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_bounds: Tensor,
+        key_bounds: Tensor,
+        longest_query: int,
+        longest_key: int,
+    ) -> Tensor:
+        """All sequences, or all pieces of them, at once."""
+        found: Tensor = varlen_attn(
+            query,
+            key,
+            value,
+            query_bounds,
+            key_bounds,
+            longest_query,
+            longest_key,
+            scale=self.scale,
+            window_size=(self.window - 1 if self.window else -1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return found
+
+
+def kernel_takes(query: Tensor) -> bool:
+    """Whether torch's kernels of flash-attn 2 take these `[L, H, D]`, so that one call is enough for all sequences."""
+    return (
+        KERNEL
+        and query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= LARGEST_HEAD
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(query.device) >= AMPERE
+    )
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def _heads_first(each: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from roll_core.spec.platform import EnvVar
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-TRANSFORMER_ENGINE = "it needs Transformer Engine, whose layers this plugin does not use yet"
+TRANSFORMER_ENGINE = "it is a kernel of Transformer Engine that has not been tried here"
 DROPS = (
     "with it a token's logprobs would depend on what else is in its microbatch; moe_aux_loss_coeff keeps experts from"
     " getting too many"
@@ -29,7 +29,6 @@ REFUSED = {
     "delay_grad_reduce": "each stage adds its gradients up as soon as they are there, with overlap_grad_reduce",
     "ddp_average_in_collective": "gradients are sums here: what a batch's loss is divided by is in the loss",
     "apply_rope_fusion": TRANSFORMER_ENGINE,
-    "moe_grouped_gemm": "it needs Transformer Engine or grouped_gemm, CUDA kernels that this plugin does not use yet",
     "moe_permute_fusion": TRANSFORMER_ENGINE,
     "moe_router_fusion": TRANSFORMER_ENGINE,
     "cross_entropy_loss_fusion": "logprobs are computed in chunks, and losses from logprobs",
@@ -44,7 +43,7 @@ REFUSED = {
     "mtp_num_layers": "layers that predict several tokens are not supported",
     "cuda_graph_impl": "microbatches differ in length",
     "cuda_graph_scope": "microbatches differ in length",
-    "use_precision_aware_optimizer": "it needs Transformer Engine; moments and masters are float32",
+    "use_precision_aware_optimizer": "moments and masters are float32",
     "additional_configs": "keys that nothing checks would be ignored when they are misspelt",
 }
 """Keys that configs written for ROLL may have, and why they are not honoured; a value that says no is accepted."""
@@ -73,7 +72,7 @@ MASTERS_APART = (
     "models in bf16 that are trained whole (model_args.dtype: bf16, no lora_target): of tensors in float32 Megatron can"
     " put no copies on the host"
 )
-OF_EXPERTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_layer_recompute")
+OF_EXPERTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_layer_recompute", "moe_grouped_gemm")
 """Keys that ask for something of experts."""
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
@@ -100,6 +99,12 @@ class MegatronConfig(StrategyConfig):
     """Ranks that cut the matrices of each expert; `tensor_model_parallel_size` where not given."""
     sequence_parallel: bool = False
     """Cut activations between the layers by tokens over the tensor parallel ranks: less memory for the same numbers."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """What layers are made of: Megatron's own modules (`local`) or Transformer Engine's. `auto`: Transformer Engine's
+    where it is installed, for models in bf16 on CUDA. What is saved is the same."""
+    attention_backend: Literal["auto", "flash", "fused"] = "auto"
+    """Of Transformer Engine's layers: flash-attn's attention, cuDNN's (`fused`), or whichever it finds faster. Stands
+    for NVTE_FLASH_ATTN and NVTE_FUSED_ATTN, which Megatron sets."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer when layers are spread over stages."""
     account_for_loss_in_pipeline_split: bool = False
@@ -128,10 +133,13 @@ class MegatronConfig(StrategyConfig):
     """See `recompute_method`; 1 where not given."""
     recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = None
     """Of `selective`; `core_attn` where not given. `mlp` are feed-forward layers without experts, `moe` those with.
-    Megatron has others, which need Transformer Engine."""
+    Megatron has others, for Transformer Engine's layers, which have not been tried."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens travel to their experts. With `allgather` all go to all ranks that share experts, and microbatches are
     padded to the longest among these."""
+    moe_grouped_gemm: bool | None = None
+    """Compute the experts of a rank together, by Transformer Engine's GroupedLinear, rather than one after another.
+    Where not given, wherever layers are Transformer Engine's."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """In which experts are chosen."""
     moe_layer_recompute: bool = False
@@ -283,6 +291,9 @@ class MegatronConfig(StrategyConfig):
         offload = {"optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"} & self.model_fields_set
         if offload and not self.optimizer_cpu_offload:
             raise ValueError(f"{min(offload)} belongs to optimizer_cpu_offload: true")
+        if self.transformer_impl == "local" and (self.moe_grouped_gemm or self.attention_backend != "auto"):
+            key = "moe_grouped_gemm: true" if self.moe_grouped_gemm else f"attention_backend: {self.attention_backend}"
+            raise ValueError(f"{key} belongs to Transformer Engine's layers, and transformer_impl is local")
         self._check_runs()
         if self.recompute_granularity != "full" and (self.recompute_method or self.recompute_num_layers):
             raise ValueError("recompute_method and recompute_num_layers belong to recompute_granularity: full")

@@ -17,7 +17,7 @@ import torch
 from roll_core.errors import ModelError, UnsupportedError
 from roll_core.modeling.lora import ADAPTER, add_adapters, base_name, weights_digest
 from roll_core.modeling.model import empty_model
-from roll_strategy_megatron.adapters import Adapter, cut_of, partial_factors
+from roll_strategy_megatron.adapters import Adapter, cut_of, partial_factors, stand_on
 from roll_strategy_megatron.bridge.bridge import Bridge, Held
 from roll_strategy_megatron.bridge.rules import Rule
 from roll_strategy_megatron.bridge.transforms import Copy
@@ -135,8 +135,8 @@ class Lora:
                 num_heads=self.base.sizes.num_heads // ranks,
                 num_groups=self.base.sizes.num_groups // ranks,
             )
-            adapter = Adapter(linear, place, target.num_parts, sizes, scale=self.lora.scale)
-            linear.add_module("adapter", adapter)
+            adapter = Adapter(linear, place, target.num_parts, sizes, group, scale=self.lora.scale)
+            stand_on(linear, adapter)
             self.adapters[place.parameter] = adapter
         return self.adapters[place.parameter]
 

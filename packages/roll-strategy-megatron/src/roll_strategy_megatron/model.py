@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import nn
 
 from roll_core.errors import ModelError
-from roll_strategy_megatron.attention import PackedAttention
-from roll_strategy_megatron.balancing import BalancedRouter, Balancing
-from roll_strategy_megatron.latent_attention import LatentAttention
+from roll_strategy_megatron.balancing import Balancing
+from roll_strategy_megatron.layers import block_spec, mixtures
 from roll_strategy_megatron.scalar_head import ScalarHead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron.core.transformer.spec_utils import ModuleSpec
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from roll_core.spec.model import ModelSpec
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.config import MegatronConfig
+    from roll_strategy_megatron.engine import Make
     from roll_strategy_megatron.packing import Packing
     from roll_strategy_megatron.parallel import Parallel
     from roll_strategy_megatron.router_replay import RouterReplay
-
-
-class Norm(nn.RMSNorm):
-    """Megatron's own stand-in for torch's norm refuses sequence parallel, where gradients of norms need a sum over the
-    tensor parallel ranks; Megatron makes it for weights that say so."""
-
-    def __init__(self, *, config: Any, hidden_size: int, eps: float, **_unused: object) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class PackedModel(GPTModel):  # type: ignore[misc]
@@ -108,7 +94,7 @@ class PackedModel(GPTModel):  # type: ignore[misc]
 
 
 def make_config(
-    settings: Mapping[str, Any], config: MegatronConfig, spec: ModelSpec, dtype: torch.dtype
+    settings: Mapping[str, Any], config: MegatronConfig, spec: ModelSpec, dtype: torch.dtype, make: Make
 ) -> TransformerConfig:
     """Megatron's own. Raises `ModelError` for what it refuses."""
     if (
@@ -139,6 +125,9 @@ def make_config(
             variable_seq_lengths=config.pipeline_model_parallel_size > 1,
             moe_token_dispatcher_type=config.moe_token_dispatcher_type,
             moe_router_dtype=config.moe_router_dtype,
+            moe_grouped_gemm=make.grouped,
+            transformer_impl="transformer_engine" if make.engine else "local",
+            attention_backend=AttnBackend[config.attention_backend],
         )
     except (AssertionError, ValueError) as error:
         raise ModelError(f"Megatron refuses this model with this strategy_config: {error}") from error
@@ -179,19 +168,20 @@ def make_balancing(settings: TransformerConfig, config: MegatronConfig, device: 
     """Of the routers' losses, where there are any. Raises `ModelError` where there are no routers."""
     if not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
         return None
-    mixtures = _mixtures(settings) if settings.num_moe_experts else []
-    if not any(mixtures):
+    experts = mixtures(settings)
+    if not any(experts):
         raise ModelError("moe_aux_loss_coeff and moe_z_loss_coeff are for models with experts, and this one has none")
     return Balancing(
         aux_coeff=config.moe_aux_loss_coeff,
         z_coeff=config.moe_z_loss_coeff,
-        num_routers=sum(mixtures),
+        num_routers=sum(experts),
         device=device,
     )
 
 
 def make_runs(
     config: TransformerConfig,
+    make: Make,
     num_runs: int,
     sizes: Sizes,
     hf: PreTrainedModel,
@@ -202,11 +192,14 @@ def make_runs(
 ) -> list[PackedModel]:
     """This rank's layers, run by run, without numbers but those of rotary frequencies, which are transformers' own.
     `scalar` models end in a layer with one output."""
-    return [_make_run(config, run, num_runs, sizes, hf, parallel, balancing, scalar=scalar) for run in range(num_runs)]
+    return [
+        _make_run(config, make, run, num_runs, sizes, hf, parallel, balancing, scalar=scalar) for run in range(num_runs)
+    ]
 
 
 def _make_run(
     config: TransformerConfig,
+    make: Make,
     run: int,
     num_runs: int,
     sizes: Sizes,
@@ -220,7 +213,7 @@ def _make_run(
     virtual = run if num_runs > 1 else None
     model = PackedModel(
         config=config,
-        transformer_layer_spec=_block_spec(config, virtual, balancing),
+        transformer_layer_spec=block_spec(config, make, virtual, balancing, _scale(config, hf)),
         vocab_size=sizes.padded_vocab,
         max_sequence_length=hf.config.max_position_embeddings,
         pre_process=stage == 0 and run == 0,
@@ -243,10 +236,16 @@ def own_frequencies(model: PackedModel, hf: PreTrainedModel, device: torch.devic
     if not model.config.multi_latent_attention:
         model.rotary_pos_emb.inv_freq = found
         return
-    scale = hf.get_submodule("model.layers.0.self_attn").scaling
     for layer in model.decoder.layers:
         layer.self_attention.rotary_pos_emb.inv_freq = found
-        layer.self_attention.core_attention.scale = scale
+
+
+def _scale(config: TransformerConfig, hf: PreTrainedModel) -> float | None:
+    """Of the scores of latent attention, which some rotations change."""
+    if not config.multi_latent_attention:
+        return None
+    attention: Any = hf.get_submodule("model.layers.0.self_attn")
+    return float(attention.scaling)
 
 
 def frequencies(hf: PreTrainedModel) -> Tensor:
@@ -259,35 +258,3 @@ def frequencies(hf: PreTrainedModel) -> Tensor:
         )
     found: Tensor = rotary.inv_freq.detach().clone().float()
     return found
-
-
-def _mixtures(config: TransformerConfig) -> list[int]:
-    """1 for each layer with experts, 0 for others."""
-    return config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
-
-
-def _block_spec(config: TransformerConfig, run: int | None, balancing: Balancing | None) -> TransformerBlockSubmodules:
-    first, number = get_transformer_layer_offset(config, run), get_num_layers_to_build(config, run)
-    layers = [_layer_spec(config, balancing, mixture=bool(each)) for each in _mixtures(config)[first : first + number]]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
-
-
-def _layer_spec(config: TransformerConfig, balancing: Balancing | None, *, mixture: bool) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if mixture else None,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        normalization="RMSNorm",
-    )
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
-    if mixture and balancing is not None:
-        layer.mlp.submodules.router = partial(BalancedRouter, balancing=balancing)
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.multi_latent_attention:
-        layer.self_attention.module = LatentAttention
-        attention.q_layernorm = attention.kv_layernorm = Norm
-    elif config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = Norm
-    return spec

@@ -102,6 +102,9 @@ def pack_for(
         "max_seqlen_q": max(padded),
         "max_seqlen_kv": max(padded),
     }
+    if cp_size > 1:
+        # Transformer Engine asks for both. What a sequence is padded with stands at its end, where no token sees it.
+        options |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
     return Packing(
         tokens_1L=tokens_L[None],
         packed=Packed(**options, padded_lengths=tuple(padded)),

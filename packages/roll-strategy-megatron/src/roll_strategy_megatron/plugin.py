@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import TrainCapabilities, TrainProvider
+from roll_core.spec.providers import CheckProvider, TrainCapabilities, TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,4 +59,15 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         memory="roll_strategy_megatron.memory:memory",
         platforms=("cuda",),
         forward_only=True,
+    )
+
+
+@hookimpl
+def roll_checks() -> Iterator[CheckProvider]:
+    """Libraries that layers are made of where they are there."""
+    yield CheckProvider(
+        name="megatron_layers",
+        target="roll_strategy_megatron.checks:layers",
+        summary="Whether Transformer Engine and flash-attn are there, for roles on Megatron",
+        platform="cuda",
     )

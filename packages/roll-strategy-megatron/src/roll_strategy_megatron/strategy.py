@@ -44,6 +44,7 @@ with warnings.catch_warnings():
     from roll_strategy_megatron.bridge.source import head_name, open_source
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.computation import Computation, Passage, nothing
+    from roll_strategy_megatron.engine import choose
     from roll_strategy_megatron.lora import Lora
     from roll_strategy_megatron.model import make_balancing, make_config, make_runs
     from roll_strategy_megatron.optimizer import Optimizer
@@ -88,12 +89,16 @@ class MegatronStrategy(TrainStrategy):
         architecture = find_architecture(self.hf.config.model_type)
         self.parallel = Parallel(mesh, self._config)
         self.mover = Mover(mesh.role, self.parallel.device)
-        settings = make_config(architecture.settings(self.hf.config), self._config, model, self.dtype)
+        described = architecture.settings(self.hf.config)
+        self.make = choose(self._config, model, self.parallel.device, described)
+        settings = make_config(described, self._config, model, self.dtype, self.make)
         sizes = _sizes(self.hf, settings, self.parallel)
         scalar = head_name(self.hf) if model.task != "causal_lm" else ""
         number = self._config.runs_per_stage
         self.balancing = make_balancing(settings, self._config, self.parallel.device)
-        self.runs = make_runs(settings, number, sizes, self.hf, self.parallel, self.balancing, scalar=bool(scalar))
+        self.runs = make_runs(
+            settings, self.make, number, sizes, self.hf, self.parallel, self.balancing, scalar=bool(scalar)
+        )
         if model.router_replay:
             self._replay_experts()
         self.bridge: Bridge = Bridge(architecture, self.hf, self.runs, sizes, self.parallel, scalar)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from roll_core.errors import ModelError
+from roll_strategy_megatron.bridge.names import own_name
 from roll_strategy_megatron.bridge.rules import Rule
 from roll_strategy_megatron.bridge.transforms import Copy
 from roll_strategy_megatron.parallel import joined
@@ -265,12 +266,12 @@ class Bridge:
 
 
 def _over_stages(run: PackedModel, name: str) -> str:
-    """A name in a run, with the layer's number over all stages."""
+    """A name in a run as rules have it: with the layer's number over all stages, whatever the layer is made of."""
 
     def layer(match: re.Match[str]) -> str:
         return f"decoder.layers.{run.decoder.layers[int(match[1])].layer_number - 1}."
 
-    return LAYER.sub(layer, name)
+    return own_name(LAYER.sub(layer, name))
 
 
 def _named(pattern: str, layer: int, expert: int) -> str:

@@ -1,0 +1,29 @@
+"""What Transformer Engine's modules call a parameter, as Megatron's own layers call it: the rules of architectures, and
+with them everything that is written, know these names alone.
+
+    norm and matrix in one     mlp.linear_fc1.layer_norm_weight  ->  pre_mlp_layernorm.weight
+    experts of a rank in one   mlp.experts.linear_fc1.weight3    ->  mlp.experts.local_experts.3.linear_fc1.weight
+"""
+
+from __future__ import annotations
+
+import re
+
+ENGINE = tuple(
+    (re.compile(rf"(decoder\.layers\.\d+\.){theirs}"), rf"\g<1>{ours}")
+    for theirs, ours in (
+        (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),
+        (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight", r"self_attention.\g<2>_layernorm.weight"),
+        (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)", r"mlp.experts.local_experts.\g<3>.\g<2>.weight"),
+    )
+)
+
+
+def own_name(name: str) -> str:
+    """`name` itself where it is no name of Transformer Engine's."""
+    for pattern, ours in ENGINE:
+        found = pattern.fullmatch(name)
+        if found is not None:
+            return found.expand(ours)
+    return name

@@ -1,0 +1,61 @@
+"""What `roll-core doctor` says of libraries that Megatron's layers are made of where these are there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from roll_core.spec.checks import CheckResult
+from roll_strategy_megatron.engine import ENGINE, INSTALL, OLDEST
+from roll_strategy_megatron.plugin import roll_train_strategies
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.checks import Level, Situation
+
+
+def layers(situation: Situation) -> Iterator[CheckResult]:
+    """Transformer Engine and flash-attn, by what is installed: neither is imported."""
+    asked = _asked(situation)
+    if situation.config is not None and not asked:
+        return
+    asking = [role for role, wanted in asked.items() if wanted == ENGINE]
+    version = _version("transformer-engine")
+    good = version is not None and Version(version) >= Version(OLDEST)
+    level: Level = "ok" if good else "error" if asking else "note"
+    found = version or "not installed"
+    yield CheckResult(
+        level=level,
+        subject="transformer-engine",
+        found=found if good or asking else f"{found}: layers are Megatron's own, experts are computed one by one",
+        wanted=f"{OLDEST} or newer" + (f", of which {', '.join(asking)} asks for layers" if asking else ""),
+        remedy="" if good else INSTALL,
+    )
+    version = _version("flash-attn")
+    yield CheckResult(
+        level="note" if version is None else "ok",
+        subject="flash-attn",
+        found=version or "not installed: torch brings kernels of it for Megatron's own layers",
+        wanted="of use to Transformer Engine's layers",
+    )
+
+
+def _asked(situation: Situation) -> dict[str, str]:
+    """`transformer_impl` of the roles that would run on Megatron in this environment."""
+    names = {each.name for each in roll_train_strategies()}
+    found: dict[str, str] = {}
+    for name, role in situation.config.roles().items() if situation.config is not None else ():
+        strategy = role.strategy_args
+        if role.environment is None and strategy is not None and strategy.strategy_name.rpartition("/")[2] in names:
+            found[name] = str(strategy.strategy_config.get("transformer_impl", "auto"))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,115 @@
+"""What each of Megatron's layers consists of.
+
+Megatron's own                             Transformer Engine's
+norm -> matrix                             one module (where no adapter stands between)
+experts of a rank, one after another       one module for all
+PackedAttention                            TEDotProductAttention
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
+
+from roll_strategy_megatron.attention import PackedAttention
+from roll_strategy_megatron.balancing import BalancedRouter, Balancing
+from roll_strategy_megatron.latent_attention import LatentAttention
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from roll_strategy_megatron.engine import Make
+
+
+class Norm(nn.RMSNorm):
+    """Megatron's own stand-in for torch's norm refuses sequence parallel, where gradients of norms need a sum over the
+    tensor parallel ranks; Megatron makes it for weights that say so."""
+
+    def __init__(self, *, config: Any, hidden_size: int, eps: float, **_unused: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def mixtures(config: TransformerConfig) -> list[int]:
+    """1 for each layer with experts, 0 for others."""
+    if config.num_moe_experts is None:
+        return [0] * config.num_layers
+    return config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
+
+
+def block_spec(
+    config: TransformerConfig, make: Make, run: int | None, balancing: Balancing | None, scale: float | None
+) -> TransformerBlockSubmodules:
+    """Of this rank's layers of a run. `scale` is that of attention scores, where Megatron's own is another."""
+    first, number = get_transformer_layer_offset(config, run), get_num_layers_to_build(config, run)
+    spec = _engine_spec if make.engine else _local_spec
+    layers = []
+    for mixture in mixtures(config)[first : first + number]:
+        layer = spec(config, make, scale, mixture=bool(mixture))
+        if mixture and balancing is not None:
+            layer.submodules.mlp.submodules.router = partial(BalancedRouter, balancing=balancing)
+        layers.append(layer)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_engine().layer_norm() if make.engine else Norm)
+
+
+def _local_spec(config: TransformerConfig, make: Make, scale: float | None, *, mixture: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if mixture else None,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"scale": scale})
+    if config.multi_latent_attention:
+        layer.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = Norm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    return spec
+
+
+def _engine_spec(config: TransformerConfig, make: Make, scale: float | None, *, mixture: bool) -> ModuleSpec:
+    from roll_strategy_megatron.engine_attention import EngineAttention
+
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if mixture else None,
+        moe_grouped_gemm=make.grouped,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=EngineAttention, params={"scale": scale})
+    if not make.fused_norms:
+        _take_norms_apart(spec, config, mixture=mixture)
+    return spec
+
+
+def _take_norms_apart(spec: ModuleSpec, config: TransformerConfig, *, mixture: bool) -> None:
+    norm, matrix = _engine().layer_norm(), _engine().column_parallel_linear()
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    if not mixture:
+        layer.mlp.submodules.linear_fc1 = matrix
+    if config.multi_latent_attention:
+        attention.linear_q_up_proj = attention.linear_kv_up_proj = matrix
+        attention.q_layernorm = attention.kv_layernorm = norm
+    else:
+        attention.linear_qkv = matrix
+
+
+def _engine() -> Any:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()

@@ -1,0 +1,9 @@
+"""Names in annotations of megatron-core."""
+
+
+class Sequential:
+    pass
+
+
+class FusibleOperation:
+    pass
