@@ -107,3 +107,4 @@ def test_half_precision_with_a_small_range_is_refused_with_the_way_out() -> None
     assert platform.supports("fp32") == ""
     assert platform.supports("bf16") == ""
     assert "bf16" in platform.supports("fp16")
+    assert platform.supports("fp8") == ""

@@ -297,6 +297,7 @@ def test_contradictions_are_refused_with_what_to_do(given, message):
         config(**given)
 
 
+EIGHT_BITS = {"actor_infer": {"weight_format": "fp8"}}
 OLDER = {"async_generation_ratio": 1.0, "actor_infer": {"device_mapping": [1]}}
 
 
@@ -319,10 +320,12 @@ def test_what_is_drawn_ahead_is_scored_by_the_policy_as_it_is_now_and_the_gap_is
         (OLDER, {"train_infer_correction": {"is_weight": {"enabled": False}}}, False),
         (OLDER, {"force_disable_old_logprobs_recompute": True}, False),
         ({"is_use_additional_prompts": True, "max_additional_running_prompts": 1}, {}, True),
+        (EIGHT_BITS, {}, True),
+        (EIGHT_BITS, {"train_infer_correction": {"is_weight": {"enabled": False}}}, False),
         ({}, {}, False),
     ],
 )
-def test_what_is_drawn_ahead_is_weighed_by_importance_unless_told_otherwise(ahead, given, weighs):
+def test_what_another_policy_draws_is_weighed_by_importance_unless_told_otherwise(ahead, given, weighs):
     groups = groups_of((1.0, 0.0))
     drawn = np.array([-0.6, -0.8], dtype=np.float32)
     groups = [Group(id="0", samples=tuple(replace(each, logprobs=drawn) for each in groups[0].samples))]

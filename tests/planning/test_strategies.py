@@ -220,6 +220,12 @@ def test_vllm_takes_the_share_that_it_is_given(keys, more, cache):
     assert found == {"weights": 4 * P, "kv cache": cache}
 
 
+def test_vllm_in_eight_bits_holds_a_byte_of_each_element_and_the_scales_of_rows():
+    found = uses(InferProvider, "vllm", {"quantization": "fp8"}, "generate", trains=False, dtype="bf16")
+    elements, rows = 4 * 64 * 64 + 3 * 64 * 128, 4 * 64 + 2 * 128 + 64
+    assert found["weights"] == 4 * (elements + 4 * rows) + 2 * (P - 4 * elements)
+
+
 @pytest.mark.parametrize(
     ("keys", "on_host", "gone"),
     [

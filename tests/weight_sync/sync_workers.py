@@ -61,7 +61,8 @@ class Trainer:
         for name, tensor in self.tensors.items():
             if self.fault == f"skip:{name}":
                 continue
-            yield name, self.stale[name] if self.fault == "stale" else tensor
+            known = f"layers.0.{name}.weight" if self.fault == "in_layers" else name
+            yield known, self.stale[name] if self.fault == "stale" else tensor
             if self.fault == f"die:{name}":
                 os.kill(os.getpid(), signal.SIGKILL)
 

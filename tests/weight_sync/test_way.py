@@ -37,7 +37,7 @@ def way(groups, monkeypatch):
         engine = SimpleNamespace(
             group=infer,
             revive=nobody,
-            config=SimpleNamespace(model_args=SimpleNamespace(dtype="fp32")),
+            config=SimpleNamespace(model_args=SimpleNamespace(dtype="fp32"), weight_format="dtype"),
         )
         config = SimpleNamespace(model_update_dir=None, model_update_buffer_size_mb=1, model_update_timeout=20.0)
         active = SimpleNamespace(

@@ -65,24 +65,121 @@ def test_adapters_are_served_only_where_it_is_asked_for():
     assert VllmConfig(enable_lora=True).engine_arguments()["enable_lora"] is True
 
 
-def test_check_names_the_nearest_argument(tmp_path, capsys):
+RUN = """
+pipeline: rlvr
+max_steps: 1
+pretrain: model
+actor_train:
+  data_args: {{file_name: rows.jsonl}}
+  strategy_args: {{strategy_name: hf_train}}
+actor_infer:
+  strategy_args:
+    strategy_name: vllm
+    strategy_config: {config}
+rewards: {{math: {{reward: math_rule}}}}
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A file with this `strategy_config`."""
+
+    def written(config):
+        (tmp_path / "run.yaml").write_text(RUN.format(config=config), encoding="utf-8")
+        return tmp_path / "run.yaml"
+
+    return written
+
+
+def test_check_names_the_nearest_argument(run, capsys):
     from roll_core.cli.main import main
 
-    (tmp_path / "run.yaml").write_text(
-        "pipeline: rlvr\n"
-        "max_steps: 1\n"
-        "pretrain: model\n"
-        "actor_train:\n"
-        "  data_args: {file_name: rows.jsonl}\n"
-        "  strategy_args: {strategy_name: hf_train}\n"
-        "actor_infer:\n"
-        "  strategy_args:\n"
-        "    strategy_name: vllm\n"
-        "    strategy_config: {attention_backends: FLASH_ATTN}\n"
-        "rewards: {math: {reward: math_rule}}\n",
-        encoding="utf-8",
-    )
-    assert main(["check", str(tmp_path / "run.yaml")]) == 2
+    assert main(["check", str(run("{attention_backends: FLASH_ATTN}"))]) == 2
     said = capsys.readouterr().err
     assert "actor_infer.strategy_args.strategy_config.attention_backends" in said
     assert "did you mean attention_backend?" in said
+
+
+# -- 8 bits ------------------------------------------------------------------------------------------------------------
+
+
+def test_eight_bits_start_without_weights_by_a_method_of_ours():
+    found = VllmConfig(quantization="fp8").engine_arguments()
+    assert (found["quantization"], found["load_format"]) == ("roll_fp8", "dummy")
+    assert VllmConfig(quantization="fp8").weight_format() == "fp8"
+    assert VllmConfig().weight_format() == "dtype"
+    assert "quantization" not in VllmConfig().engine_arguments()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"quantization": "awq"}, "'fp8'"),
+        ({"quantization": "fp8", "load_format": "auto"}, "load_format auto would read files for nothing"),
+        ({"quantization": "fp8", "enable_lora": True}, "enable_lora: quantization: fp8 takes the model beneath"),
+    ],
+)
+def test_what_does_not_go_with_eight_bits_is_refused(given, words):
+    with pytest.raises(ValidationError, match=words):
+        VllmConfig.model_validate(given)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_mixtures_of_experts_are_refused_in_eight_bits_alone(key):
+    VllmConfig().check_model({key: 8})
+    VllmConfig(quantization="fp8").check_model({key: 0, "hidden_size": 64})
+    with pytest.raises(ValueError, match="takes no mixtures of experts: these need scales per block"):
+        VllmConfig(quantization="fp8").check_model({key: 8})
+
+
+def loaded(run, *overrides):
+    from roll_core.config import load
+    from roll_core.plugins.registry import load_registry
+
+    return load(run("{quantization: fp8}"), list(overrides), load_registry()).config
+
+
+def test_a_run_in_eight_bits_weighs_tokens_and_watches_with_bounds_of_its_own(run):
+    config = loaded(run)
+    assert config.actor_infer.weight_format == "fp8"
+    assert config.correction.is_weight.enabled
+    assert config.recomputes_logprobs
+    assert not loaded(run, "train_infer_correction.is_weight.enabled=false").correction.enabled
+    assert not loaded(run, "force_disable_old_logprobs_recompute=true").correction.enabled
+    plain = loaded(run, "actor_infer.strategy_args.strategy_config.quantization=null")
+    assert (plain.actor_infer.weight_format, plain.correction.enabled) == ("dtype", False)
+    for guard in (config.guards.logprob_probe, config.guards.logprob_gap):
+        assert guard.bound("fp8") > guard.bound("dtype") == 0.05
+    assert loaded(run, "guards.logprob_probe.threshold=0.01").guards.logprob_probe.bound("fp8") == 0.01
+
+
+def test_check_refuses_what_a_run_in_eight_bits_could_not_do(run):
+    from roll_core.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="no mixtures of experts"):
+        loaded(run, "+actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 8}")
+    with pytest.raises(ConfigError, match="found dtype, but vllm's strategy_config makes it fp8"):
+        loaded(run, "+actor_infer.weight_format=dtype")
+
+
+@pytest.mark.parametrize(
+    ("why", "model_from", "words"),
+    [
+        ("fp8 needs compute capability 8.9, but A100 has 8.0", "actor_train", "asks for weights in fp8: fp8 needs"),
+        ("", "", "asks for weights in fp8, but no role publishes weights to it"),
+    ],
+)
+def test_eight_bits_are_refused_where_they_cannot_be(run, monkeypatch, why, model_from, words):
+    from roll_core.builtin.cpu import CpuPlatform
+    from roll_core.errors import UnsupportedError
+    from roll_core.plugins.registry import load_registry
+    from roll_core.runtime.build import group_specs
+    from roll_core.runtime.executors.base import Place
+    from roll_core.spec.pipeline import RoleSpec
+
+    monkeypatch.setattr(CpuPlatform, "supports", lambda self, dtype: why if dtype == "fp8" else "")
+    config = loaded(run)
+    roles = [RoleSpec(name="actor_infer", kind="generate", model_from=model_from)]
+    places = {"actor_infer": (Place(rank=0, world_size=1),)}
+    with pytest.raises(UnsupportedError, match=f"actor_infer: strategy_config {words}"):
+        group_specs(roles, config, load_registry(), CpuPlatform(), places, run("{}"))

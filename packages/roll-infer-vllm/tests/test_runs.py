@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.testing.quickstart import QuickStartTests
+from roll_core.spec.config import LOGPROB_BOUNDS
+from roll_core.testing.quickstart import FULL_RUN_S, LEARNED, PLACES, TAUGHT, QuickStartTests
 
+STRICT = ("guards.logprob_gap=error",)
 OTHER_TORCH = "2.12.1"
 
 
@@ -19,6 +21,27 @@ class TestQuickStart(QuickStartTests):
     engine = "vllm"
     settings = {"kv_cache_memory_bytes": 64 << 20}  # noqa: RUF012
     repository = Path(__file__).parents[3]
+    eight_bits = ("+actor_infer.strategy_args.strategy_config.quantization=fp8",)
+
+    @pytest.mark.ray
+    @pytest.mark.parametrize("where", ["one process", "apart and asynchronous"])
+    def test_it_runs_in_eight_bits(self, pretrained, tmp_path, where):
+        """Within the bounds of the guards, and with importance weights that nobody asked for."""
+        left = self.grpo(pretrained, tmp_path, *PLACES[where], *self.eight_bits, *STRICT)
+        steps = left.metrics
+        assert [line["step"] for line in steps] == list(range(1, 5 if "asynchronous" in where else 3))
+        for name in ("actor/logprob_gap", "weight_sync/logprob_probe"):
+            found = [line[name] for line in steps if name in line]
+            assert 1e-3 < max(found) < LOGPROB_BOUNDS["fp8"]
+        assert all(0.5 < line["correction/weight/mean"] < 1.2 for line in steps)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(2 * FULL_RUN_S)
+    def test_it_learns_in_eight_bits(self, taught, tmp_path):
+        """The quick start in full."""
+        left = self.whole(taught, tmp_path, *self.eight_bits, *STRICT)
+        assert left.accuracies[0] < TAUGHT
+        assert left.accuracies[-1] > LEARNED
 
     @pytest.mark.ray
     @pytest.mark.slow

@@ -9,8 +9,9 @@ CACHE_BYTES = 4 << 20
 CACHE = {"kv_cache_memory_bytes": CACHE_BYTES, "block_size": 32}
 
 
-def start(spec, config=CACHE):
+def start(spec, config=CACHE, kind=Live):
     """The engine, which the caller closes."""
     from roll_infer_vllm.strategy import VllmStrategy
 
-    return Live(VllmStrategy(VllmConfig.model_validate(config)), spec)
+    settings = VllmConfig.model_validate(config)
+    return kind(VllmStrategy(settings), spec, num_slots=settings.slots_per_worker())

@@ -140,6 +140,15 @@ def test_bf16_below_ampere_is_refused_with_the_way_out(host: Host) -> None:
     assert CudaPlatform().supports("fp16") == ""
 
 
+def test_eight_bits_need_ada_and_are_no_dtype_of_models(host: Host) -> None:
+    host("A100", "H100")
+    assert CudaPlatform().supports("fp8").startswith("fp8 needs compute capability 8.9, but ")
+    assert "has 8.0: use fp32 or fp16 or bf16" in CudaPlatform().supports("fp8")
+    assert "use fp32, fp16, bf16" in CudaPlatform().supports("int4")
+    host("H100")
+    assert CudaPlatform().supports("fp8") == ""
+
+
 def test_one_old_device_among_new_ones_counts(host: Host) -> None:
     host("A100", "V100")
     assert "V100" in CudaPlatform().supports("bf16")

@@ -252,6 +252,10 @@ class StaleWeightsError(WeightSyncError):
     """The receiver holds, or was sent, an older weight version than the one published."""
 
 
+class NonFiniteWeightError(WeightSyncError, ArithmeticError):
+    """A tensor that was to be published in 8 bits has values that are NaN or infinite."""
+
+
 class WeightsUnchangedError(WeightSyncError):
     """An optimizer step was published, but no weight differs from the version before."""
 

@@ -57,8 +57,10 @@ _REASONS: dict[str, str] = {
         elastic_ep_backend elastic_ep_initial_size max_ep_size elastic_ep_scale_timeout elastic_ep_rejoin
         enable_elastic_expert_backup
     """,
+    "is not supported: SGLang rounds weights itself, so what it holds could not be compared with what was sent;"
+    " strategy vllm takes weights in 8 bits that the trainer has rounded (quantization: fp8)": "quantization",
     "is not supported yet: what the engine holds could not be compared with what was sent": """
-        quantization quantization_param_path modelopt_quant modelopt_checkpoint_restore_path
+        quantization_param_path modelopt_quant modelopt_checkpoint_restore_path
         modelopt_checkpoint_save_path modelopt_export_path quantize_and_serve rl_quant_profile weight_cache_mode
         weight_cache_socket weight_cache_timeout startup_weight_load_mode delete_ckpt_after_loading
         checkpoint_engine_wait_weights_before_ready cpu_offload_gb offload_group_size offload_num_in_group

@@ -88,8 +88,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "max_lora_cls_labels",
         "specialize_active_lora",
     ),
-    "is not supported: what the engine holds could not be compared with what was sent": (
-        "quantization",
+    "is not supported: what the engine holds could not be compared with what was sent; quantization: fp8 is": (
         "quantization_config",
         "allow_deprecated_quantization",
     ),

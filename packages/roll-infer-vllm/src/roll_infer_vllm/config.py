@@ -6,13 +6,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
-from roll_core.spec.config import PositiveInt, StrategyConfig
+from roll_core.spec.config import PositiveInt, StrategyConfig, WeightFormat
 from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
+from roll_infer_vllm.registration import EIGHT_BITS
 
+NO_EXPERTS = (
+    "quantization: fp8 takes no mixtures of experts: these need scales per block, and what the engine holds of its"
+    " experts cannot be read back"
+)
+NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of transformers' configs."""
 OURS = ("bucket_mib", "sleep_level", "endpoint_host")
 """What vLLM is not told."""
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     _EngineKeys = StrategyConfig
 else:
     _EngineKeys = create_model(
@@ -58,6 +67,9 @@ class VllmConfig(_EngineKeys):
     sleep_level: Literal[0, 1, 2] = 1
     """What is given back while others use the slots: 1, keys and values, and weights to the host; 2, weights
     altogether, which the next publish brings anyway; 0, nothing. On a CPU keys and values go, and weights stay."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: the trainer sends the matrices of layers in 8 bits (E4M3, a scale per row), and the engine multiplies them
+    with activations that it rounds to 8 bits token by token. It starts without weights (`load_format: dummy`)."""
     enable_lora: bool = False
     """Serve the adapter that the role behind this one trains, as it is: a publish brings A and B alone, and the model
     beneath is that of the start. Where false, weights come merged."""
@@ -71,6 +83,11 @@ class VllmConfig(_EngineKeys):
             raise ValueError(f"{name} {DECIDED_ELSEWHERE[name]}")
         if self.enable_lora:
             self._refuse_what_adapters_lack()
+        if self.quantization and "load_format" in self.model_fields_set and self.load_format != "dummy":
+            raise ValueError(
+                f"quantization: fp8 starts without weights, which the first publish brings in 8 bits: load_format"
+                f" {self.load_format} would read files for nothing; leave it out"
+            )
         return self
 
     def _refuse_what_adapters_lack(self) -> None:
@@ -79,6 +96,8 @@ class VllmConfig(_EngineKeys):
             problem = "load_format: dummy would leave random weights beneath the adapter"
         elif self.sleep_level == 2:
             problem = "sleep_level 2 would lose the weights beneath the adapter, which no publish brings; 1 keeps them"
+        elif self.quantization:
+            problem = "quantization: fp8 takes the model beneath the adapter from publishes, which bring A and B alone"
         elif self.slots_per_worker() > 1:
             problem = "adapters over several slots are not supported: what the engine holds could not be read back"
         if problem:
@@ -88,6 +107,15 @@ class VllmConfig(_EngineKeys):
         """`enable_lora`."""
         return self.enable_lora
 
+    def weight_format(self) -> WeightFormat:
+        """`quantization`."""
+        return self.quantization or "dtype"
+
+    def check_model(self, keys: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for a mixture of experts in 8 bits."""
+        if self.quantization and any(keys.get(name) for name in NUMBER_OF_EXPERTS):
+            raise ValueError(NO_EXPERTS)
+
     def slots_per_worker(self) -> int:
         """Tensor × pipeline parallel."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -95,4 +123,6 @@ class VllmConfig(_EngineKeys):
     def engine_arguments(self) -> dict[str, Any]:
         """What goes to vLLM as it is: what was given, and what has a value by default."""
         found = {name: getattr(self, name) for name in type(self).model_fields if name not in OURS}
+        if self.quantization:
+            found |= {"quantization": EIGHT_BITS, "load_format": "dummy"}
         return {name: value for name, value in found.items() if value is not None or name in self.model_fields_set}

@@ -2,10 +2,11 @@
 
 vLLM holds some of them otherwise than they were sent: queries, keys and values in one matrix, gates and ups in another;
 with tensor parallelism a share of the rows or columns; on a CPU linear layers packed for the processor, where the
-original is gone. The first two are undone by slicing and gathering. A packed matrix is read by letting the very kernel
-that computes with it multiply the identity: each element of the product is one weight times one plus zeros, which is
-exact. Only the sign of a zero and subnormal numbers do not survive a multiplication; these few are remembered when they
-arrive. An output layer is packed too, beside the original that it may share with the embeddings: both are read.
+original is gone. The first two are undone by slicing and gathering; so are those of weights in 8 bits and their scales,
+which are never packed. A packed matrix is read by letting the very kernel that computes with it multiply the identity:
+each element of the product is one weight times one plus zeros, which is exact. Only the sign of a zero and subnormal
+numbers do not survive a multiplication; these few are remembered when they arrive. An output layer is packed too,
+beside the original that it may share with the embeddings: both are read.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Part:
 
     module: Any
     parameter: str
-    """`weight` or `bias`."""
+    """`weight`, `bias` or `weight_scale`."""
     index: int | None = None
     """Which of the fused tensors; None where it stands alone."""
 
@@ -60,7 +61,8 @@ class Part:
                 rows = module.output_sizes[self.index]
                 if isinstance(module, QKVParallelLinear) and self.index > 0:
                     rows //= module.num_kv_head_replicas
-            return (rows, module.input_size) if self.parameter == "weight" else (rows,)
+            columns = {"weight": (module.input_size,), "weight_scale": (1,)}
+            return (rows, *columns.get(self.parameter, ()))
         if isinstance(module, VocabParallelEmbedding):
             return (module.org_vocab_size, module.embedding_dim)
         return tuple(getattr(module, self.parameter).shape)
@@ -131,8 +133,8 @@ class Reader:
         elif isinstance(module, VocabParallelEmbedding):
             local = self._as_multiplied(module, local)
         whole = _gathered(module, part, local)
-        if isinstance(module, LinearBase):
-            whole = whole.to(module.params_dtype)  # vLLM widens the biases of some packed layers
+        if isinstance(module, LinearBase) and part.parameter == "bias":
+            whole = whole.to(module.params_dtype)  # vLLM widens those of some packed layers
         if packed and name in self._unreadable:
             places, values = self._unreadable[name]
             whole = whole.clone()
@@ -158,7 +160,7 @@ def remember_unreadable(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Keep what a packed matrix would not give back of a tensor that is about to be loaded."""
     kept: dict[str, tuple[Tensor, Tensor]] = model.__dict__.setdefault(UNREADABLE, {})
     kept.pop(name, None)
-    if tensor.ndim != 2 or not tensor.is_floating_point():
+    if tensor.ndim != 2 or not tensor.is_floating_point() or tensor.itemsize == 1:
         return
     flat = tensor.reshape(-1)
     tiny = flat.abs() < torch.finfo(flat.dtype).tiny
@@ -211,11 +213,17 @@ def _gathered(module: Any, part: Part, local: Tensor) -> Tensor:
     if size == 1 or not isinstance(module, LinearBase):
         return local
     if isinstance(module, RowParallelLinear):
-        return tensor_model_parallel_all_gather(local, 1) if part.parameter == "weight" else local
+        return _all_gathered(local, 1) if part.parameter == "weight" else local
     if not isinstance(module, ColumnParallelLinear):
         return local
-    whole = tensor_model_parallel_all_gather(local.contiguous(), 0)
+    rows = _all_gathered(local.contiguous(), 0)
     if isinstance(module, QKVParallelLinear) and part.index and module.num_kv_head_replicas > 1:
-        shares = whole.split(len(local), dim=0)
-        whole = torch.cat(shares[:: module.num_kv_head_replicas])
-    return whole
+        replicas = rows.reshape(-1, module.num_kv_head_replicas, *local.shape)
+        rows = replicas[:, 0].flatten(0, 1)
+    return rows
+
+
+def _all_gathered(local: Tensor, dim: int) -> Tensor:
+    """Numbers of 8 bits travel as bf16, which has them all: on a CPU vLLM gathers no smaller ones."""
+    whole: Tensor = tensor_model_parallel_all_gather(local.bfloat16() if local.itemsize == 1 else local, dim)
+    return whole.to(local.dtype)

@@ -65,6 +65,8 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
     with environment({**variables, **owned()}), engine_files(model, "vLLM") as files:
         if device == "cpu":
             _check_heads(files.head_size, who)
+        if settings.quantization:
+            _check_eight_bits(settings, files, model, device, who)
         arguments = _arguments(model, files, given, slots, who)
         try:
             engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(metrics)])
@@ -82,6 +84,18 @@ def _check_heads(size: int, who: str) -> None:
         raise ModelError(
             f"{who}: the model's attention heads have size {size}; on a CPU vLLM takes"
             f" {', '.join(map(str, sizes))}. Another head_dim, or hf_infer, which takes any, would do"
+        )
+
+
+def _check_eight_bits(settings: VllmConfig, files: EngineFiles, model: ModelSpec, device: str, who: str) -> None:
+    try:
+        settings.check_model(files.text_config.to_dict())
+    except ValueError as error:
+        raise ModelError(f"{who}: {error}") from error
+    if device != "cpu" and model.dtype != "bf16":
+        raise ModelError(
+            f"{who}: model_args.dtype is {model.dtype}, but products of quantization: fp8 come out in bf16 on {device}:"
+            " set model_args.dtype: bf16 for this role"
         )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.memory import engine_uses
-from roll_core.spec.plan import DTYPE_BYTES, Lever, MemoryAnswer
+from roll_core.modeling.memory import engine_uses, weight_bytes
+from roll_core.spec.plan import Lever, MemoryAnswer
 from roll_infer_vllm.config import VllmConfig
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     if not isinstance(config, VllmConfig):
         raise TypeError(f"the engine vLLM takes a VllmConfig, not a {type(config).__name__}")
     slots = config.tensor_parallel_size * config.pipeline_parallel_size
-    weights = DTYPE_BYTES[question.dtype] * question.model.parameters // slots
+    weights = weight_bytes(question, eight_bits=config.quantization is not None)[0] // slots
     cache, how = _cache(question, config, weights)
     return MemoryAnswer(
         uses=engine_uses(
@@ -36,6 +36,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
             cache_formula=how,
             sleeps=config.sleep_level > 0,
             bucket_mib=config.bucket_mib,
+            eight_bits=config.quantization is not None,
         ),
         levers=tuple(_levers(question, config, cache)),
     )

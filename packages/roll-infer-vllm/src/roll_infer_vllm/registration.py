@@ -6,11 +6,13 @@ from roll_infer_vllm.lifeline import end_with_owner
 
 TRANSFER = "roll"
 """Name of the weight transfer engine in vLLM's registry."""
+EIGHT_BITS = "roll_fp8"
+"""Name of the quantisation method there."""
 
 
 def register() -> None:
-    """Tie the process to the worker, and name the weight transfer engine; its module is imported where an engine asks
-    for it. May be called again."""
+    """Tie the process to the worker, and name the weight transfer engine, whose module is imported where an engine asks
+    for it, and the quantisation method. May be called again."""
     end_with_owner()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -19,3 +21,4 @@ def register() -> None:
     except ValueError as error:
         if "already registered" not in str(error):
             raise
+    import roll_infer_vllm.eight_bits  # noqa: F401 - its decorators register

@@ -70,8 +70,8 @@ class VllmStrategy(InferStrategy):
         self._names: dict[str, list[str]] = {}
         """Of running requests, under which vLLM knows their outputs."""
         self._metrics = EngineMetrics()
-        self._asleep = self._stale = False
-        """Stale from when it sleeps until weights are published to it."""
+        self._asleep, self._stale = False, config.quantization is not None
+        """Stale from when it sleeps, or starts without weights, until weights are published to it."""
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -100,6 +100,8 @@ class VllmStrategy(InferStrategy):
         await engine.collective_rpc("roll_prepare")
         await engine.update_weight_version("0")
         await engine.get_supported_tasks()  # asked once here, so that requests enter in the order in which they come
+        if self._stale:
+            await engine.pause_generation(mode="keep", clear_cache=False)  # those who ask the endpoint wait
         await self._server.start(engine, launched.arguments)
 
     @override
@@ -185,7 +187,9 @@ class VllmStrategy(InferStrategy):
     async def generate(self, request: GenerateRequest) -> Completion:
         _ = self._ready
         if self._stale:
-            raise RuntimeError("the engine has slept: weights have to be published to it before it generates")
+            raise RuntimeError(
+                "the engine has slept, or has no weights yet: weights have to be published to it before it generates"
+            )
         limit = f"the engine's max_model_len {self._max_model_len}"
         check_request(request, vocab_size=self._files.vocab_size, max_tokens=self._max_model_len, limit=limit)
         check_served(request)

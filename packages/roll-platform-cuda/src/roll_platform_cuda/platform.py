@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 FLOORS = {"fp32": (6, 0), "fp16": (6, 0), "bf16": (8, 0)}
 """Compute capability from which on a device computes in a dtype: 6.0 is Pascal, 8.0 is Ampere."""
+EIGHT_BITS = {"fp8": (8, 9)}
+"""The same of products in 8 bits: 8.9 is Ada. No dtype of models."""
 
 DEVICE_ORDER = EnvVar(
     name="CUDA_DEVICE_ORDER",
@@ -79,14 +81,15 @@ class CudaPlatform(Platform):
 
     def supports(self, dtype: str) -> str:
         """By the compute capability of every device here."""
-        if dtype not in FLOORS:
+        floor = (FLOORS | EIGHT_BITS).get(dtype)
+        if floor is None:
             return f"{dtype} is not a dtype of models here: use {', '.join(FLOORS)}"
         for device in _usable()[0]:
-            if device.capability < FLOORS[dtype]:
-                able = [each for each, floor in FLOORS.items() if device.capability >= floor]
+            if device.capability < floor:
+                able = [each for each, least in FLOORS.items() if device.capability >= least]
                 way_out = f"use {' or '.join(able)}" if able else "this device is too old"
                 return (
-                    f"{dtype} needs compute capability {dotted(FLOORS[dtype])}, but {device.name} has"
+                    f"{dtype} needs compute capability {dotted(floor)}, but {device.name} has"
                     f" {dotted(device.capability)}: {way_out}"
                 )
         return ""

@@ -235,12 +235,32 @@ class _Validation:
             self._replicas(path, role, provider, strategy)
             if worker.kind == "generate" or path == (self.policy_role,):
                 self._router_replay(path, provider, strategy)
-            if worker.kind != "generate":
+            if worker.kind == "generate":
+                self._engine(path, role, provider, strategy)
+            else:
                 self._spread(path, role, strategy)
-            elif strategy.serves_adapters() and not any(map(_trains_adapters, self._model_args())):
-                message = f"asks {provider.name} for adapters as they are, but no role trains any"
-                hint = "set lora_target in the model_args of the role that is trained, or let it send whole weights"
-                self.found.append(Finding(at_config, message, hint))
+
+    def _engine(
+        self, path: KeyPath, role: dict[Any, Any], provider: TrainProvider | InferProvider, strategy: StrategyConfig
+    ) -> None:
+        """It can take weights as its `strategy_config` says: the format, the adapters, the model."""
+        at_config = (*path, "strategy_args", "strategy_config")
+        given, computed = role.get("weight_format"), strategy.weight_format()
+        if isinstance(given, str) and given != computed:
+            message = f"found {given}, but {provider.name}'s strategy_config makes it {computed}"
+            self.found.append(Finding((*path, "weight_format"), message, "leave it out"))
+        elif computed != "dtype":
+            role["weight_format"] = computed
+        if strategy.serves_adapters() and not any(map(_trains_adapters, self._model_args())):
+            message = f"asks {provider.name} for adapters as they are, but no role trains any"
+            hint = "set lora_target in the model_args of the role that is trained, or let it send whole weights"
+            self.found.append(Finding(at_config, message, hint))
+        policy = self.data.get(self.policy_role)
+        source = policy if isinstance(policy, dict) else role
+        try:
+            strategy.check_model(model_keys(source.get("model_args"), self.data.get("pretrain")))
+        except ValueError as error:
+            self.found.append(Finding(at_config, str(error)))
 
     def _model_args(self) -> Iterator[dict[Any, Any]]:
         """As far as they are written, of all roles."""

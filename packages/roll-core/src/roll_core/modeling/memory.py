@@ -52,16 +52,23 @@ def model_code() -> Use:
 
 
 def engine_uses(
-    question: MemoryQuestion, *, slots: int, cache_bytes: int, cache_formula: str, sleeps: bool, bucket_mib: int
+    question: MemoryQuestion,
+    *,
+    slots: int,
+    cache_bytes: int,
+    cache_formula: str,
+    sleeps: bool,
+    bucket_mib: int,
+    eight_bits: bool = False,
 ) -> tuple[Use, ...]:
     """What a slot of an engine with its own cache holds: its part of the weights, the cache, and what weights take on
     their way in. One that `sleeps` gives the cache back, and weights where they are not the host's anyway."""
-    size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
+    num_bytes, formula = weight_bytes(question, eight_bits=eight_bits)
     return (
         Use(
             what="weights",
-            num_bytes=size * parameters // slots,
-            formula=f"{size} × {millions(parameters)} / {slots} slots",
+            num_bytes=num_bytes // slots,
+            formula=f"{formula} / {slots} slots",
             leaves=sleeps and not question.on_host,
         ),
         Use(what="kv cache", num_bytes=cache_bytes, formula=cache_formula, leaves=sleeps),
@@ -72,6 +79,20 @@ def engine_uses(
             during=("receive",),
         ),
     )
+
+
+def weight_bytes(question: MemoryQuestion, *, eight_bits: bool) -> tuple[int, str]:
+    """Of an engine's whole model, and how that is computed. In `eight_bits` the matrices of layers take one byte per
+    element, and four for the scale of a row."""
+    size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
+    if not eight_bits:
+        return size * parameters, f"{size} × {millions(parameters)}"
+    linears = [each for layer in question.model.layers for each in layer.linears]
+    elements = sum(each.outputs * each.inputs for each in linears)
+    scales = 4 * sum(each.outputs for each in linears)
+    rest = parameters - elements
+    formula = f"({millions(elements)} + {size} × {millions(rest)} + scales {scales >> 10} KiB)"
+    return elements + size * rest + scales, formula
 
 
 def computation(

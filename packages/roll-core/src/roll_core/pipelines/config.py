@@ -86,9 +86,10 @@ class ImportanceWeightConfig(Config):
     the engine that drew it."""
 
     enabled: bool | None = None
-    """Whether they are; where not given, wherever generation runs ahead of training and the old policy's logprobs are
-    computed again. Without it the gradient on answers of older weights is biased, and nothing clips it: the ratio of
-    PPO compares with the policy at the start of the update, not with the one that drew."""
+    """Whether they are; where not given, wherever generation runs ahead of training or the engine computes in 8 bits,
+    and the old policy's logprobs are computed again. Without it the gradient on answers of older weights, or of rounded
+    ones, is biased, and nothing clips it: the ratio of PPO compares with the policy at the start of the update, not
+    with the one that drew."""
     weight_type: Level = "token"
     """Ratio of the token, of its segment or sequence as a geometric mean (`segment`, `geometric`), or of its whole
     sequence."""
@@ -405,7 +406,8 @@ class RLVRConfig(_Judged):
         given = self.train_infer_correction
         if given.is_weight.enabled is not None:
             return given
-        weighs = self.ahead > 0 and not self.force_disable_old_logprobs_recompute
+        drawn_by_another = self.ahead > 0 or self.actor_infer.weight_format != "dtype"
+        weighs = drawn_by_another and not self.force_disable_old_logprobs_recompute
         return given.model_copy(update={"is_weight": given.is_weight.model_copy(update={"enabled": weighs})})
 
     @property

@@ -282,7 +282,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     def _check_gap(self, run: Run, gap: float | None) -> None:
         """Engine and trainer hold the same weights, so they should give the drawn tokens the same logprobs."""
-        threshold = self.config.guards.logprob_gap.threshold
+        threshold = self.config.guards.logprob_gap.bound(self.config.actor_infer.weight_format)
         run.guard(
             "logprob_gap",
             gap is None or gap <= threshold,

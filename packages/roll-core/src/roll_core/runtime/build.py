@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.executors.base import GroupSpec
     from roll_core.runtime.placement import Place
     from roll_core.runtime.python_environments.spec import EnvironmentSpec
-    from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WorkerConfig
+    from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WeightFormat, WorkerConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import Provider
@@ -246,6 +246,8 @@ def _model_args(
     if (served := served_adapters(role, config, registry)) is not None:
         model = replace(model, lora=served)
     _check_support(role, provider, model, platform)
+    if worker.weight_format != "dtype":
+        _check_weight_format(role, worker.weight_format, platform)
     if role.kind == "train" and config.portable_checkpoints and not _exports_state(provider):
         raise UnsupportedError(
             f"{role.name}: strategy {provider.name} does not export its training state; set portable_checkpoints: false"
@@ -318,6 +320,15 @@ def _check_support(
         raise UnsupportedError(
             f"{role.name}: needs a model of task {role.task}, but strategy {provider.name} has {', '.join(tasks)}"
         )
+
+
+def _check_weight_format(role: RoleSpec, wanted: WeightFormat, platform: Platform) -> None:
+    """Refuse weights that the platform cannot compute with, or that nobody would send."""
+    asks = f"{role.name}: strategy_config asks for weights in {wanted}"
+    if why := platform.supports(wanted):
+        raise UnsupportedError(f"{asks}: {why}")
+    if not role.model_from:
+        raise UnsupportedError(f"{asks}, but no role publishes weights to it")
 
 
 def _names_a_model(args: ModelArguments) -> bool:

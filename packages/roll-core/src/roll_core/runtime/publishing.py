@@ -164,6 +164,7 @@ class Publishing:
             engine.group,
             transport,
             dtype=DTYPE_NAMES[engine.config.model_args.dtype],
+            weight_format=engine.config.weight_format,
             adapters=served_adapters(self._roles[target], run.config, self._registry) is not None,
             bucket_bytes=run.config.model_update_buffer_size_mb << 20,
             deadline_s=run.config.model_update_timeout,
@@ -180,7 +181,7 @@ class Publishing:
         run.guards.check_at_most(
             "logprob_probe",
             gap,
-            run.config.guards.logprob_probe.threshold,
+            run.config.guards.logprob_probe.bound(run.engine(target).config.weight_format),
             f"mean |logprob by {target} - logprob by {source}| on the probe tokens",
         )
         return {"weight_sync/logprob_probe": gap}

@@ -26,6 +26,9 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
+WeightFormat = Literal["dtype", "fp8"]
+"""In which an engine takes weights: in its `model_args.dtype`; or with the matrices of layers in 8 bits, E4M3 with a
+scale per row, and everything else in that dtype."""
 
 
 def _numbers_as_text(value: Any) -> Any:
@@ -75,6 +78,11 @@ class StrategyConfig(Config):
         """Of an infer strategy: whether it takes trained adapters as they are, not merged into the weights."""
         return False
 
+    def weight_format(self) -> WeightFormat:
+        """Of an infer strategy: in which it takes weights. Those in 8 bits come as `roll_core.modeling.eight_bits` has
+        them, and receipts are of these very tensors."""
+        return "dtype"
+
     def worker_environment(self) -> tuple[EnvVar, ...]:
         """Variables for its workers, besides the platform's and above them. What the driver's environment says is
         handed on instead, unless they are required; `system_envs` win over both."""
@@ -89,8 +97,8 @@ class StrategyConfig(Config):
         return str(self.ranks_per_replica())
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Of a train strategy: raises `ValueError`, with the arithmetic, for a model that cannot be spread as
-        configured. `keys` are those of its transformers config that are known before anything is loaded."""
+        """Raises `ValueError`, with the arithmetic where there is some, for a model that cannot be spread or computed
+        as configured. `keys` are those of its transformers config that are known before anything is loaded."""
 
     def check_model_args(self, given: Mapping[str, Any]) -> None:
         """Of a train strategy: raises `ValueError` for keys that mean nothing beside the role's `model_args`, as these
@@ -330,6 +338,9 @@ class WorkerConfig(Config):
     ranks_per_replica: PositiveInt | None = None
     """Ranks that share one replica of a model that trains or scores; computed where the strategy decides it, 1 where
     nothing does. Data parallel is the number of ranks divided by it."""
+    weight_format: WeightFormat = "dtype"
+    """In which the engine of a role that generates takes weights: all in `model_args.dtype`, or the matrices of layers
+    in 8 bits (`fp8`); computed from `strategy_config`."""
     infer_batch_size: PositiveInt = 16
     """Sequences of one microbatch where the role only computes logprobs or values."""
     use_dynamic_batching_in_train: bool = False
@@ -497,21 +508,38 @@ class WarningGuardConfig(GuardConfig):
     """`error` ends the run, `warn` says so and goes on, `off` looks away."""
 
 
+LOGPROB_BOUNDS: dict[WeightFormat, float] = {"dtype": 0.05, "fp8": 0.2}
+"""Nats, mean absolute difference of an engine's logprobs and a trainer's; what was measured is in docs/guards.md."""
+
+
 class LogprobProbeConfig(GuardConfig):
     """`guards.logprob_probe`."""
 
     every: PositiveInt = 10
     """Steps between two probes; step 0 is probed, before anything is learnt."""
-    threshold: PositiveFloat = 0.05
-    """Largest mean absolute difference of logprobs in nats; bf16 engines differ by about 0.01, fp32 by less
-    than 1e-4."""
+    threshold: PositiveFloat | None = None
+    """Largest mean absolute difference of logprobs in nats; where not given 0.05, and 0.2 for an engine in 8
+    bits. bf16 engines differ by about 0.01, fp32 by less than 1e-4."""
+
+    def bound(self, weight_format: WeightFormat) -> float:
+        """The threshold for an engine that takes weights in this."""
+        return _logprob_bound(self.threshold, weight_format)
 
 
 class LogprobGapConfig(WarningGuardConfig):
     """`guards.logprob_gap`."""
 
-    threshold: PositiveFloat = 0.05
-    """Largest mean absolute difference of logprobs in nats."""
+    threshold: PositiveFloat | None = None
+    """Largest mean absolute difference of logprobs in nats; where not given 0.05, and 0.2 for an engine in 8
+    bits."""
+
+    def bound(self, weight_format: WeightFormat) -> float:
+        """The threshold for an engine that takes weights in this."""
+        return _logprob_bound(self.threshold, weight_format)
+
+
+def _logprob_bound(given: float | None, weight_format: WeightFormat) -> float:
+    return given if given is not None else LOGPROB_BOUNDS[weight_format]
 
 
 class RewardFailuresConfig(GuardConfig):

@@ -69,8 +69,9 @@ class Platform(ABC):
 
     @abstractmethod
     def supports(self, dtype: str) -> str:
-        """Empty if `dtype` works here, else why not and what to use. Where no device is here, as on the head of a
-        cluster, it is answered for the devices that the software is made for."""
+        """Empty if `dtype` works here, else why not and what to use. It is one of models, or `fp8`: products of
+        matrices and activations in E4M3. Where no device is here, as on the head of a cluster, it is answered for the
+        devices that the software is made for."""
 
     def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
         """Variables for a worker of this kind on these slots."""

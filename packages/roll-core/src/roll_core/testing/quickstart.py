@@ -152,10 +152,7 @@ class QuickStartTests:
     @pytest.mark.parametrize("where", FULL)
     def test_it_learns_what_it_learns_with_the_embedded_engine(self, taught: Path, tmp_path: Path, where: str) -> None:
         """The quick start in full; `--log-cli-level=INFO` shows the accuracies."""
-        output = tmp_path / "run.txt"
-        self._end(self._begin(self._whole(taught, tmp_path, *FULL[where]), output), output, FULL_RUN_S)
-        left = Left(tmp_path / "quickstart-grpo" / "latest")
-        log.info("%s, %s: accuracies %s", self.engine, where, left.accuracies)
+        left = self.whole(taught, tmp_path, *FULL[where])
         assert left.accuracies[0] < TAUGHT
         assert left.accuracies[-1] > LEARNED
         if "asynchronous" in where:
@@ -170,6 +167,14 @@ class QuickStartTests:
         log = folder / "run.txt"
         self._end(self._begin(self._grpo(pretrained, folder, *overrides), log), log)
         return Left(folder / "quickstart-grpo" / "latest")
+
+    def whole(self, taught: Path, folder: Path, *overrides: str) -> Left:
+        """The quick start in full, to its end."""
+        output = folder / "run.txt"
+        self._end(self._begin(self._whole(taught, folder, *overrides), output), output, FULL_RUN_S)
+        left = Left(folder / "quickstart-grpo" / "latest")
+        log.info("%s, %s: accuracies %s", self.engine, " ".join(overrides), left.accuracies)
+        return left
 
     def check(self, left: Left, *, num_steps: int) -> None:
         """Fail unless all steps are there, with tokens and right logprobs."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.errors import WeightSyncError
+    from roll_core.spec.config import WeightFormat
     from roll_core.spec.providers import Transport
     from roll_core.types import WeightManifest, WeightReceipt
 
@@ -30,6 +31,8 @@ class SyncPlan:
     """By rank of the train role: name or address under which receivers reach it."""
     dtype: str = ""
     """Floating-point tensors travel as this (safetensors' name, `BF16`); empty leaves them as they are."""
+    weight_format: WeightFormat = "dtype"
+    """`fp8`: matrices of layers travel in 8 bits, see `roll_core.modeling.eight_bits`."""
     adapters: bool = False
     """What travels is adapters alone, for receivers that have the model beneath them."""
     bucket_bytes: int = 1 << 30

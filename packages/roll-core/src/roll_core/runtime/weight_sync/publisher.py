@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.executors.base import WorkerGroup
     from roll_core.runtime.weight_sync.plan import Offer, ReceiveOutcome
+    from roll_core.spec.config import WeightFormat
     from roll_core.spec.providers import Transport
     from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
@@ -69,6 +70,7 @@ class WeightPublisher:
         transport: Transport,
         *,
         dtype: str = "",
+        weight_format: WeightFormat = "dtype",
         adapters: bool = False,
         bucket_bytes: int = 1 << 30,
         deadline_s: float = 60.0,
@@ -77,13 +79,13 @@ class WeightPublisher:
         sources: tuple[int, ...] = (),
         backend: str = HOST_BACKEND,
     ) -> None:
-        """`adapters` sends these alone, to an infer role that has the model beneath them; `lends`, `sources`,
-        `backend`: see `SyncPlan`."""
+        """`adapters` sends these alone, to an infer role that has the model beneath them; `weight_format`, `lends`,
+        `sources`, `backend`: see `SyncPlan`."""
         self.backend = backend
         self._lends, self._sources = lends, sources
         self._train, self._infer = train, infer
         self.transport: Transport = transport
-        self._dtype, self._adapters = dtype, adapters
+        self._dtype, self._weight_format, self._adapters = dtype, weight_format, adapters
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
         self._directory = directory
         self._previous: WeightManifest | None = None
@@ -140,6 +142,7 @@ class WeightPublisher:
             num_receivers=self._infer.world_size,
             sender_hosts=tuple("127.0.0.1" if one_host else member.address for member in self._train.members),
             dtype=self._dtype,
+            weight_format=self._weight_format,
             adapters=self._adapters,
             bucket_bytes=self._bucket_bytes,
             backend=self.backend,

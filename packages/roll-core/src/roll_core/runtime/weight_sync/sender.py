@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roll_core.errors import UnsupportedError, WeightSyncError
@@ -55,7 +56,7 @@ class WeightSender:
         Names and shapes are asked of the export once: later exports must yield the same, and are held to it.
         """
         if plan.transport == "shared":
-            tensors = [(name, _cast(tensor, plan.dtype)) for name, tensor in self._export(plan)]
+            tensors = [(name, _cast(tensor, _dtype(plan))) for name, tensor in self._export(plan)]
             if not self.sends(plan):
                 return None
             entries = tuple(tensor_entry(name, tensor, memory_token(tensor)) for name, tensor in tensors)
@@ -63,7 +64,7 @@ class WeightSender:
             begun = time.perf_counter()
             sample = sample_fingerprint(tensors)
             return Offer(manifest=manifest, tensors=tensors, sample=sample, sample_s=time.perf_counter() - begun)
-        what = (plan.dtype, plan.rehearsal)
+        what = (plan.dtype, plan.weight_format, plan.rehearsal)
         if self._offered is None or self._offered[0] != what:
             self._offered = what, tuple(self._describe(plan))
         if not self.sends(plan):
@@ -108,13 +109,18 @@ class WeightSender:
     def _export(self, plan: SyncPlan) -> Iterator[tuple[str, Tensor]]:
         if plan.rehearsal:
             return _rehearsal(self._device)
-        return self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
+        exported = self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
+        if plan.weight_format == "fp8" and self.sends(plan):
+            from roll_core.modeling.eight_bits import in_eight_bits
+
+            return in_eight_bits(exported, torch_dtype(plan.dtype) if plan.dtype else None)
+        return exported
 
     def _describe(self, plan: SyncPlan) -> Iterator[TensorEntry]:
         for name, tensor in self._export(plan):
             entry = tensor_entry(name, tensor, "")
-            if plan.dtype and tensor.is_floating_point():
-                entry = type(entry)(name=name, dtype=plan.dtype, shape=entry.shape, digest="")
+            if _dtype(plan) and tensor.is_floating_point():
+                entry = replace(entry, dtype=plan.dtype)
             yield entry
 
     def _channel(self, plan: SyncPlan) -> SendingEnd:
@@ -168,6 +174,11 @@ def _rehearsal(device: str) -> Iterator[tuple[str, Tensor]]:
     import torch
 
     yield "rehearsal", torch.arange(REHEARSED, dtype=torch.int32, device=device)
+
+
+def _dtype(plan: SyncPlan) -> str:
+    """As which floating-point tensors have yet to travel; what is in 8 bits, or beside it, is as it is to be."""
+    return plan.dtype if plan.weight_format == "dtype" else ""
 
 
 def _cast(tensor: Tensor, dtype: str) -> Tensor:
