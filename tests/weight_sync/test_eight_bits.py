@@ -199,11 +199,12 @@ def publisher(duo, transport, bucket_bytes=64 << 10):
         weight_format="fp8",
         bucket_bytes=bucket_bytes,
         deadline_s=20,
+        directory=duo._directory,
         sources=(0,) * duo.infer.world_size if transport == "cuda_ipc" else (),
     )
 
 
-@pytest.mark.parametrize("transport", ["shared", "shm", "cuda_ipc", "collective"])
+@pytest.mark.parametrize("transport", ["shared", "shm", "cuda_ipc", "collective", "disk"])
 def test_receipts_are_of_the_eight_bits(with_duo, transport):
     async def scenario(duo):
         await duo.train.call("set_fault", "in_layers")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.spec.config import LOGPROB_BOUNDS
 from roll_core.testing.quickstart import FULL_RUN_S, LEARNED, PLACES, TAUGHT, QuickStartTests
 
 STRICT = ("guards.logprob_gap=error",)
@@ -26,13 +25,13 @@ class TestQuickStart(QuickStartTests):
     @pytest.mark.ray
     @pytest.mark.parametrize("where", ["one process", "apart and asynchronous"])
     def test_it_runs_in_eight_bits(self, pretrained, tmp_path, where):
-        """Within the bounds of the guards, and with importance weights that nobody asked for."""
+        """Within the bounds of the guards, which would end it, and with importance weights that nobody asked for."""
         left = self.grpo(pretrained, tmp_path, *PLACES[where], *self.eight_bits, *STRICT)
         steps = left.metrics
         assert [line["step"] for line in steps] == list(range(1, 5 if "asynchronous" in where else 3))
         for name in ("actor/logprob_gap", "weight_sync/logprob_probe"):
             found = [line[name] for line in steps if name in line]
-            assert 1e-3 < max(found) < LOGPROB_BOUNDS["fp8"]
+            assert max(found) > 1e-3
         assert all(0.5 < line["correction/weight/mean"] < 1.2 for line in steps)
 
     @pytest.mark.slow
