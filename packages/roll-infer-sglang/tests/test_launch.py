@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from roll_core.modeling.engine_files import engine_files
 from roll_core.spec.model import LoraSpec, MeshInfo
 from roll_core.testing.infer.live import biased
 from roll_infer_sglang.config import SglangConfig
-from roll_infer_sglang.launch import SPARE_TOKENS, server_arguments
+from roll_infer_sglang.launch import SPARE_TOKENS, check_sizes, server_arguments
 
 LORA = LoraSpec(targets=("all-linear",), rank=5, alpha=10.0)
 
@@ -75,3 +76,27 @@ def test_kernels_of_adapters_are_the_users_and_on_a_cpu_those_that_it_has():
 def test_adapters_over_several_slots_are_refused():
     with pytest.raises(ModelError, match="actor_infer rank 0: enable_lora: adapters over several slots"):
         told(lora=LORA)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_slots", "said"),
+    [
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2},
+            4,
+            "num_attention_heads 6 is not a multiple of 4, tp",
+        ),
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 1},
+            2,
+            "num_key_value_heads 1 is not a multiple of 2, tp",
+        ),
+        ({"intermediate_size": 96}, 2, "intermediate_size 96 is not a multiple of 2 × 32, tp_size × 32:"),
+        ({"moe_intermediate_size": 96}, 2, "moe_intermediate_size 96 is not a multiple of 2 × 32"),
+    ],
+)
+def test_a_model_that_would_be_filled_up_is_refused(sizes, num_slots, said):
+    with pytest.raises(ModelError, match=f"^actor_infer rank 0: the model's {said}"):
+        check_sizes(SimpleNamespace(**sizes), num_slots, "actor_infer rank 0")
+    even = dict.fromkeys(sizes, 64 * num_slots) | {"moe_intermediate_size": None}
+    check_sizes(SimpleNamespace(**even), num_slots, "actor_infer rank 0")

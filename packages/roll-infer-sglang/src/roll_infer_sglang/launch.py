@@ -29,6 +29,10 @@ CPU_CACHE_TOKENS = 1 << 16
 """Of keys and values on a CPU, where nothing else is said: SGLang would take most of the host's memory."""
 SPARE_TOKENS = 8
 """SGLang keeps so many of its context length back, or fewer."""
+HEADS = ("num_attention_heads", "num_key_value_heads")
+UNITS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+UNITS_OF_A_SLOT = 32
+"""On a CPU SGLang fills each slot's share of hidden units up to a multiple of it."""
 PRIORITIES = {"schedule_low_priority_values_first": True, "disable_priority_preemption": True}
 
 
@@ -48,12 +52,16 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
     """Raises `ModelError`, `ConfigError`, and `UnsupportedError` for a dense model that is to tell of its experts."""
     who = f"{mesh.role} rank {mesh.rank}"
     device = mesh.device.partition(":")[0]
-    variables = engine_environment(device, os.environ, num_threads=mesh.num_threads, num_slots=num_slots)
+    variables = engine_environment(
+        device, os.environ, num_threads=mesh.num_threads, num_slots=num_slots, rank=mesh.rank
+    )
     if model.lora is not None:
         variables[ADAPTER] = mesh.role
     server = Server(who)
     with contextlib.ExitStack() as stack:
         files = await asyncio.to_thread(stack.enter_context, engine_files(model, "SGLang"))
+        if device == "cpu" and num_slots > 1:
+            check_sizes(files.text_config, num_slots, who)
         arguments = server_arguments(settings, model, mesh, files, num_slots)
         routing = Routing.of(files.text_config) if model.router_replay else None
         try:
@@ -67,6 +75,21 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
             raise
     limit = min(arguments["context_length"] - SPARE_TOKENS, int(found["max_req_input_len"]))
     return Launched(server=server, files=files, limit=limit, routing=routing)
+
+
+def check_sizes(text_config: Any, num_slots: int, who: str) -> None:
+    """Raises `ModelError` for a model whose matrices SGLang fills up with zeros on a CPU, so that slots have equal
+    shares: published weights have none."""
+    divisors = dict.fromkeys(HEADS, num_slots) | dict.fromkeys(UNITS, num_slots * UNITS_OF_A_SLOT)
+    for name, divisor in divisors.items():
+        size = getattr(text_config, name, None)
+        if size is not None and size % divisor:
+            unit = f" × {UNITS_OF_A_SLOT}" if divisor > num_slots else ""
+            raise ModelError(
+                f"{who}: the model's {name} {size} is not a multiple of {num_slots}{unit}, tp_size{unit}: on a CPU"
+                " SGLang fills such a model up with zeros, and published weights have none; set another"
+                " num_gpus_per_worker"
+            )
 
 
 def server_arguments(
