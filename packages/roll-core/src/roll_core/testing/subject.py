@@ -16,7 +16,7 @@ from roll_core.testing.part import Part, registry
 from roll_core.testing.ranks import RankHost, free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from roll_core.spec.model import ModelSpec
@@ -110,6 +110,17 @@ class Subject(Part):
     def _engine_is_here(self, request: pytest.FixtureRequest) -> None:
         if "case" in request.fixturenames:
             self._engine_or_skip()
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _on_one_thread(cls) -> Iterator[None]:
+        """The reference's small products are slower on several threads, which wait for each other beside the ranks."""
+        import torch
+
+        usual = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(usual)
 
     @pytest.fixture
     def models(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Task | Literal["large"]], ModelSpec]:
