@@ -59,6 +59,24 @@ class TestTensorParallel(TrainStrategyConformance):
 
 
 @pytest.mark.slow
+class TestTransformerEngine(TrainStrategyConformance):
+    """Layers of what stands for Transformer Engine's modules, on one rank and on two that share each of them."""
+
+    name = "megatron_train"
+    preload = ("engine_on_cpu", *PRELOAD)
+    variants = {  # noqa: RUF012
+        "one": {"transformer_impl": "transformer_engine"},
+        "tp2-sp": {
+            "transformer_impl": "transformer_engine",
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+    }
+    ranks_of = {"one": (1,), "tp2-sp": (2,)}  # noqa: RUF012
+    parallelism = {"tensor_parallel": "tp2-sp"}  # noqa: RUF012
+
+
+@pytest.mark.slow
 class TestPipelineParallel(TrainStrategyConformance):
     """Two stages."""
 

@@ -303,7 +303,7 @@ STRATEGIES: dict[str, Table] = {
             "save_only_model save_hf_model save_merged_model ckpt_format",
             unneeded("checkpoints continue runs, and export/ is a Hugging Face model"),
         ),
-        **each("use_flash_attn transformer_impl", unneeded("the fastest exact attention is taken")),
+        "use_flash_attn": unneeded("the fastest exact attention is taken"),
         **each(
             "calculate_per_token_loss check_for_nan_in_loss_and_grad variable_seq_lengths compile_warmup",
             unneeded("decided by how losses and microbatches are made"),
