@@ -93,6 +93,7 @@ AGENT_MODES = (
     "sync, 25 % additional prompts, first ready",
     "async, ratio 1",
     "async, ratio 2",
+    "async, ratio 4",
 )
 LARGE = 256
 """Above so many accelerators only these modes are simulated:"""

@@ -55,15 +55,19 @@ NOTES = {
 
 
 def compared(workload: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The largest ratio with a staleness of at most 2, beside the published one."""
-    ratios = [(speedup(row, rows), row) for row in rows if row["mode"].startswith("async") and row["staleness"] <= 2]
-    if not ratios:
+    """The largest ratio with a staleness of at most 2, and of at most 4, beside the published one."""
+    found = []
+    for staleness in (2, 4):
+        ratios = [row for row in rows if row["mode"].startswith("async") and row["staleness"] <= staleness]
+        if ratios:
+            row = max(ratios, key=lambda each: speedup(each, rows))
+            where = f"{row['load']}, {row['accelerators']:,} accelerators, {row['mode']}"
+            found.append(f"up to {speedup(row, rows):.2f} × with a staleness of at most {staleness} ({where})")
+    if not found:
         return ""
-    most, row = max(ratios, key=lambda each: each[0])
-    where = f"{row['load']}, {row['accelerators']:,} accelerators, {row['mode']}"
     return (
-        f"Asynchronous over synchronous, staleness at most 2: up to {most:.2f} × here ({where}); ROLL Flash reports up"
-        f" to {PUBLISHED[workload]} × (arXiv:2510.11345), on other hardware and with a load that is not this one."
+        f"Asynchronous over synchronous: {', '.join(found)}. ROLL Flash reports up to {PUBLISHED[workload]} ×"
+        " (arXiv:2510.11345), on other hardware and with a load that is not this one."
     )
 
 
