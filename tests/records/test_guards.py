@@ -71,7 +71,7 @@ def test_an_error_that_a_guard_watches_for_is_raised_as_it_is() -> None:
 )
 def test_a_threshold_holds_numbers_and_nothing_else(value: float, trips: bool) -> None:
     watch = guards(logprob_gap="warn")
-    watch.check_at_most("logprob_gap", value, watch.config.logprob_gap.threshold, "mean |Δ logprob|")
+    watch.check_at_most("logprob_gap", value, watch.config.logprob_gap.bound("dtype"), "mean |Δ logprob|")
     assert watch.counts["logprob_gap"] == trips
 
 
@@ -131,9 +131,10 @@ def test_every_guard_has_a_remedy_and_a_section_in_the_docs() -> None:
     for name, info in table.items():
         assert info.meaning in " ".join(documented[name].split()), name
         assert f"Default: `{info.default}`" in documented[name]
-        options = type(getattr(GuardsConfig(), name)).model_fields
-        for option in set(options) - {"action"}:
-            assert f"`{option}` ({getattr(getattr(GuardsConfig(), name), option):g})" in documented[name], (
-                name,
-                option,
-            )
+        guard = getattr(GuardsConfig(), name)
+        for option in set(type(guard).model_fields) - {"action"}:
+            value = getattr(guard, option)
+            said = f"{value:g})"
+            if value is None:
+                said = f"{guard.bound('dtype'):g}; {guard.bound('fp8'):g} for an engine in"
+            assert f"`{option}` ({said}" in documented[name], (name, option)
