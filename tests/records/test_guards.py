@@ -134,7 +134,8 @@ def test_every_guard_has_a_remedy_and_a_section_in_the_docs() -> None:
         guard = getattr(GuardsConfig(), name)
         for option in set(type(guard).model_fields) - {"action"}:
             value = getattr(guard, option)
-            said = f"{value:g})"
             if value is None:
                 said = f"{guard.bound('dtype'):g}; {guard.bound('fp8'):g} for an engine in"
+            else:
+                said = f"{value:g})"
             assert f"`{option}` ({said}" in documented[name], (name, option)
