@@ -12,6 +12,7 @@ from roll_core.errors import ConfigError, UnsupportedError
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.runtime.build import model_spec, served_adapters
 from roll_core.spec.pipeline import RoleSpec
+from roll_core.spec.providers import TrainProvider
 
 INFER = RoleSpec(name="actor_infer", kind="generate", model_from="actor_train")
 LORA = {"lora_target": "all-linear", "lora_rank": 4, "lora_alpha": 12}
@@ -61,9 +62,13 @@ def test_adapters_that_nobody_trains_are_refused_where_they_are_asked_for(served
         served({}, {"enable_lora": True})
 
 
-@pytest.mark.parametrize("trainer", ["fsdp2_train", "deepspeed_train", "megatron_train"])
-def test_every_trainer_of_adapters_sends_them(served, trainer):
-    assert served(LORA, {"enable_lora": True}, trainer).rank == 4
+def test_every_trainer_of_adapters_sends_them(served):
+    trainers = [
+        each for each in load_registry().providers(TrainProvider) if each.capabilities.lora and not each.forward_only
+    ]
+    assert {"hf_train", "fsdp2_train"} <= {each.name for each in trainers}
+    for each in trainers:
+        assert served(LORA, {"enable_lora": True}, each.name).rank == 4
 
 
 def test_adapters_beside_modules_that_are_trained_in_full_are_refused(served):
