@@ -25,6 +25,7 @@ from roll_core.testing.reference import Reference, TransformersModel
 from roll_core.testing.subject import registry
 
 VOCABULARY = 61
+WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
 BOTH = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}
 """Far more than anybody wants, so that the other losses do not hide them."""
 EP = {"expert_model_parallel_size": 2}
@@ -118,7 +119,9 @@ def steps(calls=1):
         pytest.param(MIXTURE, 1, BOTH | {"moe_layer_recompute": True}, True, id="experts recomputed"),
         pytest.param(MIXTURE, 1, {"moe_aux_loss_coeff": 0.5}, False, id="balance alone", marks=pytest.mark.slow),
         pytest.param(MIXTURE, 1, {"moe_z_loss_coeff": 0.05}, False, id="z alone", marks=pytest.mark.slow),
-        pytest.param(DEEPSEEK, 2, BOTH | EP | TP, False, id="deepseek, experts, tensor", marks=pytest.mark.slow),
+        pytest.param(
+            DEEPSEEK, 2, BOTH | EP | TP | WHOLE_EXPERTS, False, id="deepseek, experts, tensor", marks=pytest.mark.slow
+        ),
         pytest.param(MIXTURE, 4, BOTH | CP | TP, False, id="tensor, context", marks=pytest.mark.slow),
         pytest.param(MIXTURE, 4, BOTH | EP | PP, False, id="experts, stages", marks=pytest.mark.slow),
     ],

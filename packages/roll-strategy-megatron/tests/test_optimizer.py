@@ -108,7 +108,6 @@ def test_gradients_of_a_model_in_bf16_are_added_up_in_float32(host, tmp_path, ra
     [
         pytest.param(MIXTURE, 2, EP | HOST, id="experts over replicas"),
         pytest.param(QWEN3, 2, PP | HALF, id="half, overlapped, stages"),
-        pytest.param(QWEN3, 2, TP | HALF, id="half, overlapped, tensor", marks=pytest.mark.slow),
     ],
 )
 def test_moments_on_the_host_take_the_same_steps(host, tmp_path, architecture, ranks, config):
