@@ -170,7 +170,8 @@ class Optimizer:
         found: list[Tensor] = list(self._stepped) if self.masters_apart else []
         for main, (optimizer, stepped) in self._stepped.items():
             if stepped is main:
-                found += optimizer.state.get(main, {}).values()
+                # Beside what is kept on the host Megatron has the master once more among the moments.
+                found += [each for each in optimizer.state.get(main, {}).values() if each is not main]
         return [each for each in found if isinstance(each, torch.Tensor)]
 
     def _own(self, parameter: nn.Parameter) -> tuple[int, int, dict[str, Tensor]] | None:
