@@ -456,15 +456,21 @@ def test_groups_that_a_smaller_bound_makes_too_old_are_dropped_or_reused(stale):
     in_virtual_time(main)
 
 
+async def state_that_keeps(kept, dispatcher):
+    """Of a scheduler after its first batch, with nothing but groups that are whole, or nothing but drawn parts."""
+    scheduler = RolloutScheduler(plan(ahead=1.0), dispatcher, None, seed=1)
+    await scheduler.batch(0)
+    state = scheduler.state()
+    state["a"]["kept"] = [each for each in state["a"]["kept"] if each[kept] is not None]
+    assert state["a"]["kept"]
+    return state
+
+
 @pytest.mark.parametrize("kept", ["group", "drawn"])
 def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept):
     async def main():
         dispatcher = fleet()
-        scheduler = RolloutScheduler(plan(ahead=1.0), dispatcher, None, seed=1)
-        await scheduler.batch(0)
-        state = scheduler.state()
-        state["a"]["kept"] = [each for each in state["a"]["kept"] if each[kept] is not None]
-        assert state["a"]["kept"]
+        state = await state_that_keeps(kept, dispatcher)
         other = RolloutScheduler(plan(ahead=1.0, n=5), dispatcher, None, seed=1)
         with pytest.raises(CheckpointMismatchError, match=r"^the checkpoint keeps 4 answers to .* asks for 5"):
             other.load_state(state)
@@ -478,10 +484,7 @@ def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept
 def test_a_checkpoint_with_longer_answers_than_the_config_allows_is_refused(kept):
     async def main():
         dispatcher = fleet()
-        scheduler = RolloutScheduler(plan(ahead=1.0), dispatcher, None, seed=1)
-        await scheduler.batch(0)
-        state = scheduler.state()
-        state["a"]["kept"] = [each for each in state["a"]["kept"] if each[kept] is not None]
+        state = await state_that_keeps(kept, dispatcher)
         saved = [each["group"]["samples"] if kept == "group" else each["drawn"] for each in state["a"]["kept"]]
         tokens = "response_ids" if kept == "group" else "token_ids"
         longest = max(len(array_from(each[tokens], "<i8")) for answers in saved for each in answers if each)

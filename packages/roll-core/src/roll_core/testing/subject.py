@@ -14,6 +14,7 @@ from roll_core.spec.providers import PlatformProvider, TrainCapabilities, TrainP
 from roll_core.testing.models import LARGE, QWEN3, make_batch, write_checkpoint
 from roll_core.testing.part import Part, registry
 from roll_core.testing.ranks import RankHost, free_port
+from roll_core.testing.threads import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,13 +115,8 @@ class Subject(Part):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _on_one_thread(cls) -> Iterator[None]:
-        """The reference's small products are slower on several threads, which wait for each other beside the ranks."""
-        import torch
-
-        usual = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(usual)
+        with one_thread():
+            yield
 
     @pytest.fixture
     def models(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Task | Literal["large"]], ModelSpec]:

@@ -21,6 +21,7 @@ from roll_core.testing.infer.models import CLEAR, END, SMALL, Answers
 from roll_core.testing.infer.trainer import trains_in
 from roll_core.testing.models import write_checkpoint
 from roll_core.testing.part import Part
+from roll_core.testing.threads import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,14 +173,9 @@ class InferSubject(Part):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _on_one_thread(cls) -> Iterator[None]:
-        """Small products are slower on several threads, which would wait for each other and for the engine's."""
-        import torch
-
-        usual = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        cls._stop_shared()
-        torch.set_num_threads(usual)
+        with one_thread():
+            yield
+            cls._stop_shared()
 
     @classmethod
     def _stop_shared(cls) -> None:

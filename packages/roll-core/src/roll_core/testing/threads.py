@@ -1,0 +1,22 @@
+"""Torch's threads in the process that runs the tests."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small products are slower on several threads, which wait for each other and for those of ranks and engines."""
+    import torch
+
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
