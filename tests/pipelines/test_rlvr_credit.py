@@ -313,6 +313,18 @@ def test_what_is_drawn_ahead_is_scored_by_the_policy_as_it_is_now_and_the_gap_is
     assert (run.plan.ahead, run.plan.concurrent) == (1.0, True)
 
 
+def test_tokens_after_those_of_older_weights_attend_to_older_keys_and_are_no_gap():
+    groups = groups_of((1.0, 0.0))
+    fresh, other = groups[0].samples
+    logprobs = np.array([-3.0, -1.0], dtype=np.float32)
+    going_on = replace(other, versions=np.array([-1, 0], dtype=np.int32), logprobs=logprobs)
+    run, _ = step([Group(id="0", samples=(fresh, going_on))], {"actor_train": FakeRole(logprob=-0.7)}, **OLDER)
+    assert run.metrics["actor/logprob_gap"] == pytest.approx(0.2)
+    assert run.metrics["actor/logprob_lag"] == pytest.approx((2.3 + 0.3) / 2)
+    run, _ = step([Group(id="0", samples=(going_on,))], {"actor_train": FakeRole(logprob=-0.7)}, **OLDER)
+    assert "actor/logprob_gap" not in run.metrics
+
+
 @pytest.mark.parametrize(
     ("ahead", "given", "weighs"),
     [

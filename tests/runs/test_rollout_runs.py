@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roll_core.builtin.hf.core import EngineCore
+from roll_core.errors import NonFiniteError
+
 STD_FILTER = {"type": "std_filter", "filter_args": {"std_threshold": 0.45}}
 
 
@@ -100,6 +103,20 @@ def test_generation_goes_on_while_training_does_and_nothing_is_older_than_allowe
     assert len({group for groups in seen.values() for group in groups}) > 5
 
 
+def test_answers_that_go_on_under_new_weights_trip_no_guard(local_runs, monkeypatch):
+    """An engine so slow that weights change while answers are half drawn, the first of their tokens long before."""
+    step = EngineCore.step
+
+    def slowly(core):
+        time.sleep(0.03)
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", slowly)
+    guards = {"logprob_gap": {"action": "error", "threshold": 1e-3}}
+    lines = local_runs.metrics(local_runs.ok(asynchronous(local_runs, 2.0, max_steps=5, guards=guards)))
+    assert any(line["rollout/mixed_version_share"] > 0 for line in lines)
+
+
 def test_an_asynchronous_run_resumes_with_the_groups_that_it_had(local_runs):
     first = local_runs.ok(asynchronous(local_runs, 1.0, exp_name="one", max_steps=3, save_steps=3))
     state = saved(first, 3)[""]
@@ -183,9 +200,6 @@ def test_bounded_and_single_requests_train_as_well(local_runs):
 
 
 def test_a_worker_that_generates_ahead_and_fails_ends_the_run_with_its_error(local_runs, monkeypatch):
-    from roll_core.builtin.hf.core import EngineCore
-    from roll_core.errors import NonFiniteError
-
     step = EngineCore.step
 
     def broken(self):

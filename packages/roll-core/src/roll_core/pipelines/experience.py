@@ -104,19 +104,28 @@ def without_experts(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, 
 
 
 def logprob_gaps(experience: Experience, version: int) -> tuple[float | None, float | None]:
-    """Means over drawn tokens of |old logprob - engine's logprob|: of those drawn under the weights of `version`, which
-    the trainer has, and of older ones. None where there are none."""
+    """Means over drawn tokens of |old logprob - engine's logprob|: of those that the weights of `version`, which the
+    trainer has, drew from their answer's beginning on, and of all others. None where there are none.
+
+    A token that follows those of older weights attends to keys that these computed, as a rule: its logprob under the
+    weights alone is another, though the engine does nothing wrong.
+    """
     old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
     if old_T is None or behaviour_T is None:
         return None, None
     gap_T = (old_T - behaviour_T).abs()
-    drawn_T = torch.from_numpy(
+    of_one_version_T = torch.from_numpy(
         np.concatenate(
-            [np.concatenate([np.full(len(s.prompt_ids), -1, dtype=np.int32), s.versions]) for s in experience.samples]
+            [
+                np.concatenate(
+                    [np.zeros(len(s.prompt_ids), dtype=np.bool_), np.logical_and.accumulate(s.versions == version)]
+                )
+                for s in experience.samples
+            ]
         )
     )
-    now_N = gap_T[experience.mask_T & (drawn_T == version)]
-    before_N = gap_T[experience.mask_T & (drawn_T != version)]
+    now_N = gap_T[experience.mask_T & of_one_version_T]
+    before_N = gap_T[experience.mask_T & ~of_one_version_T]
     return (float(now_N.mean()) if len(now_N) else None), (float(before_N.mean()) if len(before_N) else None)
 
 
