@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from math import prod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -173,11 +174,13 @@ def load_each(rank, case: Case, folders):
 
 
 def move_away(rank, case: Case, batch, step):
-    """After a step: what each part holds and how much memory is behind it, as all is here and as all is away; what is
-    computed and exported with all parts here and with the weights alone; and what is refused."""
+    """After a step: how many numbers are trained; what each part holds and how much memory is behind it, as all is here
+    and as all is away; what is computed and exported with all parts here and with the weights alone; and what is
+    refused."""
     with built(case, rank) as strategy:
         take_step(strategy, step)
         held = strategy._held()
+        trained = sum(prod(shape) for shape in strategy.export_state().shapes.values())
 
         def behind():
             return {
@@ -194,7 +197,7 @@ def move_away(rank, case: Case, batch, step):
         refused += [said(lambda: outputs(strategy, batch, WANT)), said(strategy.export_weights)]
         strategy.onload(("weights", "grads", "optimizer"))
         after = dict(strategy.memory()), behind(), outputs(strategy, batch, WANT), weights(strategy)
-        return before, alone, away, after, refused
+        return trained, before, alone, away, after, refused
 
 
 def said(call):

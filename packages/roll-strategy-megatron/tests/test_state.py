@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 from fused_adam import with_fused_adam
 from megatron_programs import MIXTURE, PRELOAD, load_each, move_away, resume, save_after
 
+from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.testing.bench import Case, Step
 from roll_core.testing.bounds import check_rows, check_same, distance
@@ -140,19 +141,25 @@ def rewrite(folder, **values):
     (folder / "state.json").write_text(json.dumps(state | values))
 
 
+LORA = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapters"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_parts_that_are_away_hold_no_memory_and_the_weights_alone_compute(host, tmp_path, dtype):
-    model = replace(write_checkpoint(tmp_path, MIXTURE, task="causal_lm", vocab_size=61), dtype=dtype)
+def test_parts_that_are_away_hold_no_memory_and_the_weights_alone_compute(host, tmp_path, dtype, lora):
+    model = replace(write_checkpoint(tmp_path, MIXTURE, task="causal_lm", vocab_size=61), dtype=dtype, lora=lora)
     case = case_of(model, 2, EP)
     batch = make_batch(61, seed=10)
     answers = host.run(move_away, case, batch, steps(1)[0], num_ranks=2, timeout_s=150)
-    parameters = sum(each.size for each in answers[0][0][3].values())
-    # Two moments, and masters where the weights are not masters themselves.
-    kept = sum(before[0]["optimizer"] for before, *_ in answers)
-    assert kept == pytest.approx(parameters * (8 if dtype == "fp32" else 12), rel=0.01)
-    for before, alone, away, after, refused in answers:
+    trained = answers[0][0]
+    if lora is None:
+        assert trained == sum(each.size for each in answers[0][1][3].values())
+    # Two moments, and masters where the weights are not masters themselves; adapters are float32 beneath any dtype.
+    kept = sum(before["optimizer"] for _, (before, *_), *_ in answers)
+    assert kept == pytest.approx(trained * (12 if dtype == "bf16" and lora is None else 8), rel=0.02)
+    for _, before, alone, away, after, refused in answers:
         says, behind, scored, weights = before
-        assert says["grads"] * (4 if dtype == "fp32" else 2) >= says["weights"] * 4
+        assert says["grads"] >= trained * 4 / 2
         assert all(behind[part] >= size for part, size in says.items())
         assert alone[0] == {"weights": says["weights"], "grads": 0, "optimizer": 0}
         assert alone[1] == {"weights": behind["weights"], "grads": 0, "optimizer": 0}

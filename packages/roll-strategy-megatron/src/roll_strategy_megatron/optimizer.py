@@ -47,7 +47,6 @@ class Optimizer:
         self.runs, self.training, self.partial = runs, training, partial
         self.schedule = schedule(training)
         self.step_count = 0
-        self.masters_apart = dtype != torch.float32
         self.reduction = OverlappedReduction(runs) if runs[0].ddp_config.overlap_grad_reduce else None
         self.mcore: Any = get_megatron_optimizer(
             OptimizerConfig(
@@ -165,9 +164,10 @@ class Optimizer:
         return [each.grad_data for run in self.runs for each in (*run.buffers, *run.expert_parallel_buffers)]
 
     def states(self) -> list[Tensor]:
-        """Moments of this rank's share, and masters where these are not the weights themselves; what Megatron keeps on
-        the host is not among them."""
-        found: list[Tensor] = list(self._stepped) if self.masters_apart else []
+        """Moments of this rank's share, and masters where these are not the weights themselves, as those of float32
+        parameters are; what Megatron keeps on the host is not among them."""
+        weights = {parameter.untyped_storage()._cdata for parameter in self._owners}
+        found: list[Tensor] = [main for main in self._stepped if main.untyped_storage()._cdata not in weights]
         for main, (optimizer, stepped) in self._stepped.items():
             if stepped is main:
                 # Beside what is kept on the host Megatron has the master once more among the moments.
