@@ -104,16 +104,22 @@ def test_generation_goes_on_while_training_does_and_nothing_is_older_than_allowe
 
 
 def test_answers_that_go_on_under_new_weights_trip_no_guard(local_runs, monkeypatch):
-    """An engine so slow that weights change while answers are half drawn, the first of their tokens long before."""
+    """An engine that halts with answers half drawn until weights come, under which it draws the rest."""
     step = EngineCore.step
+    published, patience = 2, time.monotonic() + 120  # the weights of the first step
 
-    def slowly(core):
-        time.sleep(0.03)
+    def halting(core):
+        # What older weights began is trained on first: an engine that held it back would wait for ever.
+        drawn = [output.versions for each in core.progress() for output in each.outputs]
+        begun = any(len(each) >= 2 for each in drawn) and all((each == published).all() for each in drawn)
+        if core.version == published and begun and time.monotonic() < patience:
+            time.sleep(0.001)
+            return []
         return step(core)
 
-    monkeypatch.setattr(EngineCore, "step", slowly)
+    monkeypatch.setattr(EngineCore, "step", halting)
     guards = {"logprob_gap": {"action": "error", "threshold": 1e-3}}
-    lines = local_runs.metrics(local_runs.ok(asynchronous(local_runs, 2.0, max_steps=5, guards=guards)))
+    lines = local_runs.metrics(local_runs.ok(asynchronous(local_runs, 1.0, max_steps=4, guards=guards)))
     assert any(line["rollout/mixed_version_share"] > 0 for line in lines)
 
 
