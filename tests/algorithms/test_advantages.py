@@ -229,7 +229,7 @@ def ragged(draw):
 DISCOUNTS = st.sampled_from([0.0, 0.5, 0.95, 0.99, 1.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ragged(), DISCOUNTS, DISCOUNTS)
 def test_estimators_equal_loops_over_tokens(case, gamma, lambd):
     rewards, values, masks, groups = case
@@ -243,7 +243,7 @@ def test_estimators_equal_loops_over_tokens(case, gamma, lambd):
         assert torch.allclose(rloo(batch).advantages_T, torch.tensor(loop_rloo(rewards, masks, groups)), atol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(ragged())
 def test_a_sequences_credit_does_not_depend_on_its_neighbours(case):
     rewards, values, masks, groups = case

@@ -85,7 +85,7 @@ def loop_aggregate(values, masks, mode, max_length):
 
 
 @pytest.mark.parametrize("mode", BY_HAND)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 1), st.floats(-5, 5, width=32)), min_size=1), min_size=1, max_size=6))
 def test_aggregations_equal_loops_over_tokens(mode, micro_of, sequences):
     masks = [[mask for mask, _ in sequence] for sequence in sequences]

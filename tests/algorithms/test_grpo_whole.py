@@ -41,7 +41,7 @@ LOGPROB = st.floats(-2, 0, width=32)
 RESPONSE = st.lists(st.tuples(LOGPROB, LOGPROB, LOGPROB), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2), RESPONSE), min_size=1, max_size=8))
 def test_rewards_to_loss_is_the_papers_objective(micro_of, rows):
     rewards, groups, responses = ([row[i] for row in rows] for i in range(3))

@@ -109,7 +109,7 @@ def test_rewards_that_are_not_finite_are_an_error(poison):
     assert normalise.state() == {}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-100, 100, width=32)), min_size=1, max_size=30))
 def test_moments_equal_the_standard_librarys(rows):
     groups, values = [row[0] for row in rows], [row[1] for row in rows]
@@ -121,7 +121,7 @@ def test_moments_equal_the_standard_librarys(rows):
         assert stds[i].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=6), min_size=1, max_size=6))
 def test_running_moments_equal_those_of_everything_at_once(batches):
     moments = RunningMoments()

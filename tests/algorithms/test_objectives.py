@@ -357,7 +357,7 @@ def layouts(draw):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(layouts(), st.integers(0, 2**31))
 def test_the_objective_is_the_same_however_the_batch_is_split(objective, micro_of, layout, seed):
     lengths, splits = layout

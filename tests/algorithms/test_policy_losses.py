@@ -128,7 +128,7 @@ def loop_ppo(logprob, old, advantage, low, high, dual_clip):
     return loss
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(*[st.floats(-8, 0, width=32)] * 2, st.floats(-3, 3, width=32)), min_size=1, max_size=12),
     st.floats(0.05, 0.5),

@@ -22,7 +22,6 @@ REGISTRY = load_registry()
 EXAMPLES = int(os.environ.get("ROLL_FUZZ_EXAMPLES", "1200"))
 FUZZ = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     derandomize="ROLL_FUZZ_EXAMPLES" not in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -41,7 +41,7 @@ def terms(draw):
     return f"list({inner})" if kind == "list" else inner
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(parts=st.lists(terms(), min_size=1, max_size=4), spaces=st.lists(st.sampled_from(["", " ", "  "]), min_size=4))
 def test_an_expression_means_what_it_means_in_python_or_is_refused_for_a_reason(parts, spaces):
     text = "".join(f"{space}{part}{space}+" for part, space in zip(parts, spaces, strict=False)).rstrip("+")
@@ -131,7 +131,7 @@ def test_a_huge_sum_is_refused_before_it_fills_the_memory():
         parse_device_mapping(text)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=st.text(max_size=30) | st.text(alphabet="listrange()[],+-0123456789 ", max_size=30))
 def test_any_text_is_slots_or_a_value_error(text):
     try:

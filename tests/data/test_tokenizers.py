@@ -28,13 +28,13 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_bytes_and_byte_pairs_give_back_any_unicode(made, kind, text):
     assert made[kind].decode(encode(made[kind], text)) == text
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(text=st.text(st.sampled_from(sorted(set("".join(TEXTS)))), max_size=40))
 def test_characters_give_back_their_alphabet(made, text):
     ids = encode(made["char"], text)

@@ -287,7 +287,7 @@ CHECKS: tuple[Callable[[Situation], Iterator[CheckResult]], ...] = (
 ADDRESSES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     system=st.sampled_from(["Linux", "Windows", "Darwin", ""]) | st.text(),
     release=st.text() | st.from_regex(r"\d+\.\d+.*"),

@@ -127,7 +127,7 @@ def test_what_a_check_prints_does_not_end_up_in_the_output(doctor: Doctor, capsy
     assert capsys.readouterr().out == ""
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], max_examples=50)
 @given(answer=st.lists(st.one_of(st.none(), st.text(), st.integers(), st.binary(), st.floats(), st.just(...))))
 def test_whatever_a_check_answers_there_are_findings(doctor: Doctor, answer: list[Any]) -> None:
     found = of(doctor({"odd": lambda _: answer}), "odd")

@@ -62,7 +62,7 @@ def test_the_gate_is_silu_everywhere(dtype):
     assert near(found[0], F.silu(gate) * up)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     kv_heads=st.integers(1, 3),
     groups=st.integers(1, 4),

@@ -42,7 +42,7 @@ def random_logits(size, seed=0, scale=2.0):
     return (np.random.default_rng(seed).standard_normal(size) * scale).astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 700).flatmap(
         lambda size: st.tuples(st.just(size), st.integers(0, 2**31), st.floats(0, 1, exclude_max=True))

@@ -41,7 +41,7 @@ TEXT = st.text(alphabet="ab\n é漢🙂", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab\n é漢🙂", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TEXT, STOPS)
 def test_bytes_of_unicode_are_stopped_where_the_decoded_text_first_contains_a_stop(text, strings):
     ids = list(text.encode())
@@ -49,7 +49,7 @@ def test_bytes_of_unicode_are_stopped_where_the_decoded_text_first_contains_a_st
     assert (found and found[0]) == expected_end(ByteTokenizer(), strings, ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(0, len(PieceTokenizer.pieces) - 1), min_size=1, max_size=40),
     st.lists(st.sampled_from(["stop", " stop", "x.", "t op", "é x", ". ", "  "]), min_size=1, max_size=3),

@@ -68,9 +68,7 @@ def leaves(value, prefix=""):
     return [prefix.removesuffix(".")]
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=mutated())
 def test_every_key_is_accounted_for_or_the_file_is_refused(data, registry, tmp_path):
     file = tmp_path / "theirs.yaml"

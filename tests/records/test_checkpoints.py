@@ -130,7 +130,7 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(
     assert "step-2 is damaged and is passed over: actor/model.safetensors does not have the digest" in caplog.text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_change_of_any_byte_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = save(CheckpointStore(tmp_path_factory.mktemp("c")), 1, b"some weights")
@@ -144,7 +144,7 @@ def test_any_change_of_any_byte_is_found(tmp_path_factory: pytest.TempPathFactor
     assert file.name in verify(path)[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_change_of_the_manifest_is_found_or_changes_nothing_that_it_says(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -210,7 +210,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return make_run(tmp_path_factory.mktemp("finished"))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_files_that_are_cut_off_or_damaged_anywhere_still_make_a_report(
     tmp_path: Path, finished_run: RunDir, data: st.DataObject
@@ -240,7 +240,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(field=st.sampled_from(FIELDS), value=JSON)
 def test_a_record_with_any_nonsense_in_it_still_makes_a_report(
     tmp_path: Path, finished_run: RunDir, field: str, value: object

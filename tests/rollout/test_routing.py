@@ -25,7 +25,7 @@ def seats(router, count):
     ),
     st.sampled_from([None, 6]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_least_loaded_is_chosen_and_of_equals_the_first(acts, most):
     router = Router("least_loaded", most)
     living, added = seats(router, 3), 3

@@ -109,7 +109,7 @@ def judged(dispatcher_rng):
 
 
 @given(st.sets(st.integers(0, 60)), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.booleans(), st.integers(0, 5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_batch_has_the_first_prompts_that_pass_whatever_is_ready_first(unwanted, ahead, concurrent, seed):
     async def main():
         dispatcher = fleet()
@@ -145,7 +145,7 @@ def test_a_batch_has_the_first_prompts_that_pass_whatever_is_ready_first(unwante
     st.booleans(),
     st.integers(0, 5),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_what_is_passed_over_by_those_that_are_ready_first_is_in_the_next_batch(
     unwanted, ahead, concurrent, keep_partials, seed
 ):

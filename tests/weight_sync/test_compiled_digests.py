@@ -31,7 +31,7 @@ def leaves_by_xxhash(values):
     return b"".join(xxhash.xxh3_128_digest(chunk.tobytes()) for chunk in chunks)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     size=st.sampled_from(EDGES) | st.integers(0, 6000),
     chunks=st.integers(0, 2),

@@ -77,7 +77,7 @@ def test_threads_do_not_change_the_digest():
         torch.set_num_threads(before)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_bytes=st.integers(1, 3 * CHUNK_BYTES),
     where=st.floats(0, 1, exclude_max=True),

@@ -6,7 +6,7 @@ import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.errors import CorruptTensorError, NonFiniteWeightError, UnsupportedError
@@ -64,7 +64,6 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 MATRICES = arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=FINITE)
 
 
-@settings(deadline=None)
 @given(MATRICES)
 def test_every_value_becomes_the_nearest_number_at_its_rows_scale(matrix):
     weight, scale = quantise_rows(torch.from_numpy(matrix))
@@ -77,7 +76,6 @@ def test_every_value_becomes_the_nearest_number_at_its_rows_scale(matrix):
             assert codes[row, column] == nearest(float(ratio))
 
 
-@settings(deadline=None)
 @given(MATRICES)
 def test_the_error_is_at_most_half_a_step_of_the_row(matrix):
     weight, scale = quantise_rows(torch.from_numpy(matrix))
@@ -88,7 +86,6 @@ def test_the_error_is_at_most_half_a_step_of_the_row(matrix):
     assert (np.abs(back - matrix.astype(np.float64)) <= bound).all()
 
 
-@settings(deadline=None)
 @given(MATRICES, st.randoms(use_true_random=False), st.integers(1, 12))
 def test_a_row_is_rounded_by_itself(matrix, random, chunk):
     """Whatever its place, its neighbours and how many are rounded at a time."""

@@ -198,7 +198,7 @@ def test_kernels_are_compiled_for_the_devices_that_are_here(
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     said=st.binary(max_size=80) | st.from_regex(rb"release \d+\.\d+").map(bytes),
     home=TEXT | st.none(),

@@ -74,7 +74,7 @@ def test_no_rocm_at_all_is_good_to_know(tmp_path: Path, monkeypatch: pytest.Monk
     assert only(checks.toolkit(HERE)).level == "note"
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(version=st.binary(max_size=60), hip=st.text(max_size=20))
 def test_whatever_is_written_there_is_a_result(tmp_path: Path, version: bytes, hip: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
