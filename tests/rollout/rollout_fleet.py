@@ -22,12 +22,25 @@ def right_tokens(id, index):
     return list(range(len(PROMPT), len(PROMPT) + length_of(id, index)))
 
 
+class Noted(SimulatedEngine):
+    """Notes the ids that it was asked, in order."""
+
+    def __init__(self, *args, **given):
+        super().__init__(*args, **given)
+        self.begun = []
+
+    def begin(self, requests, answered):
+        self.begun += [each.id for each in requests]
+        super().begin(requests, answered)
+
+
 def engine(name, **speed):
-    return SimulatedEngine(name, Speed(**({"max_rows": 8} | speed)), length_of, prompt_tokens=len(PROMPT))
+    return Noted(name, Speed(**({"max_rows": 8} | speed)), length_of, prompt_tokens=len(PROMPT))
 
 
-def request(id, n=1, **params):
-    return GenerateRequest(id=id, prompt_ids=PROMPT, params=SamplingParams(**({"max_new_tokens": 500} | params)), n=n)
+def request(id, n=1, *, priority=0, **params):
+    params = SamplingParams(**({"max_new_tokens": 500} | params))
+    return GenerateRequest(id=id, prompt_ids=PROMPT, params=params, n=n, priority=priority)
 
 
 def prompt(tag, position):

@@ -99,6 +99,61 @@ def test_a_request_that_fails_ends_alone_for_who_asks_and_together_for_who_waits
     in_virtual_time(main)
 
 
+def test_what_is_asked_of_one_replica_is_asked_there_at_once_though_others_are_idle_and_it_is_full():
+    async def main():
+        replicas = [engine(str(i)) for i in range(3)]
+        dispatcher = Dispatcher(replicas[:2], max_running=1, routing="sticky")
+        dispatcher.ask([request(f"r{i}", n=2) for i in range(2)], lambda id, outcome: None)
+        dispatcher.add(replicas[2])
+        asked = [
+            dispatcher.generate([request(f"probe{at}", priority=-2)], only_at=replica)
+            for at, replica in enumerate(replicas)
+        ]
+        for (found,) in await asyncio.gather(*asked):
+            check(found, 1)
+        assert [replica.begun[:2][-1] for replica in replicas] == ["probe0", "probe1", "probe2"]
+        await dispatcher.close()
+
+    in_virtual_time(main)
+
+
+def test_what_is_asked_of_a_replica_that_dies_or_is_gone_fails_and_goes_nowhere_else():
+    async def main():
+        replicas = [engine(str(i)) for i in range(2)]
+        dispatcher = Dispatcher(replicas)
+        dying = asyncio.ensure_future(dispatcher.generate([request("first")], only_at=replicas[0]))
+        other = asyncio.ensure_future(dispatcher.generate([request("r", n=2)]))
+        await asyncio.sleep(0.1)
+        replicas[0].kill()
+        with pytest.raises(WorkerDiedError):
+            await dying
+        with pytest.raises(WorkerDiedError):
+            await dispatcher.generate([request("second")], only_at=replicas[0])
+        check((await other)[0], 2)
+        assert not {"first", "second"} & set(replicas[1].begun)
+        assert dispatcher.accounts.ended == {"answered": 1, "failed": 2}
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("routing", ["least_loaded", "prompt_affinity", "sticky"])
+def test_what_is_urgent_goes_before_what_waits_also_before_what_waits_for_its_replica(routing):
+    async def main():
+        replica = engine("0")
+        dispatcher = Dispatcher([replica], max_running=1, routing=routing)
+        ended = []
+        rollouts = [request(f"r{i}", n=2) for i in range(2)]
+        dispatcher.ask(rollouts, lambda id, outcome: ended.append(id))
+        dispatcher.ask([request("v", n=2, priority=-1)], lambda id, outcome: ended.append(id))
+        dispatcher.ask([request("p", n=2, priority=-2)], lambda id, outcome: ended.append(id))
+        while dispatcher.num_open:
+            await asyncio.sleep(1)
+        assert ended == ["p", "v", "r0", "r1"]
+        assert [id[0] for id in replica.begun] == ["r", "p", "p", "v", "v", "r", "r", "r"]
+
+    in_virtual_time(main)
+
+
 def test_one_id_twice_at_once_is_refused():
     async def main():
         dispatcher = Dispatcher([engine("0")])

@@ -48,12 +48,49 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(local_runs, monkeypat
 
 def test_a_probe_on_which_the_sides_disagree_ends_the_run(local_runs, monkeypatch):
     async def far_apart(*arguments):
-        return 0.7
+        return {0: 0.1, 1: 0.7}
 
     monkeypatch.setattr(publishing, "logprob_probe", far_apart)
     result = local_runs.run(local_runs.rlvr())
     assert "guard logprob_probe" in str(result.error)
-    assert "0.7" in str(result.error)
+    assert "by actor_infer rank 1 - logprob by actor_train| on the probe tokens is 0.7" in str(result.error)
+
+
+def keep_multiplying_with_these_weights(runner):
+    """What the engine makes of its parameters after an update it makes of those that they are now."""
+    parameters = list(runner._model.parameters())
+    copies, refresh = [each.detach().clone() for each in parameters], runner.refresh
+
+    def refresh_from_copies():
+        held = [each.data for each in parameters]
+        for each, copy in zip(parameters, copies, strict=True):
+            each.data = copy
+        refresh()
+        for each, data in zip(parameters, held, strict=True):
+            each.data = data
+
+    runner.refresh = refresh_from_copies
+
+
+def test_a_replica_that_multiplies_with_an_older_packed_copy_is_found_and_named(local_runs, monkeypatch):
+    """Its digests are right: they are of the weights that it was sent, and not of what it made of them."""
+    config = local_runs.rlvr(max_steps=2, guards={"logprob_probe": {"every": 1, "threshold": 1e-3}})
+    config["actor_infer"] |= {"device_mapping": [0, 1]}
+    local_runs.ok(config)
+
+    update = HFInferStrategy.update_weights
+
+    async def leaving_one_stale(self, version, manifest, tensors, *, shared=False):
+        receipt = await update(self, version, manifest, tensors, shared=shared)
+        if version == 0 and self._mesh.rank == 1:
+            keep_multiplying_with_these_weights(self._core.runner)
+        return receipt
+
+    monkeypatch.setattr(HFInferStrategy, "update_weights", leaving_one_stale)
+    result = local_runs.run(config)
+    assert "guard logprob_probe" in str(result.error)
+    assert "logprob by actor_infer rank 1 - logprob by actor_train" in str(result.error)
+    assert counts(result) == {"logprob_probe": 1}
 
 
 def test_logprobs_that_are_not_the_trainers_are_pointed_out(local_runs, spoil_answers):

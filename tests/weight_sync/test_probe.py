@@ -30,43 +30,43 @@ class Engine:
     def __init__(self, *replicas):
         self.replicas = replicas
 
-    async def generate(self, requests, on_completion=None):
-        assert all(request.prompt_logprobs and request.params.temperature == 1 for request in requests)
-        assert len({request.id for request in requests}) == len(requests)
-        answers = [self.replicas[at % len(self.replicas)] for at in range(len(requests))]
-        return [
-            Completion(
+    async def generate_on_each(self, request):
+        assert request.prompt_logprobs
+        assert request.params.temperature == 1
+        assert request.priority < 0
+        return {
+            rank: Completion(
                 id=request.id,
                 outputs=(),
                 prompt_logprobs=None if answer is None else np.array(answer, np.float32),
             )
-            for request, answer in zip(requests, answers, strict=True)
-        ]
+            for rank, answer in enumerate(self.replicas)
+        }
 
 
-def probe(trainer, engine, **options):
-    return asyncio.run(logprob_probe(trainer, engine, TOKENS, **options))
+def probe(trainer, engine):
+    return asyncio.run(logprob_probe(trainer, engine, TOKENS))
 
 
 def test_the_gap_is_the_mean_over_all_tokens_but_the_first():
     # |-1 - -1.5|, |-2 - -2|, |-3 - -2.75|: 0.75 over 3 tokens.
-    assert probe(Trainer(0, -1, -2, -3), Engine([9, -1.5, -2, -2.75])) == pytest.approx(0.25)
+    assert probe(Trainer(0, -1, -2, -3), Engine([9, -1.5, -2, -2.75])) == {0: pytest.approx(0.25)}
 
 
 def test_equal_logprobs_have_no_gap():
-    assert probe(Trainer(0, -1, -2, -3), Engine([0, -1, -2, -3])) == 0
+    assert probe(Trainer(0, -1, -2, -3), Engine([0, -1, -2, -3])) == {0: 0}
 
 
-def test_the_worst_replica_counts():
-    engine = Engine([0, -1, -2, -3], [0, -1, -2, -6])
-    assert probe(Trainer(0, -1, -2, -3), engine, num_requests=2) == pytest.approx(1.0)
+def test_each_replica_has_a_gap_of_its_own():
+    engine = Engine([0, -1, -2, -3], [0, -1, -2, -6], [0, -1.3, -2, -3])
+    assert probe(Trainer(0, -1, -2, -3), engine) == {0: 0, 1: pytest.approx(1.0), 2: pytest.approx(0.1)}
 
 
 @pytest.mark.parametrize(
     ("trainer", "engine", "role"),
     [
         (Trainer(0, np.nan, -2, -3), Engine([0, -1, -2, -3]), "actor_train"),
-        (Trainer(0, -1, -2, -3), Engine([0, -1, -np.inf, -3]), "actor_infer"),
+        (Trainer(0, -1, -2, -3), Engine([0, -1, -2, -3], [0, -1, -np.inf, -3]), "actor_infer rank 1"),
     ],
 )
 def test_a_logprob_that_is_not_a_number_names_its_role(trainer, engine, role):
@@ -76,5 +76,5 @@ def test_a_logprob_that_is_not_a_number_names_its_role(trainer, engine, role):
 
 @pytest.mark.parametrize("answer", [None, [0, -1]])
 def test_an_engine_that_does_not_answer_the_probe_is_an_error(answer):
-    with pytest.raises(WeightSyncError, match=r"actor_infer returned .* for the 4 probe tokens"):
+    with pytest.raises(WeightSyncError, match=r"actor_infer rank 0 returned .* for the 4 probe tokens"):
         probe(Trainer(0, -1, -2, -3), Engine(answer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.util
 
@@ -10,7 +11,7 @@ from vllm_live import CACHE, CACHE_BYTES, start
 
 from roll_core.spec.weights import digest
 from roll_core.testing.infer.holding import HoldingTests, digests
-from roll_core.testing.infer.live import biased
+from roll_core.testing.infer.live import biased, request
 from roll_infer_vllm.config import OURS, VllmConfig
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 @pytest.fixture(scope="module")
 def live():
-    engine = start(biased(), CACHE | {"bucket_mib": 1})
+    engine = start(biased(), CACHE | {"bucket_mib": 1, "max_num_seqs": 4})
     yield engine
     engine.close()
 
@@ -43,6 +44,20 @@ def test_heads_that_the_cpus_attention_does_not_take_are_refused_at_the_start():
 
     with pytest.raises(ModelError, match=r"actor_infer rank 0: .* heads have size 16; on a CPU vLLM takes 32, 64"):
         start(biased(num_attention_heads=4))
+
+
+def test_the_urgent_are_served_first_where_not_all_can_be(live):
+    ended = []
+
+    async def drawn(name, priority=0):
+        await live.strategy.generate(request(name, [4, 5], priority=priority))
+        ended.append(name)
+
+    async def together():
+        await asyncio.gather(*[drawn(f"r{i}") for i in range(12)], drawn("urgent", -2))
+
+    live.run(together())
+    assert ended.index("urgent") < 8  # with the second four at the latest
 
 
 def test_levels_are_those_of_the_steps(live):

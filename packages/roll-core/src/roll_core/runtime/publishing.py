@@ -175,16 +175,17 @@ class Publishing:
         )
 
     async def _probe(self, source: str, target: str) -> dict[str, float]:
-        """The same fixed tokens, through the trainer and through the engine."""
+        """The same fixed tokens, through the trainer and through every replica of the engine; the worst one counts."""
         run = self._run
-        gap = await logprob_probe(run.train_role(source), run.engine(target), probe_tokens(len(run.tokenizer)))
+        gaps = await logprob_probe(run.train_role(source), run.engine(target), probe_tokens(len(run.tokenizer)))
+        worst = max(gaps, key=gaps.__getitem__)
         run.guards.check_at_most(
             "logprob_probe",
-            gap,
+            gaps[worst],
             run.config.guards.logprob_probe.bound(run.engine(target).config.weight_format),
-            f"mean |logprob by {target} - logprob by {source}| on the probe tokens",
+            f"mean |logprob by {target} rank {worst} - logprob by {source}| on the probe tokens",
         )
-        return {"weight_sync/logprob_probe": gap}
+        return {"weight_sync/logprob_probe": gaps[worst]}
 
     def _capabilities(self, name: str) -> TrainCapabilities | InferCapabilities:
         role = self._roles[name]

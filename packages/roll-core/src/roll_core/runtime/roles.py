@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -309,6 +311,24 @@ class GroupInferRole(InferRole):
     ) -> list[Completion]:
         async with self.turn():
             return await self.dispatcher.generate(requests, on_completion)
+
+    async def generate_on_each(self, request: GenerateRequest) -> dict[int, Completion]:
+        """What each replica answers to one request, by rank; those that die over it, or have died, are left out.
+
+        Raises what else goes wrong, and `WorkerDiedError` where no replica is left.
+        """
+        async with self.turn():
+            asked = [
+                self.dispatcher.generate([replace(request, id=f"{request.id}/{rank}")], only_at=replica)
+                for rank, replica in self._replicas.items()
+            ]
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        faults = [failure for failure in failures if not isinstance(failure, WorkerDiedError)]
+        if faults or len(failures) == len(outcomes):
+            raise (faults or failures)[0]
+        found = zip(self._replicas, outcomes, strict=True)
+        return {rank: outcome[0] for rank, outcome in found if not isinstance(outcome, BaseException)}
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from roll_core.errors import RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.rollout.groups import Verdicts
+from roll_core.runtime.rollout.groups import EVALUATION, ROLLOUT, Verdicts
 from roll_core.runtime.rollout.of_run import DrawnRollouts, roll_out
 from roll_core.runtime.rollout.replay import ReplayedRole, ReplayedRollouts
 from roll_core.runtime.turns import SlotTurns
@@ -140,6 +140,7 @@ class ActiveRun(Run):
                 seed_of=(self.config.seed, split, self.step),
                 judges=self.judges,
                 tokenizer=self.tokenizer,
+                priority=ROLLOUT if split == "train" else EVALUATION,
             )
         self.check_tokens(role, groups)
         self.check_rewards(Verdicts.of(groups))

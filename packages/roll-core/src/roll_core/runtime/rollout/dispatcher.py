@@ -5,8 +5,8 @@
               └──── cut short, or the replica died: the rest, from the last token that is known
 
 A request for n outputs goes to one replica, which shares the prompt's prefill among them, unless outputs are asked for
-one by one. What is cut short goes on output by output. The queue is in order of arrival, and what goes on keeps its
-place.
+one by one. What is cut short goes on output by output. The queue is in order of priority and then of arrival, and what
+goes on keeps its place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.rollout.drafts import FindStop
     from roll_core.runtime.rollout.replica import Answered, Replica
-    from roll_core.runtime.rollout.routing import Routing
+    from roll_core.runtime.rollout.routing import InLine, Routing
     from roll_core.types import CompletionOutput, GenerateRequest, SamplingParams
 
     Drawn = Sequence[CompletionOutput | None]
@@ -65,7 +65,7 @@ class Dispatcher:
             progress_s=progress_s,
         )
         self._orders, self._ticks = itertools.count(), itertools.count()
-        self._queue: list[tuple[int, int, int, Piece]] = []
+        self._queue: list[InLine] = []
         self._errands: dict[str, Errand] = {}
         self._holds = 0
         for replica in replicas:
@@ -83,17 +83,23 @@ class Dispatcher:
     # -- for those who ask ---------------------------------------------------------------------------------------------
 
     def ask(
-        self, requests: Sequence[GenerateRequest], answered: Answered, drawn: Mapping[str, Drawn] | None = None
+        self,
+        requests: Sequence[GenerateRequest],
+        answered: Answered,
+        drawn: Mapping[str, Drawn] | None = None,
+        *,
+        only_at: Replica | None = None,
     ) -> None:
         """Have `requests` answered: `answered(id, completion or error)` is called once for each, later.
 
-        `drawn`, by id, is what `take_back` returned of requests that go on.
+        `drawn`, by id, is what `take_back` returned of requests that go on. A replica that is asked because it is that
+        one (`only_at`) is asked at once, even beyond `max_running`; where it is gone they fail with `WorkerDiedError`.
         """
         for request in requests:
             self.accounts.begin(request.id)
             parts = (drawn or {}).get(request.id, [None] * request.n)
             drafts = [Draft.of(index, part, request.params.max_new_tokens) for index, part in enumerate(parts)]
-            errand = Errand(request, next(self._orders), answered, drafts)
+            errand = Errand(request, next(self._orders), answered, drafts, only_at)
             self._errands[request.id] = errand
             if all(draft.complete for draft in drafts):
                 asyncio.get_running_loop().call_soon(self._finish, errand)
@@ -102,7 +108,11 @@ class Dispatcher:
         self._dispatch()
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], on_completion: Callable[[Completion], None] | None = None
+        self,
+        requests: Sequence[GenerateRequest],
+        on_completion: Callable[[Completion], None] | None = None,
+        *,
+        only_at: Replica | None = None,
     ) -> list[Completion]:
         """Answers in the order of `requests`. The first failure is raised as it is, and the others are forgotten."""
         found: dict[str, Completion] = {}
@@ -122,7 +132,7 @@ class Dispatcher:
 
         if not requests:
             return []
-        self.ask(requests, answered)
+        self.ask(requests, answered, only_at=only_at)
         try:
             await done
         finally:
@@ -203,12 +213,16 @@ class Dispatcher:
             return
         if self._holds:
             return
-        self._fleet.serve_waiting()
+        served: int | None = None
         while self._queue:
-            piece = self._queue[0][-1]
-            if not piece.is_unwanted and not self._fleet.accept(piece):
+            priority, *_, piece = in_line = self._queue[0]
+            if priority != served:  # those that wait for their replica come before what follows them in the queue
+                self._fleet.serve_waiting(priority)
+                served = priority
+            if not piece.is_unwanted and not self._fleet.accept(in_line):
                 break
             heapq.heappop(self._queue)
+        self._fleet.serve_waiting()
         self._fleet.enter()
 
     def _ended(self, piece: Piece, outcome: Completion | BaseException) -> None:

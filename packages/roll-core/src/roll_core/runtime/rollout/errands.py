@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from roll_core.runtime.rollout.drafts import Draft
-    from roll_core.runtime.rollout.replica import Answered
+    from roll_core.runtime.rollout.replica import Answered, Replica
     from roll_core.runtime.rollout.routing import Seat
     from roll_core.types import CompletionOutput, Floats, GenerateRequest
 
@@ -25,6 +25,8 @@ class Errand:
     order: int
     answered: Answered
     drafts: list[Draft]
+    only_at: Replica | None = None
+    """The replica that is asked and no other, whatever runs there; the request fails if it dies."""
     running: dict[str, Seat] = field(default_factory=dict)
     """Where its pieces run, by id of the request that the replica knows."""
     prompt_logprobs: Floats | None = None

@@ -7,8 +7,10 @@ Dispatcher ── accept, enter ──► Seat: Replica.begin ──► ended(pi
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.accounts import Accounts
     from roll_core.runtime.rollout.errands import Errand, Piece
     from roll_core.runtime.rollout.replica import Replica
-    from roll_core.runtime.rollout.routing import Router
+    from roll_core.runtime.rollout.routing import InLine, Router
     from roll_core.types import Completion, GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -90,20 +92,28 @@ class Fleet:
         for wire, piece in running.items():
             del piece.errand.running[wire]
         self._death = error
-        self._lost([*running.values(), *seat.waiting])
+        lost = [*running.values(), *(piece for *_, piece in seat.waiting)]
+        self._lost([piece for piece in lost if piece.errand.only_at is None])
+        for piece in lost:
+            if piece.errand.only_at is not None:
+                self._ended(piece, error)
 
     # -- what begins ---------------------------------------------------------------------------------------------------
 
-    def serve_waiting(self) -> None:
-        """Accept what waits for the replica where it has to run, where there is room now."""
+    def serve_waiting(self, priority: float = math.inf) -> None:
+        """Accept what waits for the replica where it has to run, where there is room now, down to this priority."""
         for seat in list(self._starved):
-            while seat.waiting and self._router.has_room(seat):
-                self._place(seat, seat.waiting.popleft())
+            while seat.waiting and seat.waiting[0][0] <= priority and self._router.has_room(seat):
+                self._place(seat, heapq.heappop(seat.waiting)[-1])
             if not seat.waiting:
                 self._starved.discard(seat)
 
-    def accept(self, piece: Piece) -> bool:
+    def accept(self, in_line: InLine) -> bool:
         """Take a piece, or let it wait for the replica where it has to run. False where there is no room."""
+        piece = in_line[-1]
+        if piece.errand.only_at is not None:
+            self._place_at(piece.errand.only_at, piece)
+            return True
         key = piece.errand.request.id
         seat = self._router.choose(key)
         if seat is not None:
@@ -112,7 +122,7 @@ class Fleet:
         home = self._router.home(key)
         if home is None:
             return False
-        home.waiting.append(piece)
+        heapq.heappush(home.waiting, in_line)
         self._starved.add(home)
         return True
 
@@ -123,6 +133,14 @@ class Fleet:
             seat.replica.begin(requests, partial(self._answered, seat))
         if entering and self._progress_s and (self._poll is None or self._poll.done()):
             self._poll = asyncio.ensure_future(self._watch_progress())
+
+    def _place_at(self, replica: Replica, piece: Piece) -> None:
+        for seat in self._seats:
+            if seat.replica is replica:
+                self._place(seat, piece)
+                return
+        gone = WorkerDiedError(replica.name, 0, "", "", "it is gone", "")
+        asyncio.get_running_loop().call_soon(self._ended, piece, gone)
 
     def _place(self, seat: Seat, piece: Piece) -> None:
         if piece.is_unwanted:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from roll_core.types import Completion, SamplingParams
 
 
+PROBE, EVALUATION, ROLLOUT = -2, -1, 0
+"""Priorities of a run's requests, the lower the sooner: what the run waits for stands before what it will need."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdicts:
     """How judging went: samples that were judged, and those of them that have no reward after the last retry."""
@@ -68,6 +72,7 @@ def request_for(
     seed_of: tuple[int | str, ...],
     id: str = "",
     routed_experts: bool = False,
+    priority: int = ROLLOUT,
 ) -> GenerateRequest:
     """`n` answers to a prompt. The draws depend on the prompt and on `seed_of`, or on `params.seed` where that is set.
 
@@ -80,6 +85,7 @@ def request_for(
         params=replace(params, seed=seed),
         n=n,
         routed_experts=routed_experts,
+        priority=priority,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import DataError
-from roll_core.runtime.rollout.groups import group_of, request_for
+from roll_core.runtime.rollout.groups import ROLLOUT, group_of, request_for
 from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.pipeline import Rollouts
@@ -39,6 +39,7 @@ async def roll_out(
     seed_of: tuple[int | str, ...],
     judges: Judges | None,
     tokenizer: PreTrainedTokenizerBase,
+    priority: int = ROLLOUT,
 ) -> list[Group]:
     """One group per prompt, in prompt order, nothing left out and nothing ahead: as an evaluation wants them.
 
@@ -52,7 +53,7 @@ async def roll_out(
         group = group_of(prompt, completion)
         return group if judges is None else await judges.judged(prompt, group, tokenizer)
 
-    requests = [request_for(prompt, params, n=n, seed_of=seed_of) for prompt in prompts]
+    requests = [request_for(prompt, params, n=n, seed_of=seed_of, priority=priority) for prompt in prompts]
     try:
         await role.generate(requests, lambda completion: judging.append(asyncio.create_task(judge(completion))))
         groups = {group.id: group for group in await asyncio.gather(*judging)}

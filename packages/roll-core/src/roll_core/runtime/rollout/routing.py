@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from roll_core.runtime.rollout.errands import Piece
     from roll_core.runtime.rollout.replica import Replica
+
+    InLine = tuple[int, int, int, Piece]
+    """Priority, order of arrival, a number of its own, and what waits."""
 
 Routing = Literal["least_loaded", "prompt_affinity", "sticky"]
 """`least_loaded`: where the fewest outputs run. `prompt_affinity`: where the prompt has been before, whose keys and
@@ -30,8 +34,8 @@ class Seat:
     load: int = 0
     """Outputs."""
     alive: bool = True
-    waiting: deque[Any] = field(default_factory=deque)
-    """What will run here and nowhere else."""
+    waiting: list[InLine] = field(default_factory=list)
+    """A heap of what will run here and nowhere else."""
 
 
 class Router:
