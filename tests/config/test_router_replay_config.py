@@ -8,7 +8,7 @@ from roll_core.pipelines.plans import rlvr
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.build import model_spec
-from roll_core.spec.providers import InferProvider, TrainProvider
+from roll_core.spec.providers import InferCapabilities, InferProvider, TrainCapabilities, TrainProvider
 
 RLVR = """
 pipeline: rlvr
@@ -30,8 +30,18 @@ rewards: {math: {reward: math_rule}}
 def registry():
     """roll-core, and strategies that do neither."""
     providers = (
-        TrainProvider(name="plain_train", target="nowhere:Plain", summary="Chooses its experts itself"),
-        InferProvider(name="plain", target="nowhere:Plain", summary="Keeps its experts to itself"),
+        TrainProvider(
+            name="plain_train",
+            target="nowhere:Plain",
+            summary="Chooses its experts itself",
+            capabilities=TrainCapabilities(weight_transports=("shared",)),
+        ),
+        InferProvider(
+            name="plain",
+            target="nowhere:Plain",
+            summary="Keeps its experts to itself",
+            capabilities=InferCapabilities(weight_transports=("shared",)),
+        ),
     )
     acme = Plugin(
         package="roll-acme", version="1", entry_point="acme", target="acme", state="loaded", providers=providers

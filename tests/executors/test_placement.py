@@ -243,6 +243,10 @@ def test_auto_is_local_where_every_role_has_one_worker() -> None:
     assert choose_executor(run_config("auto"), alone) == "local"
 
 
+def test_auto_is_ray_where_weights_have_no_way_within_one_process() -> None:
+    assert choose_executor(run_config("auto"), place({"a": train([0])}), apart=True) == "ray"
+
+
 def test_auto_is_ray_where_some_role_has_two_workers() -> None:
     two = place({"a": train([0]), "rewards.m": RewardConfig(reward="r", world_size=2)})
     assert choose_executor(run_config("auto"), two) == "ray"

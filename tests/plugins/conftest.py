@@ -11,14 +11,17 @@ import pytest
 
 GOOD = """\
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import InferProvider
+from roll_core.spec.providers import InferCapabilities, InferProvider
 
 ROLL_HOOK_API = 1
+CAPABILITIES = InferCapabilities(weight_transports=("shared",))
 
 
 @hookimpl
 def roll_infer_strategies():
-    yield InferProvider(name="{name}", target="{module}.strategy:Engine", summary="An engine for tests")
+    yield InferProvider(
+        name="{name}", target="{module}.strategy:Engine", summary="An engine for tests", capabilities=CAPABILITIES
+    )
 """
 
 CONFIG = """\

@@ -302,12 +302,15 @@ def installer(target):
 def site_source(name="acme", module="acme"):
     return f"""\
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import InferProvider
+from roll_core.spec.providers import InferCapabilities, InferProvider
 
 ROLL_HOOK_API = 1
+CAPABILITIES = InferCapabilities(weight_transports=("shared",))
 
 
 @hookimpl
 def roll_infer_strategies():
-    yield InferProvider(name="{name}", target="{module}.strategy:Engine", summary="An engine for tests")
+    yield InferProvider(
+        name="{name}", target="{module}.strategy:Engine", summary="An engine for tests", capabilities=CAPABILITIES
+    )
 """

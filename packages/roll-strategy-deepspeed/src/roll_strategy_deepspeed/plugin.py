@@ -25,7 +25,7 @@ CAPABILITIES = TrainCapabilities(
     router_replay=True,
     portable_state=True,
     any_world_size=True,
-    weight_transports=("cuda_ipc", "shm", "collective"),
+    weight_transports=("cuda_ipc", "shm", "collective", "disk"),
 )
 
 

@@ -29,7 +29,7 @@ CAPABILITIES = TrainCapabilities(
     adapter_export=True,
     any_world_size=True,
     router_replay=True,
-    weight_transports=("cuda_ipc", "shm", "collective"),
+    weight_transports=("cuda_ipc", "shm", "collective", "disk"),
 )
 TARGET = "roll_strategy_megatron.strategy:MegatronStrategy"
 CONFIG = "roll_strategy_megatron.config:MegatronConfig"

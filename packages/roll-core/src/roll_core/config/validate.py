@@ -20,6 +20,7 @@ from roll_core.config.mistakes import take_out, validate_all
 from roll_core.config.model_keys import model_keys
 from roll_core.config.nearest import suggest_key
 from roll_core.config.schema import paths, roles, schema_at
+from roll_core.config.weight_ways import without_a_way
 from roll_core.config.written import COMMAND_LINE, Place
 from roll_core.errors import ConfigError, ConfigProblem, PluginError, UnknownProviderError
 from roll_core.plugins.targets import load_class
@@ -237,6 +238,7 @@ class _Validation:
                 self._router_replay(path, provider, strategy)
             if worker.kind == "generate":
                 self._engine(path, role, provider, strategy)
+                self._weights(at_name, provider)
             else:
                 self._spread(path, role, strategy)
 
@@ -261,6 +263,21 @@ class _Validation:
             strategy.check_model(model_keys(source.get("model_args"), self.data.get("pretrain")))
         except ValueError as error:
             self.found.append(Finding(at_config, str(error)))
+
+    def _weights(self, at_name: KeyPath, engine: TrainProvider | InferProvider) -> None:
+        """They have a way from the policy, where the config names its strategy."""
+        policy = self.data.get(self.policy_role)
+        arguments = policy.get("strategy_args") if isinstance(policy, dict) else None
+        name = arguments.get("strategy_name") if isinstance(arguments, dict) else None
+        if not isinstance(engine, InferProvider) or not isinstance(name, str):
+            return
+        try:
+            trainer = self.registry.find(TrainProvider, name)
+        except PluginError:  # said of the policy's own name
+            return
+        finding = without_a_way(trainer, engine, self.data, at_name)
+        if finding is not None:
+            self.found.append(finding)
 
     def _model_args(self) -> Iterator[dict[Any, Any]]:
         """As far as they are written, of all roles."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.loading import strategy_config
+from roll_core.config.weight_ways import within_one_process
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
 from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.platform import values_of
@@ -84,6 +85,22 @@ def _is_policy(role: RoleSpec, config: RunConfig) -> bool:
     """Whether it trains the policy, or generates with its weights."""
     generates = role.kind == "generate" and role.model_from == config.policy_role
     return generates or role.name == config.policy_role
+
+
+def kept_apart(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> str:
+    """Why some engine cannot take its trainer's weights within one process; empty if all can."""
+    by_name = {role.name: role for role in roles}
+    for role in roles:
+        if role.kind != "generate" or role.model_from not in by_name:
+            continue
+        source = by_name[role.model_from]
+        trainer = provider_of(source, role_config(config, source.name), registry)
+        engine = provider_of(role, role_config(config, role.name), registry)
+        if isinstance(trainer, TrainProvider) and isinstance(engine, InferProvider):
+            why = within_one_process(trainer, engine, directory=config.model_update_dir is not None)
+            if why:
+                return f"{role.name}: {why}"
+    return ""
 
 
 def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> LoraSpec | None:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
 from roll_core.config.secrets import Redactor
-from roll_core.errors import NonFiniteError, RollError, WorkerDiedError
+from roll_core.errors import NonFiniteError, RollError, UnsupportedError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import group_specs, makes_room, provider_of, slots_per_worker
+from roll_core.runtime.build import group_specs, kept_apart, makes_room, provider_of, slots_per_worker
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.console import Console
 from roll_core.runtime.data import RunData
@@ -335,7 +335,10 @@ class _Driver:
             num_gpus_per_node=config.num_gpus_per_node,
             slots_per_worker=slots_per_worker(roles, config, self.registry),
         )
-        executor_name = choose_executor(config, places)
+        apart = kept_apart(roles, config, self.registry)
+        executor_name = choose_executor(config, places, apart=bool(apart))
+        if apart and executor_name == "local":
+            raise UnsupportedError(f"{apart}: executor local has only one; leave it out, or write ray")
         per_node = slots_per_node(platform, config.num_gpus_per_node)
         executor = await stack.enter_async_context(make_executor(executor_name, platform, slots_per_node=per_node))
         self.record.update(executor=executor_name)

@@ -600,7 +600,8 @@ class RunConfig(Config):
     seed: NonNegativeInt = 42
     """Of everything that is random."""
     executor: Literal["auto", "local", "ray"] = "auto"
-    """`local`: everything in this process; `ray`: actors. `auto` is local where every role has one worker."""
+    """`local`: everything in this process; `ray`: actors. `auto` is local where every role has one worker and weights
+    can travel within one process."""
     platform: str | None = None
     """Hardware; found by probing where not given."""
     num_gpus_per_node: PositiveInt | None = None

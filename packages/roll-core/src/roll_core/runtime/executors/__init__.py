@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 ExecutorName = Literal["local", "ray"]
 
 
-def choose_executor(config: RunConfig, places: Mapping[str, tuple[Place, ...]]) -> ExecutorName:
+def choose_executor(config: RunConfig, places: Mapping[str, tuple[Place, ...]], *, apart: bool = False) -> ExecutorName:
     """What the config names; for `auto` local where every role has one worker, on this host and in this Python
-    environment, else ray."""
+    environment, else ray. `apart`: weights cannot reach an engine within one process (`build.kept_apart`)."""
     if config.executor != "auto":
         return config.executor
     alone = all(len(workers) == 1 and workers[0].node == 0 for workers in places.values())
     foreign = any(role.environment for role in config.roles().values())
-    return "local" if alone and not foreign else "ray"
+    return "local" if alone and not foreign and not apart else "ray"
 
 
 def make_executor(name: ExecutorName, platform: Platform, *, slots_per_node: int) -> Executor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import PlacementError, PluginError, RollError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import slots_per_worker
+from roll_core.runtime.build import kept_apart, slots_per_worker
 from roll_core.runtime.executors import choose_executor
 from roll_core.runtime.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
 from roll_core.runtime.platform import select_platform
@@ -86,11 +86,13 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
         num_gpus_per_node=config.num_gpus_per_node,
         slots_per_worker=slots_per_worker(pipeline.roles, config, registry),
     )
-    executor = choose_executor(config, places)
+    apart = kept_apart(pipeline.roles, config, registry)
+    executor = choose_executor(config, places, apart=bool(apart))
     if num_nodes is None and not clustered and here:
         num_nodes = 1
     if executor == "local":
         problems += _refused_locally(workers, places, platform, per_node) if here else ()
+        problems += [f"{apart}: executor local has only one"] if apart else ()
     elif num_nodes is not None:
         problems += _missing(places, platform, per_node, num_nodes)
         if here and num_nodes == 1:

@@ -126,9 +126,12 @@ def choose_transport(train: TrainCapabilities, infer: InferCapabilities, facts: 
         if transport not in infer.weight_transports
     ]
     why = "; ".join(reasons) or "neither declares any"
+    elsewhere = (
+        "let them be in processes of their own (executor: ray)" if facts.same_process else "place them differently"
+    )
     raise UnsupportedError(
         f"no weight transport connects the train and the infer strategy here ({why}):"
-        " place the roles differently, or choose strategies that share one"
+        f" {elsewhere}, or choose strategies that share one"
     )
 
 
