@@ -93,3 +93,11 @@ def test_a_share_for_a_tag_without_rows_names_the_tags_there_are():
 def test_shares_that_are_all_zero_are_refused():
     with pytest.raises(DataError, match="all 0"):
         PromptOrder(rows(a=1), size=2, shares={"a": 0.0}, seed=0)
+
+
+def test_a_row_is_known_again_in_every_pass():
+    order = PromptOrder(rows(a=5), size=5, shares={}, seed=0)
+    passes = [[order.prompt("a", 5 * number + at) for at in range(5)] for number in range(3)]
+    for number, prompts in enumerate(passes):
+        assert {prompt.row for prompt in prompts} == {f"a{i}" for i in range(5)}
+        assert all(prompt.id == f"{prompt.row}/{number}" for prompt in prompts)

@@ -5,10 +5,12 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_fleet import engine, in_virtual_time, request
+from rollout_fleet import engine, in_virtual_time, plan, prompt, request
 
+from roll_core.pipelines.prompt_order import PromptOrder
 from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.runtime.rollout.routing import Router, Seat
+from roll_core.runtime.rollout.scheduler import RolloutScheduler
 
 
 def seats(router, count):
@@ -62,6 +64,28 @@ def test_with_affinity_a_prompt_goes_where_it_was_unless_that_is_full():
     assert router.choose("p") is first
 
 
+@pytest.mark.parametrize(
+    ("load", "other", "stays"), [(64, 0, True), (65, 0, False), (264, 200, True), (300, 200, True), (301, 200, False)]
+)
+def test_with_affinity_a_prompt_leaves_a_replica_that_is_far_busier(load, other, stays):
+    """64 outputs more than the idlest, and half as many again."""
+    router = Router("prompt_affinity", None)
+    first, second = seats(router, 2)
+    assert router.choose("p") is first
+    router.change(first, load)
+    router.change(second, other)
+    assert router.choose("p") is (first if stays else second)
+    assert router.home("p") is None
+
+
+def test_what_sticks_stays_however_busy_its_replica_is():
+    router = Router("sticky", None)
+    first, _ = seats(router, 2)
+    assert router.choose("p") is first
+    router.change(first, 10_000)
+    assert router.choose("p") is first
+
+
 def test_what_sticks_waits_for_its_replica_as_long_as_that_lives():
     router = Router("sticky", 4)
     first, second = seats(router, 2)
@@ -74,6 +98,56 @@ def test_what_sticks_waits_for_its_replica_as_long_as_that_lives():
     router.remove(first)
     assert router.home("p") is None
     assert router.choose("p") is second
+
+
+def places(replicas):
+    """By prompt, the replicas that were ever asked for something of it."""
+    found = {}
+    for replica in replicas:
+        for id in replica.begun:
+            found.setdefault(id.partition("#")[0].rpartition("/")[2], set()).add(replica.name)
+    return found
+
+
+@pytest.mark.parametrize(("routing", "stays"), [("sticky", True), ("prompt_affinity", True), ("least_loaded", False)])
+def test_what_a_synchronous_batch_left_unfinished_goes_on_where_it_was(routing, stays):
+    """In every step under another id."""
+
+    async def main():
+        replicas = [engine(str(i)) for i in range(3)]
+        dispatcher = Dispatcher(replicas, routing=routing)
+        scheduler = RolloutScheduler(plan(ahead=0.9), dispatcher, None, seed=1)
+        for step in range(6):
+            await scheduler.batch(step)
+        assert dispatcher.accounts.continued > 10
+        assert all(len(names) == 1 for names in places(replicas).values()) == stays
+        await scheduler.close()
+        await dispatcher.close()
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize(("routing", "stays"), [("sticky", True), ("prompt_affinity", True), ("least_loaded", False)])
+def test_a_row_goes_where_it_was_in_the_pass_before(routing, stays):
+    async def main():
+        replicas = [engine(str(i)) for i in range(3)]
+        dispatcher = Dispatcher(replicas, routing=routing)
+        order = PromptOrder([prompt("a", i) for i in range(8)], size=4, shares={}, seed=0)
+        chosen = plan(counts=order.counts, prompt=order.prompt)
+        scheduler = RolloutScheduler(chosen, dispatcher, None, seed=1)
+        asked = {}
+        for step in range(6):  # three passes
+            before = [len(replica.begun) for replica in replicas]
+            for group in (await scheduler.batch(step))[0]:
+                row, _, _ = group.id.partition("/")
+                for replica, known in zip(replicas, before, strict=True):
+                    if any(f"/{group.id}" in id for id in replica.begun[known:]):
+                        asked.setdefault(row, []).append(replica.name)
+        assert sorted(map(len, asked.values())) == [3] * 8
+        assert all(len(set(names)) == 1 for names in asked.values()) == stays
+        await dispatcher.close()
+
+    in_virtual_time(main)
 
 
 @pytest.mark.parametrize(("routing", "others"), [("sticky", 0), ("prompt_affinity", 2), ("least_loaded", 2)])

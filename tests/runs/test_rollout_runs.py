@@ -205,6 +205,21 @@ def test_bounded_and_single_requests_train_as_well(local_runs):
     assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
 
 
+@pytest.mark.parametrize(("router", "computed"), [("least_loaded", 2), ("prompt_affinity", 1), ("sticky", 1)])
+def test_siblings_that_are_asked_one_by_one_share_their_prompt_where_they_stay_together(local_runs, router, computed):
+    """Four groups of four answers on two replicas; a prompt has four tokens and is computed on each that is asked."""
+    config = local_runs.rlvr(
+        max_steps=1,
+        is_num_return_sequences_expand=True,
+        router_args={"router_name": router},
+        guards={"logprob_probe": "off"},
+    )
+    config["actor_infer"] |= {"device_mapping": [0, 1]}
+    (line,) = local_runs.metrics(local_runs.ok(config))
+    assert line["engine/actor_infer/prompt_tokens"] == 4 * 4 * computed
+    assert line["engine/actor_infer/shared_prompt_tokens"] == 4 * 4 * (4 - computed)
+
+
 def test_a_worker_that_generates_ahead_and_fails_ends_the_run_with_its_error(local_runs, monkeypatch):
     step = EngineCore.step
 

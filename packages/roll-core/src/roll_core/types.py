@@ -80,6 +80,9 @@ class GenerateRequest:
     was started with `ModelSpec.router_replay`."""
     priority: int = 0
     """Lower is served first where an engine has to choose."""
+    routing_key: str = ""
+    """The same for requests that begin alike (a row's prompt, an agent's session), which are then asked of one replica
+    where routing heeds it; empty is the id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,8 @@ class PromptOrder:
         """At a position of the endless order of a tag's rows, counted from 0; ids are unique, `<row>/<epoch>`."""
         rows = self.rows[tag]
         (index,) = self.orders[tag].rows(position, 1)
-        return replace(rows[index], id=f"{rows[index].id}/{position // len(rows)}")
+        row = rows[index].id
+        return replace(rows[index], id=f"{row}/{position // len(rows)}", row=row)
 
 
 def apportion(size: int, weights: Mapping[str, float]) -> dict[str, int]:

@@ -582,7 +582,7 @@ class RouterArguments(Config):
 
     router_name: Literal["least_loaded", "prompt_affinity", "sticky"] = "least_loaded"
     """`least_loaded`: where the fewest outputs run; `prompt_affinity`: where the prompt was before, unless that replica
-    is full; `sticky`: there, whatever else."""
+    is full or far busier than another; `sticky`: there, whatever else."""
 
 
 class RunConfig(Config):
@@ -652,7 +652,8 @@ class RunConfig(Config):
     """Responses that one replica of an engine is given at once, each asked for by itself; the others wait, and go where
     there is room first. All at once where not given: the engine queues them."""
     is_num_return_sequences_expand: bool = False
-    """Ask for each response of a group by itself: a group spreads over replicas, each of which computes the prompt."""
+    """Ask for each response of a group by itself. With `router_name: least_loaded` a group then spreads over replicas,
+    each of which computes the prompt; with the others it stays on one."""
     model_update_timeout: PositiveFloat = 120.0
     """Seconds within which every engine must have proved that it holds the published weights."""
     model_update_buffer_size_mb: PositiveInt = 1024

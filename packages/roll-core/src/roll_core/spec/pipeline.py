@@ -63,6 +63,8 @@ class Prompt:
 
     id: str
     """Stable id of the row and the pass over the data, `<row>/<epoch>`."""
+    row: str = ""
+    """Id of the row alone, the same in every pass; empty where `id` is that."""
     tokens: TokenIds
     text: str
     tag: str = ""

@@ -116,13 +116,17 @@ def environment_variable(value: Any, key: Key) -> Outcome:
     return Outcome("kept", ((key.path, value),))
 
 
-ROUTERS = {"PromptAffinityRouter": "prompt_affinity", "EnvAffinityRouter": "sticky", "SglangRouter": "least_loaded"}
+ROUTERS = {
+    "PromptAffinityRouter": ("prompt_affinity", "a prompt goes where it was unless that replica is full or far busier"),
+    "EnvAffinityRouter": ("sticky", "a prompt goes where it was, as an environment does in ROLL"),
+    "SglangRouter": ("least_loaded", "the longest cached beginning is not looked for"),
+}
 
 
 def router_name(value: Any, key: Key) -> Outcome:
     """An unknown name becomes `SglangRouter` (roll/distributed/scheduler/router.py)."""
-    name = ROUTERS.get(value, "least_loaded")
-    return Outcome("changed", ((key.path, name),), "roll-core's own router of this kind")
+    name, how = ROUTERS.get(value, ROUTERS["SglangRouter"])
+    return Outcome("changed", ((key.path, name),), how)
 
 
 def model_download_type(value: Any, key: Key) -> Outcome:

@@ -114,7 +114,8 @@ class Fleet:
         if piece.errand.only_at is not None:
             self._place_at(piece.errand.only_at, piece)
             return True
-        key = piece.errand.request.id
+        request = piece.errand.request
+        key = request.routing_key or request.id
         seat = self._router.choose(key)
         if seat is not None:
             self._place(seat, piece)

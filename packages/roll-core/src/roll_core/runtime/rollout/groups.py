@@ -76,7 +76,8 @@ def request_for(
 ) -> GenerateRequest:
     """`n` answers to a prompt. The draws depend on the prompt and on `seed_of`, or on `params.seed` where that is set.
 
-    Prompts never share a seed: equal draws in every answer would make an average far too noisy.
+    Prompts never share a seed: equal draws in every answer would make an average far too noisy. What is asked about a
+    row again, in another step or pass, is asked of the same replica where routing heeds that.
     """
     seed = stable_seed(*(seed_of if params.seed is None else (params.seed,)), prompt.id)
     return GenerateRequest(
@@ -86,6 +87,7 @@ def request_for(
         n=n,
         routed_experts=routed_experts,
         priority=priority,
+        routing_key=prompt.row or prompt.id,
     )
 
 

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     """Priority, order of arrival, a number of its own, and what waits."""
 
 Routing = Literal["least_loaded", "prompt_affinity", "sticky"]
-"""`least_loaded`: where the fewest outputs run. `prompt_affinity`: where the prompt has been before, whose keys and
-values may still be there, unless that replica is full. `sticky`: there, and it waits for room."""
+"""`least_loaded`: where the fewest outputs run. `prompt_affinity`: where its routing key has been before and keys and
+values of the prompt may be, unless that replica is full or far busier than another. `sticky`: there, and it waits for
+room."""
 
 REMEMBERED = 1 << 16
-"""Prompts whose place is remembered; the longest unused are forgotten first."""
+"""Keys whose place is remembered; the longest unused are forgotten first."""
+BUSIER_BY, BUSIER_TIMES = 64, 1.5
+"""A replica is far busier than another with so many outputs more, and so many times as many: the rule of SGLang's
+router (`cache_aware`: balance_abs_threshold, balance_rel_threshold)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,10 +88,10 @@ class Router:
             seat = self._homes.get(key)
             if seat is not None and seat.alive:
                 self._homes.move_to_end(key)
-                if self.has_room(seat):
-                    return seat
                 if self._routing == "sticky":
-                    return None
+                    return seat if self.has_room(seat) else None
+                if self.has_room(seat) and not self._far_busier(seat):
+                    return seat
         seat = self._least()
         if seat is None or not self.has_room(seat):
             return None
@@ -97,6 +101,10 @@ class Router:
             if len(self._homes) > REMEMBERED:
                 self._homes.popitem(last=False)
         return seat
+
+    def _far_busier(self, seat: Seat) -> bool:
+        least = self._least()
+        return least is not None and seat.load > max(least.load + BUSIER_BY, BUSIER_TIMES * least.load)
 
     def _least(self) -> Seat | None:
         while self._heap:
