@@ -1,6 +1,7 @@
 """A tiny model, and an engine that runs it for the length of one coroutine."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from roll_core.builtin.hf.config import HFInferConfig
 from roll_core.builtin.hf.engine import HFInferStrategy
 from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.types import Completion, GenerateRequest
 
 VOCABULARY = 97
 
@@ -49,3 +51,31 @@ def with_engine(tiny_spec: ModelSpec) -> Callable:
         return asyncio.run(started())
 
     return run
+
+
+@pytest.fixture
+def half_drawn() -> Callable:
+    """`await half_drawn(engine, requests)` returns tasks that generate. The first tokens are drawn; the others will be
+    once the engine was asked for something else."""
+
+    async def begin(engine: HFInferStrategy, requests: list[GenerateRequest]) -> list[asyncio.Task[Completion]]:
+        core = engine._core
+        step = core.step
+        drawn = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def first_step():
+            core.step = step
+            done = step()
+            loop.call_soon_threadsafe(drawn.set)
+            patience = time.monotonic() + 20
+            while not engine._inbox and not engine._closing and time.monotonic() < patience:
+                time.sleep(0.001)
+            return done
+
+        core.step = first_step
+        tasks = [asyncio.create_task(engine.generate(each)) for each in requests]
+        await drawn.wait()
+        return tasks
+
+    return begin

@@ -3,7 +3,6 @@ the adapter as it is."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -140,13 +139,11 @@ def test_a_served_adapter_gives_the_logprobs_of_merged_weights(with_engine, trai
         np.testing.assert_allclose(one[1:], other[1:], atol=1e-5)
 
 
-def test_running_requests_go_on_under_the_adapter_that_comes(with_engine, trainer, lora_spec):
+def test_running_requests_go_on_under_the_adapter_that_comes(with_engine, half_drawn, trainer, lora_spec):
     async def act(engine):
         params = SamplingParams(max_new_tokens=60, seed=0, ignore_eos=True)
         request = GenerateRequest(id="long", prompt_ids=TOKENS[:5], params=params)
-        task = asyncio.create_task(engine.generate(request))
-        while engine.metrics()["generated_tokens"] == 0:
-            await asyncio.sleep(0.001)
+        [task] = await half_drawn(engine, [request])
         step(trainer)
         await publish(engine, trainer, 1, adapters=True)
         output = (await task).outputs[0]

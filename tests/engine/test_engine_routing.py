@@ -85,18 +85,18 @@ def test_an_answer_of_no_token_has_the_experts_before_it(with_engine, mixture):
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_after_an_update_tokens_keep_the_experts_under_which_they_were_drawn(with_engine, mixture, kv):
+def test_after_an_update_tokens_keep_the_experts_under_which_they_were_drawn(with_engine, half_drawn, mixture, kv):
     model = load_model(mixture, device="cpu")
     old = {name: each.detach().clone() for name, each in model.named_parameters()}
-    new = {name: each + 0.3 * torch.randn(each.shape) for name, each in old.items()}
+    draw = torch.Generator().manual_seed(2)
+    new = {name: each + 0.3 * torch.randn(each.shape, generator=draw) for name, each in old.items()}
 
     async def act(engine):
         request = ask([5, 9, 33, 2], ignore_eos=True)
         request = replace(request, params=replace(request.params, max_new_tokens=60))
-        answer = asyncio.ensure_future(engine.generate(request))
-        while not (parts := await engine.progress()) or len(parts[0].outputs[0].token_ids) < 5:
-            await asyncio.sleep(0.01)  # each question keeps the engine from a step
-        partial = parts[0].outputs[0]
+        [answer] = await half_drawn(engine, [request])
+        [part] = await engine.progress()
+        partial = part.outputs[0]
         assert len(partial.routed_experts) == 4 + len(partial.token_ids) - 1
         await engine.update_weights(1, make_manifest(1, new.items()), iter(new.items()))
         return await answer

@@ -119,20 +119,24 @@ def test_live_tensors_that_do_not_lie_side_by_side_are_used_correctly(with_engin
     assert receipt.digests == {name: digest(each) for name, each in exported(scattered)}
 
 
-def update_in_flight(trainer, prompt):
-    async def act(engine):
-        task = asyncio.create_task(engine.generate(request("a", prompt, max_new_tokens=90)))
-        while engine.metrics().get("generated_tokens", 0) == 0:
-            await asyncio.sleep(0.001)
-        await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer))
-        return await task
+@pytest.fixture
+def update_in_flight(half_drawn, trainer):
+    def replacing(prompt):
+        async def act(engine):
+            [task] = await half_drawn(engine, [request("a", prompt, max_new_tokens=90)])
+            await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer))
+            return await task
 
-    return act
+        return act
+
+    return replacing
 
 
-def test_running_requests_go_on_under_new_weights_and_each_token_has_its_version(with_engine, trainer, tiny_spec):
+def test_running_requests_go_on_under_new_weights_and_each_token_has_its_version(
+    with_engine, update_in_flight, tiny_spec
+):
     prompt = [4, 5, 6]
-    output = with_engine(update_in_flight(trainer, prompt)).outputs[0]
+    output = with_engine(update_in_flight(prompt)).outputs[0]
     assert len(output.token_ids) == 90
     changed = int(output.versions.argmax())
     assert 0 < changed < 90
@@ -141,9 +145,9 @@ def test_running_requests_go_on_under_new_weights_and_each_token_has_its_version
     np.testing.assert_allclose(output.logprobs[:changed], old[:changed], atol=1e-5)
 
 
-def test_recomputed_keys_and_values_give_the_new_weights_own_logprobs(with_engine, trainer):
+def test_recomputed_keys_and_values_give_the_new_weights_own_logprobs(with_engine, update_in_flight, trainer):
     prompt = [4, 5, 6]
-    output = with_engine(update_in_flight(trainer, prompt), kv_after_update="recompute").outputs[0]
+    output = with_engine(update_in_flight(prompt), kv_after_update="recompute").outputs[0]
     changed = int(output.versions.argmax())
     assert 0 < changed < 90
     new = scored(trainer, [*prompt, *output.token_ids])[len(prompt) - 1 :]
