@@ -66,7 +66,7 @@ def host(functions):
 
 def gone(process_id: int) -> bool:
     """Within a few seconds."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if not psutil.pid_exists(process_id) or psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE:
             return True
@@ -101,15 +101,15 @@ def test_a_rank_that_dies_is_named(host, functions, how, said):
 
 def test_a_rank_that_hangs_is_named_with_the_place(host, functions):
     with pytest.raises(
-        RanksFailedError, match=r"(?s)no answer from rank 1 within 1 s; answered: 0.*in hang_in_a_place_of_its_own"
+        RanksFailedError, match=r"(?s)no answer from rank 1 within 4 s; answered: 0.*in hang_in_a_place_of_its_own"
     ):
-        host.run(functions.hang_in_a_place_of_its_own, num_ranks=2, timeout_s=1)
+        host.run(functions.hang_in_a_place_of_its_own, num_ranks=2, timeout_s=4)
 
 
 def test_what_a_rank_started_ends_with_it(host, functions, tmp_path):
     file = tmp_path / "ids"
     with pytest.raises(RanksFailedError, match="no answer"):
-        host.run(functions.start_a_child, str(file), timeout_s=3)
+        host.run(functions.start_a_child, str(file), timeout_s=8)
     assert all(gone(int(each)) for each in file.read_text().split())
 
 

@@ -139,9 +139,9 @@ def test_a_function_that_hangs_is_a_failure_at_its_deadline(reward_of, asking, i
             return 1
         """,
         isolation=isolation,
-        timeout_s=0.3,
+        timeout_s=2,
     )
-    with pytest.raises(RewardFailure, match=r"longer than 0\.3 s"):
+    with pytest.raises(RewardFailure, match=r"longer than 2 s"):
         reward.score(asking("hang"))
     assert reward.score(asking("go on")).value == 1.0
     (tmp_path / "enough").touch()
@@ -149,7 +149,7 @@ def test_a_function_that_hangs_is_a_failure_at_its_deadline(reward_of, asking, i
 
 def test_without_isolation_only_so_many_hanging_calls_are_given_up_on(reward_of, asking):
     release = threading.Event()
-    reward = reward_of("def f(prompt, response, wait): return wait()", isolation="none", timeout_s=0.02)
+    reward = reward_of("def f(prompt, response, wait): return wait()", isolation="none", timeout_s=0.5)
     for _ in range(8):
         with pytest.raises(RewardFailure, match="given up"):
             reward.score(asking("x", wait=release.wait))

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +30,16 @@ TARGET = """
                 time.sleep(value)
                 return os.getpid()
             if act == "sleep":
+                if value:
+                    open(value, "w").close()
                 time.sleep(600)
+            if act == "meet":
+                folder, num = value
+                open(os.path.join(folder, str(os.getpid())), "w").close()
+                patience = time.monotonic() + 30
+                while len(os.listdir(folder)) < num and time.monotonic() < patience:
+                    time.sleep(0.01)
+                return os.getpid()
             if act == "c code":
                 re.match(r"(a+)+$", "a" * 60 + "b")  # keeps Python's lock for longer than the universe has lasted
             if act == "bignum":
@@ -84,6 +94,18 @@ def gone(pid: int, within_s: float = 30.0) -> bool:
     return False
 
 
+def once_there(file: Path, act: Callable[[], None]) -> None:
+    """In a thread of its own."""
+
+    def wait() -> None:
+        patience = time.monotonic() + 30
+        while not file.exists() and time.monotonic() < patience:
+            time.sleep(0.01)
+        act()
+
+    threading.Thread(target=wait).start()
+
+
 @pytest.mark.parametrize(
     "value", ["", "Grüße, 世界 🎲", "\ud800", "x" * 3_000_000, {"a": [1, 2.5, None]}, '{"result": 1}']
 )
@@ -131,12 +153,13 @@ def test_a_process_killed_between_jobs_is_replaced_without_a_word(pool_of):
     assert pool.call({"act": "pid", "value": 0}, timeout_s=30) != pid
 
 
-def test_a_process_killed_in_the_middle_is_a_failure_of_that_job_alone(pool_of):
+def test_a_process_killed_in_the_middle_is_a_failure_of_that_job_alone(pool_of, tmp_path):
     pool = pool_of()
     pid = pool.call({"act": "pid", "value": 0}, timeout_s=30)
-    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    begun = tmp_path / "begun"
+    once_there(begun, lambda: os.kill(pid, signal.SIGKILL))
     with pytest.raises(RewardFailure, match="killed by SIGKILL"):
-        pool.call({"act": "sleep"}, timeout_s=30)
+        pool.call({"act": "sleep", "value": str(begun)}, timeout_s=60)
     assert pool.call({"act": "echo", "value": 1}, timeout_s=30) == 1
 
 
@@ -154,10 +177,11 @@ def test_every_caller_gets_its_own_answer(pool_of):
     assert answers == list(range(300))
 
 
-def test_the_pool_grows_while_jobs_wait_and_not_beyond_its_size(pool_of):
+def test_the_pool_grows_while_jobs_wait_and_not_beyond_its_size(pool_of, tmp_path):
     pool = pool_of(size=2)
+    (here := tmp_path / "here").mkdir()
     with ThreadPoolExecutor(4) as threads:
-        pids = list(threads.map(lambda _: pool.call({"act": "pid", "value": 0.4}, timeout_s=60), range(8)))
+        pids = list(threads.map(lambda _: pool.call({"act": "meet", "value": [str(here), 2]}, timeout_s=60), range(8)))
     assert len(set(pids)) == 2
 
 
@@ -187,12 +211,13 @@ def test_a_target_that_takes_too_long_to_load_is_told(user_module):
     pool.close()
 
 
-def test_closing_ends_calls_that_are_under_way(pool_of):
+def test_closing_ends_calls_that_are_under_way(pool_of, tmp_path):
     pool = pool_of()
     pid = pool.call({"act": "pid", "value": 0}, timeout_s=30)
-    threading.Timer(0.2, pool.close).start()
+    begun = tmp_path / "begun"
+    once_there(begun, pool.close)
     with pytest.raises(RewardFailure):
-        pool.call({"act": "sleep"}, timeout_s=60)
+        pool.call({"act": "sleep", "value": str(begun)}, timeout_s=60)
     assert gone(pid)
     with pytest.raises(RewardFailure, match="closed"):
         pool.call({"act": "echo"}, timeout_s=60)

@@ -212,11 +212,11 @@ def test_the_column_of_the_truth_and_the_need_of_a_box_can_be_configured(asking)
 
 
 def test_answers_that_never_end_cost_their_deadline_and_are_failures(asking):
-    reward = MathRuleReward(MathRuleConfig(reward="math_rule", timeout_s=3, processes=1))
+    reward = MathRuleReward(MathRuleConfig(reward="math_rule", timeout_s=8, processes=1))
     reward.start()
     try:
         assert reward.score(asking("42", ground_truth="42")).value == 1.0
-        with pytest.raises(RewardFailure, match="longer than 3 s"):
+        with pytest.raises(RewardFailure, match="longer than 8 s"):
             reward.score(asking("The answer is 9**9**9**9", ground_truth="42"))
         assert reward.score(asking("43", ground_truth="42")).value == 0.0
     finally:

@@ -30,7 +30,7 @@ import yaml
 
 from roll_core.runtime.host import hostname
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 MAKE_HOST = """
 hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$2" && ip link set lo up && echo ready &&

@@ -140,7 +140,11 @@ class Hanging:
 
     aborted = False
 
+    def __init__(self):
+        self.callers = set()
+
     def broadcast(self, *_):
+        self.callers.add(threading.get_ident())
         return NeverDone()
 
     def abort(self):
@@ -171,12 +175,15 @@ def test_the_driver_frees_ends_that_wait_for_a_device_in_vain(hanging):
     receiver = CollectiveReceiver(sender.address, 0, 1, 16 << 10, Deadline(60), **HOW)
     sending, sent = begin(sender, lambda end: end.send(MANIFEST, iter(TENSORS.items()), Deadline(60)))
     receiving, received = begin(receiver, lambda end: list(end.receive(MANIFEST, Deadline(60))))
-    time.sleep(0.1)
+    until = time.monotonic() + 30
+    while len(hanging.callers) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.01)
     assert sending.is_alive()
     assert receiving.is_alive()
     groups.call_off(sender.address)
-    sending.join(10)
-    receiving.join(10)
+    sending.join(30)
+    receiving.join(30)
     assert (type(sent[0]), sent[0].gone, sent[0].at) == (ReceiversLostError, (0,), "a")
     assert isinstance(received[0], SenderLostError)
     assert "called off" in str(received[0])
@@ -188,11 +195,11 @@ def test_the_driver_frees_ends_that_wait_for_a_device_in_vain(hanging):
 def test_a_device_that_is_late_is_silent_at_the_deadline(hanging):
     sender = CollectiveSender(1, 16 << 10, groups.LOOPBACK, **HOW)
     receiver = CollectiveReceiver(sender.address, 0, 1, 16 << 10, Deadline(60), **HOW)
-    receiving, _ = begin(receiver, lambda end: list(end.receive(MANIFEST, Deadline(0.6))))
+    receiving, _ = begin(receiver, lambda end: list(end.receive(MANIFEST, Deadline(5))))
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(0.5))
     assert (caught.value.silent, caught.value.gone) == ((0,), ())
-    receiving.join(10)
+    receiving.join(30)
     assert not receiving.is_alive()
     sender.close()
     receiver.close()

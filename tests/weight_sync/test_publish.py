@@ -1,4 +1,5 @@
 import os
+import re
 import time
 from pathlib import Path
 
@@ -173,9 +174,9 @@ def test_a_receiver_that_sleeps_is_silent_after_the_deadline(with_duo, transport
         await duo.publisher.publish(0)
         await duo.step()
         await duo.fault("sleep:left", 1)
-        duo.deadline(1.0)
+        duo.deadline(3.0)
         begun = time.monotonic()
-        with pytest.raises(ReceiverSilentError, match="actor_infer rank 1 did not confirm weight version 1 within 1 s"):
+        with pytest.raises(ReceiverSilentError, match="actor_infer rank 1 did not confirm weight version 1 within 3 s"):
             await duo.publisher.publish(1)
         assert time.monotonic() - begun < 15
 
@@ -186,7 +187,7 @@ def test_a_receiver_that_sleeps_is_silent_after_the_deadline(with_duo, transport
 def test_a_silent_receiver_s_error_names_a_tensor_it_did_not_take(with_duo, transport):
     async def scenario(duo):
         await duo.fault("sleep:embed", 1)
-        duo.deadline(1.0)
+        duo.deadline(3.0)
         with pytest.raises(ReceiverSilentError, match=r"did not take \w+"):
             await duo.publisher.publish(0)
 
@@ -254,7 +255,7 @@ def test_nothing_is_left_in_shared_memory_whoever_is_killed(with_duo, fault, tra
 
     async def scenario(duo):
         await duo.publisher.publish(0)
-        duo.deadline(1.0)
+        duo.deadline(1.0 if fault else 20)
         if fault.startswith("die"):
             await duo.train.call("set_fault", fault)
         else:
@@ -274,7 +275,7 @@ def test_nothing_is_left_in_shared_memory_whoever_is_killed(with_duo, fault, tra
     until = time.monotonic() + 20
     while left and time.monotonic() < until:
         new = set(os.listdir("/dev/shm")) - before
-        left = {name for name in new if "roll" in name or any(f"torch_{pid}_" in name for pid in pids)}
+        left = {name for name in new if any(re.search(rf"[-_]{pid}[-_]", name) for pid in pids)}
         time.sleep(0.05)
     assert not left
 
@@ -284,7 +285,7 @@ def test_nothing_is_left_on_the_disk_whoever_fails(with_duo, tmp_path, monkeypat
     async def scenario(duo):
         await duo.publisher.publish(0)
         assert len(list(Path(duo.publisher._directory).iterdir())) == 1  # open, for the next publish
-        duo.deadline(1.0)
+        duo.deadline(1.0 if fault else 20)
         await duo.step()
         await (duo.train.call("set_fault", fault) if fault.startswith("die") else duo.fault(fault))
         try:
