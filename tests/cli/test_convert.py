@@ -18,6 +18,7 @@ from roll_core.runtime.portable_state import FOLDER, write_portable_state
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec
 from roll_core.testing.models import QWEN3, write_checkpoint
+from roll_core.testing.stored_buffers import write_biased_checkpoint
 
 VOCABULARY = 61
 TRAINING = TrainingSpec(learning_rate=1e-2)
@@ -44,7 +45,7 @@ def trained(spec):
     return strategy
 
 
-def saved(folder, roles):
+def saved(folder, roles, **changed):
     """A checkpoint of these strategies by role, and where it is."""
     state = {"strategy": "hf_train", "world_size": 1, "weight_version": 1, "portable": True}
     run = {"pipeline": "rlvr", "pipeline_state": {}, "roles": dict.fromkeys(roles, state)}
@@ -53,7 +54,11 @@ def saved(folder, roles):
         for role, strategy in roles.items():
             (path / role / FOLDER).mkdir(parents=True)
             write_portable_state(
-                strategy.export_state(), strategy.spec, path / role / FOLDER, leads=True, file_bytes=20_000
+                replace(strategy.export_state(), **changed),
+                strategy.spec,
+                path / role / FOLDER,
+                leads=True,
+                file_bytes=20_000,
             )
     return store.directory / "step-1"
 
@@ -77,6 +82,32 @@ def test_transformers_loads_what_the_strategy_would_have_exported(stored, tmp_pa
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
     assert not torch.distributed.is_initialized()
     assert len(list((checkpoint / "actor_train" / FOLDER).glob("state-*.safetensors"))) > 3
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_no_optimizer_steps_comes_along(tmp_path, dtype):
+    spec, biases = write_biased_checkpoint(tmp_path / "model", seed=1)
+    strategy = trained(replace(spec, dtype=dtype))
+    checkpoint = saved(tmp_path, {"actor_train": strategy})
+    strategy.export_model(tmp_path / "export")
+    assert main(["checkpoint", "convert", str(checkpoint), str(tmp_path / "out")]) == 0
+    found, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("out", "export")
+    )
+    check_same_model(found, expected)
+    tokens = torch.arange(VOCABULARY)[None]
+    assert torch.equal(found(tokens).logits, expected(tokens).logits)
+    assert all(torch.equal(found.state_dict()[name], each) for name, each in biases.items())
+
+
+def test_a_state_that_lacks_what_the_model_computes_with_is_refused(tmp_path, capsys):
+    spec, (name, *_) = write_biased_checkpoint(tmp_path / "model", seed=1)
+    checkpoint = saved(tmp_path, {"actor_train": trained(spec)}, buffers={})
+    assert main(["checkpoint", "convert", str(checkpoint), str(tmp_path / "out")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"lacks {name}" in said
+    assert "go on with that run, and convert its next checkpoint" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_neither_the_run_nor_its_model_is_needed_any_more(stored, tmp_path):

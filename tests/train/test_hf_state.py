@@ -14,7 +14,12 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError
 from roll_core.modeling.layout import adjacent
 from roll_core.spec.config import TokenizerConfig
+from roll_core.spec.model import ModelSpec
+from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import TrainingSpec, Want
+from roll_core.testing.bench import Case
+from roll_core.testing.stored_buffers import check_stored_buffers
+from roll_core.testing.subject import registry
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 
@@ -163,3 +168,10 @@ def test_memory_is_that_of_the_tensors(build, sequences, tiny):
     assert memory["weights"] == 2 * numbers
     assert memory["grads"] == 4 * numbers
     assert 12 * numbers <= memory["optimizer"] < 12 * numbers + 1024
+
+
+def test_buffers_that_transformers_stores_go_along_with_the_portable_state(tmp_path):
+    case = Case(
+        provider=registry().find(TrainProvider, "hf_train"), strategy_config={}, model=ModelSpec(), training=TRAINING
+    )
+    check_stored_buffers(lambda program, *arguments: [program(0, *arguments)], case, tmp_path)

@@ -25,6 +25,7 @@ from roll_core.testing.losses import LOSSES, SPLITS, TRAINING, SpoiltLoss
 from roll_core.testing.models import make_batch
 from roll_core.testing.programs import Trained, score, train
 from roll_core.testing.reference import Reference, TransformersModel
+from roll_core.testing.stored_buffers import check_stored_buffers
 from roll_core.testing.subject import registry
 
 BATCH = make_batch(61)
@@ -163,3 +164,11 @@ def test_a_host_without_a_compiler_computes_the_same(ranks, ranks_without_progra
     check_same("weights", found.before, expected.before)
     assert any(not np.array_equal(each, found.before[name]) for name, each in found.after.items())
     assert TRAINING.learning_rate == found.stats[0].learning_rate
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buffers_that_transformers_stores_go_along_with_the_portable_state(ranks, case, tmp_path, stage):
+    check_stored_buffers(ranks, case.with_(strategy_config=zero(stage), world_size=2), tmp_path)

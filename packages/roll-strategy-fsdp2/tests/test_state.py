@@ -32,7 +32,11 @@ from roll_core.errors import UnsupportedError
 from roll_core.modeling.model import load_model
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
+from roll_core.spec.providers import TrainProvider
+from roll_core.testing.bench import Case
 from roll_core.testing.ranks import RanksFailedError
+from roll_core.testing.stored_buffers import check_stored_buffers
+from roll_core.testing.subject import registry
 
 BF16 = {"dtype": "bf16"}
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -252,3 +256,15 @@ def test_an_export_in_bf16_says_so_and_trains_on(ranks, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     again = ranks(train, Job(world_size=2, model=BF16 | {"path": str(tmp_path)}, training=TRAINING), 1)
     assert same_weights(again[0]["before"], answers[0]["weights"])
+
+
+def test_buffers_that_transformers_stores_go_along_with_the_portable_state(ranks, tmp_path):
+    case = Case(
+        provider=registry().find(TrainProvider, "fsdp2_train"),
+        strategy_config={},
+        model=ModelSpec(),
+        training=TRAINING,
+        world_size=2,
+        devices=("cpu",) * 2,
+    )
+    check_stored_buffers(ranks, case, tmp_path)

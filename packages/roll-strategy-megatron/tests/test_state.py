@@ -22,6 +22,7 @@ from roll_core.testing.losses import LOSSES, TRAINING
 from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
 from roll_core.testing.portable_programs import export_between, go_on
 from roll_core.testing.ranks import RankHost, free_port
+from roll_core.testing.stored_buffers import check_stored_buffers
 from roll_core.testing.subject import registry
 
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -100,6 +101,13 @@ def test_the_state_that_all_strategies_read_goes_from_one_arrangement_to_another
         assert one.learning_rate == other.learning_rate
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
     assert distance(found.after, expected.after) < 1e-5
+
+
+def test_buffers_that_transformers_stores_go_along_with_the_portable_state(host, tmp_path):
+    def run(program, case, *arguments):
+        return host.run(program, case.with_(master_port=free_port()), *arguments, num_ranks=2, timeout_s=100)
+
+    check_stored_buffers(run, case_of(None, 2, PP), tmp_path)
 
 
 def test_an_optimizer_that_counts_steps_by_group_goes_on(host, tmp_path):

@@ -17,7 +17,7 @@ from roll_core.modeling.fused import fuse
 from roll_core.modeling.model import load_model
 from roll_core.modeling.moving import Mover, num_bytes
 from roll_core.modeling.optimizer import adamw, schedule
-from roll_core.modeling.portable_state import check_adapters, check_same
+from roll_core.modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
 from roll_core.modeling.task_model import TaskModel
 from roll_core.spec.train import (
     LossFn,
@@ -238,6 +238,7 @@ class DeepSpeedStrategy(TrainStrategy):
             shapes=shapes(self.held),
             read=lambda name: gather(self.held, name),
             adapters=self.weights.identity(),
+            buffers=stored_buffers(self.model) if self.adapters is None else {},
         )
 
     def import_state(self, state: PortableState) -> None:
@@ -246,6 +247,7 @@ class DeepSpeedStrategy(TrainStrategy):
         self._check_trains("weights", "grads", "optimizer")
         check_same(state, shapes(self.held), adapters=self.adapters, identity=self.weights.identity())
         take_over(self.held, state)
+        take_buffers(state, stored_buffers(self.model))
         self.loss_scale.begin_anew()
         self.step_count, self.passes.num_backwards = state.step_count, 0
 

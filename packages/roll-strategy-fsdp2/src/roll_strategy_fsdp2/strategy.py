@@ -14,7 +14,7 @@ from roll_core.modeling.backbone import checkpoint_layers
 from roll_core.modeling.context_parallel import ContextParallel, Ulysses
 from roll_core.modeling.model import DTYPES, load_model
 from roll_core.modeling.moving import Mover
-from roll_core.modeling.portable_state import check_adapters, check_same
+from roll_core.modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
 from roll_core.modeling.process_group import ProcessGroup
 from roll_core.modeling.ring_attention import Ring
 from roll_core.modeling.task_model import TaskModel
@@ -210,6 +210,7 @@ class FSDP2Strategy(TrainStrategy):
             shapes=shapes(optimizer),
             read=lambda name: gather(optimizer, name, self._mesh.device),
             adapters=self.weights.identity(),
+            buffers=stored_buffers(self.model) if self.adapters is None else {},
         )
 
     def import_state(self, state: PortableState) -> None:
@@ -217,6 +218,7 @@ class FSDP2Strategy(TrainStrategy):
         optimizer = self._require_training()
         check_same(state, shapes(optimizer), adapters=self.adapters, identity=self.weights.identity())
         take_over(optimizer, state)
+        take_buffers(state, stored_buffers(self.model))
 
     def _state(self) -> dict[str, Tensor]:
         self.mover.need("weights", "grads", "optimizer")

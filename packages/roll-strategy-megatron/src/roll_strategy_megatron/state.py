@@ -138,8 +138,10 @@ def take_over(bridge: Bridge, optimizer: Optimizer, read: Callable[[str], Parame
                 optimizer.put(parameter, kind, share.to(bridge.parallel.device))
 
 
-def portable_state(bridge: Bridge, optimizer: Optimizer, adapters: Mapping[str, Any] | None) -> PortableState:
-    """What other strategies continue from, gathered while it is read, on every rank."""
+def portable_state(
+    bridge: Bridge, optimizer: Optimizer, adapters: Mapping[str, Any] | None, buffers: Mapping[str, Tensor]
+) -> PortableState:
+    """What other strategies continue from, gathered while it is read, on every rank; `buffers` as they are."""
     streams = {kind: bridge.export(partial(optimizer.whole, kind=kind), torch.float32) for kind in KINDS}
 
     def read(name: str) -> ParameterState:
@@ -150,7 +152,9 @@ def portable_state(bridge: Bridge, optimizer: Optimizer, adapters: Mapping[str, 
                 raise ValueError(f"{name} was read out of order: {exported} comes first")
         return ParameterState(**found)
 
-    return PortableState(step_count=optimizer.step_count, shapes=bridge.shapes, read=read, adapters=adapters)
+    return PortableState(
+        step_count=optimizer.step_count, shapes=bridge.shapes, read=read, adapters=adapters, buffers=buffers
+    )
 
 
 def _read(source: FileSource, bridge: Bridge, path: Path, name: str) -> ParameterState:

@@ -18,7 +18,7 @@ from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
 from roll_core.modeling.model import DTYPES
 from roll_core.modeling.moving import Mover
 from roll_core.modeling.pieces import write_gathered
-from roll_core.modeling.portable_state import check_adapters, check_same
+from roll_core.modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
 from roll_core.modeling.task_model import finite_loss, plain_metrics
 from roll_core.spec.train import (
     LossFn,
@@ -284,7 +284,9 @@ class MegatronStrategy(TrainStrategy):
 
     def export_state(self) -> PortableState:
         """Gathered parameter by parameter, on every rank. Collective."""
-        return portable_state(self.trained, self._require_training(), self._identity())
+        optimizer = self._require_training()
+        buffers = stored_buffers(self.hf) if self.lora is None else {}
+        return portable_state(self.trained, optimizer, self._identity(), buffers)
 
     def import_state(self, state: PortableState) -> None:
         """Each rank reads all of what its shares are cut from, and keeps these. Collective."""
@@ -292,6 +294,8 @@ class MegatronStrategy(TrainStrategy):
         described = self.lora.described if self.lora is not None else None
         check_same(state, self.trained.shapes, adapters=described, identity=self._identity())
         take_over(self.trained, optimizer, state.read)
+        take_buffers(state, stored_buffers(self.hf))
+        self.bridge.load_buffers(self.hf.get_buffer)
         optimizer.restored(state.step_count)
         self.parallel.wait()
 

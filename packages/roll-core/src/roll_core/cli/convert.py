@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from roll_core.errors import CheckpointMismatchError, NoCheckpointError, RunDirectoryError
 from roll_core.modeling.export import write_model
 from roll_core.modeling.model import empty_model, load_model
-from roll_core.modeling.portable_state import check_same
+from roll_core.modeling.portable_state import check_same, stored_buffers
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.portable_state import FOLDER, MODEL, opened_portable_state, read_portable_index
 from roll_core.runtime.resuming import SavedRun
@@ -95,8 +95,14 @@ def _write_whole(index: PortableIndex, state: PortableState, description: Path, 
     model = empty_model(spec)
     parameters = dict(model.named_parameters())
     check_same(state, {name: tuple(each.shape) for name, each in parameters.items()})
+    buffers = stored_buffers(model)
+    if lacking := buffers.keys() - state.buffers.keys():
+        raise CheckpointMismatchError(
+            f"{description.parent} lacks {min(lacking)}, which no optimizer steps and the model computes with: go on"
+            " with that run, and convert its next checkpoint"
+        )
     whole = {name: state.read(name).master.to(each.dtype) for name, each in parameters.items()}
-    model.load_state_dict(whole, strict=False, assign=True)
+    model.load_state_dict(whole | {name: state.buffers[name] for name in buffers}, strict=False, assign=True)
     model.tie_weights()
     write_model(model, spec, model.state_dict(), out)
 

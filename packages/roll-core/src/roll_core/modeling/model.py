@@ -11,6 +11,7 @@ import inspect
 import logging
 import threading
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,8 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
             model: PreTrainedModel = auto.from_config(
                 config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
             )
+        for _, each in _kept_in_float32(model, chain(model.named_parameters(), model.named_buffers())):
+            each.data = each.data.float()
         if model.can_generate() and (Path(spec.path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
     if tokenizer is not None:
@@ -324,15 +327,21 @@ def _new_head(model: PreTrainedModel, replace: bool, spec: ModelSpec) -> None:
 
 def _round(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters to `dtype`, except those that the architecture keeps in float32; buffers stay as they are."""
-    keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float32:
         return
+    kept = {name for name, _ in _kept_in_float32(model, model.named_parameters())}
     for name, parameter in model.named_parameters():
-        if not any(part in keep for part in name.split(".")):
+        if name not in kept:
             parameter.data = parameter.data.to(dtype)
     config = getattr(model, "config", None)
     if config is not None:
         config.dtype = dtype
+
+
+def _kept_in_float32(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Those of `named` that the architecture keeps in float32 whatever the model's dtype."""
+    keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return ((name, each) for name, each in named if keep.intersection(name.split(".")))
 
 
 def _set_attention(config: PreTrainedConfig, spec: ModelSpec) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from roll_core.modeling.export import check_exportable, write_description, write_model
 from roll_core.modeling.lora import base_name
+from roll_core.modeling.portable_state import stored_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -197,5 +198,4 @@ def _tied(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tens
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Those that transformers stores."""
-    persistent = model.state_dict().keys()
-    return {name: each.cpu() for name, each in model.named_buffers() if name in persistent}
+    return {name: each.cpu() for name, each in stored_buffers(model).items()}

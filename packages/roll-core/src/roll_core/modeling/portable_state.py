@@ -1,13 +1,19 @@
-"""Whether a state belongs to the model of a role: what every strategy asks before it continues from one."""
+"""Whether a state belongs to the model of a role: what every strategy asks before it continues from one. And what of a
+model no optimizer steps, and transformers stores."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from roll_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
     from roll_core.modeling.lora import Adapters
     from roll_core.spec.train import PortableState
@@ -44,3 +50,25 @@ def check_adapters(
         adapters.refuse_other(dict(saved) if saved is not None else None, identity, place)
     elif saved is not None:
         raise CheckpointError(f"{place}: holds adapters, but this role trains the whole model (lora_target)")
+
+
+def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The very buffers that transformers stores, by its names."""
+    persistent = model.state_dict().keys()
+    return {name: each for name, each in model.named_buffers() if name in persistent}
+
+
+@torch.no_grad()
+def take_buffers(state: PortableState, buffers: Mapping[str, Tensor]) -> None:
+    """Overwrite `buffers` with those of `state`. One that was written without any leaves them as the model's own files
+    have them. Raises `CheckpointError` for those of another model."""
+    if not state.buffers:
+        return
+    if odd := state.buffers.keys() ^ buffers.keys():
+        raise CheckpointError(f"{PLACE}: buffer {min(odd)} is in only one of the checkpoint and the model")
+    for name, each in buffers.items():
+        if state.buffers[name].shape != each.shape:
+            raise CheckpointError(
+                f"{PLACE}: {name} has shape {tuple(state.buffers[name].shape)}, the model's has {tuple(each.shape)}"
+            )
+        each.copy_(state.buffers[name])

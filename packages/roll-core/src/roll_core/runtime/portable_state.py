@@ -2,6 +2,7 @@
 
     index.json                  step, shapes, the model it is of, and which file holds which parameter
     state-00001.safetensors …   master.<name>, exp_avg.<name>, exp_avg_sq.<name>, float32
+    buffers.safetensors         what transformers stores beside parameters, where the model has any
     model/                      config.json and tokenizer: what the model is, where transformers knows it
 
 Parameters are written in the order in which they are exported, a new file whenever one is full: nobody ever holds more
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "portable"
 """Beside the ranks' own folders."""
-INDEX, MODEL = "index.json", "model"
+INDEX, MODEL, BUFFERS = "index.json", "model", "buffers.safetensors"
 FORMAT = 1
 FILE_BYTES = 1 << 30
 """Of a file; a parameter is never cut, and one that is larger has a file of its own."""
@@ -48,12 +49,16 @@ class PortableIndex:
     shapes: dict[str, tuple[int, ...]]
     files: dict[str, str]
     """Name of the file, by parameter."""
+    buffers: tuple[str, ...]
+    """What `BUFFERS` holds; without any there is no such file."""
 
 
 def write_portable_state(
     state: PortableState, model: ModelSpec, folder: Path, *, leads: bool, file_bytes: int = FILE_BYTES
 ) -> None:
     """Read all of `state`, which all ranks do together, and write it on the rank that `leads`."""
+    from safetensors.torch import save_file
+
     from roll_core.modeling.pieces import PieceFiles
 
     pieces = PieceFiles(folder, "state-{:05d}.safetensors", file_bytes)
@@ -65,6 +70,8 @@ def write_portable_state(
             files[name] = pieces.add({f"{kind}.{name}": each for kind, each in kinds.items()})
     if leads:
         pieces.flush()
+        if state.buffers:
+            save_file({name: each.cpu().contiguous() for name, each in state.buffers.items()}, folder / BUFFERS)
         _describe(model, folder / MODEL)
         index = {
             "format": FORMAT,
@@ -72,6 +79,7 @@ def write_portable_state(
             "adapters": dict(state.adapters) if state.adapters is not None else None,
             "model": asdict(model),
             "parameters": {name: {"shape": list(state.shapes[name]), "file": file} for name, file in files.items()},
+            "buffers": list(state.buffers),
         }
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
@@ -89,6 +97,7 @@ def read_portable_index(folder: Path) -> PortableIndex:
             model=_model_spec(found["model"]),
             shapes={name: tuple(each["shape"]) for name, each in parameters.items()},
             files={name: each["file"] for name, each in parameters.items()},
+            buffers=tuple(found.get("buffers", ())),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, CheckpointError):
@@ -100,6 +109,7 @@ def read_portable_index(folder: Path) -> PortableIndex:
 def opened_portable_state(folder: Path) -> Iterator[PortableState]:
     """What `write_portable_state` wrote, read one parameter at a time. Raises `CheckpointError`, also from `read`."""
     from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
 
     index = read_portable_index(folder)
     with ExitStack() as stack:
@@ -108,6 +118,7 @@ def opened_portable_state(folder: Path) -> Iterator[PortableState]:
                 file: stack.enter_context(safe_open(folder / file, framework="pt"))
                 for file in dict.fromkeys(index.files.values())
             }
+            buffers = load_file(folder / BUFFERS) if index.buffers else {}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: cannot be read: {error}") from error
 
@@ -121,7 +132,9 @@ def opened_portable_state(folder: Path) -> Iterator[PortableState]:
                 **{kind: _checked(each, f"{kind} of {name}", index.shapes[name]) for kind, each in held.items()}
             )
 
-        yield PortableState(step_count=index.step_count, shapes=index.shapes, read=read, adapters=index.adapters)
+        yield PortableState(
+            step_count=index.step_count, shapes=index.shapes, read=read, adapters=index.adapters, buffers=buffers
+        )
 
 
 def _checked(tensor: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:

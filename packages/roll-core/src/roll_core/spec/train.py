@@ -220,6 +220,9 @@ class PortableState:
     adapters: Mapping[str, Any] | None = None
     """Where adapters are trained, what identifies the model beneath them (`Adapters.identity` of
     `roll_core.modeling.lora`)."""
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    """What transformers stores of the model beside its parameters, whole, by its names and in its dtypes: DeepSeek-V3's
+    `e_score_correction_bias`. None where adapters are trained: the model beneath them has its own."""
 
 
 class TrainStrategy(ABC):

@@ -154,8 +154,13 @@ class Bridge:
         self._check(source)
         for each in self.held:
             each.parameter.copy_(self._read(each, source).to(dtype))
+        self.load_buffers(source.get)
+
+    @torch.no_grad()
+    def load_buffers(self, get: Callable[[str], Tensor]) -> None:
+        """What this rank has of tensors that are not learned, which `get` gives whole by Hugging Face's names."""
         for name, buffer in self.buffers.items():
-            buffer.copy_(source.get(name))
+            buffer.copy_(get(name))
 
     def _read(self, held: Held, source: Source) -> Tensor:
         """A share, beside which nothing of the files is kept."""

@@ -22,7 +22,7 @@ from roll_core.modeling.fused import fuse
 from roll_core.modeling.layout import make_adjacent
 from roll_core.modeling.model import load_model
 from roll_core.modeling.moving import Mover, host_copies, num_bytes
-from roll_core.modeling.portable_state import check_adapters, check_same
+from roll_core.modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
 from roll_core.modeling.task_model import TaskModel, finite_loss, plain_metrics
 from roll_core.spec.providers import TrainCapabilities
 from roll_core.spec.train import (
@@ -244,6 +244,7 @@ class HFTrainStrategy(TrainStrategy):
             shapes=_shapes(optimizer.parameters),
             read=optimizer.held,
             adapters=self.adapters.identity() if self.adapters is not None else None,
+            buffers=stored_buffers(self.model) if self.adapters is None else {},
         )
 
     @torch.no_grad()
@@ -258,6 +259,7 @@ class HFTrainStrategy(TrainStrategy):
             held.master.copy_(found.master)
             held.exp_avg.copy_(found.exp_avg)
             held.exp_avg_sq.copy_(found.exp_avg_sq)
+        take_buffers(state, stored_buffers(self.model))
         optimizer.restored(state.step_count)
 
     def _kept(self) -> dict[str, Tensor]:
