@@ -1,5 +1,6 @@
 """The smallest change that fits."""
 
+from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.runtime.planning import make_plan
 from roll_core.runtime.planning.levers import changed, smallest_change
 from roll_core.runtime.planning.plan import PROCESS_BYTES
@@ -55,6 +56,17 @@ def test_two_levers_where_one_does_not_do(loaded, registry, planned):
     assert found.over == 0
     assert len(found.changes) == 2
     assert planned(*LONG, *found.overrides, host_bytes=both).over == 0
+
+
+def test_what_a_strategy_refuses_beside_its_model_is_not_proposed(loaded, registry, monkeypatch):
+    def refuse(self, given):
+        if given.get("disable_gradient_checkpointing") is False:
+            raise ValueError("this strategy computes nothing again")
+
+    monkeypatch.setattr(HFTrainConfig, "check_model_args", refuse)
+    _, found = proposal(loaded, registry, *LONG, host_bytes=PROCESS_BYTES)
+    assert found.changes
+    assert not [each for each in found.overrides if "disable_gradient_checkpointing" in each]
 
 
 def test_a_microbatch_that_cannot_be_halved_is_divided_otherwise(loaded, registry, planned):

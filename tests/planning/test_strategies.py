@@ -28,8 +28,8 @@ EXPERTS = 8 * 3 * 64 * 128
 """Parameters of a layer's."""
 
 
-def uses(kind, name, keys, act, *, apart=False, **more):
-    """Bytes by what, or by what and where if `apart`, of one act."""
+def answer(kind, name, keys, **more):
+    """What a strategy's formula says."""
     registry = load_registry()
     provider = registry.find(kind, name)
     numbers = {
@@ -37,8 +37,13 @@ def uses(kind, name, keys, act, *, apart=False, **more):
         "train_tokens": 8, "score_tokens": 8, "longest": 8, "on_host": True,
     }  # fmt: skip
     question = MemoryQuestion(config=strategy_config(provider, keys, owner=name), **{**numbers, **more})
+    return load_target(provider.memory, owner=name)(question)
+
+
+def uses(kind, name, keys, act, *, apart=False, **more):
+    """Bytes by what, or by what and where if `apart`, of one act."""
     found = {}
-    for use in load_target(provider.memory, owner=name)(question).uses:
+    for use in answer(kind, name, keys, **more).uses:
         if not use.during or act in use.during:
             key = (use.what, use.on) if apart else use.what
             found[key] = found.get(key, 0) + use.num_bytes
@@ -199,6 +204,16 @@ def test_megatron_keeps_moments_on_the_host_if_told():
     share = (P - MODEL.final_norm) // 2
     assert found["optimizer", "device"] == 12 * share - 8 * (share // 2)
     assert found["optimizer", "host"] == 16 * (share // 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "offered"),
+    [({"dtype": "bf16"}, True), ({"dtype": "fp32"}, False), ({"dtype": "bf16", "added_parameters": 9}, False)],
+    ids=["masters", "float32", "adapters"],
+)
+def test_megatron_offers_the_hosts_only_where_check_would_take_it(more, offered):
+    found = answer(TrainProvider, "megatron_train", {}, on_host=False, **more)
+    assert ("optimizer_cpu_offload" in [key for lever in found.levers for key in lever.keys]) is offered
 
 
 def test_megatron_spreads_experts_by_their_own_parallelism():

@@ -115,7 +115,9 @@ def _on_their_way(config: MegatronConfig) -> float:
 
 
 def _levers(question: MemoryQuestion, config: MegatronConfig) -> Iterator[Lever]:
-    if question.trains and not config.optimizer_cpu_offload:
+    # Megatron has a copy on the host of tensors that have a master beside them: see `check_model_args`.
+    has_masters = question.dtype != "fp32" and not question.added_parameters
+    if question.trains and has_masters and not config.optimizer_cpu_offload:
         yield Lever(keys={"optimizer_cpu_offload": True}, costs="optimizer steps are taken by the host's processors")
     if question.trains and question.gradient_checkpointing and config.recomputation == "selective":
         yield Lever(

@@ -126,11 +126,13 @@ def _question(
     size = size_of(spec, config)
     added = adapter_parameters(size, spec.lora) if spec.lora is not None else 0
     keys = worker.strategy_args.strategy_config if worker.strategy_args is not None else {}
+    strategy = strategy_config(provider, keys, owner=registry.owner(provider))
+    strategy.check_model_args(worker.model_args.model_dump(exclude_unset=True))
     batch = _Batches(role, worker, config, placing, size)
     places = placing.places[role.name]
     return MemoryQuestion(
         model=size,
-        config=strategy_config(provider, keys, owner=registry.owner(provider)),
+        config=strategy,
         task=role.task,
         dtype=spec.dtype,
         trains=role.kind == "train",
