@@ -284,6 +284,34 @@ def test_what_became_of_a_key(file, key, status, registry):
     assert entries(file, registry)[key].status == status
 
 
+@pytest.mark.parametrize(
+    ("name", "config", "coefficient", "status", "strategy_config", "left"),
+    [
+        ("megatron_train", "", "0.001", "renamed", {"moe_aux_loss_coeff": 0.001}, None),
+        ("megatron_train", "moe_aux_loss_coeff: 0.01", "0.001", "not needed", {"moe_aux_loss_coeff": 0.01}, None),
+        ("megatron_train", "", "0", "not needed", None, None),
+        ("fsdp2_train", "", "0.001", "unsupported", None, 0.001),
+    ],
+    ids=["megatron", "both", "none", "fsdp2"],
+)
+def test_a_routers_loss_goes_to_the_strategy_that_adds_it(
+    name, config, coefficient, status, strategy_config, left, registry, tmp_path
+):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        "sft_train:\n"
+        f"  model_args: {{model_name_or_path: /models/base, moe_aux_loss_coef: {coefficient}}}\n"
+        f"  strategy_args: {{strategy_name: {name}, strategy_config: {{{config}}}}}\n"
+        "  data_args: {file_name: rows.jsonl}\n"
+    )
+    found = import_roll(file, registry)
+    by_key = {each.key: each for each in found.entries}
+    assert by_key["sft_train.model_args.moe_aux_loss_coef"].status == status
+    role = found.config["sft_train"]
+    assert (role["strategy_args"].get("strategy_config") or None) == strategy_config
+    assert role["model_args"].get("moe_aux_loss_coef") == left
+
+
 def test_an_unknown_key_is_told_with_the_nearest_one(registry):
     assert "did you mean max_running_requests?" in entries("rlvr_lora_deepspeed", registry)["max_running_request"].note
 

@@ -21,7 +21,6 @@ from roll_core.builtin.importing.rules import (
 )
 
 UNDECLARED = dead("no key of ROLL's: its loader drops it without a word")
-BY_SEQUENCE = "each sequence is balanced by itself, in ROLL each microbatch"
 ELSEWHERE = dead("ROLL's sft and rlvr do not read it")
 
 MODEL: Table = {
@@ -33,7 +32,11 @@ MODEL: Table = {
     ),
     "autocast_adapter_dtype": unneeded("adapters are float32"),
     "ulysses_size": change("→ `strategy_config.ulysses_size`", values.ulysses_size),
-    "moe_aux_loss_coef": refused("a router's auxiliary loss is not added", 0),
+    "moe_aux_loss_coef": change(
+        "→ `strategy_config.moe_aux_loss_coeff` of Megatron's strategies, unless that says something else; refused for"
+        " others unless `0`",
+        values.moe_aux_loss_coef,
+    ),
     "freeze_module_prefix": refused("no module can be frozen"),
     "gradient_checkpointing_use_reentrant": unneeded("it makes no difference to the numbers"),
     **each("model_type num_labels", unneeded("the role decides what a model computes")),
@@ -310,8 +313,8 @@ STRATEGIES: dict[str, Table] = {
         ),
         "virtual_pipeline_model_parallel_size": change("kept; 1 is none", values.virtual_pipeline),
         "lr_scheduler_kwargs": rename("role:training_args.lr_scheduler_kwargs"),
-        "moe_aux_loss_coeff": keep(BY_SEQUENCE),
-        "moe_aux_loss_coef": rename("moe_aux_loss_coeff", BY_SEQUENCE),
+        "moe_aux_loss_coeff": keep(values.BY_SEQUENCE),
+        "moe_aux_loss_coef": rename("moe_aux_loss_coeff", values.BY_SEQUENCE),
         "moe_token_drop_policy": refused("no token may be dropped"),
         "moe_expert_capacity_factor": refused("no token may be dropped"),
         "optimizer": refused("AdamW takes the steps", "adam"),

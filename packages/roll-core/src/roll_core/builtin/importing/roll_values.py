@@ -341,6 +341,23 @@ def ulysses_size(value: Any, key: Key) -> Outcome:
     return Outcome("renamed", (((*key.role, "strategy_args", "strategy_config", "ulysses_size"), value),))
 
 
+BY_SEQUENCE = "each sequence is balanced by itself, in ROLL each microbatch"
+
+
+def moe_aux_loss_coef(value: Any, key: Key) -> Outcome:
+    """Megatron's own key goes before it (model_providers.py). Elsewhere nothing adds a router's loss."""
+    if asks_for_nothing(value, (0,)):
+        return Outcome("not needed", (), "it asks for nothing")
+    strategy = (*key.role, "strategy_args")
+    if not str(key.at(*strategy, "strategy_name")).startswith("megatron"):
+        note = "a router's auxiliary loss is not added; left in the config, which `check` refuses"
+        return Outcome("unsupported", ((key.path, value),), note)
+    for own in ("moe_aux_loss_coeff", "moe_aux_loss_coef"):
+        if key.at(*strategy, "strategy_config", own) is not None:
+            return Outcome("not needed", (), f"{own} of its strategy_config decides, in ROLL too")
+    return Outcome("renamed", (((*strategy, "strategy_config", "moe_aux_loss_coeff"), value),), BY_SEQUENCE)
+
+
 def virtual_pipeline(value: Any, key: Key) -> Outcome:
     """Pieces of layers on each stage."""
     if asks_for_nothing(value, (1,)):
