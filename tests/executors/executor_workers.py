@@ -35,6 +35,7 @@ class Recorder:
         self.arrived = 0
         self.everyone_is_here = asyncio.Event()
         self.was_cancelled = asyncio.Event()
+        self.held, self.freed = threading.Event(), threading.Event()
 
     def greet(self, name: str) -> str:
         return f"{self.greeting} {name} from {self.place.rank}"
@@ -69,6 +70,16 @@ class Recorder:
     def sleep(self, seconds: float) -> float:
         time.sleep(seconds)
         return seconds
+
+    def hold(self, seconds: float) -> bool:
+        """Keeps its thread until another call lets go: whether one did within so many seconds."""
+        self.held.set()
+        return self.freed.wait(seconds)
+
+    async def let_go(self) -> None:
+        while not self.held.is_set():
+            await asyncio.sleep(0.01)
+        self.freed.set()
 
     async def meet(self, how_many: int) -> int:
         """Returns when so many calls are inside at once."""

@@ -117,19 +117,10 @@ def test_async_methods_overlap(run: Run, group: WorkerGroup) -> None:
 
 
 def test_async_methods_run_while_a_sync_one_does(run: Run, group: WorkerGroup) -> None:
-    async def both() -> list[str]:
-        finished: list[str] = []
+    async def both() -> list[bool | None]:
+        return await asyncio.gather(group.call_rank(1, "hold", 20.0), group.call_rank(1, "let_go"))
 
-        async def noting(name: str, call: Coroutine[Any, Any, Any]) -> None:
-            await call
-            finished.append(name)
-
-        await asyncio.gather(
-            noting("sync", group.call_rank(1, "sleep", 0.5)), noting("async", group.call_rank(1, "meet", 1))
-        )
-        return finished
-
-    assert run(both()) == ["async", "sync"]
+    assert run(both()) == [True, None]
 
 
 def test_arrays_arrive_equal_and_writable(run: Run, group: WorkerGroup) -> None:
@@ -201,17 +192,15 @@ def test_cause_is_named_though_its_echoes_came_first(run: Run, group: WorkerGrou
 
 
 def test_deadline_names_the_ranks_that_did_not_answer(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(
-        WorkerTimeoutError, match=r"wait_on_rank got no answer within 0.3 s from rank 1 on .+$"
-    ) as caught:
-        run(group.call("wait_on_rank", 1, 1.5, deadline_s=0.3))
+    with pytest.raises(WorkerTimeoutError, match=r"wait_on_rank got no answer within 2 s from rank 1 on .+$") as caught:
+        run(group.call("wait_on_rank", 1, 6.0, deadline_s=2))
     assert "in wait_on_rank" in caught.value.trace
     assert run(group.call("wait_on_rank", 0, 0.0)) == ["done", "done"]
 
 
 def test_deadline_and_cancelling_end_async_methods(run: Run, group: WorkerGroup) -> None:
     with pytest.raises(WorkerTimeoutError):
-        run(group.call("wait_forever", deadline_s=0.1))
+        run(group.call("wait_forever", deadline_s=2))
     assert run(group.call("until_cancelled")) == [True, True]
 
 

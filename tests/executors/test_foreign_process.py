@@ -140,13 +140,14 @@ def test_cancelling_a_call_ends_it_over_there(runner: asyncio.Runner, shared: Fo
 
 def test_it_says_where_it_hangs(runner: asyncio.Runner, shared: Foreign) -> None:
     async def look() -> str:
-        sleeping = asyncio.ensure_future(shared.call("sleep", 0.5))
-        await asyncio.sleep(0.2)
-        stack = await shared.process.stack()
-        await sleeping
+        held = asyncio.ensure_future(shared.call("hold", 20.0))
+        while "in hold" not in (stack := await shared.process.stack()) and not held.done():
+            await asyncio.sleep(0.05)
+        await shared.call("let_go")
+        assert await held
         return stack
 
-    assert "in sleep" in runner.run(look())
+    assert "in hold" in runner.run(look())
 
 
 def test_a_killed_process_fails_the_calls_that_wait(runner: asyncio.Runner, fresh: Foreign) -> None:
