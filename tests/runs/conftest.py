@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from roll_core.builtin.cpu import CpuPlatform
 from roll_core.config import load
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.console import Console
+from roll_core.runtime.executors import ray_instance
+from roll_core.runtime.executors.ray_instance import RayInstance
 from roll_core.runtime.loop import RunResult, execute
 from roll_core.runtime.tracking import repeatable
 
@@ -147,7 +150,7 @@ def sometimes(prompt, response, **row):
 def flaky(prompt, response, **row):
     """Fails the first two times that it sees an answer."""
     import hashlib, pathlib
-    seen = pathlib.Path("seen") / hashlib.sha256(f"{prompt}|{response}".encode()).hexdigest()
+    seen = pathlib.Path(__file__).with_name("seen") / hashlib.sha256(f"{prompt}|{response}".encode()).hexdigest()
     seen.parent.mkdir(exist_ok=True)
     times = len(seen.read_text()) if seen.exists() else 0
     seen.write_text("." * (times + 1))
@@ -163,13 +166,18 @@ def endless(prompt, response, **row):
 
 
 @pytest.fixture(scope="session")
-def connected_ray():
-    """One Ray instance for all tests: an executor that finds this process connected uses it and leaves it running."""
-    import ray
+def connected_ray() -> Iterator[None]:
+    """One Ray instance for all tests, started as a run starts its own and with room for the workers of any test.
 
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=256 * 2**20, logging_level=logging.WARNING)
+    An executor that finds this process connected uses it and leaves it running.
+    """
+    instance = RayInstance(CpuPlatform())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setattr(ray_instance, "usable_cores", lambda: 8)
+        instance.open()
     yield
-    ray.shutdown()
+    instance.close()
 
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])

@@ -150,7 +150,7 @@ def test_a_judge_that_dies_is_replaced_and_what_it_judged_is_judged_again(ray_ru
         "import os, pathlib, signal\n"
         "def once(prompt, response, **row):\n"
         "    try:\n"
-        "        pathlib.Path('killed').touch(exist_ok=False)\n"
+        "        pathlib.Path(__file__).with_name('killed').touch(exist_ok=False)\n"
         "    except FileExistsError:\n"
         "        return float(len(response))\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
