@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roll_core.errors import CheckpointError, UnsupportedError
+from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import Want
 from roll_core.testing import TrainStrategyConformance
 from roll_core.testing.bench import WHOLE, Case, as_array, built, micros, outputs, share, take_step, weights
 from roll_core.testing.losses import LOSSES
 from roll_core.testing.models import QWEN3
-from roll_core.testing.programs import fail_to_build
+from roll_core.testing.programs import fail_to_build, raised
 
 PRELOAD = ("megatron_on_cpu", *TrainStrategyConformance.preload, "roll_strategy_megatron.strategy")
 """Megatron is imported once for all ranks, on a machine without an accelerator by way of the shims."""
@@ -265,6 +266,16 @@ def fail_to_build_in(rank, case: Case, environment):
     """Where these variables are set."""
     with patch.dict("os.environ", environment):
         return fail_to_build(rank, case)
+
+
+def configure(rank, settings, keys):
+    """What making Megatron's config raises."""
+    from roll_strategy_megatron.config import MegatronConfig
+    from roll_strategy_megatron.engine import Make
+    from roll_strategy_megatron.model import make_config
+
+    spec, config = ModelSpec(random_init={"model_type": "qwen3"}), MegatronConfig.model_validate(keys)
+    return raised(lambda: make_config(settings, config, spec, torch.float32, Make(engine=False)))
 
 
 def lacking_engine_older_than(rank, version):

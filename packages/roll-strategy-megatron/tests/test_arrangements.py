@@ -18,6 +18,7 @@ from roll_core.testing.bench import Case, Split, Step
 from roll_core.testing.bounds import check_near, check_rows, check_same
 from roll_core.testing.losses import OF_TASK, TRAINING
 from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
+from roll_core.testing.programs import score
 from roll_core.testing.ranks import RankHost, free_port
 from roll_core.testing.reference import Reference, TransformersModel
 from roll_core.testing.subject import registry
@@ -166,6 +167,9 @@ PRODUCTS = {
     "ep 2, dp 4": Arrangement(ranks=4, config=sizes(ep=2), model=MIXTURE),
     "ep 2, tp 2, sp": Arrangement(ranks=2, config=sizes(ep=2, tp=2, etp=1, sp=True), model=MIXTURE),
     "expert tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), model=MIXTURE),
+    "tp 2, sp, experts whole": Arrangement(ranks=2, config=sizes(tp=2, etp=1, sp=True), model=MIXTURE),
+    "tp 1, expert tp 2": Arrangement(ranks=2, config=sizes(etp=2), model=MIXTURE),
+    "cp 2, expert tp 2": Arrangement(ranks=2, config=sizes(cp=2, etp=2), model=MIXTURE),
     "ep 2, expert tp 2, sp": Arrangement(ranks=4, config=sizes(ep=2, tp=2, etp=2, sp=True), model=MIXTURE),
     "ep 2, tp 2, pp 2, sp": Arrangement(ranks=4, config=sizes(ep=2, tp=2, pp=2, etp=1, sp=True), model=MIXTURE),
     "ep 2, tp 2, cp 2, sp": Arrangement(ranks=4, config=sizes(ep=2, tp=2, cp=2, etp=1, sp=True), model=MIXTURE),
@@ -223,6 +227,19 @@ def steps(calls, task):
     split, loss = Split(max_sequences=3), OF_TASK[task]
     batches = [make_batch(VOCABULARY, seed=seed) for seed in range(len(calls))]
     return [Step(sequences=each, loss=loss, split=split, calls=of) for each, of in zip(batches, calls, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [sizes(tp=2), sizes(tp=2, etp=1)], ids=["cut", "whole"])
+def test_experts_score_without_sequence_parallel(run, tmp_path, config):
+    """Where nothing is trained."""
+    infer = registry().find(TrainProvider, "megatron_infer")
+    case = case_of(Arrangement(ranks=2, model=MIXTURE, config=config), tmp_path).with_(provider=infer, training=None)
+    batch = make_batch(VOCABULARY, seed=10)
+    rows = run(score, case, batch, WANT, Split())[0]
+    expected = Reference(TransformersModel(case.model), "causal_lm").by_sequence(batch, WANT)
+    for name, bound in OUTPUTS.items():
+        check_rows(name, rows[name], expected[name], bound)
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)

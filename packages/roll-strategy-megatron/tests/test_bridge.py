@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch
-from megatron_programs import DEEPSEEK, PRELOAD, score_and_train, train_and_export
+from megatron_programs import DEEPSEEK, MIXTURE, PRELOAD, configure, score_and_train, train_and_export
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from roll_core.errors import ModelError
 from roll_core.modeling.model import load_model
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
@@ -155,12 +156,25 @@ def test_what_megatrons_layers_would_compute_otherwise_is_refused(host, tmp_path
     assert said in refusal(host, case_of(tmp_path, rest | model))
 
 
-def test_latent_attention_is_not_cut_without_sequence_parallel(host, tmp_path):
-    case = case_of(tmp_path, DEEPSEEK, tensor_model_parallel_size=2)
+NOT_CUT = [
+    pytest.param(DEEPSEEK, {"multi_latent_attention": True}, "a model with latent attention under", id="latent"),
+    pytest.param(MIXTURE, {"num_moe_experts": 4}, "training a model with experts under", id="experts"),
+]
+
+
+@pytest.mark.parametrize(("model", "settings", "what"), NOT_CUT)
+def test_some_models_are_not_cut_without_sequence_parallel(host, tmp_path, model, settings, what):
+    said = f"{what} a tensor_model_parallel_size above 1 needs sequence_parallel: true"
+    case = case_of(tmp_path, model, tensor_model_parallel_size=2)
     case = case.with_(world_size=2, devices=("cpu", "cpu"), master_port=free_port())
-    (error, _), _ = host.run(fail_to_build, case, num_ranks=2, timeout_s=100)
+    for error, _ in host.run(fail_to_build, case, num_ranks=2, timeout_s=100):
+        assert error is not None
+        assert error.kinds[0] == ModelError.__name__
+        assert said in error.message
+    # Of an architecture whose config another package describes, Megatron's settings say it.
+    (error,) = host.run(configure, settings, {"tensor_model_parallel_size": 2}, timeout_s=100)
     assert error is not None
-    assert "latent attention under a tensor_model_parallel_size above 1 needs sequence_parallel: true" in error.message
+    assert said in error.message
 
 
 def test_another_package_brings_an_architecture(host, tmp_path):

@@ -91,6 +91,16 @@ def test_ranks_that_make_no_whole_replicas_are_refused_with_the_product(tmp_path
             {"num_local_experts": 60},
             "the model's num_local_experts 60 is not a multiple of expert_model_parallel_size 8",
         ),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            {"model_type": "qwen3_moe", "num_experts": 8},
+            "training a model with experts under a tensor_model_parallel_size above 1 needs sequence_parallel: true",
+        ),
+        (
+            {"tensor_model_parallel_size": 2},
+            {"model_type": "deepseek_v3"},
+            "latent attention under a tensor_model_parallel_size above 1 needs sequence_parallel: true",
+        ),
     ],
 )
 def test_a_model_that_does_not_come_out_even_is_refused_with_the_arithmetic(tmp_path, keys, model, said):
@@ -109,6 +119,15 @@ def test_a_model_that_comes_out_even_is_fine(tmp_path):
     }
     model = {"random_init": {"model_type": "qwen3", "num_hidden_layers": 31}}
     assert checked(tmp_path, config=json.dumps(keys), model=json.dumps(model)).config.sft_train.ranks_per_replica == 4
+
+
+def test_only_training_needs_sequence_parallel_beside_experts(tmp_path):
+    model = "{random_init: {model_type: mixtral, num_local_experts: 8}}"
+    cut = {"config": "{tensor_model_parallel_size: 2}", "model": model}
+    assert "sequence_parallel: true" in refusal(tmp_path, **cut)
+    assert "sequence_parallel" not in refusal(tmp_path, name="megatron_infer", **cut)
+    spread = "{tensor_model_parallel_size: 2, sequence_parallel: true}"
+    assert checked(tmp_path, config=spread, model=model).config.sft_train.ranks_per_replica == 2
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ PRODUCTS = {
     "experts apart, ep 2": engine(2, MIXTURE, apart=True, config={"ep": 2}),
     "mixtral, experts together": engine(1, MIXTRAL),
     "experts together, cut by tp 2, sp": engine(2, MIXTURE, config={"tp": 2, "sp": True}),
+    "experts together, whole beside tp 2, sp": engine(2, MIXTURE, config={"tp": 2, "etp": 1, "sp": True}),
     "experts together, ep 2, cp 2, allgather": engine(
         4, MIXTURE, config={"ep": 2, "cp": 2, "moe_token_dispatcher_type": "allgather"}
     ),

@@ -36,6 +36,7 @@ PP = {"pipeline_model_parallel_size": 2}
 VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
+WHOLE = {"expert_tensor_parallel_size": 1}
 SOME = LoraSpec(targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), rank=3, alpha=6.0)
 EXPERTS = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0)
 ALL = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
@@ -147,6 +148,9 @@ def adapt(module, factors, scale):
         pytest.param(EP, 2, id="spread"),
         pytest.param(SP, 2, id="cut"),
         pytest.param(EP | PP, 4, id="spread over stages"),
+        pytest.param(EP | SP | WHOLE, 2, id="spread, beside tensor"),
+        pytest.param(SP | WHOLE, 2, id="whole, beside tensor"),
+        pytest.param({"expert_tensor_parallel_size": 2}, 2, id="cut by replicas"),
     ],
 )
 def test_experts_have_them_too(host, tmp_path, config, ranks):

@@ -92,7 +92,6 @@ class Adapter(nn.Module):
         partial_b = self.sequence_parallel and self.cut != "outputs"
         for each, partial in ((a_RI, partial_a), (b_OR, partial_b)):
             each.sequence_parallel = partial  # type: ignore[attr-defined]
-            each.allreduce = getattr(self.held.parameter, "allreduce", True)  # type: ignore[attr-defined]
         self.factors_a[str(part)], self.factors_b[str(part)] = a_RI, b_OR
         return a_RI, b_OR
 

@@ -123,7 +123,7 @@ class Computation:
         for each in micros:
             self._check_experts(each)
         number = max(len(micros), fewest)
-        if self.parallel.ep.size() > 1:
+        if self.parallel.replicas_share_experts:
             (number,) = self.parallel.most([number], self.parallel.dp)
         number += -number % self.pipeline.multiple
         idle = [idle_micro()] * (number - len(micros))
@@ -131,7 +131,7 @@ class Computation:
         moved = [(each.to(self.parallel.device), idles) for each, idles in every]
         cp_size, align = self.parallel.cp.size(), self.parallel.tp.size() if self.config.sequence_parallel else 1
         tokens = [0] * number
-        if number and self.parallel.ep.size() > 1 and self.config.moe_token_dispatcher_type == "allgather":
+        if number and self.parallel.replicas_share_experts and self.config.moe_token_dispatcher_type == "allgather":
             # Each rank gets the tokens of all, and takes there to be as many on each as it has itself.
             padded = [num_padded(each.lengths, cp_size=cp_size, align=align) for each, _ in moved]
             tokens = self.parallel.most(padded, self.parallel.dp)

@@ -60,6 +60,8 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures without experts."""
 NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What architectures call it."""
+LATENT = ("deepseek_v3",)
+"""Architectures with latent attention."""
 RECOMPUTATION = (
     "recompute_granularity",
     "recompute_method",
@@ -79,7 +81,7 @@ NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
 
 
 class MegatronConfig(StrategyConfig):
-    """`strategy_config` of `megatron_train` and `megatron_infer`."""
+    """`strategy_config` of `megatron_train`, and all that of `megatron_infer`."""
 
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share each layer: they cut its matrices. They should stand on one host."""
@@ -98,7 +100,9 @@ class MegatronConfig(StrategyConfig):
     expert_tensor_parallel_size: PositiveInt | None = None
     """Ranks that cut the matrices of each expert; `tensor_model_parallel_size` where not given."""
     sequence_parallel: bool = False
-    """Cut activations between the layers by tokens over the tensor parallel ranks: less memory for the same numbers."""
+    """Cut activations between the layers by tokens over the tensor parallel ranks: less memory for the same numbers.
+    Beside a `tensor_model_parallel_size` above 1, training a model with experts needs it, and latent attention does
+    everywhere."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """What layers are made of: Megatron's own modules (`local`) or Transformer Engine's. `auto`: Transformer Engine's
     where it is installed, for models in bf16 on CUDA. What is saved is the same."""
@@ -159,6 +163,11 @@ class MegatronConfig(StrategyConfig):
     is large, 12 bytes per parameter, for so long. Where not given, a step waits until all is written."""
 
     @property
+    def trains(self) -> bool:
+        """Whether the strategy has an optimizer."""
+        return True
+
+    @property
     def runs_per_stage(self) -> int:
         """Runs of layers that a stage holds: 1 unless stages are interleaved."""
         if self.pipeline_model_parallel_layout is not None:
@@ -215,9 +224,22 @@ class MegatronConfig(StrategyConfig):
             number = keys.get(key)
             if isinstance(number, int) and number % ranks:
                 raise ValueError(f"the model's {key} {number} is not a multiple of {over} {ranks}")
+        self.check_sequence_parallel(
+            experts=any(keys.get(each) for each in NUMBER_OF_EXPERTS), latent=keys.get("model_type") in LATENT
+        )
         asked = [key for key in OF_EXPERTS if getattr(self, key)]
         if asked and keys.get("model_type") in DENSE:
             raise ValueError(f"{asked[0]} is for models with experts; a {keys['model_type']} has none")
+
+    def check_sequence_parallel(self, *, experts: bool, latent: bool) -> None:
+        """Raises `ValueError` for a model that Megatron computes with tensor parallel only beside it."""
+        if self.tensor_model_parallel_size == 1 or self.sequence_parallel:
+            return
+        beside = "under a tensor_model_parallel_size above 1 needs sequence_parallel: true"
+        if latent:
+            raise ValueError(f"a model with latent attention {beside}")
+        if experts and self.trains:
+            raise ValueError(f"training a model with experts {beside}; where it only scores, megatron_infer does not")
 
     def check_model_args(self, given: Mapping[str, Any]) -> None:
         """What is to be computed again is said only where something is."""
@@ -326,6 +348,15 @@ class MegatronConfig(StrategyConfig):
                 f"pipeline_model_parallel_layout has {number} runs of layers, but pipeline_model_parallel_size {stages}"
                 f" × virtual_pipeline_model_parallel_size {virtual} = {stages * virtual}"
             )
+
+
+class ScoringConfig(MegatronConfig):
+    """The same keys for `megatron_infer`."""
+
+    @property
+    @override
+    def trains(self) -> bool:
+        return False
 
 
 def runs(layout: str) -> list[str]:

@@ -18,7 +18,7 @@ from roll_core.errors import ModelError, UnsupportedError
 from roll_core.modeling.lora import ADAPTER, add_adapters, base_name, weights_digest
 from roll_core.modeling.model import empty_model
 from roll_strategy_megatron.adapters import Adapter, cut_of, partial_factors, stand_on
-from roll_strategy_megatron.bridge.bridge import Bridge, Held
+from roll_strategy_megatron.bridge.bridge import Bridge, Held, mark
 from roll_strategy_megatron.bridge.rules import Rule
 from roll_strategy_megatron.bridge.transforms import Copy
 
@@ -122,7 +122,7 @@ class Lora:
             for place in places.get((target.rule.mcore, target.layer), []):
                 factors = self._adapter(owners[id(place.parameter)], place, target).add(target.part, rank)
                 for (_, rule), factor in zip(rules.items(), factors, strict=True):
-                    factor.tensor_model_parallel = rule.transform.tp_dim is not None  # type: ignore[attr-defined]
+                    mark(factor, rule, self.base.parallel)
                     held.append(Held(parameter=factor, rule=rule, layer=-1, expert=place.expert))
         return held, groups, shapes
 

@@ -97,12 +97,12 @@ def make_config(
     settings: Mapping[str, Any], config: MegatronConfig, spec: ModelSpec, dtype: torch.dtype, make: Make
 ) -> TransformerConfig:
     """Megatron's own. Raises `ModelError` for what it refuses."""
-    if (
-        settings.get("multi_latent_attention")
-        and config.tensor_model_parallel_size > 1
-        and not config.sequence_parallel
-    ):
-        raise ModelError("latent attention under a tensor_model_parallel_size above 1 needs sequence_parallel: true")
+    try:
+        config.check_sequence_parallel(
+            experts=bool(settings.get("num_moe_experts")), latent=bool(settings.get("multi_latent_attention"))
+        )
+    except ValueError as error:
+        raise ModelError(str(error)) from error
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     try:
         return kind(

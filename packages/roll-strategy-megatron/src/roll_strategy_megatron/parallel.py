@@ -72,6 +72,12 @@ class Parallel:
         """Whether losses are computed here."""
         return bool(self.pp.rank() == self.pp.size() - 1)
 
+    @property
+    def replicas_share_experts(self) -> bool:
+        """Whether the ranks over which experts are spread and cut, which are neighbours, are of several replicas."""
+        replica, experts = self.tp.size() * self.cp.size(), self.ep.size() * self.etp.size()
+        return bool(replica % experts)
+
     def most(self, numbers: Sequence[int], group: Any) -> list[int]:
         """The largest of the numbers that the ranks of a group give at each place. Collective over the group."""
         found = torch.tensor(numbers, dtype=torch.int64, device=self.device)

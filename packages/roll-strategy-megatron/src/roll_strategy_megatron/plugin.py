@@ -33,6 +33,7 @@ CAPABILITIES = TrainCapabilities(
 )
 TARGET = "roll_strategy_megatron.strategy:MegatronStrategy"
 CONFIG = "roll_strategy_megatron.config:MegatronConfig"
+SCORING = "roll_strategy_megatron.config:ScoringConfig"
 NEEDS = ("megatron-core>=0.16.1,<0.17",)
 
 
@@ -52,7 +53,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
     yield TrainProvider(
         name="megatron_infer",
         target=TARGET,
-        config=CONFIG,
+        config=SCORING,
         summary="megatron_train without optimizer, for roles that only score",
         needs=NEEDS,
         capabilities=CAPABILITIES,

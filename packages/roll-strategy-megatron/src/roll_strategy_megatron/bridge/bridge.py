@@ -80,8 +80,7 @@ class Bridge:
         self.spare = {TIED} if self.tied or (scalar_head and scalar_head != TIED) else set()
         self.held = [self._placed(run, name, each) for run in runs for name, each in run.named_parameters()]
         for each in self.held:
-            # Megatron says so where it draws weights, which it does not here. The norm of gradients depends on it.
-            each.parameter.tensor_model_parallel = each.rule.transform.tp_dim is not None  # type: ignore[attr-defined]
+            mark(each.parameter, each.rule, parallel)
         self.groups = self._groups()
         self.stages = self._stages()
         self.buffers = self._buffers(runs)
@@ -268,6 +267,22 @@ class Bridge:
         whole = shaped if transform.tp_dim is None else joined(shaped, group, transform.tp_dim)
         parts = transform.split(whole, len(rule.hf), self.sizes)
         return [each.clone() if each.data_ptr() == share.data_ptr() else each for each in parts]
+
+
+def mark(parameter: Any, rule: Rule, parallel: Parallel) -> None:
+    """Say of a parameter what Megatron asks it: over which ranks its gradient is summed, and which of them count it in
+    the norm of gradients. Before Megatron's data parallelism is around the model."""
+    cut = rule.transform.tp_dim is not None
+    if not rule.is_expert:
+        # Megatron says so where it draws weights, which it does not here.
+        parameter.tensor_model_parallel = cut
+        return
+    # Megatron says so of experts that are spread. Others it takes to be cut and copied as dense layers are, which they
+    # are not where expert_tensor_parallel_size differs from tensor_model_parallel_size.
+    parameter.allreduce = False
+    # What is not cut Megatron counts on the first of the ranks that cut dense layers: of experts others have copies.
+    parameter.tensor_model_parallel = True
+    parameter.shared = not cut and parallel.etp.rank() > 0
 
 
 def _over_stages(run: PackedModel, name: str) -> str:
