@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_programs import PRELOAD, score_and_train
+from replay_programs import take_experts
 from test_arrangements import (
     DEEPSEEK,
     FOUR,
@@ -25,10 +26,12 @@ from test_arrangements import (
     steps,
 )
 
+from roll_core.data.pack import pack
 from roll_core.testing.bounds import check_near, check_rows
 from roll_core.testing.models import make_batch
 from roll_core.testing.replaying import WANT, on_hf_train, with_experts
 from roll_strategy_megatron.config import MegatronConfig
+from roll_strategy_megatron.packing import pack_for
 
 __all__ = ["PRELOAD", "host", "run"]  # fixtures
 RECOMPUTED = {"checkpointing": True, "model": MIXTURE | FOUR}
@@ -93,6 +96,28 @@ def test_experts_are_replayed_as_in_one_process(run, tmp_path, arrangement):
     went = {name: leaders[0]["weights"][name] - each for name, each in leaders[0]["before"].items()}
     should = {name: right["weights"][name] - each for name, each in leaders[0]["before"].items()}
     check_near("the way that the weights went", went, should, 1e-4)
+
+
+def test_a_stage_takes_the_experts_of_its_own_layers_a_microbatch_at_a_time(run, tmp_path):
+    """The host has those of all layers and tokens."""
+    case = case_of(Arrangement(ranks=2, config=sizes(pp=2), model=MIXTURE | FOUR), tmp_path)
+    case = case.with_(model=replace(case.model, router_replay=True))
+    batch = with_experts(make_batch(VOCABULARY, lengths=(9, 5, 3, 7)), MIXTURE | FOUR)  # of the first nothing is known
+    for stage, taken in enumerate(run(take_experts, case, batch)):
+        layers = [2 * stage, 2 * stage + 1]
+        assert taken == [(layers, (length, 2, 2), 0) for length in (5, 3, 7)]
+
+
+@pytest.mark.parametrize("cp_rank", [0, 1])
+def test_experts_lie_as_the_tokens_of_a_rank_do(cp_rank):
+    experts = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # of 5 tokens but the last, in 3 layers, 2 each
+    sequence = replace(make_batch(VOCABULARY, lengths=(5,))[0], routed_experts=experts)
+    packing = pack_for(pack([sequence])[0], cp_rank=cp_rank, cp_size=2, align=2)
+    # Two of four pieces of two, the first with the last: 5 tokens and 3 of padding.
+    places = [0, 1, -1, -1] if cp_rank == 0 else [2, 3, 4, -1]
+    expected = np.array([experts[place][[0, 2]] if 0 <= place < 4 else np.full((2, 2), -1) for place in places])
+    assert packing.routed_experts.of([0, 2]).tolist() == expected.tolist()
+    assert packing.routed_experts.of([0, 2], 1, 2).tolist() == expected[2:].tolist()
 
 
 def test_models_without_experts_are_refused():

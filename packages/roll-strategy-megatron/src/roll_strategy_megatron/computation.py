@@ -26,7 +26,7 @@ from roll_core.modeling.logprobs import HeadRequest
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
 from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
-from roll_strategy_megatron.packing import Packing, num_padded, pack_for
+from roll_strategy_megatron.packing import Packing, num_padded, on_device, pack_for
 from roll_strategy_megatron.pipeline import Pipeline
 from roll_strategy_megatron.router_replay import disagreements
 
@@ -128,7 +128,7 @@ class Computation:
         number += -number % self.pipeline.multiple
         idle = [idle_micro()] * (number - len(micros))
         every = [(each, False) for each in micros] + [(each, True) for each in idle]
-        moved = [(each.to(self.parallel.device), idles) for each, idles in every]
+        moved = [(on_device(each, self.parallel.device), idles) for each, idles in every]
         cp_size, align = self.parallel.cp.size(), self.parallel.tp.size() if self.config.sequence_parallel else 1
         tokens = [0] * number
         if number and self.parallel.replicas_share_experts and self.config.moe_token_dispatcher_type == "allgather":

@@ -43,9 +43,7 @@ class PackedModel(GPTModel):  # type: ignore[misc]
         inner stage what the next one takes."""
         embedded = self._embedded(packing.tokens_1L) if self.pre_process else None
         with (
-            nullcontext()
-            if self.replay is None
-            else self.replay.forward(packing.routed_experts_LMK, trains=self.training)
+            nullcontext() if self.replay is None else self.replay.forward(packing.routed_experts, trains=self.training)
         ):
             found: Tensor = self.decoder(
                 hidden_states=embedded,

@@ -12,7 +12,7 @@ computed, M layers that have experts, K top-k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,25 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutedExperts:
+    """The engine's choices for this rank's tokens. Those of all layers and microbatches stay where they came, on the
+    host: a stage takes what its own routers need when it computes a microbatch."""
+
+    experts_TMK: Tensor
+    places_L: Tensor
+    """Among the T, -1 for padding; where the experts are."""
+    device: torch.device
+    """That computes."""
+
+    def of(self, layers: Sequence[int], part: int = 0, num_parts: int = 1) -> Tensor:
+        """`[L / num_parts, layers, K]`, int64 on the device, of one part of the tokens; -1 for padding."""
+        places = self.places_L.chunk(num_parts)[part]
+        columns = torch.tensor(layers, dtype=torch.int64, device=places.device)
+        found = self.experts_TMK[places.clamp(min=0)[:, None], columns[None]]
+        return found.masked_fill_((places < 0)[:, None, None], -1).to(self.device).to(torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Packing:
     """This rank's share of a microbatch."""
 
@@ -47,8 +66,8 @@ class Packing:
     """The token of which it speaks."""
     places_N: Tensor
     """Where that token stands among the T."""
-    routed_experts_LMK: Tensor | None = None
-    """Experts that the tokens are sent to; -1 where the router chooses, as for padding."""
+    routed_experts: RoutedExperts | None = None
+    """Experts that the tokens are sent to."""
     members_SL: Tensor | None = None
     """For losses of routers: which of this rank's tokens belong to which of the sequences that are trained."""
 
@@ -85,7 +104,8 @@ def pack_for(
     # Each place is counted in its own sequence, -1 for padding; from here on in the whole microbatch.
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     share = torch.tensor([each // cp_size for each in padded])
-    places = torch.where(places < 0, -1, places + starts.repeat_interleave(share)).to(device)
+    on_host = torch.where(places < 0, -1, places + starts.repeat_interleave(share))
+    places = on_host.to(device)
     tokens_L = torch.where(places < 0, 0, micro.tokens_T[places.clamp(min=0)])
     if own:
         rows_N = (places >= 0).nonzero()[:, 0]
@@ -111,16 +131,21 @@ def pack_for(
         rows_N=rows_N,
         targets_N=micro.tokens_T[places_N],
         places_N=places_N,
-        routed_experts_LMK=_routed_experts(micro, places),
+        routed_experts=_routed_experts(micro, on_host, device),
         members_SL=_members(micro, places) if members else None,
     )
 
 
-def _routed_experts(micro: MicroBatch, places_L: Tensor) -> Tensor | None:
-    if micro.routed_experts_TMK is None:
+def on_device(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
+    """With its tensors on `device`, but for the experts, which are many numbers for each token: see `RoutedExperts`."""
+    return replace(replace(micro, routed_experts_TMK=None).to(device), routed_experts_TMK=micro.routed_experts_TMK)
+
+
+def _routed_experts(micro: MicroBatch, places_L: Tensor, device: torch.device) -> RoutedExperts | None:
+    experts_TMK = micro.routed_experts_TMK
+    if experts_TMK is None:
         return None
-    found = micro.routed_experts_TMK[places_L.clamp(min=0)]
-    return found.masked_fill_((places_L < 0)[:, None, None], -1)
+    return RoutedExperts(experts_TMK=experts_TMK, places_L=places_L.to(experts_TMK.device), device=device)
 
 
 def _pieces(cp_size: int) -> int:

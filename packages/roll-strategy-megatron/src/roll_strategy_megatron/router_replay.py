@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from roll_strategy_megatron.computation import Passage
     from roll_strategy_megatron.model import PackedModel
+    from roll_strategy_megatron.packing import RoutedExperts
     from roll_strategy_megatron.parallel import Parallel
 
     TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
@@ -88,6 +89,7 @@ class RouterReplay:
             if (router := getattr(layer.mlp, "router", None)) is not None:
                 router.router_replay = given = GivenExperts()
                 self._routers[sum(mixtures[: layer.layer_number - 1])] = given
+        self._layers = list(self._routers)
 
     def check(self, routed_experts_TMK: Tensor) -> None:
         """Raise `DataError` where they are of another model."""
@@ -109,16 +111,17 @@ class RouterReplay:
             router.again.clear()
 
     @contextmanager
-    def forward(self, routed_experts_LMK: Tensor | None, *, trains: bool) -> Iterator[None]:
+    def forward(self, given: RoutedExperts | None, *, trains: bool) -> Iterator[None]:
         """A forward pass inside, which a backward pass will follow if it `trains`."""
-        mine, missed_L, of_mine = routed_experts_LMK, None, None
-        if mine is not None:  # with sequence parallel each tensor parallel rank routes a run of the tokens
+        mine, missed_L, of_mine = None, None, None
+        if given is not None:  # with sequence parallel each tensor parallel rank routes a run of the tokens
             rank, size = self._share
-            missed_L = torch.zeros(len(mine), dtype=torch.int32, device=mine.device)
-            mine, of_mine = mine.chunk(size)[rank].to(torch.int64), missed_L.chunk(size)[rank]
+            mine = given.of(self._layers, rank, size)
+            missed_L = torch.zeros(len(given.places_L), dtype=torch.int32, device=given.device)
+            of_mine = missed_L.chunk(size)[rank]
         self.missed.append(missed_L)
-        for layer, router in self._routers.items():
-            router.now, router.forward, router.trains = None if mine is None else mine[:, layer], True, trains
+        for at, router in enumerate(self._routers.values()):
+            router.now, router.forward, router.trains = None if mine is None else mine[:, at], True, trains
             router.missed_L = of_mine
         try:
             yield
@@ -134,7 +137,7 @@ def disagreements(
     """`TokenOutputs.routing_disagreement_T` of microbatches that have gone through all runs of layers, on every rank;
     None where no experts were given. Collective over the replica."""
     found: list[Tensor | None] = [None] * len(passages)
-    given = [at for at, each in enumerate(passages) if each.packing.routed_experts_LMK is not None]
+    given = [at for at, each in enumerate(passages) if each.packing.routed_experts is not None]
     if not given:
         return found
     every = []
