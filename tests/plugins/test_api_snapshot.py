@@ -48,7 +48,7 @@ CAPABILITIES = {
         "portable_state", "router_replay", "any_world_size", "weight_transports",
     ],
     "InferCapabilities": [
-        "dtypes", "sleeps", "lora", "prompt_logprobs", "routed_experts", "in_flight_update", "endpoint",
+        "dtypes", "sleeps", "lora", "prompt_logprobs", "routed_experts", "free_seeds", "in_flight_update", "endpoint",
         "tensor_parallel", "device_weights", "weight_transports",
     ],
 }  # fmt: skip

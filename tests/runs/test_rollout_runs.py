@@ -220,6 +220,38 @@ def test_siblings_that_are_asked_one_by_one_share_their_prompt_where_they_stay_t
     assert line["engine/actor_infer/shared_prompt_tokens"] == 4 * 4 * (4 - computed)
 
 
+@pytest.mark.parametrize(("seeded", "repeats"), [("auto", True), (True, True), (False, False)])
+def test_without_seeds_siblings_replicas_and_starts_draw_differently_and_with_them_a_run_repeats(
+    local_runs, seeded, repeats
+):
+    """All groups are of one row, asked at the same place in line of two replicas."""
+    (row, *_) = (local_runs.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    (local_runs.folder / "one.jsonl").write_text(row, encoding="utf-8")
+    config = local_runs.rlvr(max_steps=1, seeded_rollouts=seeded, guards={"logprob_probe": "off"})
+    config["actor_train"]["data_args"] = {"file_name": str(local_runs.folder / "one.jsonl")}
+    config["actor_infer"] |= {"device_mapping": [0, 1]}
+    config |= {"validation": {"data_args": {"file_name": str(local_runs.folder / "val.jsonl")}}, "eval_steps": 1}
+
+    def drawn(split):
+        lines = (result.run_dir.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        found = {}
+        for line in map(json.loads, lines):
+            if line["split"] == split and line["step"] <= 1:
+                found.setdefault((line["step"], line["group"]), []).append(line["response"])
+        return found
+
+    runs, held_out = [], []
+    for _ in range(2):
+        result = local_runs.ok(config)
+        runs.append(drawn("train"))
+        held_out.append({key: texts for key, texts in drawn("val").items() if key[0] == 0})
+    first, second = runs[0].values()
+    assert len(set(first)) > 1
+    assert first != second
+    assert (runs[0] == runs[1]) == repeats
+    assert held_out[0] == held_out[1] != {}
+
+
 def test_a_worker_that_generates_ahead_and_fails_ends_the_run_with_its_error(local_runs, monkeypatch):
     step = EngineCore.step
 

@@ -17,10 +17,10 @@ from roll_infer_sglang.launch import SPARE_TOKENS, check_sizes, server_arguments
 LORA = LoraSpec(targets=("all-linear",), rank=5, alpha=10.0)
 
 
-def told(device="cpu", *, lora=None, num_slots=2, **config):
+def told(device="cpu", *, lora=None, num_slots=2, sampling_seed=0, **config):
     model = dataclasses.replace(biased(), lora=lora)
     with engine_files(model, "SGLang") as files:
-        mesh = MeshInfo(role="actor_infer", device=device)
+        mesh = MeshInfo(role="actor_infer", device=device, sampling_seed=sampling_seed)
         return server_arguments(SglangConfig.model_validate(config), model, mesh, files, num_slots)
 
 
@@ -50,6 +50,11 @@ def test_the_context_is_the_models_unless_it_is_to_be_shorter():
     assert told(context_length=100)["context_length"] == 100 + SPARE_TOKENS
     with pytest.raises(ModelError, match="context_length is 257, but the model has 256 positions"):
         told(context_length=257)
+
+
+def test_requests_without_a_seed_draw_from_one_that_is_the_starts_own():
+    assert told()["random_seed"] == 0
+    assert told(sampling_seed=2**40 + 7)["random_seed"] == 7
 
 
 def test_priorities_are_told_of_where_they_are_heeded():

@@ -9,6 +9,8 @@ import importlib.util
 import pytest
 from vllm_live import CACHE, CACHE_BYTES, start
 
+from roll_core.modeling.engine_files import engine_files
+from roll_core.spec.model import MeshInfo
 from roll_core.spec.weights import digest
 from roll_core.testing.infer.holding import HoldingTests, digests
 from roll_core.testing.infer.live import biased, request
@@ -37,6 +39,17 @@ def test_the_arguments_that_check_knows_are_the_engines_own():
     assert known == set(PASSED_ON) | set(DECIDED_ELSEWHERE) | (set(VllmConfig.__annotations__) - set(OURS))
     own = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
     assert known == {name for name in own if not name.startswith("_")}
+
+
+def test_requests_without_a_seed_draw_from_one_that_is_the_starts_own():
+    from roll_infer_vllm.launch import _arguments
+
+    with engine_files(biased(), "vLLM") as files:
+        seeds = [
+            _arguments(biased(), files, {}, 1, MeshInfo(role="actor_infer", sampling_seed=drawn)).seed
+            for drawn in (0, 2**40 + 7)
+        ]
+    assert seeds == [0, 7]
 
 
 def test_heads_that_the_cpus_attention_does_not_take_are_refused_at_the_start():

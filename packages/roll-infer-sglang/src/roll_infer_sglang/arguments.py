@@ -12,7 +12,7 @@ _REASONS: dict[str, str] = {
         dtype served_model_name model_config_parser decrypted_config_file decrypted_draft_config_file download_dir
         model_checksum
     """,
-    "is the run's seed": "random_seed",
+    "is another one at each start": "random_seed",
     "is the role's generating_args": """
         sampling_defaults preferred_sampling_params
     """,

@@ -115,7 +115,7 @@ def server_arguments(
         "tp_size": num_slots,
         "context_length": limit + SPARE_TOKENS,
         "dtype": DTYPES[model.dtype],
-        "random_seed": model.seed % 2**31,
+        "random_seed": mesh.sampling_seed % 2**31,  # of requests without one: a start draws nothing that others share
         "trust_remote_code": model.trust_remote_code,
         "device": device,
         "base_gpu_id": int(index or 0),

@@ -23,7 +23,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "skip_tokenizer_init",
         "config_format",
     ),
-    "is the run's seed": ("seed",),
+    "is another one at each start": ("seed",),
     "is the role's generating_args": (
         "generation_config",
         "override_generation_config",

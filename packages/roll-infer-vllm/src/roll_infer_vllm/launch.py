@@ -67,7 +67,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
             _check_heads(files.head_size, who)
         if settings.quantization:
             _check_eight_bits(settings, files, model, device, who)
-        arguments = _arguments(model, files, given, slots, who)
+        arguments = _arguments(model, files, given, slots, mesh)
         try:
             engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(metrics)])
         except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
@@ -99,14 +99,17 @@ def _check_eight_bits(settings: VllmConfig, files: EngineFiles, model: ModelSpec
         )
 
 
-def _arguments(model: ModelSpec, files: EngineFiles, given: Mapping[str, Any], slots: int, who: str) -> AsyncEngineArgs:
+def _arguments(
+    model: ModelSpec, files: EngineFiles, given: Mapping[str, Any], slots: int, mesh: MeshInfo
+) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    who = f"{mesh.role} rank {mesh.rank}"
     own: dict[str, Any] = {
         **_file_arguments(files),
         **(adapter_arguments(model.lora) if model.lora is not None else {}),
         "dtype": DTYPES[model.dtype],
-        "seed": model.seed % 2**31,
+        "seed": mesh.sampling_seed % 2**31,  # of requests without one: a start draws nothing that others share
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",
         "distributed_executor_backend": "mp" if slots > 1 else "uni",

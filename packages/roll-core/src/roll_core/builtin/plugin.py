@@ -44,6 +44,7 @@ HF_INFER = InferCapabilities(
     lora=True,
     prompt_logprobs=True,
     routed_experts=True,
+    free_seeds=True,
     in_flight_update=True,
     device_weights=True,
     weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),

@@ -100,6 +100,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             first_ready=config.take_first_ready,
             stale=config.stale_groups,
             record=config.record_rollouts,
+            seeded=None if config.seeded_rollouts == "auto" else config.seeded_rollouts,
             routed_experts=config.replays_experts,
             replay=config.replay_rollouts or "",
         )

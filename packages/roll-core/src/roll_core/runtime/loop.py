@@ -48,7 +48,7 @@ from roll_core.runtime.stopping import StopSignals
 from roll_core.runtime.tokenizer import prepare_tokenizer
 from roll_core.runtime.tracking import MetricsFile, Trackers
 from roll_core.spec.config import RewardConfig
-from roll_core.spec.providers import TrackerProvider, TrainProvider
+from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -356,6 +356,7 @@ class _Driver:
                 await judge.start()
                 continue
             moves = makes_room(role, config, self.registry, platform)
+            provider = provider_of(role, worker, self.registry)
             if role.kind == "generate":
                 fed = bool(role.model_from)
                 engine = GroupInferRole(
@@ -365,6 +366,7 @@ class _Driver:
                     turns=run.turns,
                     sleeps=moves,
                     fed=fed,
+                    capabilities=provider.capabilities if isinstance(provider, InferProvider) else None,
                     routing=config.router_args.router_name,
                     max_running=config.max_running_requests,
                     expand=config.is_num_return_sequences_expand,
@@ -374,7 +376,6 @@ class _Driver:
                 run.infer_roles[name] = engine
                 await run.turns.admit(engine)
             else:
-                provider = provider_of(role, worker, self.registry)
                 model = GroupTrainRole(
                     name,
                     worker,

@@ -22,7 +22,7 @@ from roll_core.runtime.turns import SlotTurns
 from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
-from roll_core.spec.providers import TrainCapabilities
+from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 from roll_core.spec.train import Want
 
 if TYPE_CHECKING:
@@ -231,6 +231,7 @@ class GroupInferRole(InferRole):
         turns: SlotTurns | None = None,
         sleeps: bool = False,
         fed: bool = False,
+        capabilities: InferCapabilities | None = None,
         routing: Routing = "least_loaded",
         max_running: int | None = None,
         expand: bool = False,
@@ -240,6 +241,7 @@ class GroupInferRole(InferRole):
         """One that `sleeps` makes room for others between its `turns` and loses its weights by that; so it does once
         it is `fed`, which is to say that weights are published to it. The rest is for its `Dispatcher`."""
         self.name, self.config, self.group = name, config, group
+        self.capabilities = capabilities or InferCapabilities()
         self._replicas = {rank: WorkerReplica(group, rank) for rank in range(group.world_size)}
         self._waiting: set[int] = set()
         """Ranks that were made anew and have no weights yet."""

@@ -84,3 +84,6 @@ class MeshInfo:
     """Threads for computation on the host; 0 leaves the library's choice."""
     timeout_s: float = 600.0
     """Of collectives."""
+    sampling_seed: int = 0
+    """63 bits for what is drawn for requests without a seed: others for each worker that generates, and each time it
+    starts. With the same ones two replicas, or a resumed run and the one before it, would draw the same numbers."""

@@ -141,6 +141,9 @@ class RolloutPlan:
     """Write the batches to the run directory."""
     routed_experts: bool = False
     """Samples carry the experts that the engine sent their tokens to."""
+    seeded: bool | None = None
+    """Requests carry seeds, so that what is drawn does not depend on what is drawn beside it; None where the engine's
+    capability `free_seeds` says that they cost nothing."""
     replay: str = ""
     """Directory of a run that did: its batches are this run's too. The role that generates is not among the pipeline's
     `roles` then, and nothing is judged."""

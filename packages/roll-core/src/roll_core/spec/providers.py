@@ -65,6 +65,9 @@ class InferCapabilities:
     routed_experts: bool = False
     """Returns the experts that a mixture of experts chose: honours `ModelSpec.router_replay` and
     `GenerateRequest.routed_experts`."""
+    free_seeds: bool = False
+    """A request with a seed takes no longer than one without: rollouts are seeded unless `seeded_rollouts` says
+    otherwise."""
     in_flight_update: bool = False
     """`update_weights` may be called while requests run: they go on with the new weights."""
     endpoint: bool = False

@@ -169,9 +169,10 @@ class QuickStartTests:
         return Left(folder / "quickstart-grpo" / "latest")
 
     def whole(self, taught: Path, folder: Path, *overrides: str) -> Left:
-        """The quick start in full, to its end."""
+        """The quick start in full, to its end; seeded, so that what it learns is the same again."""
         output = folder / "run.txt"
-        self._end(self._begin(self._whole(taught, folder, *overrides), output), output, FULL_RUN_S)
+        command = self._whole(taught, folder, "+seeded_rollouts=true", *overrides)
+        self._end(self._begin(command, output), output, FULL_RUN_S)
         left = Left(folder / "quickstart-grpo" / "latest")
         log.info("%s, %s: accuracies %s", self.engine, " ".join(overrides), left.accuracies)
         return left

@@ -80,6 +80,7 @@ class HFInferStrategy(InferStrategy):
         lora=True,
         prompt_logprobs=True,
         routed_experts=True,
+        free_seeds=True,
         in_flight_update=True,
         device_weights=True,
         weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
@@ -328,7 +329,8 @@ class HFInferStrategy(InferStrategy):
         stops = self._stops(params.stop) if params.stop and not params.ignore_eos else None
         seed = params.seed
         if seed is None:
-            seed = int(np.random.SeedSequence([self._spec.seed % 2**32, arrival]).generate_state(1, np.uint64)[0])
+            of_start = np.random.SeedSequence([self._spec.seed % 2**64, self._mesh.sampling_seed, arrival])
+            seed = int(of_start.generate_state(1, np.uint64)[0])
         return RunningRequest.make(request, (request.priority, arrival), ends, stops, seed)
 
     def _stops(self, strings: tuple[str, ...]) -> StopStrings:

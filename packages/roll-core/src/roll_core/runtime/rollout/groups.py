@@ -69,17 +69,19 @@ def request_for(
     params: SamplingParams,
     *,
     n: int,
-    seed_of: tuple[int | str, ...],
+    seed_of: tuple[int | str, ...] | None,
     id: str = "",
     routed_experts: bool = False,
     priority: int = ROLLOUT,
 ) -> GenerateRequest:
-    """`n` answers to a prompt. The draws depend on the prompt and on `seed_of`, or on `params.seed` where that is set.
+    """`n` answers to a prompt. The draws depend on the prompt and on `seed_of`, or on `params.seed` where that is set;
+    where neither is, on the engine alone.
 
     Prompts never share a seed: equal draws in every answer would make an average far too noisy. What is asked about a
     row again, in another step or pass, is asked of the same replica where routing heeds that.
     """
-    seed = stable_seed(*(seed_of if params.seed is None else (params.seed,)), prompt.id)
+    parts = seed_of if params.seed is None else (params.seed,)
+    seed = None if parts is None else stable_seed(*parts, prompt.id)
     return GenerateRequest(
         id=id or prompt.id,
         prompt_ids=prompt.tokens,

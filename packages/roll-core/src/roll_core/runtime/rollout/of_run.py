@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import statistics
 from abc import abstractmethod
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from roll_core.runtime.run import ActiveRun
     from roll_core.spec.pipeline import Prompt, RolloutPlan
     from roll_core.types import Completion, Group, SamplingParams
+
+
+log = logging.getLogger(__name__)
 
 
 async def roll_out(
@@ -158,7 +162,10 @@ class DrawnRollouts(RunRollouts):
         async def judge(prompt: Prompt, group: Group) -> Group:
             return group if judges is None else await judges.judged(prompt, group, run.tokenizer)
 
-        self._scheduler = RolloutScheduler(plan, role.dispatcher, judge, seed=run.config.seed, turn=role.turn)
+        seeded = role.capabilities.free_seeds if plan.seeded is None else plan.seeded
+        log.info("rollouts of %s are %sseeded", role.name, "" if seeded else "not ")
+        seed = run.config.seed if seeded else None
+        self._scheduler = RolloutScheduler(plan, role.dispatcher, judge, seed=seed, turn=role.turn)
 
     @override
     async def _next(self, step: int) -> tuple[Sequence[Group], BatchFacts]:

@@ -49,10 +49,11 @@ class RolloutScheduler:
         dispatcher: Dispatcher,
         judge: Callable[[Prompt, Group], Awaitable[Group]] | None,
         *,
-        seed: int,
+        seed: int | None,
         turn: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext,
     ) -> None:
-        """`judge` gives the samples of a group their rewards. `turn` is the engine's turn on its slots."""
+        """`judge` gives the samples of a group their rewards. Without a `seed` requests have none, and engines draw as
+        it comes. `turn` is the engine's turn on its slots."""
         self.plan = plan
         self._dispatcher, self._judge, self._seed, self._turn = dispatcher, judge, seed, turn
         self._lines = [
@@ -226,7 +227,7 @@ class RolloutScheduler:
             self._by_request[id] = line, entry
             if entry.drawn is not None:
                 drawn[id] = entry.drawn
-            seed_of = (self._seed, "train", entry.born)
+            seed_of = None if self._seed is None else (self._seed, "train", entry.born)
             plan = self.plan
             requests.append(
                 request_for(

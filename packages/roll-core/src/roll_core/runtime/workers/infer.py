@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,8 @@ class InferWorker:
         strategy_class = load_target(provider.target, owner=owner)
         self.model = model
         self.strategy: InferStrategy = strategy_class(schema.model_validate(dict(strategy_config)))
-        self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
+        mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
+        self.mesh = replace(mesh, sampling_seed=secrets.randbits(63))
         on_device = self.strategy.capabilities.device_weights
         self.takes_weights_on = (place.device, backend) if on_device else (HOST_DEVICE, HOST_BACKEND)
         self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.takes_weights_on[0])
