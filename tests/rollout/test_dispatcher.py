@@ -9,6 +9,7 @@ from rollout_fleet import PROMPT, engine, in_virtual_time, request, right_tokens
 
 from roll_core.errors import DataError, RollError, WorkerDiedError
 from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.liveness import Patience
 from roll_core.testing.simulation import SimulatedEngine, Speed
 
 
@@ -265,7 +266,7 @@ def test_an_abort_that_overtakes_its_request_is_asked_again():
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("replaced", [True, False])
-def test_replicas_that_die_at_any_moment_lose_nothing_and_nothing_counts_twice(seed, replaced):
+def test_replicas_that_die_or_hang_at_any_moment_lose_nothing_and_nothing_counts_twice(seed, replaced):
     """Every output is drawn to its end exactly once, token by token, and the ledger agrees."""
 
     async def main():
@@ -280,9 +281,11 @@ def test_replicas_that_die_at_any_moment_lose_nothing_and_nothing_counts_twice(s
             living.append(engine(f"e{made}"))
             dispatcher.add(living[-1])
 
+        progress_s = rng.choice([0.0, 0.3])
         dispatcher = Dispatcher(
             living,
-            progress_s=rng.choice([0.0, 0.3]),
+            progress_s=progress_s,
+            patience=Patience(tokens_s=5.0),
             max_running=rng.choice([None, 12]),
             routing=rng.choice(["least_loaded", "prompt_affinity", "sticky"]),
             expand=rng.random() < 0.5,
@@ -299,7 +302,10 @@ def test_replicas_that_die_at_any_moment_lose_nothing_and_nothing_counts_twice(s
             if len(living) > 1:
                 victim = living.pop(rng.randrange(len(living)))
                 busy_victims += bool(victim._requests)  # one that has nothing to do is not missed
-                victim.kill()
+                if progress_s and rng.random() < 0.5:
+                    victim.stall(1e9)
+                else:
+                    victim.kill()
                 if replaced:
                     joining.append(asyncio.ensure_future(another()))
             if rng.random() < 0.5:

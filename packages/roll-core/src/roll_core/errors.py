@@ -198,6 +198,13 @@ class WorkerDiedError(WorkerError):
         return f"{self.role} rank {self.rank} on {self.host} died {when}: {self.cause}"
 
 
+class WorkerHungError(WorkerDiedError):
+    """A worker that had work showed no sign of life, and was ended for that. Its trace says where it hung."""
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} on {self.host} was given up: {self.cause}"
+
+
 class EngineDiedError(RollError, RuntimeError):
     """The processes of an inference engine are gone, while the worker that started them lives. It cannot be mended
     there: the worker counts as dead."""
@@ -261,7 +268,15 @@ class WeightsUnchangedError(WeightSyncError):
 
 
 class ReceiverSilentError(WeightSyncError, TimeoutError):
-    """A receiver did not confirm the weights in time."""
+    """Receivers did not confirm the weights in time."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        """`ranks` are those that are known to be silent."""
+        super().__init__(message, tuple(ranks))
+        self.message, self.ranks = message, tuple(ranks)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from roll_core.runtime.report import write_report
 from roll_core.runtime.resuming import check_fits, load_run
 from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
 from roll_core.runtime.rollout.drafts import stop_finder
+from roll_core.runtime.rollout.liveness import Patience
 from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import ActiveRun
 from roll_core.runtime.run_dir import RunDir, find_checkpoint
@@ -68,6 +69,8 @@ log = logging.getLogger(__name__)
 
 PROGRESS_S = 2.0
 """How often replicas tell what they have drawn. What a replica drew since then is drawn again if it dies."""
+POLLS_OF_LIFE = 10
+"""How often in `replica_timeout` one is asked whose death ends the run: it is to show that it lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,6 +362,7 @@ class _Driver:
             provider = provider_of(role, worker, self.registry)
             if role.kind == "generate":
                 fed = bool(role.model_from)
+                alive_s = config.replica_timeout / POLLS_OF_LIFE
                 engine = GroupInferRole(
                     name,
                     worker,
@@ -370,7 +374,8 @@ class _Driver:
                     routing=config.router_args.router_name,
                     max_running=config.max_running_requests,
                     expand=config.is_num_return_sequences_expand,
-                    progress_s=PROGRESS_S if group.spec.survives else 0.0,
+                    progress_s=min(PROGRESS_S, alive_s) if group.spec.survives else alive_s,
+                    patience=Patience(tokens_s=config.replica_timeout, answers_s=config.rpc_timeout),
                     find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
                 )
                 run.infer_roles[name] = engine

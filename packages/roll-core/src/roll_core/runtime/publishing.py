@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_core.errors import RollError, WeightsUnchangedError, WeightSyncError, WorkerDiedError
+from roll_core.errors import (
+    ReceiverSilentError,
+    RollError,
+    WeightsUnchangedError,
+    WeightSyncError,
+    WorkerDiedError,
+)
 from roll_core.runtime.build import provider_of, served_adapters
 from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.roles import ENGINE, WEIGHTS
@@ -97,7 +103,7 @@ class Publishing:
         return metrics
 
     async def _until_nobody_dies(self, engine: GroupInferRole, link: _Link, version: int) -> SyncReport:
-        """Publish to every replica; those that have died are made anew before.
+        """Publish to every replica; those that have died are made anew before, and those that hang meanwhile, too.
 
         What is being drawn goes on under the new weights: as it is, or cut short and continued.
         """
@@ -108,6 +114,9 @@ class Publishing:
                     return await link.publisher.publish(version)
             except WorkerDiedError:
                 if not (left and engine.group.lost):
+                    raise
+            except ReceiverSilentError as error:
+                if not (left and await engine.give_up(error.ranks, f"{error} (model_update_timeout)")):
                     raise
         raise AssertionError("the last attempt returns or raises")
 

@@ -17,6 +17,7 @@ from roll_core.errors import RollError, UnsupportedError, WorkerDiedError
 from roll_core.runtime.placement import slots_of
 from roll_core.runtime.portable_state import FOLDER
 from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.liveness import ENDLESS
 from roll_core.runtime.rollout.workers import WorkerReplica
 from roll_core.runtime.turns import SlotTurns
 from roll_core.runtime.workers.infer import EngineReading, join_readings
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.executors.base import WorkerGroup
     from roll_core.runtime.rollout.drafts import FindStop
+    from roll_core.runtime.rollout.liveness import Patience
     from roll_core.runtime.rollout.routing import Routing
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.train import LossFn, LossMetrics, StepStats
@@ -237,6 +239,7 @@ class GroupInferRole(InferRole):
         expand: bool = False,
         find_stop: FindStop | None = None,
         progress_s: float = 0.0,
+        patience: Patience = ENDLESS,
     ) -> None:
         """One that `sleeps` makes room for others between its `turns` and loses its weights by that; so it does once
         it is `fed`, which is to say that weights are published to it. The rest is for its `Dispatcher`."""
@@ -252,6 +255,7 @@ class GroupInferRole(InferRole):
             expand=expand,
             find_stop=find_stop,
             progress_s=progress_s,
+            patience=patience,
         )
         self._turns, self._sleeps, self._fed = turns or SlotTurns(), sleeps, fed
         self._version = 0
@@ -291,6 +295,15 @@ class GroupInferRole(InferRole):
             await self.group.replace(rank)
             await self.group.call_rank(rank, "start")
             self._waiting.add(rank)
+
+    async def give_up(self, ranks: Sequence[int], why: str) -> bool:
+        """End replicas that hang, as if they had died; false, and nothing is done, where no other would be left."""
+        living = set(range(self.group.world_size)) - self.group.lost
+        if not (ranks and self.group.spec.survives and living > set(ranks)):
+            return False
+        for rank in ranks:
+            await self.group.give_up(rank, why)
+        return bool(self.group.lost)
 
     def received(self, version: int) -> None:
         """Weights of this version were published to it."""

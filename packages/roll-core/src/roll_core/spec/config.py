@@ -645,7 +645,12 @@ class RunConfig(Config):
     """Roles that share slots take turns: those that do not work move weights, gradients and optimizer state to the
     host, and engines sleep. False keeps everything where it is: faster where it all fits."""
     rpc_timeout: PositiveFloat = 3600.0
-    """Seconds until a worker that does not answer is an error."""
+    """Seconds until a worker that does not answer is an error. What an engine is asked to draw has no deadline: see
+    `replica_timeout`."""
+    replica_timeout: PositiveFloat = 900.0
+    """Seconds in which a replica of an engine that has work draws no token and answers nothing, after which it is given
+    up: killed, and replaced as one that died. Of an engine that does not tell what it has drawn the answers alone are
+    seen, and they may take `rpc_timeout`."""
     router_args: RouterArguments = RouterArguments()
     """Which replica of an engine a request goes to."""
     max_running_requests: PositiveInt | None = None

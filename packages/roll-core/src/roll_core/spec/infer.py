@@ -56,11 +56,12 @@ class InferStrategy(ABC):
         """End requests now. Their partial outputs are returned here and by their `generate` calls, with
         `finish_reason == "abort"`. Unknown and finished ids are ignored."""
 
-    async def progress(self) -> list[Completion]:
+    async def progress(self) -> list[Completion] | None:
         """What running requests have drawn so far, cut short (`finish_reason == "abort"`) unless an output is complete;
-        nothing is ended. Asked every few seconds: it is what is left of them if this process dies. By default nothing
-        is known, and what a dead engine was drawing is drawn anew."""
-        return []
+        nothing is ended. Asked every few seconds: it is what is left of them if this process dies, and tokens that are
+        new are its signs of life. None, as by default, from an engine that does not tell: what it was drawing is drawn
+        anew if it dies, and its answers alone show that it lives."""
+        return None
 
     @abstractmethod
     async def update_weights(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.errors import WorkerDiedError
+from roll_core.errors import WorkerDiedError, WorkerHungError
 from roll_core.runtime.rollout.replica import Replica
 from roll_core.types import Completion, CompletionOutput
 
@@ -188,16 +188,25 @@ class SimulatedEngine(Replica):
         self._stalled_until = max(self._stalled_until, self._at) + seconds
         self._advance()
 
+    async def give_up(self, why: str) -> WorkerDiedError:
+        """See `Replica.give_up`."""
+        self._end_all()
+        return WorkerHungError(self.name, 0, "nowhere", "", why)
+
     def kill(self) -> None:
         """Die: whatever runs is lost."""
-        self.dead = True
-        if self._timer is not None:
-            self._timer.cancel()
-        requests, self._requests = self._requests, {}
+        requests = self._end_all()
         for id, request in requests.items():
             request.answered(id, self._death())
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _end_all(self) -> dict[str, _Request]:
+        self.dead = True
+        if self._timer is not None:
+            self._timer.cancel()
+        requests, self._requests = self._requests, {}
+        return requests
 
     def _death(self) -> WorkerDiedError:
         return WorkerDiedError(self.name, 0, "nowhere", "result", "it was killed", "")

@@ -18,13 +18,13 @@ import functools
 import itertools
 import logging
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from roll_core.builtin.hf.config import HFInferConfig
+from roll_core.builtin.hf.thread import EngineThread
 from roll_core.errors import DataError, ModelError, UnsupportedError
 from roll_core.runtime import openmp
 from roll_core.spec.infer import InferStrategy
@@ -64,7 +64,7 @@ class HFInferStrategy(InferStrategy):
         self._settings: HFInferConfig = config
         self._core: EngineCore | None = None
         self._weights: HeldWeights | HeldAdapter | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: EngineThread | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._inbox: deque[Command] = deque()
@@ -91,7 +91,7 @@ class HFInferStrategy(InferStrategy):
         if self._task is not None:
             raise RuntimeError("the engine was started twice")
         self._spec, self._mesh = model, mesh
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roll-engine")
+        self._thread = EngineThread("roll-engine")
         await asyncio.get_running_loop().run_in_executor(self._thread, self._build)
         self._task = asyncio.create_task(self._run(), name="roll-engine")
 

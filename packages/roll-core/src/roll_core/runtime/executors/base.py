@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from roll_core.errors import UnsupportedError
+from roll_core.errors import UnsupportedError, WorkerHungError
 from roll_core.runtime.executors.calls import collect
 from roll_core.runtime.placement import Place
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import NoReturn, Self
 
+    from roll_core.errors import WorkerDiedError
     from roll_core.runtime.python_environments.spec import EnvironmentSpec
     from roll_core.spec.platform import RoleKind
 
@@ -102,6 +103,12 @@ class WorkerGroup(ABC):
         """Make the worker of a lost rank anew, in its place; it is as it was before its first call."""
         raise UnsupportedError(f"{self.role}: this executor's workers do not die")
 
+    async def give_up(self, rank: int, cause: str) -> WorkerDiedError:
+        """End a worker that shows no sign of life, as if it had died. Returns its death, with where it hung."""
+        death = WorkerHungError(self.role, rank, self.members[rank].host, "", cause, await self._stacks([rank]))
+        self._end(rank, death)
+        return death
+
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
         """Call every rank that lives with the same arguments; results by rank. See `call_each` for errors."""
         arguments = self._encode(method, args)
@@ -123,7 +130,7 @@ class WorkerGroup(ABC):
         return await self._collect(method, encoded, deadline_s)
 
     async def call_rank(self, rank: int, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        """Call one rank. See `call_each` for errors."""
+        """Call one rank. See `call_each` for errors; `math.inf` is no deadline."""
         return (await self._collect(method, {rank: self._encode(method, args)}, deadline_s))[0]
 
     async def _collect(self, method: str, arguments: Mapping[int, Any], deadline_s: float | None) -> list[Any]:
@@ -143,6 +150,10 @@ class WorkerGroup(ABC):
     async def _stack(self, rank: int) -> str:
         """Where a rank is right now. May raise, or not return, where that cannot be known."""
         return ""
+
+    def _end(self, rank: int, death: WorkerDiedError) -> None:
+        """Kill its process: calls to it, and those to others that cannot do without it, raise this."""
+        raise UnsupportedError(f"{self.role}: this executor's workers cannot be ended one by one")
 
     def _encode(self, method: str, args: tuple[Any, ...]) -> Any:
         """Arguments in the form in which `_begin` takes them; the same form may go to several ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 import traceback
@@ -88,7 +89,8 @@ async def collect(
     for future in futures.values():
         future.add_done_callback(retrieve)
     try:
-        _, pending = await asyncio.wait(futures.values(), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        timeout = None if seconds == math.inf else seconds
+        _, pending = await asyncio.wait(futures.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
         if any(_failed(future) for future in futures.values()):
             await _let_others_answer(futures)
             raise_first_cause(role, method, futures)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
 
+    from roll_core.errors import WorkerDiedError
     from roll_core.runtime.executors.base import GroupSpec
     from roll_core.spec.platform import Platform
 
@@ -98,11 +99,18 @@ class LocalGroup(WorkerGroup):
     def __init__(self, spec: GroupSpec, members: Sequence[Member], hosts: Sequence[WorkerHost]) -> None:
         super().__init__(spec, members)
         self._hosts = tuple(hosts)
+        self._death: WorkerDiedError | None = None
+        """Of a worker that was given up. Its thread cannot be killed, so that no call is made here any more."""
 
     async def _stack(self, rank: int) -> str:
         return self._hosts[rank].stack()
 
+    def _end(self, rank: int, death: WorkerDiedError) -> None:
+        self._death = death
+
     def _begin(self, rank: int, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
+        if self._death is not None:
+            raise type(self._death)(*self._death.args)
         # The caller waits now, and the worker computes.
         openmp.rest()
         return self._hosts[rank].begin(method, arguments)

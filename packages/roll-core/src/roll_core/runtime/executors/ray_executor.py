@@ -111,9 +111,20 @@ class RayExecutor(Executor):
     def death_of(self, worker: RayWorker, error: BaseException) -> None:
         """A worker's process is gone, or of no use any more: fail every call that is pending, and all later ones; only
         those to it where its group survives that."""
-        if self.is_closing or self._death is not None or worker.death is not None:
+        if not self._is_news(worker):
             return
-        death = worker.describe_death(error)
+        self._has_died(worker, worker.describe_death(error))
+
+    def give_up(self, worker: RayWorker, death: WorkerDiedError) -> None:
+        """Kill a worker that shows no sign of life; the rest is as for one that died."""
+        if self._is_news(worker):
+            self._has_died(worker, death)
+            worker.kill()
+
+    def _is_news(self, worker: RayWorker) -> bool:
+        return not self.is_closing and self._death is None and worker.death is None
+
+    def _has_died(self, worker: RayWorker, death: WorkerDiedError) -> None:
         if worker.spec.survives and any(each.spec is worker.spec and each.death is None for each in self._workers):
             log.warning("%s; the others of its role go on", death)
             worker.death = death
@@ -234,6 +245,9 @@ class RayGroup(WorkerGroup):
     def lost(self) -> frozenset[int]:
         """See `WorkerGroup.lost`."""
         return frozenset(rank for rank, worker in enumerate(self._workers) if worker.death is not None)
+
+    def _end(self, rank: int, death: WorkerDiedError) -> None:
+        self._executor.give_up(self._workers[rank], death)
 
     async def replace(self, rank: int) -> None:
         """See `WorkerGroup.replace`."""

@@ -62,7 +62,7 @@ class RayWorker:
     @property
     def is_idle(self) -> bool:
         """Whether its process lives and works on nothing, also on nothing that nobody waits for any more."""
-        return not self._unanswered and not self.is_dead
+        return not self._unanswered and not self.is_dead and self._handle is not None
 
     def prepare(self) -> asyncio.Future[Any]:
         """Let it find or install its Python environment."""
@@ -100,7 +100,7 @@ class RayWorker:
         future = self._ask(method, self._handle.call.remote(number, method, payload), self._codec)
 
         def tell_if_cancelled(done: asyncio.Future[Any]) -> None:
-            if done.cancelled() and not self._executor.is_closing:
+            if done.cancelled() and self._handle is not None and not self._executor.is_closing:
                 self._handle.cancel.remote(number)
 
         future.add_done_callback(tell_if_cancelled)
@@ -122,8 +122,9 @@ class RayWorker:
         """
         import ray
 
-        ray.kill(self._handle)
-        self._handle = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            ray.kill(handle)
 
     def fail_pending(self, death: WorkerDiedError) -> None:
         """Every call that waits raises."""
@@ -208,7 +209,7 @@ class RayWorker:
 
 def again(death: WorkerDiedError) -> WorkerDiedError:
     """The same error to raise in one more place, without the traceback of another."""
-    return WorkerDiedError(*death.args)
+    return type(death)(*death.args)
 
 
 def codec_of(spec: GroupSpec) -> Codec:

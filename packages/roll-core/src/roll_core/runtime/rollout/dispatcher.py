@@ -15,12 +15,14 @@ import asyncio
 import heapq
 import itertools
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from roll_core.runtime.rollout.accounts import Accounts
 from roll_core.runtime.rollout.drafts import Draft, cut_at
 from roll_core.runtime.rollout.errands import Errand, Piece
 from roll_core.runtime.rollout.fleet import Fleet
+from roll_core.runtime.rollout.liveness import ENDLESS, Watch
 from roll_core.runtime.rollout.routing import Router
 from roll_core.types import Completion
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from roll_core.runtime.rollout.drafts import FindStop
+    from roll_core.runtime.rollout.liveness import Patience
     from roll_core.runtime.rollout.replica import Answered, Replica
     from roll_core.runtime.rollout.routing import InLine, Routing
     from roll_core.types import CompletionOutput, GenerateRequest, SamplingParams
@@ -48,12 +51,13 @@ class Dispatcher:
         expand: bool = False,
         find_stop: FindStop | None = None,
         progress_s: float = 0.0,
+        patience: Patience = ENDLESS,
     ) -> None:
         """`max_running` outputs on a replica at once. `expand` asks for every output by itself, which spreads a group
         over replicas and prefills its prompt on each; so does `max_running`, because a replica does not tell which
         outputs of a group have ended, and what is counted as running for its longest sibling keeps others waiting.
-        Every `progress_s` seconds replicas are asked what they have drawn, which is all that is left if they die; 0
-        never asks.
+        Every `progress_s` seconds replicas that have work are asked what they have drawn, which is all that is left if
+        they die; those that show no sign of life for longer than `patience` allows are given up. 0 never asks.
         """
         self._expand, self._find_stop = expand or max_running is not None, find_stop
         self.accounts = Accounts()
@@ -62,7 +66,7 @@ class Dispatcher:
             self.accounts,
             ended=self._ended,
             lost=self._lost,
-            progress_s=progress_s,
+            watch=partial(Watch, patience, progress_s),
         )
         self._orders, self._ticks = itertools.count(), itertools.count()
         self._queue: list[InLine] = []
@@ -177,7 +181,8 @@ class Dispatcher:
         try:
             if not in_flight:
                 await self._fleet.abort_all()
-            yield
+            with self._fleet.watch.resting():
+                yield
         finally:
             self._holds -= 1
             self._dispatch()
@@ -236,8 +241,8 @@ class Dispatcher:
     def _lost(self, pieces: Sequence[Piece]) -> None:
         """The replica died where these ran, or would have: they go on elsewhere, from the last token that is known."""
         for piece in pieces:
-            for at, part in piece.known.items():
-                self._extend(piece.drafts[at], part, piece.errand.request.params)
+            for draft, part in zip(piece.drafts, piece.known, strict=False):
+                self._extend(draft, part, piece.errand.request.params)
         for piece in pieces:
             self._go_on(piece)
         self._dispatch()

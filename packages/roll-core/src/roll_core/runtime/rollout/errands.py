@@ -9,7 +9,7 @@ from roll_core.runtime.rollout.drafts import rest_of
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Sequence
 
     from roll_core.runtime.rollout.drafts import Draft
     from roll_core.runtime.rollout.replica import Answered, Replica
@@ -41,8 +41,8 @@ class Piece:
 
     errand: Errand
     drafts: list[Draft]
-    known: Mapping[int, CompletionOutput] = field(default_factory=dict)
-    """By place in `drafts`: what the replica told of its progress."""
+    known: Sequence[CompletionOutput] = ()
+    """In the order of `drafts`: what the replica told of its progress."""
 
     @property
     def size(self) -> int:
@@ -58,6 +58,12 @@ class Piece:
     def is_fresh(self) -> bool:
         """Nothing of the whole request is drawn yet: it may be asked as it is."""
         return self.size == self.errand.request.n and not any(draft.num_tokens for draft in self.drafts)
+
+    def note(self, outputs: Sequence[CompletionOutput]) -> bool:
+        """Remember them as far as they are drawn; whether that is farther than before."""
+        before = sum(len(output.token_ids) for output in self.known)
+        self.known = outputs
+        return sum(len(output.token_ids) for output in outputs) > before
 
     def wire(self, attempts: Iterator[int]) -> GenerateRequest:
         """What a replica is asked for: the request itself, or what is left of one output under an id of its own."""

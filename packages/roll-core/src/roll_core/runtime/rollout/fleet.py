@@ -1,7 +1,8 @@
 """The replicas that live, and what runs on each of them.
 
 Dispatcher ── accept, enter ──► Seat: Replica.begin ──► ended(piece, outcome)
-                                a replica dies      ──► lost(pieces): they go on elsewhere
+                                a replica dies, or  ──► lost(pieces): they go on elsewhere
+                                is given up
 """
 
 from __future__ import annotations
@@ -9,24 +10,22 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import logging
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import RollError, WorkerDiedError
+from roll_core.errors import WorkerDiedError
 from roll_core.runtime.rollout.routing import Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from roll_core.runtime.rollout.accounts import Accounts
     from roll_core.runtime.rollout.errands import Errand, Piece
+    from roll_core.runtime.rollout.liveness import Watch
     from roll_core.runtime.rollout.replica import Replica
     from roll_core.runtime.rollout.routing import InLine, Router
     from roll_core.types import Completion, GenerateRequest
-
-log = logging.getLogger(__name__)
 
 ABORT_AGAIN_S = 0.5
 """An abort may overtake the request that it is to end, and is then asked again."""
@@ -42,11 +41,12 @@ class Fleet:
         *,
         ended: Callable[[Piece, Completion | BaseException], None],
         lost: Callable[[Sequence[Piece]], None],
-        progress_s: float,
+        watch: Callable[[Callable[[Seat, str], Awaitable[None]]], Watch],
     ) -> None:
-        """Every `progress_s` seconds replicas are asked what they have drawn; 0 never asks."""
+        """`watch` makes what watches over replicas, of what gives one up."""
         self._router, self._accounts = router, accounts
-        self._ended, self._lost, self._progress_s = ended, lost, progress_s
+        self._ended, self._lost = ended, lost
+        self.watch = watch(self._give_up)
         self._seats: list[Seat] = []
         self._numbers, self._attempts = itertools.count(), itertools.count()
         self._entering: dict[Seat, list[GenerateRequest]] = {}
@@ -58,7 +58,6 @@ class Fleet:
         """Set when nothing runs any more."""
         self._death: BaseException | None = None
         """Of the replica that died last."""
-        self._poll: asyncio.Task[None] | None = None
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
@@ -80,6 +79,9 @@ class Fleet:
         """Why nobody is left to answer; None while somebody is, or nobody has died."""
         return None if self._seats else self._death
 
+    async def _give_up(self, seat: Seat, why: str) -> None:
+        self._lose(seat, await seat.replica.give_up(why))
+
     def _lose(self, seat: Seat, error: WorkerDiedError) -> None:
         if not seat.alive:
             return
@@ -91,6 +93,8 @@ class Fleet:
         running, seat.running = seat.running, {}
         for wire, piece in running.items():
             del piece.errand.running[wire]
+        for abort in seat.aborts:
+            abort.cancel()
         self._death = error
         lost = [*running.values(), *(piece for *_, piece in seat.waiting)]
         self._lost([piece for piece in lost if piece.errand.only_at is None])
@@ -132,8 +136,7 @@ class Fleet:
         entering, self._entering = self._entering, {}
         for seat, requests in entering.items():
             seat.replica.begin(requests, partial(self._answered, seat))
-        if entering and self._progress_s and (self._poll is None or self._poll.done()):
-            self._poll = asyncio.ensure_future(self._watch_progress())
+            self.watch.begin(seat)
 
     def _place_at(self, replica: Replica, piece: Piece) -> None:
         for seat in self._seats:
@@ -149,6 +152,8 @@ class Fleet:
         if not piece.is_fresh:
             self._accounts.continued += piece.drafts[0].num_tokens > 0
         request = piece.wire(self._attempts)
+        if not seat.running:
+            self.watch.heard(seat)
         seat.running[request.id] = piece
         piece.errand.running[request.id] = seat
         self._router.change(seat, piece.size)
@@ -164,6 +169,7 @@ class Fleet:
         if isinstance(outcome, WorkerDiedError):
             self._lose(seat, outcome)
         else:
+            self.watch.heard(seat)
             self._ended(self._left(seat, wire), outcome)
 
     def _left(self, seat: Seat, wire: str) -> Piece:
@@ -187,11 +193,18 @@ class Fleet:
         """Abort what runs of `which`, again and again, until the futures are done."""
         while pending := [future for future in futures if not future.done()]:
             chosen = [(seat, [wire for wire, piece in seat.running.items() if which(piece)]) for seat in self._seats]
-            aborts = [asyncio.ensure_future(seat.replica.abort(wires)) for seat, wires in chosen if wires]
+            aborts = [self._abort(seat, wires) for seat, wires in chosen if wires]
             for outcome in await asyncio.gather(*aborts, return_exceptions=True):
-                if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerDiedError):
+                if isinstance(outcome, Exception) and not isinstance(outcome, WorkerDiedError):
                     raise outcome
             await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
+
+    def _abort(self, seat: Seat, wires: Sequence[str]) -> asyncio.Future[None]:
+        """Where the replica hangs it is cancelled once that is given up."""
+        task = asyncio.ensure_future(seat.replica.abort(wires))
+        seat.aborts.add(task)
+        task.add_done_callback(seat.aborts.discard)
+        return task
 
     async def abort_all(self) -> None:
         """Cut short whatever runs, until nothing does."""
@@ -208,23 +221,6 @@ class Fleet:
         if not self.num_running:
             self._calm.set()
 
-    async def _watch_progress(self) -> None:
-        """Note what runs as far as it is drawn, while anything does: it is what is left if a replica dies."""
-        while self.num_running:
-            await asyncio.sleep(self._progress_s)
-            for seat in list(self._seats):
-                try:
-                    told = await seat.replica.progress()
-                except RollError as error:  # if it died, every request that ran there is answered with that
-                    log.debug("%s did not tell its progress: %s", seat.replica.name, error)
-                    continue
-                for completion in told:
-                    piece = seat.running.get(completion.id)
-                    if piece is not None:
-                        piece.known = dict(enumerate(completion.outputs))
-
     async def close(self) -> None:
-        """Ask for no more progress."""
-        if self._poll is not None:
-            self._poll.cancel()
-            await asyncio.gather(self._poll, return_exceptions=True)
+        """Watch over nobody any more."""
+        await self.watch.close()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from roll_core.errors import WorkerDiedError
     from roll_core.types import Completion, GenerateRequest
 
     Answered = Callable[[str, Completion | BaseException], None]
@@ -35,6 +36,11 @@ class Replica(ABC):
     def forget(self, ids: Sequence[str]) -> None:
         """End requests that nobody waits for: they are not answered."""
 
-    async def progress(self) -> list[Completion]:
-        """What the running requests have drawn so far, as far as the engine tells; used when the replica dies."""
-        return []
+    @abstractmethod
+    async def progress(self) -> list[Completion] | None:
+        """What the running requests have drawn so far; None where the engine does not tell. What is left if the replica
+        dies, and the sign that it lives."""
+
+    @abstractmethod
+    async def give_up(self, why: str) -> WorkerDiedError:
+        """End it: it shows no sign of life. Returns its death; nobody waits for what runs there any more."""

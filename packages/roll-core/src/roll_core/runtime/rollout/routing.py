@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import asyncio
+
     from roll_core.runtime.rollout.errands import Piece
     from roll_core.runtime.rollout.replica import Replica
 
@@ -37,7 +39,13 @@ class Seat:
     """By id of the request that the replica knows."""
     load: int = 0
     """Outputs."""
+    aborts: set[asyncio.Future[None]] = field(default_factory=set)
+    """Calls that have not returned."""
     alive: bool = True
+    heard_at: float = 0.0
+    """When it showed a sign of life, or was given work while it had none, by the loop's clock."""
+    tells: bool = True
+    """It says what it has drawn, as far as is known."""
     waiting: list[InLine] = field(default_factory=list)
     """A heap of what will run here and nowhere else."""
 

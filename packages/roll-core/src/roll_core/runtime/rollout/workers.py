@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -14,11 +15,15 @@ from roll_core.runtime.rollout.replica import Replica
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from roll_core.errors import WorkerDiedError
     from roll_core.runtime.executors.base import WorkerGroup
     from roll_core.runtime.rollout.replica import Answered
     from roll_core.types import Completion, GenerateRequest
 
 log = logging.getLogger(__name__)
+
+FOR_EVER = math.inf
+"""A busy engine queues what it is given: whether it lives its signs of life say, and no deadline of a call."""
 
 
 class WorkerReplica(Replica):
@@ -33,7 +38,9 @@ class WorkerReplica(Replica):
 
     @override
     def begin(self, requests: Sequence[GenerateRequest], answered: Answered) -> None:
-        entering = asyncio.ensure_future(self._group.call_rank(self._rank, "submit", list(requests)))
+        entering = asyncio.ensure_future(
+            self._group.call_rank(self._rank, "submit", list(requests), deadline_s=FOR_EVER)
+        )
         self._entering.add(entering)
         entering.add_done_callback(self._entering.discard)
         for request in requests:
@@ -43,7 +50,7 @@ class WorkerReplica(Replica):
         outcome: Completion | BaseException
         try:
             await asyncio.shield(entering)
-            outcome = await self._group.call_rank(self._rank, "result", id)
+            outcome = await self._group.call_rank(self._rank, "result", id, deadline_s=FOR_EVER)
         except Exception as error:  # whoever asked decides what it means
             outcome = error
         if self._waiting.get(id) is asyncio.current_task():
@@ -54,12 +61,20 @@ class WorkerReplica(Replica):
     async def abort(self, ids: Sequence[str]) -> None:
         if self._entering:
             await asyncio.wait(list(self._entering))
-        await self._group.call_rank(self._rank, "abort", list(ids))
+        await self._group.call_rank(self._rank, "abort", list(ids), deadline_s=FOR_EVER)
 
     @override
-    async def progress(self) -> list[Completion]:
-        found: list[Completion] = await self._group.call_rank(self._rank, "progress")
+    async def progress(self) -> list[Completion] | None:
+        found: list[Completion] | None = await self._group.call_rank(self._rank, "progress", deadline_s=FOR_EVER)
         return found
+
+    @override
+    async def give_up(self, why: str) -> WorkerDiedError:
+        death = await self._group.give_up(self._rank, why)
+        waiting, self._waiting = self._waiting, {}
+        for task in (*waiting.values(), *self._entering):
+            task.cancel()
+        return death
 
     @override
     def forget(self, ids: Sequence[str]) -> None:

@@ -255,7 +255,8 @@ class WeightPublisher:
         where = f" (it did not take {at})" if at else ""
         return ReceiverSilentError(
             f"{self._infer.role} rank {_ranks(ranks)} did not confirm weight version {plan.version} within"
-            f" {plan.deadline_s:g} s{where}: the engine hangs, or is too slow for the deadline"
+            f" {plan.deadline_s:g} s{where}: the engine hangs, or is too slow for the deadline",
+            ranks,
         )
 
     def _prove(self, sent: WeightManifest, receipts: Sequence[WeightReceipt], offer: Offer) -> WeightManifest:

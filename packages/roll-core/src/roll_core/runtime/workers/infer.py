@@ -101,8 +101,8 @@ class InferWorker:
         await asyncio.sleep(0)  # what was admitted in this turn of the event loop reaches the engine first
         return await self.strategy.abort(ids)
 
-    async def progress(self) -> list[Completion]:
-        """What running requests have drawn so far, as far as the engine tells."""
+    async def progress(self) -> list[Completion] | None:
+        """What running requests have drawn so far; None from an engine that does not tell."""
         return await self.strategy.progress()
 
     async def forget(self, ids: Sequence[str]) -> None:

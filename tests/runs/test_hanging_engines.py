@@ -1,0 +1,75 @@
+"""Runs whose engine hangs in the middle of an answer: it is given up for its silence, and nothing is lost."""
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from roll_core.errors import WorkerHungError
+from roll_core.plugins.registry import load_registry
+
+PLUGIN = Path(__file__).parent / "hanging.py"
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """A config whose engine is the hanging one, installed."""
+    folder = tmp_path / "site"
+    info = folder / "roll_hanging-1.dist-info"
+    info.mkdir(parents=True)
+    shutil.copy(PLUGIN, folder / "roll_hanging.py")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: roll-hanging\nVersion: 1\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[roll.plugins]\nroll-hanging = roll_hanging\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+
+    def config(runs, how, rank, **given):
+        runs.registry = load_registry()
+        made = runs.rlvr(**{"max_steps": 6, "response_length": 40} | given)
+        strategy_config = {"how": how, "rank": rank, "mark": str(tmp_path / "hung")}
+        made["actor_infer"]["strategy_args"] = {"strategy_name": "hanging_engine", "strategy_config": strategy_config}
+        return made
+
+    return config
+
+
+def test_a_replica_that_hangs_is_given_up_and_replaced_and_everything_counts_once(hanging, ray_runs):
+    config = hanging(ray_runs, "engine", 1, num_gpus_per_node=3, replica_timeout=10.0)
+    config["actor_infer"]["device_mapping"] = [1, 2]
+    result = ray_runs.ok(config)
+    assert (ray_runs.folder / "hung").exists()
+    lines = ray_runs.metrics(result)
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert lines[-1]["rollout/lost_replicas"] == 1
+    log = result.run_dir.log.read_text(encoding="utf-8")
+    assert "actor_infer rank 1 on" in log
+    assert "was given up: the request train/" in log
+    assert "s for a token, replica_timeout allows 10 s" in log
+    assert "is there instead of the one that died" in log
+
+
+def test_a_run_whose_only_engine_hangs_ends_and_says_who_how_long_and_by_which_key(hanging, local_runs):
+    result = local_runs.run(hanging(local_runs, "engine", 0, replica_timeout=3.0))
+    assert isinstance(result.error, WorkerHungError)
+    assert "actor_infer rank 0 on" in str(result.error)
+    assert "s for a token, replica_timeout allows 3 s" in str(result.error)
+    (hung,) = [thread for thread in threading.enumerate() if thread.name == "roll-engine"]
+    assert hung.daemon  # the process can end without it
+    (local_runs.folder / "hung").unlink()
+
+
+def test_a_replica_that_hangs_while_weights_are_published_is_replaced_then(hanging, ray_runs):
+    """Ahead of training a publish may meet a replica that hangs before its silence is noticed."""
+    config = hanging(
+        ray_runs, "process", 1, num_gpus_per_node=3, async_generation_ratio=1.0, max_steps=8, model_update_timeout=15.0
+    )
+    config["actor_infer"]["device_mapping"] = [1, 2]
+    result = ray_runs.ok(config)
+    assert (ray_runs.folder / "hung").exists()
+    lines = ray_runs.metrics(result)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[-1]["rollout/lost_replicas"] == 1
+    assert max(line["rollout/staleness/max"] for line in lines) <= 1
+    log = result.run_dir.log.read_text(encoding="utf-8")
+    assert "was given up: actor_infer rank 1 did not confirm weight version" in log
+    assert "is there instead of the one that died" in log
