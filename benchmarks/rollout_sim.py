@@ -179,7 +179,7 @@ async def simulate(
             ages.append(max(facts.ages))
         begun = loop.time()
     await scheduler.close()
-    dispatcher.accounts.check()
+    dispatcher.check()
     step_s, bound_s, reach_s = (float(np.mean(each)) for each in (times, bounds, reaches))
     return {
         "step_s": step_s,

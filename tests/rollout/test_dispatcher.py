@@ -215,7 +215,7 @@ def test_what_is_taken_back_goes_on_from_its_last_token_when_it_is_asked_again()
         assert len(found) == 8
         for completion in found.values():
             check(completion, 4)
-        dispatcher.accounts.check()
+        dispatcher.check()
         assert dispatcher.accounts.ended["answered"] == 8
 
     in_virtual_time(main)
@@ -236,7 +236,7 @@ def test_what_was_cut_short_at_its_last_token_is_complete_when_it_is_asked_again
         await asyncio.sleep(100)
         assert [len(output.token_ids) for output in found["r6"].outputs] == [*lengths] * 2
         assert {output.finish_reason for output in found["r6"].outputs} == {"length"}
-        dispatcher.accounts.check()
+        dispatcher.check()
 
     in_virtual_time(main)
 
@@ -319,7 +319,7 @@ def test_replicas_that_die_or_hang_at_any_moment_lose_nothing_and_nothing_counts
         for each in asked:
             (completion,) = answers[each.id]
             check(completion, each.n)
-        dispatcher.accounts.check()
+        dispatcher.check()
         assert dispatcher.accounts.ended == {"answered": 40}
         assert dispatcher.accounts.lost_replicas in range(max(1, busy_victims), 5)
         assert not dispatcher.accounts.open

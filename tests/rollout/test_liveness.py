@@ -170,12 +170,14 @@ def test_time_without_work_and_time_in_which_weights_are_replaced_do_not_count()
         dispatcher = fleet([replica])
         check(await answers(dispatcher, [request("a")]))
         await asyncio.sleep(100)
+        replica.stall(5)
         waiting = asyncio.ensure_future(answers(dispatcher, [request("b", n=8)]))
-        await asyncio.sleep(1)
+        await asyncio.sleep(6)
         for in_flight in (True, False):
             async with dispatcher.paused(in_flight=in_flight):
-                replica.stall(100)
+                replica.stall(103)
                 await asyncio.sleep(100)
+            await asyncio.sleep(4)
         check(await waiting)
         assert dispatcher.accounts.lost_replicas == 0
         await dispatcher.close()

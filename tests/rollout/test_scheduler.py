@@ -65,7 +65,7 @@ def test_batches_are_in_prompt_order_and_never_older_than_allowed(ahead, concurr
             assert min(facts.ages) >= 1  # all of it was begun while others were trained on
         await scheduler.close()
         assert dispatcher.num_open == dispatcher.num_running == 0
-        dispatcher.accounts.check()
+        dispatcher.check()
 
     in_virtual_time(main)
 
@@ -133,7 +133,7 @@ def test_a_batch_has_the_first_prompts_that_pass_whatever_is_ready_first(unwante
             last = int(groups[-1].id[1:])
             assert left_out == len([each for each in unwanted if each <= last])
         await scheduler.close()
-        dispatcher.accounts.check()
+        dispatcher.check()
 
     in_virtual_time(main)
 
@@ -179,7 +179,7 @@ def test_what_is_passed_over_by_those_that_are_ready_first_is_in_the_next_batch(
             assert {*seen, *left, *unwanted} >= set(range(asked))
             await train(dispatcher, 1.0)
         await scheduler.close()
-        dispatcher.accounts.check()
+        dispatcher.check()
 
     in_virtual_time(main)
 
@@ -317,7 +317,7 @@ def test_replicas_that_die_while_batches_are_made_change_no_batch(seed):
             assert ids(groups) == [f"a{6 * step + i}" for i in range(6)]
             check(groups)
             assert max(facts.ages) <= math.ceil(chosen.ahead)
-            dispatcher.accounts.check()
+            dispatcher.check()
             assert len(dispatcher.accounts.open) == dispatcher.num_open
             await train(dispatcher, in_flight=rng.random() < 0.5)
         reaper.cancel()

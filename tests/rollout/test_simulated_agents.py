@@ -163,7 +163,7 @@ def test_batches_of_trajectories_are_whole_while_weights_change_and_an_engine_di
                     engines[0].kill()
                 await asyncio.sleep(2.0)
         await scheduler.close()
-        dispatcher.accounts.check()
+        dispatcher.check()
         return found
 
     found = run(main)

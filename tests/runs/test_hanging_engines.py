@@ -61,7 +61,7 @@ def test_a_run_whose_only_engine_hangs_ends_and_says_who_how_long_and_by_which_k
 def test_a_replica_that_hangs_while_weights_are_published_is_replaced_then(hanging, ray_runs):
     """Ahead of training a publish may meet a replica that hangs before its silence is noticed."""
     config = hanging(
-        ray_runs, "process", 1, num_gpus_per_node=3, async_generation_ratio=1.0, max_steps=8, model_update_timeout=15.0
+        ray_runs, "process", 1, num_gpus_per_node=3, async_generation_ratio=1.0, max_steps=8, model_update_timeout=10.0
     )
     config["actor_infer"]["device_mapping"] = [1, 2]
     result = ray_runs.ok(config)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.data.pack import balance, totals
-from roll_core.errors import RollError, UnsupportedError, WorkerDiedError
+from roll_core.errors import RollError, UnsupportedError, WorkerDiedError, WorkerTimeoutError
 from roll_core.runtime.placement import slots_of
 from roll_core.runtime.portable_state import FOLDER
 from roll_core.runtime.rollout.dispatcher import Dispatcher
@@ -45,6 +45,8 @@ WEIGHTS = frozenset({"weights"})
 TRAINED = frozenset({"weights", "grads", "optimizer"})
 """What a role that trains has on its slots."""
 ENGINE = frozenset({"engine"})
+METRICS_S = 10.0
+"""How long a replica may take to tell its metrics, for which the next step waits."""
 
 
 class GroupTrainRole(TrainRole):
@@ -357,13 +359,16 @@ class GroupInferRole(InferRole):
             yield
 
     async def engine_metrics(self) -> dict[str, float]:
-        """What the engines did since the last call, over all replicas."""
-        try:
-            readings: list[EngineReading] = await self.group.call("metrics")
-        except WorkerDiedError:
-            if not self.group.lost:
-                raise
-            return {}  # the others go on, and tell the next time
+        """What the engines did since the last call, over all replicas. One that is late is left out: where it hangs it
+        is the dispatcher that finds out."""
+        ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
+        asked = [self.group.call_rank(rank, "metrics", deadline_s=METRICS_S) for rank in ranks]
+        readings: list[EngineReading] = []
+        for rank, told in zip(ranks, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if not isinstance(told, BaseException):
+                readings.append(told)
+            elif not isinstance(told, WorkerTimeoutError) and rank not in self.group.lost:
+                raise told
         return join_readings(readings)
 
 

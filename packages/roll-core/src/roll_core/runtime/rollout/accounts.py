@@ -1,11 +1,14 @@
-"""Who asked for what, and how each request ended: the proof that nothing is lost and nothing counted twice."""
+"""What was asked, and how each request ended; compared with what those who asked wait for, from their own books."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from roll_core.errors import RollError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 End = Literal["answered", "failed", "forgotten", "taken_back"]
 
@@ -20,6 +23,8 @@ class Accounts:
         self.continued = 0
         """Outputs that went on after they had been cut short."""
         self.lost_replicas = 0
+        self.askers: list[Callable[[], Iterable[str]]] = []
+        """Each tells the ids that it waits for."""
 
     def begin(self, id: str) -> None:
         """Somebody asks. Raises `RollError` where the id is being worked on."""
@@ -36,6 +41,18 @@ class Accounts:
         self.ended[how] += 1
 
     def check(self) -> None:
-        """Raise `RollError` unless every id that was asked is open or has ended once."""
-        if self.asked != len(self.open) + sum(self.ended.values()):
-            raise RollError(f"{self.asked} requests were asked, {dict(self.ended)} ended and {len(self.open)} are open")
+        """Raise `RollError` unless each id that is open is waited for by one of those who ask, and no other id is."""
+        waited_for = Counter(id for asker in self.askers for id in asker())
+        wrong = {
+            "waited for, but nobody works on them": waited_for.keys() - self.open,
+            "worked on, but nobody waits for them": self.open - waited_for.keys(),
+            "waited for twice": {id for id, times in waited_for.items() if times > 1},
+        }
+        if found := [f"{told(ids)} are {what}" for what, ids in wrong.items() if ids]:
+            raise RollError(f"the accounts of requests do not agree: {'; '.join(found)}")
+
+
+def told(ids: Iterable[str]) -> str:
+    """Some of many ids."""
+    few = sorted(ids)
+    return ", ".join(few[:3]) + (f" and {len(few) - 3} more" if len(few) > 3 else "")

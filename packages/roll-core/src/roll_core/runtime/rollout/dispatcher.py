@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections import Counter
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from roll_core.errors import RollError
 from roll_core.runtime.rollout.accounts import Accounts
 from roll_core.runtime.rollout.drafts import Draft, cut_at
 from roll_core.runtime.rollout.errands import Errand, Piece
@@ -120,9 +122,11 @@ class Dispatcher:
     ) -> list[Completion]:
         """Answers in the order of `requests`. The first failure is raised as it is, and the others are forgotten."""
         found: dict[str, Completion] = {}
+        waiting = {request.id for request in requests}
         done = asyncio.get_running_loop().create_future()
 
         def answered(id: str, outcome: Completion | BaseException) -> None:
+            waiting.discard(id)
             if done.done():
                 return
             if isinstance(outcome, BaseException):
@@ -137,9 +141,12 @@ class Dispatcher:
         if not requests:
             return []
         self.ask(requests, answered, only_at=only_at)
+        waits_for = partial(iter, waiting)
+        self.accounts.askers.append(waits_for)
         try:
             await done
         finally:
+            self.accounts.askers.remove(waits_for)
             self.forget([request.id for request in requests])
         return [found[request.id] for request in requests]
 
@@ -196,6 +203,25 @@ class Dispatcher:
     def num_running(self) -> int:
         """Outputs that replicas are drawing."""
         return self._fleet.num_running
+
+    def check(self) -> None:
+        """Raise `RollError` where a request is lost or would count twice.
+
+        Those who ask (`accounts.askers`) wait for just what is open, and each output that is left to draw is in one
+        place: in the queue, or at one replica. What is taken back may be in none.
+        """
+        self.accounts.check()
+        places = Counter(draft for *_, piece in self._queue for draft in piece.drafts)
+        places.update(draft for piece in self._fleet.pieces() for draft in piece.drafts)
+        for id, errand in self._errands.items():
+            leaves = errand.recalled is not None or errand.only_at is not None
+            for draft in errand.drafts:
+                wanted = {0, 1} if leaves else {0} if draft.complete else {1}
+                if places[draft] not in wanted:
+                    raise RollError(
+                        f"the accounts of requests do not agree: output {draft.index} of {id} is"
+                        f" {'complete' if draft.complete else 'to be drawn'}, and in {places[draft]} places"
+                    )
 
     async def close(self) -> None:
         """Forget everything."""

@@ -18,7 +18,7 @@ from roll_core.errors import WorkerDiedError
 from roll_core.runtime.rollout.routing import Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
     from roll_core.runtime.rollout.accounts import Accounts
     from roll_core.runtime.rollout.errands import Errand, Piece
@@ -101,6 +101,12 @@ class Fleet:
         for piece in lost:
             if piece.errand.only_at is not None:
                 self._ended(piece, error)
+
+    def pieces(self) -> Iterator[Piece]:
+        """What runs, and what waits for the replica where it has to run."""
+        for seat in self._seats:
+            yield from seat.running.values()
+            yield from (piece for *_, piece in seat.waiting)
 
     # -- what begins ---------------------------------------------------------------------------------------------------
 

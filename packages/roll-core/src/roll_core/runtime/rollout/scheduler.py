@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 REPLAYED = "replayed"
 """In the state of rollouts that were not generated, instead of lines."""
 
+CHECK_S = 600.0
+"""How often one who waits for a batch looks whether something is lost."""
+
 
 class RolloutScheduler:
     """Lives on the event loop of its dispatcher. One `batch` at a time."""
@@ -61,6 +64,7 @@ class RolloutScheduler:
             for tag, count in plan.counts.items()
         ]
         self._by_request: dict[str, tuple[Line, Entry]] = {}
+        dispatcher.accounts.askers.append(lambda: self._by_request)
         self._judging: set[asyncio.Task[None]] = set()
         self._step = 0
         self._wanted = False
@@ -85,7 +89,7 @@ class RolloutScheduler:
                 self._admit()
                 while self._failure is None and not all(line.is_complete for line in self._lines):
                     self._changed.clear()
-                    await self._changed.wait()
+                    await self._change()
                 if self._failure is not None:
                     raise self._failure
             except BaseException:
@@ -98,7 +102,7 @@ class RolloutScheduler:
                 await self._rest()
         if self.plan.concurrent:
             self._admit()
-        self._dispatcher.accounts.check()
+        self._dispatcher.check()
         facts = BatchFacts(
             ages=tuple(step - entry.born for entry in taken),
             left_out=self._counts.pop("left out", 0),
@@ -110,6 +114,14 @@ class RolloutScheduler:
         )
         self._verdicts = Verdicts()
         return [entry.group for entry in taken if entry.group is not None], facts
+
+    async def _change(self) -> None:
+        """Wait until a line is complete or something fails. What is lost would be waited for in vain."""
+        while not self._changed.is_set():
+            try:
+                await asyncio.wait_for(self._changed.wait(), CHECK_S)
+            except TimeoutError:
+                self._dispatcher.check()
 
     def _take(self) -> tuple[list[Entry], int]:
         taken: list[Entry] = []

@@ -1,0 +1,136 @@
+"""The accounts of requests can fail: whatever is lost or counted twice, by whom it may be, is found and named."""
+
+import asyncio
+
+import pytest
+from rollout_fleet import engine, in_virtual_time, plan, request
+
+from roll_core.errors import RollError
+from roll_core.runtime.rollout.accounts import Accounts
+from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.scheduler import RolloutScheduler
+
+
+class Losing(Dispatcher):
+    """Forgets what ran on a replica that dies."""
+
+    def _lost(self, pieces):
+        self._dispatch()
+
+
+class Doubling(Dispatcher):
+    """Lets what ran on a replica that dies go on twice."""
+
+    def _lost(self, pieces):
+        super()._lost([*pieces, *pieces])
+
+
+class Mute(Dispatcher):
+    """Ends a request without telling."""
+
+    def _finish(self, errand):
+        self._close(errand, "answered")
+
+
+def opened(*ids, waited_for):
+    accounts = Accounts()
+    for id in ids:
+        accounts.begin(id)
+    accounts.askers += [lambda each=each: each for each in waited_for]
+    return accounts
+
+
+def test_accounts_agree_where_each_open_id_is_waited_for_by_one():
+    opened("a", "b", "c", waited_for=[["a"], [], ["c", "b"]]).check()
+    opened(waited_for=[]).check()
+
+
+@pytest.mark.parametrize(
+    ("ids", "waited_for", "message"),
+    [
+        (["a"], [["a", "b"]], "b are waited for, but nobody works on them"),
+        (["a", "b"], [["a"]], "b are worked on, but nobody waits for them"),
+        (["a"], [["a"], ["a"]], "a are waited for twice"),
+        (["z"], [["f", "c", "e", "d"]], "c, d, e and 1 more are waited for, .*; z are worked on"),
+    ],
+)
+def test_an_id_that_is_lost_abandoned_or_waited_for_twice_is_named(ids, waited_for, message):
+    with pytest.raises(RollError, match=message):
+        opened(*ids, waited_for=waited_for).check()
+
+
+def test_one_id_does_not_end_twice():
+    accounts = opened("a", waited_for=[])
+    accounts.end("a", "answered")
+    with pytest.raises(RollError, match="'a' ends \\(answered\\) though nobody waits for it"):
+        accounts.end("a", "answered")
+
+
+@pytest.mark.parametrize(("kind", "places"), [(Losing, 0), (Doubling, 2)])
+def test_what_a_death_loses_or_doubles_is_found(kind, places):
+    async def main():
+        first = engine("0")
+        dispatcher = kind([first], max_running=8)
+        waiting = asyncio.ensure_future(dispatcher.generate([request("a"), request("b", n=2)]))
+        await asyncio.sleep(1)
+        dispatcher.check()
+        async with dispatcher.paused(in_flight=True):
+            dispatcher.add(engine("1"))
+            first.kill()
+            with pytest.raises(RollError, match=f"output 0 of a is to be drawn, and in {places} places"):
+                dispatcher.check()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        dispatcher.check()
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(Losing, r"to be drawn, and in 0 places"), (Mute, r"train/0/a\d.* are waited for")]
+)
+def test_who_waits_for_a_batch_is_told_of_a_lost_request_instead_of_waiting_for_ever(kind, message):
+    async def main():
+        first = engine("0")
+        dispatcher = kind([first, engine("1")])
+        scheduler = RolloutScheduler(plan(), dispatcher, None, seed=1)
+        waiting = asyncio.ensure_future(scheduler.batch(0))
+        await asyncio.sleep(1)
+        first.kill()
+        with pytest.raises(RollError, match=message):
+            await waiting
+
+    in_virtual_time(main)
+
+
+def test_a_scheduler_that_forgets_what_it_asked_for_is_found_at_the_end_of_its_batch():
+    async def main():
+        dispatcher = Dispatcher([engine("0")])
+        scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), dispatcher, None, seed=1)
+        batch = asyncio.ensure_future(scheduler.batch(0))
+        await asyncio.sleep(0.1)
+        forgotten = next(id for id in scheduler._by_request if id.endswith("/a11"))
+        del scheduler._by_request[forgotten]
+        with pytest.raises(RollError, match=f"{forgotten} are worked on, but nobody waits for them"):
+            await batch
+        dispatcher.forget([forgotten])
+        await scheduler.close()
+
+    in_virtual_time(main)
+
+
+def test_an_evaluation_beside_a_scheduler_is_accounted_for():
+    async def main():
+        dispatcher = Dispatcher([engine("0"), engine("1")])
+        scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), dispatcher, None, seed=1)
+        evaluation = asyncio.ensure_future(dispatcher.generate([request(f"v{i}", n=2) for i in range(20)]))
+        for step in range(2):
+            await scheduler.batch(step)
+            dispatcher.check()
+        await evaluation
+        dispatcher.check()
+        await scheduler.close()
+        dispatcher.check()
+        assert dispatcher.accounts.asked == sum(dispatcher.accounts.ended.values())
+
+    in_virtual_time(main)
