@@ -256,7 +256,7 @@ def test_judges_die_with_their_parent_even_if_it_is_killed(user_module, tmp_path
         from roll_core.builtin.rewards.judge_pool import JudgePool
         pool = JudgePool("{user_module(TARGET)}:prepare", {{}}, size=1, start_timeout_s=60.0)
         print(pool.call({{"act": "pid", "value": 0}}, 60), flush=True)
-        pool.call({{"act": "{busy_with}"}}, 60.0)
+        pool.call({{"act": "{busy_with}"}}, 5.0)
         input()
         """)
     )
