@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.cli.main import main
 from roll_core.errors import CheckpointError
+from roll_core.modeling.lora import add_adapters
+from roll_core.modeling.model import load_model
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.portable_state import FOLDER, write_portable_state
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
-from roll_core.spec.train import TrainingSpec
+from roll_core.spec.train import ParameterState, PortableState, TrainingSpec
 from roll_core.testing.models import QWEN3, write_checkpoint
 from roll_core.testing.stored_buffers import write_biased_checkpoint
 
@@ -150,6 +154,87 @@ def test_adapters_are_written_as_the_run_would_have(stored, tmp_path, export):
     found, expected = (load_file(tmp_path / name / file) for name in ("out", "export"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+MIXTURE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+@pytest.fixture
+def with_experts(tmp_path):
+    """What a strategy has that trains adapters of experts, and the masters by name: drawn, so that B is not 0."""
+
+    def made(export):
+        spec = write_checkpoint(tmp_path / "model", MIXTURE, task="causal_lm", vocab_size=VOCABULARY)
+        lora = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0, export=export)
+        beside = add_adapters(load_model(spec), replace(spec, lora=replace(lora, targets=("o_proj",))))
+        shapes = {name: tuple(each.shape) for name, each in beside.trained().items()}
+        for layer in range(2):
+            for part, (outputs, inputs) in {"gate_proj": (16, 32), "down_proj": (32, 16)}.items():
+                name = f"model.layers.{layer}.mlp.experts.{part}.lora_{{}}.default.weight"
+                shapes |= {name.format("A"): (4, 2, inputs), name.format("B"): (4, outputs, 2)}
+        generator = torch.Generator().manual_seed(1)
+        masters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        state = PortableState(
+            step_count=1,
+            shapes=shapes,
+            read=lambda name: ParameterState(master=masters[name], exp_avg=masters[name], exp_avg_sq=masters[name]),
+            adapters=beside.identity(),
+        )
+        return SimpleNamespace(export_state=lambda: state, spec=replace(spec, lora=lora)), masters
+
+    return made
+
+
+def apart(masters):
+    """By the name of each weight: A and B of one layer or of one expert of it."""
+    found = {}
+    for name, a in masters.items():
+        if ".lora_A." not in name:
+            continue
+        b, path = masters[name.replace(".lora_A.", ".lora_B.")], name.partition(".lora_A.")[0]
+        if a.ndim == 2:
+            found[f"{path}.weight"] = a, b
+            continue
+        for expert in range(4):
+            found[f"{path.replace('.experts.', f'.experts.{expert}.')}.weight"] = a[expert], b[expert]
+    return found
+
+
+def test_adapters_of_experts_are_merged_into_each(with_experts, tmp_path):
+    role, masters = with_experts("merged")
+    checkpoint = saved(tmp_path, {"actor_train": role})
+    assert main(["checkpoint", "convert", str(checkpoint), str(tmp_path / "out")]) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    factors = apart(masters)
+    assert len(factors) == 2 + 2 * 2 * 4
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        if name in factors:
+            a, b = factors[name]
+            weight = weight + 3.0 * b @ a
+        torch.testing.assert_close(after[name], weight)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_adapters_of_experts_are_written_for_each_as_peft_calls_them(with_experts, tmp_path):
+    role, masters = with_experts("adapter")
+    checkpoint = saved(tmp_path, {"actor_train": role})
+    assert main(["checkpoint", "convert", str(checkpoint), str(tmp_path / "out")]) == 0
+    expected = {
+        f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight": factor
+        for name, pair in apart(masters).items()
+        for side, factor in zip("AB", pair, strict=True)
+    }
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    targets = json.loads((tmp_path / "out" / "adapter_config.json").read_text(encoding="utf-8"))["target_modules"]
+    assert {"gate_proj", "down_proj"} < set(targets)
 
 
 def test_of_several_roles_one_has_to_be_named(stored, tmp_path, capsys):

@@ -111,21 +111,29 @@ def _write_adapted(
     index: PortableIndex, state: PortableState, description: Path, out: Path, base_model: str | None
 ) -> None:
     """The adapters, alone or merged into the model beneath them, as the run had it in `lora_export`."""
+    from roll_core.modeling.expert_adapters import ExpertAdapters
     from roll_core.modeling.lora import add_adapters
 
-    spec = index.model
+    spec, lora = index.model, index.model.lora
+    if lora is None:
+        raise AssertionError("asked only of models with adapters")
     if description.is_dir():
         spec = replace(spec, tokenizer=str(description))
     if base_model is not None:
         spec = replace(spec, path=base_model, random_init=None)
     model = load_model(spec)
-    adapters = add_adapters(model, spec)
+    of_experts = ExpertAdapters(model, state, lora)
+    adapters = add_adapters(model, replace(spec, lora=of_experts.beside()))
     trained = adapters.trained()
-    shapes = {name: tuple(each.shape) for name, each in trained.items()}
+    shapes = {name: tuple(each.shape) for name, each in trained.items()} | of_experts.shapes
     check_same(state, shapes, adapters=adapters, identity=adapters.identity())
     for name, each in trained.items():
         each.data.copy_(state.read(name).master)
     if adapters.lora.export == "adapter":
-        adapters.export(out)
+        if of_experts.places:
+            adapters.also_targets(of_experts.names)
+        adapters.export(out, trained | of_experts.apart())
+    elif of_experts.places:
+        of_experts.write_merged(adapters, spec, out)
     else:
         write_model(model, spec, adapters.state_dict(), out)

@@ -26,7 +26,7 @@ from roll_core.modeling.model import load_tokenizer, quiet, scalar_head
 from roll_core.spec.weights import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 """peft's name of the one adapter that there is."""
+ADAPTERS = "adapter_model.safetensors"
+"""peft's name of the file."""
 
 
 def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
@@ -216,19 +218,32 @@ class Adapters:
 
     def export(self, path: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write the adapters as peft loads them, and the tokenizer. `state`, what is trained as whole tensors, is
-        needed for shards. Raises `UnsupportedError` where the base model was made from nothing."""
+        needed for shards, and for layers that `model` has as one tensor (`also_targets`). Raises `UnsupportedError`
+        where the base model was made from nothing."""
         if not self._spec.path:
             raise UnsupportedError("adapters alone need a base model that others can load, and random_init gives none")
         with quiet():
             self._handle.save_pretrained(
                 path, selected_adapters=[ADAPTER], save_embedding_layers=False, state_dict=self._prefixed(state)
             )
+        trained = self.trained()
+        # peft writes what stands in layers that it knows, and drops the rest without a word.
+        if apart := {name: each for name, each in (state or {}).items() if name not in trained}:
+            _add_to_file(path / ADAPTERS, self._prefixed(apart))
         load_tokenizer(self._spec).save_pretrained(path)
 
     def _prefixed(self, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """Under peft's own names, in tensors that share no memory."""
         whole = self.trained() if state is None else state
         return {f"base_model.model.{name}": each.detach().clone() for name, each in whole.items()}
+
+
+def _add_to_file(file: Path, factors: Mapping[str, Tensor]) -> None:
+    """Under the names of files, which have none of the adapter's."""
+    from safetensors.torch import load_file, save_file
+
+    more = {name.replace(f".{ADAPTER}.", "."): each.cpu().contiguous() for name, each in factors.items()}
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:

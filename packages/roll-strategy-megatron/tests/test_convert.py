@@ -1,0 +1,64 @@
+"""`roll-core checkpoint convert` makes of the portable state what the strategy itself exports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+from convert_programs import write_and_export
+from megatron_programs import MIXTURE, PRELOAD
+from safetensors.torch import load_file
+
+from roll_core.cli.main import main
+from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.spec.model import LoraSpec
+from roll_core.spec.providers import TrainProvider
+from roll_core.testing.bench import Case, Step
+from roll_core.testing.losses import LOSSES, TRAINING
+from roll_core.testing.models import make_batch, write_checkpoint
+from roll_core.testing.ranks import RankHost, free_port
+from roll_core.testing.subject import registry
+
+EXPERTS = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0)
+
+
+@pytest.fixture(scope="module")
+def host():
+    found = RankHost(preload=PRELOAD)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+def test_adapters_of_experts_are_converted_to_what_the_strategy_exports(host, tmp_path, export):
+    model = write_checkpoint(tmp_path / "model", MIXTURE, task="causal_lm", vocab_size=61)
+    case = Case(
+        provider=registry().find(TrainProvider, "megatron_train"),
+        strategy_config={"expert_model_parallel_size": 2},
+        model=replace(model, lora=replace(EXPERTS, export=export)),
+        training=TRAINING,
+        world_size=2,
+        devices=("cpu",) * 2,
+        master_port=free_port(),
+    )
+    steps = [Step(sequences=make_batch(61, seed=seed), loss=LOSSES["sft"]) for seed in range(2)]
+    state = {"strategy": "megatron_train", "world_size": 2, "weight_version": 1, "portable": True}
+    store = CheckpointStore(tmp_path / "checkpoints")
+    with store.writing(1, {"pipeline": "sft", "pipeline_state": {}, "roles": {"sft_train": state}}) as path:
+        folder = path / "sft_train" / "portable"
+        folder.mkdir(parents=True)
+        host.run(write_and_export, case, steps, str(folder), str(tmp_path / "export"), num_ranks=2, timeout_s=150)
+    assert main(["checkpoint", "convert", str(store.directory / "step-1"), str(tmp_path / "out")]) == 0
+    file = "model.safetensors" if export == "merged" else "adapter_model.safetensors"
+    found, expected = (load_file(tmp_path / name / file) for name in ("out", "export"))
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each)
+    if export == "merged":
+        before = load_file(tmp_path / "model" / file)
+        moved = [name for name in before if not torch.equal(before[name], expected[name])]
+        assert len(moved) == 2 + 2 * 2 * 4  # o_proj of two layers; gate and down of four experts of each
