@@ -131,13 +131,15 @@ class ActiveRun(Run):
     async def rollout(
         self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
     ) -> list[Group]:
+        engine = self.engine(role)
+        seeded = split == "val" or engine.capabilities.free_seeds
         with self.stage("rollout" if split == "train" else "evaluation"):
             groups = await roll_out(
-                self.engine(role),
+                engine,
                 prompts,
                 params,
                 n=n,
-                seed_of=(self.config.seed, split, self.step),
+                seed_of=(self.config.seed, split, self.step) if seeded else None,
                 judges=self.judges,
                 tokenizer=self.tokenizer,
                 priority=ROLLOUT if split == "train" else EVALUATION,

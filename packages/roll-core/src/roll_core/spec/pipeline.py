@@ -276,7 +276,8 @@ class Run(ABC):
         self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
     ) -> list[Group]:
         """Answer each prompt `n` times and judge the answers as they come. Groups are in prompt order; a sample's
-        `reward` is a value or a failure. The engine must hold the weights it is to use: `publish_weights` first."""
+        `reward` is a value or a failure. The engine must hold the weights it is to use: `publish_weights` first.
+        Answers of `val` are seeded, those of `train` where the engine has seeds for nothing (`free_seeds`)."""
 
     @abstractmethod
     def rollouts(self, role: str, plan: RolloutPlan) -> Rollouts:

@@ -144,12 +144,12 @@ class BigramInferStrategy(InferStrategy):
                 raise ModelError(f"{model.path}: there is no table to be read: {error}") from error
         else:
             self.table_VV = torch.zeros(self.config.vocabulary, self.config.vocabulary)
-        self.version, self.arrivals = 0, itertools.count()
+        self.version, self.arrivals, self.sampling_seed = 0, itertools.count(), mesh.sampling_seed
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._check(request)
         seed = request.params.seed
-        key = (1, next(self.arrivals)) if seed is None else (0, seed)
+        key = (1, self.sampling_seed, next(self.arrivals)) if seed is None else (0, seed)
         return Completion(id=request.id, outputs=tuple(self._draw(request, (*key, i)) for i in range(request.n)))
 
     def _check(self, request: GenerateRequest) -> None:

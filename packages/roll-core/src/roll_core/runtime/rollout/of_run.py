@@ -40,7 +40,7 @@ async def roll_out(
     params: SamplingParams,
     *,
     n: int,
-    seed_of: tuple[int | str, ...],
+    seed_of: tuple[int | str, ...] | None,
     judges: Judges | None,
     tokenizer: PreTrainedTokenizerBase,
     priority: int = ROLLOUT,
