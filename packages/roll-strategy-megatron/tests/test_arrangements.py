@@ -169,6 +169,15 @@ PRODUCTS = {
     "expert tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), model=MIXTURE),
     "tp 2, sp, experts whole": Arrangement(ranks=2, config=sizes(tp=2, etp=1, sp=True), model=MIXTURE),
     "tp 1, expert tp 2": Arrangement(ranks=2, config=sizes(etp=2), model=MIXTURE),
+    "tp 1, expert tp 2, allgather": Arrangement(
+        ranks=2, config=sizes(etp=2, moe_token_dispatcher_type="allgather"), model=MIXTURE
+    ),
+    "tp 2, sp, experts whole, overlapped": Arrangement(
+        ranks=2,
+        config=sizes(tp=2, etp=1, sp=True, overlap_grad_reduce=True, ddp_bucket_size=500),
+        model=MIXTURE,
+        calls=(2, 1, 3),
+    ),
     "cp 2, expert tp 2": Arrangement(ranks=2, config=sizes(cp=2, etp=2), model=MIXTURE),
     "ep 2, expert tp 2, sp": Arrangement(ranks=4, config=sizes(ep=2, tp=2, etp=2, sp=True), model=MIXTURE),
     "ep 2, tp 2, pp 2, sp": Arrangement(ranks=4, config=sizes(ep=2, tp=2, pp=2, etp=1, sp=True), model=MIXTURE),

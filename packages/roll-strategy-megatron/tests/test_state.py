@@ -30,6 +30,8 @@ PP = {"pipeline_model_parallel_size": 2}
 VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
 FOUR = QWEN3 | {"num_hidden_layers": 4}
 EP = {"expert_model_parallel_size": 2}
+CUT = {"expert_tensor_parallel_size": 2}
+WHOLE = TP | {"expert_tensor_parallel_size": 1}
 LATER = {"async_save_ckpt": True}
 
 
@@ -64,6 +66,7 @@ def steps(number):
         pytest.param(FOUR, (2, VPP), (2, PP), id="interleaved to plain stages", marks=pytest.mark.slow),
         pytest.param(FOUR, (1, {}), (2, VPP), id="one rank to interleaved stages", marks=pytest.mark.slow),
         pytest.param(MIXTURE, (1, {}), (2, EP), id="one rank to experts", marks=pytest.mark.slow),
+        pytest.param(MIXTURE, (2, CUT), (2, WHOLE), id="experts cut to whole ones", marks=pytest.mark.slow),
         pytest.param(QWEN3, (2, PP | LATER), (4, TP), id="pipeline to tensor and data", marks=pytest.mark.slow),
     ],
 )
