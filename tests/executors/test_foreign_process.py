@@ -190,7 +190,7 @@ asyncio.run(main())
         assert starter.stdout is not None
         worker = psutil.Process(int(starter.stdout.readline()))
         starter.kill()
-        worker.wait(10)
+        worker.wait(60)
 
 
 def test_a_reward_is_judged_where_there_is_no_torch(runner: asyncio.Runner, tmp_path: Path) -> None:
