@@ -1,7 +1,9 @@
 """What pipelines may rely on, of both executors. One Ray instance serves the whole module."""
 
 import asyncio
+import math
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,6 +22,7 @@ from roll_core.errors import (
     UnsupportedError,
     WorkerDiedError,
     WorkerError,
+    WorkerHungError,
     WorkerTimeoutError,
 )
 from roll_core.runtime.executors import make_executor
@@ -202,6 +205,39 @@ def test_deadline_and_cancelling_end_async_methods(run: Run, group: WorkerGroup)
     with pytest.raises(WorkerTimeoutError):
         run(group.call("wait_forever", deadline_s=2))
     assert run(group.call("until_cancelled")) == [True, True]
+
+
+# -- giving up
+
+
+def test_a_worker_that_is_given_up_is_ended_and_says_why_and_where_it_hung(
+    run: Run, started: tuple[str, Run, WorkerGroup], another: Executor
+) -> None:
+    async def hang_and_give_up() -> None:
+        async with another:
+            group = (await another.start([spec("engine", survives=True)]))["engine"]
+            hanging = asyncio.ensure_future(group.call_rank(1, "wait_forever", deadline_s=math.inf))
+            await group.call_rank(1, "echo", 1)
+            death = await group.give_up(1, "it said nothing")
+            assert re.fullmatch(r"engine rank 1 on \S+ was given up: it said nothing", str(death))
+            assert "engine[1].wait_forever:" in death.trace
+            with pytest.raises(WorkerHungError, match="it said nothing"):
+                await group.call_rank(1, "echo", 1)
+            if started[0] == "local":  # whose threads cannot be killed: nothing of the role is used any more
+                hanging.cancel()
+                with pytest.raises(WorkerHungError, match="rank 1"):
+                    await group.call_rank(0, "echo", 1)
+                return
+            with pytest.raises(WorkerHungError, match="it said nothing"):
+                await hanging
+            while Path(f"/proc/{group.members[1].pid}").exists():
+                await asyncio.sleep(0.05)
+            assert group.lost == {1}
+            assert await group.call("echo", 2) == [2]
+            await group.replace(1)
+            assert await group.call("echo", 3) == [3, 3]
+
+    run(hang_and_give_up())
 
 
 # -- starting and closing

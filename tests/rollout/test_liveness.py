@@ -124,6 +124,26 @@ def test_one_that_hangs_keeps_nobody_from_telling_its_progress():
     in_virtual_time(main)
 
 
+def test_an_engine_that_is_slow_to_tell_is_asked_less_often():
+    class Slow(SimulatedEngine):
+        polls = 0
+
+        async def progress(self):
+            self.polls += 1
+            await asyncio.sleep(1.0)
+            return await super().progress()
+
+    async def main():
+        replica = made(Slow, "0", max_rows=1)
+        dispatcher = fleet([replica], tokens_s=400.0)
+        check(await answers(dispatcher, [request(f"r{i}", n=2) for i in range(20)]))
+        # Half a second, and from then on a second every 21.
+        assert abs(asyncio.get_running_loop().time() / 21 + 1 - replica.polls) < 2
+        await dispatcher.close()
+
+    in_virtual_time(main)
+
+
 def test_an_engine_that_does_not_tell_shows_that_it_lives_by_answers_alone():
     async def main():
         first, second = made(Silent, "0"), made(Silent, "1")

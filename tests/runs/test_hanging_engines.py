@@ -45,6 +45,8 @@ def test_a_replica_that_hangs_is_given_up_and_replaced_and_everything_counts_onc
     assert "actor_infer rank 1 on" in log
     assert "was given up: the request train/" in log
     assert "s for a token, replica_timeout allows 10 s" in log
+    assert "actor_infer rank 1 hangs:" in log
+    assert "in _work" in log
     assert "is there instead of the one that died" in log
 
 
@@ -53,6 +55,7 @@ def test_a_run_whose_only_engine_hangs_ends_and_says_who_how_long_and_by_which_k
     assert isinstance(result.error, WorkerHungError)
     assert "actor_infer rank 0 on" in str(result.error)
     assert "s for a token, replica_timeout allows 3 s" in str(result.error)
+    assert "in _work" in result.error.trace  # where the thread of the engine is
     (hung,) = [thread for thread in threading.enumerate() if thread.name == "roll-engine"]
     assert hung.daemon  # the process can end without it
     (local_runs.folder / "hung").unlink()

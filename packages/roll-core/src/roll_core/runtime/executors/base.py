@@ -10,6 +10,7 @@ event loop and may overlap. `close()`, sync or async, is called once at the end 
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from roll_core.errors import WorkerDiedError
     from roll_core.runtime.python_environments.spec import EnvironmentSpec
     from roll_core.spec.platform import RoleKind
+
+log = logging.getLogger(__name__)
 
 STACK_S = 3.0
 """How long a worker that missed a deadline may take to say what it is doing."""
@@ -105,7 +108,9 @@ class WorkerGroup(ABC):
 
     async def give_up(self, rank: int, cause: str) -> WorkerDiedError:
         """End a worker that shows no sign of life, as if it had died. Returns its death, with where it hung."""
-        death = WorkerHungError(self.role, rank, self.members[rank].host, "", cause, await self._stacks([rank]))
+        trace = await self._stacks([rank])
+        log.info("%s rank %d hangs:\n%s", self.role, rank, trace or "and does not say where")
+        death = WorkerHungError(self.role, rank, self.members[rank].host, "", cause, trace)
         self._end(rank, death)
         return death
 

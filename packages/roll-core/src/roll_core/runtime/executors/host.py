@@ -68,11 +68,13 @@ class WorkerHost:
         return self._thread.run(bound, *args)
 
     def stack(self) -> str:
-        """Where the worker's thread is right now, and what its async methods wait for."""
+        """Where the worker's thread is right now, what its async methods wait for, and where the other threads of its
+        process are, as those of engines."""
         frames = [self._thread.stack()]
         for task in self._tasks:
             frames += [f"{task.get_name()}:\n{''.join(traceback.format_stack(frame))}" for frame in task.get_stack()]
-        return "\n".join(frames)
+        mine = {self._thread.ident, threading.get_ident()}
+        return "\n".join(frames + [_stack_of(each) for each in threading.enumerate() if each.ident not in mine])
 
     async def close(self, timeout_s: float) -> None:
         """Close the worker and end its thread. Errors are logged. Gives up on a thread that is busy for so long."""
@@ -124,14 +126,18 @@ class WorkerThread:
         self._queue.put(work)
         return future
 
+    @property
+    def ident(self) -> int | None:
+        """As Python knows it."""
+        return self._thread.ident
+
     def stop(self) -> None:
         """End after what was asked for so far."""
         self._queue.put(None)
 
     def stack(self) -> str:
         """Where it is right now."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return f"{self._thread.name}:\n{''.join(traceback.format_stack(frame))}" if frame else ""
+        return _stack_of(self._thread)
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -139,6 +145,11 @@ class WorkerThread:
             del work
             if self._queue.empty():
                 openmp.rest()
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return f"{thread.name}:\n{''.join(traceback.format_stack(frame))}" if frame else ""
 
 
 async def _awaited(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:

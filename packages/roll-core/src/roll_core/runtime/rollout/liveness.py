@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 POLLS = 4
 """A poll may take this part of a replica's time, and is then asked again: an engine tells between two steps."""
+PAUSES = 20
+"""Between two polls lies so many times what the last one took: what a full engine has drawn is much to send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class Watch:
     def __init__(self, patience: Patience, poll_s: float, give_up: Callable[[Seat, str], Awaitable[None]]) -> None:
         """Ask every `poll_s` seconds; 0 never asks, and gives nobody up. `give_up` is told why."""
         self._patience, self._poll_s, self._give_up = patience, poll_s, give_up
+        self._limit_s = max(poll_s, patience.tokens_s / POLLS)
         self._tasks: dict[Seat, asyncio.Task[None]] = {}
         self._resting = 0
 
@@ -79,27 +82,31 @@ class Watch:
 
     async def _follow(self, seat: Seat) -> None:
         try:
+            pause_s = self._poll_s
             while seat.alive and seat.running:
-                await asyncio.sleep(self._poll_s)
-                await self._ask(seat)
+                await asyncio.sleep(pause_s)
+                pause_s = min(max(self._poll_s, PAUSES * await self._ask(seat)), self._limit_s)
                 if why := self._silence(seat):
                     await self._give_up(seat, why)
                     return
         finally:
             del self._tasks[seat]
 
-    async def _ask(self, seat: Seat) -> None:
-        limit_s = max(self._poll_s, self._patience.tokens_s / POLLS)
+    async def _ask(self, seat: Seat) -> float:
+        """Seconds that it took."""
+        time = asyncio.get_running_loop().time
+        begun, limit_s = time(), None if self._limit_s == math.inf else self._limit_s
         try:
-            told = await asyncio.wait_for(seat.replica.progress(), None if limit_s == math.inf else limit_s)
+            told = await asyncio.wait_for(seat.replica.progress(), limit_s)
         except (TimeoutError, RollError) as error:  # if it died, every request that ran there is answered with that
             log.debug("%s did not tell its progress: %r", seat.replica.name, error)
-            return
+            return 0.0
         seat.tells = told is not None
         for completion in told or ():
             piece = seat.running.get(completion.id)
             if piece is not None and piece.note(completion.outputs):
                 self.heard(seat)
+        return time() - begun
 
     def _silence(self, seat: Seat) -> str:
         """Why it is given up; empty if it is not."""
