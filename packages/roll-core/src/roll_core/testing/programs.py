@@ -292,6 +292,19 @@ def offload_between(rank: int, case: Case, steps: Sequence[Step], parts: Sequenc
         )
 
 
+def compute_while_away(
+    rank: int, case: Case, step: Step, batch: Sequence[TrainSequence], want: Want
+) -> tuple[tuple[Rows, Arrays], tuple[Rows, Arrays]]:
+    """What the model answers and what is exported after a step, and again while gradients and optimizer are away."""
+    with built(case, rank) as strategy:
+        take_step(strategy, step)
+        here = outputs(strategy, batch, want), weights(strategy)
+        strategy.offload(("grads", "optimizer"))
+        away = outputs(strategy, batch, want), weights(strategy)
+        strategy.onload(("grads", "optimizer"))
+        return here, away
+
+
 def _away_and_back(strategy: TrainStrategy, parts: Sequence[Part]) -> None:
     strategy.offload(parts)
     strategy.onload(parts)

@@ -15,6 +15,7 @@ from roll_core.testing.bench import Step
 from roll_core.testing.bounds import BOUNDS, check_names, check_rows, check_same, check_same_run, distance
 from roll_core.testing.losses import LOSSES, OF_TASK, SPLITS, TRAINING
 from roll_core.testing.programs import (
+    compute_while_away,
     export_after_steps,
     offload_and_measure,
     offload_between,
@@ -159,6 +160,24 @@ class StateTests(Subject):
         case, steps = case.with_(training=TRAINING), self._steps(2)
         moved: Trained = self.run(offload_between, case, steps, PARTS[parts])[0]
         check_same_run(f"steps with {parts} moved away and back", moved, self.run(train, case, steps)[0])
+
+    @pytest.mark.parametrize("trained", ["a model", "adapters"])
+    def test_weights_alone_compute_and_are_exported(self, case: Case, world_size: int, trained: str) -> None:
+        """While gradients and optimizer are away, as in every publish to an engine that shares the slots; bit for bit,
+        in the dtype that holds fewest bits."""
+        self.need_training()
+        self.need(self.can.offload, "offload")
+        dtype = next((each for each in ("bf16", "fp16") if each in self.dtypes()), "fp32")
+        model = replace(case.model, dtype=dtype)
+        if trained == "adapters":
+            self.need(self.can.lora, "lora")
+            model = replace(model, lora=LoraSpec(targets=("all-linear",), rank=4, alpha=8.0))
+        case = case.with_(training=TRAINING, model=model)
+        answers = self.run(compute_while_away, case, self._steps(1)[0], self.batch(), Want(logprobs=True))
+        for rank, ((rows, held), (rows_away, held_away)) in enumerate(answers):
+            check_same(f"weights of rank {rank} while the optimizer is away", held_away, held)
+            for name, found in rows_away.items():
+                check_rows(f"{name} of rank {rank} while the optimizer is away", found, rows[name], 0.0)
 
     @pytest.mark.parametrize("parts", ["optimizer", "all"])
     def test_what_is_moved_away_gives_its_memory_back(

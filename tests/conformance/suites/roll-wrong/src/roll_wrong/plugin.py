@@ -77,6 +77,7 @@ WRONG = {
         "stale_export",
         "optimizer_lost",
         "state_lost_away",
+        "weights_taken_along",
         "memory_kept",
         "skip_not_reported",
         "steps_on_nan",

@@ -169,6 +169,13 @@ class StateLostAway(Right):
                 )
 
 
+class WeightsTakenAlong(Right):
+    """Moves the weights away with the optimizer, as if they were its masters."""
+
+    def offload(self, parts):
+        super().offload((*parts, "weights") if "optimizer" in parts else parts)
+
+
 class MemoryKept(Right):
     """Still refers to what it has moved away."""
 
