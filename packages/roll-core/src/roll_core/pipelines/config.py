@@ -189,7 +189,7 @@ class RLVRConfig(_Judged):
     seeded_rollouts: bool | Literal["auto"] = "auto"
     """Give each request of a rollout a seed of its own, so that a synchronous run draws the same answers again where
     the engine computes the same logits again. `auto` does where seeds cost nothing (`hf_infer`); `vllm` and `sglang`
-    draw seeded answers more slowly. Validation is seeded in any case."""
+    have quicker ways to draw, which know none. Validation is seeded in any case."""
     record_rollouts: bool = False
     """Write each step's rollouts to `rollouts/` of the run directory, exactly."""
     replay_rollouts: str | None = None
