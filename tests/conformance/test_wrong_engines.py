@@ -41,6 +41,8 @@ STOP_IDS = {"test_stop_token_ids_end_a_response", "test_min_new_tokens_masks_end
 END = "test_the_models_end_token_ends_a_response"
 STOP_STRING = "test_a_stop_string_ends_a_response_and_is_kept"
 PARTIAL = "test_an_aborted_request_keeps_its_tokens"
+PROGRESS = "test_progress_tells_what_is_drawn"
+PROGRESS_OVER = "test_progress_tells_versions_over_an_update"
 WRONG = {
     # logprobs
     "logprobs_off_by_one": {
@@ -54,6 +56,8 @@ WRONG = {
         TIGHT,
         "test_aborting_harms_no_other",
         PARTIAL,
+        PROGRESS,
+        PROGRESS_OVER,
         IN_FLIGHT,
         HELD,
         SHARED_ASLEEP,
@@ -108,7 +112,7 @@ WRONG = {
     "writes_into_shared": {"test_shared_tensors_may_be_a_trainers_own"},
     "missing_ignored": {"test_what_does_not_fit_the_manifest_is_named"},
     "unexpected_ignored": {"test_what_does_not_fit_the_manifest_is_named"},
-    "version_of_the_end": {IN_FLIGHT},
+    "version_of_the_end": {IN_FLIGHT, PROGRESS_OVER},
     "version_behind": {HELD, IN_FLIGHT, SHARED_ASLEEP, *UPDATES},
     # life
     "abort_forgets": {PARTIAL},
@@ -116,6 +120,9 @@ WRONG = {
     "abort_knows_all": {"test_unknown_and_finished_ids_are_ignored"},
     "abort_ends_all": {"test_aborting_harms_no_other"},
     "cancel_ends_all": {CANCELLED},
+    "tells_no_ends": {PROGRESS},
+    "tells_the_version_of_now": {PROGRESS_OVER},
+    "tells_nothing_new": {PROGRESS, PROGRESS_OVER},
     "answers_before_start": {"test_calls_before_start_raise"},
     "outlives_its_process": {"test_an_engine_whose_process_dies_says_so"},
     "cuts_short_without_room": {TIGHT},
@@ -133,7 +140,7 @@ WRONG = {
     "unknown_adapter_ignored": {MISFIT},
     "adapter_lost_in_bf16": {"test_adapters_over_a_lower_precision_stay_in_bounds"},
 }
-RIGHT = {"right_engine": 55, "right_with_adapters": 60}
+RIGHT = {"right_engine": 57, "right_with_adapters": 62}
 """Engines that pass everything, and how much they pass at least."""
 SHOWN_ELSEWHERE = {
     *(name for name in vars(PackagingTests) if name.startswith("test_")),

@@ -18,6 +18,8 @@ import pytest
 from sglang_on_a_cpu import ON_A_CPU, stood_in
 
 from roll_core.errors import ConfigError
+from roll_core.spec.model import MeshInfo
+from roll_core.testing.infer.continuing import check_that_it_goes_on
 from roll_core.testing.infer.holding import TOKEN_BYTES, HoldingTests
 from roll_core.testing.infer.live import Live, biased, request
 from roll_infer_sglang.config import OURS, SglangConfig
@@ -28,10 +30,10 @@ CACHE_BYTES = 4 << 20
 CONFIG = ON_A_CPU | {"max_total_tokens": CACHE_BYTES // TOKEN_BYTES, "max_running_requests": 128, "bucket_mib": 1}
 
 
-def start():
+def strategy():
     from roll_infer_sglang.strategy import SglangStrategy
 
-    return Live(SglangStrategy(SglangConfig.model_validate(CONFIG)), biased())
+    return SglangStrategy(SglangConfig.model_validate(CONFIG))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def stand_ins():
 
 @pytest.fixture(scope="module")
 def live(stand_ins):
-    engine = start()
+    engine = Live(strategy(), biased())
     yield engine
     engine.close()
 
@@ -188,6 +190,32 @@ def test_a_router_needs_no_key_for_what_it_asks(live):
     assert len(generated["output_ids"]) == 4
 
 
+def test_what_others_have_running_ends_at_a_publish_with_what_it_has(live):
+    """What this engine is asked by its worker goes on: SGLang drops its cache only when nothing runs."""
+    server = live.strategy._server
+
+    def ask():
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 240, "ignore_eos": True}}
+        headers = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers), timeout=60
+        ) as answer:
+            return json.load(answer)
+
+    async def publish_meanwhile():
+        asking = asyncio.create_task(asyncio.to_thread(ask))
+        own = asyncio.create_task(live.strategy.generate(request("own", [5, 6, 7], max_new_tokens=200)))
+        while (await server.ask("/v1/loads?include=core"))["loads"][0]["num_running_reqs"] < 2:
+            await asyncio.sleep(0.01)
+        await live.update()
+        return await own, await asking
+
+    own, ended = live.run(publish_meanwhile())
+    assert len(own.outputs[0].token_ids) == 200
+    assert ended["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(ended["output_ids"]) < 240
+
+
 def test_an_argument_that_the_installed_engine_lacks_is_named_with_the_nearest(stand_ins):
     from roll_infer_sglang.server import Server
 
@@ -202,10 +230,21 @@ def test_an_argument_that_the_installed_engine_lacks_is_named_with_the_nearest(s
         asyncio.run(asyncio.wait_for(start(), 120))
 
 
-def test_nothing_is_left_when_it_stops(stand_ins):
-    engine = start()
-    processes = [psutil.Process(each) for each in engine.strategy._server.processes()]
-    assert len(processes) >= 3
-    engine.close()
+def test_what_a_killed_engine_was_drawing_goes_on_elsewhere_and_nothing_is_left_of_it(live):
+    live.publish()
+    dying = strategy()
+    processes = []
+
+    async def die():
+        processes.extend(psutil.Process(each) for each in dying._server.processes())
+        assert len(processes) >= 3
+        for each in processes:
+            each.kill()
+
+    try:
+        live.run(dying.start(live.spec, MeshInfo(role="actor_infer", num_threads=1)))
+        check_that_it_goes_on(live, dying, die)
+    finally:
+        live.run(dying.stop())
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive

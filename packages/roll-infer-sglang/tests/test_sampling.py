@@ -21,10 +21,15 @@ def drawn(tokens, **params):
     return Draw(request=request(**params), index=0, answer=None, tokens=list(tokens))
 
 
-def said(tokens, *, spans=(), prompt=None):
-    """An answer of SGLang's."""
-    logprobs = [[-0.5 - token, token, None] for token in tokens]
-    meta = {"output_token_logprobs": logprobs, "finish_reason": {"type": "abort"}, "weight_versions": list(spans)}
+def said(tokens, *, of=None, version=0, spans=(), prompt=None):
+    """A piece of an answer of SGLang's, `of` so many tokens until then."""
+    meta = {
+        "output_token_logprobs": [[-0.5 - token, token, None] for token in tokens],
+        "completion_tokens": len(tokens) if of is None else of,
+        "finish_reason": {"type": "abort"},
+        "weight_version": str(version),
+        "weight_versions": list(spans),
+    }
     if prompt is not None:
         meta["input_token_logprobs"] = prompt
     return {"output_ids": list(tokens), "meta_info": meta}
@@ -85,16 +90,38 @@ def test_seeds_of_outputs_and_of_neighbouring_requests_differ():
 # -- the other way -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_drawn_over_an_interruption_is_one_output():
+def test_what_is_drawn_in_pieces_and_over_an_interruption_is_one_output():
     draw = drawn([], max_new_tokens=8)
-    draw.take(said([5, 6], spans=[{"version": "3", "start": 0, "end": 2}]), 0)
-    draw.take(said([7]), 4)
+    draw.take(said([5], of=1, version=3))
+    draw.take(said([6, 8], of=3, version=3))
+    draw.entered = 3
+    draw.take(said([7], of=1, version=4))
     assert draw.end((1,), None) is None
-    output = draw.output(3, "abort", None)
-    assert output.token_ids.tolist() == [5, 6, 7]
-    assert output.logprobs.tolist() == [-5.5, -6.5, -7.5]
-    assert output.versions.tolist() == [3, 3, 4]
-    assert draw.prompt == [1, 2, 3, 5, 6, 7]
+    output = draw.output(4, "abort", None)
+    assert output.token_ids.tolist() == [5, 6, 8, 7]
+    assert output.logprobs.tolist() == [-5.5, -6.5, -8.5, -7.5]
+    assert output.versions.tolist() == [3, 3, 3, 4]
+    assert draw.prompt == [1, 2, 3, 5, 6, 8, 7]
+
+
+def test_versions_of_what_has_ended_are_those_that_sglang_names():
+    draw = drawn([4], max_new_tokens=8)
+    draw.versions, draw.logprobs, draw.entered = [1], [-1.0], 1
+    draw.take(said([5, 6], of=2, version=3))
+    spans = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}]
+    draw.take(said([7], of=3, version=3, spans=spans))
+    assert draw.output(4, "abort", None).versions.tolist() == [1, 2, 3, 3]
+
+
+def test_tokens_that_are_said_twice_are_counted_once():
+    """As of one that waits, drawn in part, and is then aborted; alone, or together with the piece before it."""
+    draw = drawn([], max_new_tokens=8)
+    draw.take(said([5, 6], of=2))
+    draw.take(said([6], of=2))
+    assert draw.tokens == [5, 6]
+    draw.take(said([7, 8, 8], of=4))
+    assert draw.tokens == [5, 6, 7, 8]
+    assert draw.logprobs == [-5.5, -6.5, -7.5, -8.5]
 
 
 def test_the_first_token_of_a_prompt_has_no_logprob():
@@ -103,7 +130,8 @@ def test_the_first_token_of_a_prompt_has_no_logprob():
         index=0,
         answer=None,
     )
-    draw.take(said([5], prompt=[[None, 1, None], [-0.25, 2, None]]), 0)
+    draw.take(said([5], prompt=[[None, 1, None], [-0.25, 2, None]]))
+    draw.take(said([6], of=2, prompt=[]))
     assert draw.prompt_logprobs.tolist() == [0.0, -0.25]
 
 

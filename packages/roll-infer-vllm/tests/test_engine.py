@@ -81,6 +81,23 @@ def test_levels_are_those_of_the_steps(live):
     assert 0 < found["kv_cache_usage/mean"] <= found["kv_cache_usage/max"] < 1
 
 
+def test_vllm_still_counts_in_metrics_that_it_has_handed_out(live):
+    """When this fails `Drawing.weights_changed` no longer knows how much was drawn."""
+    from vllm.inputs import tokens_input
+
+    from roll_infer_vllm.sampling import PROGRESS_TOKENS, sampling_params
+
+    num = PROGRESS_TOKENS + 9
+    params = sampling_params(request("counted", [4, 5, 6], max_new_tokens=num), 0, ())
+
+    async def outputs():
+        return [each async for each in live.strategy._engine.generate(tokens_input([4, 5, 6]), params, "counted")]
+
+    found = live.run(outputs())
+    assert [len(each.outputs[0].token_ids) for each in found] == [1, PROGRESS_TOKENS, 8]
+    assert [each.metrics.num_generation_tokens for each in found] == [num] * 3
+
+
 def test_vllm_still_has_no_logprobs_at_the_temperature():
     """When this fails, `workarounds.TemperedSampler` may be no longer needed."""
     from typing import get_args

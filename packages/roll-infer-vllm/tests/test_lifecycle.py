@@ -15,11 +15,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from vllm_live import CACHE, start
+from vllm_live import CACHE, start, strategy
 
 from roll_core.errors import EngineDiedError, RollError
+from roll_core.spec.model import MeshInfo
 from roll_core.spec.weights import make_manifest
+from roll_core.testing.infer.continuing import check_that_it_goes_on
 from roll_core.testing.infer.live import biased
+from roll_infer_vllm.config import VllmConfig
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 WAIT_S = 60.0
@@ -57,21 +60,48 @@ def test_the_endpoint_takes_and_gives_ids_and_logprobs(live):
     np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], right, atol=1e-4)
 
 
-def test_requests_to_the_endpoint_wait_while_the_engine_sleeps(live):
+def test_requests_to_the_endpoint_wait_while_the_engine_sleeps_and_what_runs_ends_there(live):
     live.publish()
-    live.run(live.strategy.sleep())
+    body = {"model": "actor_infer", "prompt": [5, 6], "max_tokens": 4, "return_token_ids": True, "ignore_eos": True}
 
-    async def wake_meanwhile():
-        body = {"model": "actor_infer", "prompt": [5, 6], "max_tokens": 4, "return_token_ids": True, "ignore_eos": True}
+    async def sleep_and_wake():
+        running = await begun(live, body | {"max_tokens": 250})
+        await live.strategy.sleep()
+        ended = await running
         asking = asyncio.create_task(asyncio.to_thread(live.ask, "completions", body))
         done, _ = await asyncio.wait([asking], timeout=0.5)
         assert not done
         await live.strategy.wake()
         await live.update()
+        return ended, await asking
+
+    ended, answer = live.run(sleep_and_wake())
+    assert ended["choices"][0]["finish_reason"] == "abort"
+    assert 0 < len(ended["choices"][0]["token_ids"]) < 250
+    assert len(answer["choices"][0]["token_ids"]) == 4
+
+
+async def begun(live, body):
+    """A request to the endpoint, once the engine draws it."""
+    live.strategy.metrics()
+    asking = asyncio.create_task(asyncio.to_thread(live.ask, "completions", body))
+    while not live.strategy.metrics()["generated_tokens"]:
+        await asyncio.sleep(0.001)
+    return asking
+
+
+def test_a_request_to_the_endpoint_goes_on_through_a_publish(live):
+    body = {"model": "actor_infer", "prompt": [5, 6], "max_tokens": 200, "return_token_ids": True, "ignore_eos": True}
+
+    async def publish_meanwhile():
+        asking = await begun(live, body)
+        await live.update()
+        if asking.done():
+            pytest.skip("the engine had drawn it all before it could be interrupted")
         return await asking
 
-    answer = live.run(wake_meanwhile())
-    assert len(answer["choices"][0]["token_ids"]) == 4
+    (choice,) = live.run(publish_meanwhile())["choices"]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (200, "length")
 
 
 def test_a_model_that_is_not_served_is_not_found(live):
@@ -88,27 +118,29 @@ def test_an_address_that_is_not_the_hosts_is_named():
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_dies_while_weights_are_replaced_says_so():
+def test_an_engine_that_dies_while_weights_are_replaced_says_so_and_its_requests_go_on_elsewhere(live):
+    live.publish()
+    settings = VllmConfig.model_validate(CACHE)
+    dying = strategy(settings)
     before = set(psutil.Process().children(recursive=True))
-    live = start(biased())
-    engine = set(psutil.Process().children(recursive=True)) - before
 
     def weights():
         for at, each in enumerate(live.model.named_parameters()):
             if at == 3:
-                for process in engine:
+                for process in set(psutil.Process().children(recursive=True)) - before:
                     process.kill()
             yield each
 
     async def update():
         manifest = make_manifest(1, live.model.named_parameters())
-        await live.strategy.update_weights(1, manifest, weights())
+        with pytest.raises(EngineDiedError, match="vLLM's engine is dead"):
+            await dying.update_weights(1, manifest, weights())
 
     try:
-        with pytest.raises(EngineDiedError, match="vLLM's engine is dead"):
-            live.run(update())
+        live.run(dying.start(live.spec, MeshInfo(role="actor_infer", num_threads=1)))
+        check_that_it_goes_on(live, dying, update)
     finally:
-        live.close()
+        live.run(dying.stop())
 
 
 OWNER = """

@@ -11,7 +11,12 @@ CACHE = {"kv_cache_memory_bytes": CACHE_BYTES, "block_size": 32}
 
 def start(spec, config=CACHE, kind=Live):
     """The engine, which the caller closes."""
+    settings = VllmConfig.model_validate(config)
+    return kind(strategy(settings), spec, num_slots=settings.slots_per_worker())
+
+
+def strategy(settings):
+    """Not started yet."""
     from roll_infer_vllm.strategy import VllmStrategy
 
-    settings = VllmConfig.model_validate(config)
-    return kind(VllmStrategy(settings), spec, num_slots=settings.slots_per_worker())
+    return VllmStrategy(settings)

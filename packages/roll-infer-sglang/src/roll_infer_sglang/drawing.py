@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.types import CompletionOutput
-from roll_infer_sglang.sampling import logprobs_of, versions_of
+from roll_infer_sglang.sampling import logprobs_of
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts
+
+    End = tuple[int, FinishReason, str | int | None]
+    """Of an output: how many tokens it has, why it ended, and by which stop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +37,10 @@ class Draw:
     prompt_logprobs: Floats | None = None
     routed_experts: RoutedExperts | None = None
     """Of the prompt's tokens and of those drawn, but the last."""
+    entered: int = 0
+    """How many of them were there when it entered last."""
+    outcome: CompletionOutput | None = None
+    """Once it has ended."""
     asked: bool = False
     """Whether `answer` is on its way, or was."""
     aborted: bool = False
@@ -44,16 +51,21 @@ class Draw:
         """All that is there."""
         return [*self.request.prompt_ids.tolist(), *self.tokens]
 
-    def take(self, answer: dict[str, Any], version: int) -> None:
-        """Add what SGLang has drawn. `version` is that of tokens of which it says none."""
-        meta = answer["meta_info"]
-        logprobs = logprobs_of(meta.get("output_token_logprobs")).tolist()
-        tokens = answer["output_ids"][: len(logprobs)]
-        if self.request.prompt_logprobs and self.index == 0 and self.prompt_logprobs is None:
-            self.prompt_logprobs = logprobs_of(meta.get("input_token_logprobs"))
-        self.tokens += tokens
-        self.logprobs += logprobs[: len(tokens)]
-        self.versions += versions_of(meta, len(tokens), version)
+    def take(self, said: Mapping[str, Any]) -> None:
+        """Add what SGLang has drawn since it spoke last. Tokens and logprobs are of that alone, counts and versions of
+        all that it has drawn since the draw entered."""
+        meta = said["meta_info"]
+        if self.request.prompt_logprobs and self.index == 0 and meta.get("input_token_logprobs"):
+            self.prompt_logprobs = logprobs_of(meta["input_token_logprobs"])
+        # The abort of one that waits, drawn in part, says its last tokens once more.
+        num = meta.get("completion_tokens", 0) - (len(self.tokens) - self.entered)
+        if num > 0:
+            self.tokens += said["output_ids"][:num]
+            self.logprobs += logprobs_of(meta["output_token_logprobs"][:num]).tolist()
+            self.versions += [int(meta["weight_version"])] * num
+        for span in meta.get("weight_versions") or ():
+            start, end = (min(self.entered + span[side], len(self.tokens)) for side in ("start", "end"))
+            self.versions[start:end] = [int(span["version"])] * (end - start)
 
     def note_experts(self, told: RoutedExperts | None) -> None:
         """Of all tokens that are there. Those that were computed before an interruption keep theirs."""
@@ -62,16 +74,14 @@ class Draw:
         known = self.routed_experts
         self.routed_experts = told if known is None else np.concatenate([known, told[len(known) :]])
 
-    def end(
-        self, end_ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None
-    ) -> tuple[int, FinishReason, str | int | None] | None:
-        """Where what is drawn ends, why, and by which stop; None if it does not. `decode` is needed for stop strings.
+    def end(self, end_ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> End | None:
+        """Where what is drawn ends; None if it does not. `decode` is needed for stop strings.
 
         SGLang looks for stop strings among as many tokens as it would write them with, and not at all at a token that
         was drawn while the request was interrupted.
         """
         params = self.request.params
-        found: list[tuple[int, FinishReason, str | int | None]] = []
+        found: list[End] = []
         if not params.ignore_eos:
             ends = {*end_ids, *params.stop_token_ids}
             at = next((at for at, token in enumerate(self.tokens) if token in ends), None)
@@ -96,9 +106,7 @@ class Draw:
         )
 
 
-def _stop_strings(
-    tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]
-) -> list[tuple[int, FinishReason, str | int | None]]:
+def _stop_strings(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> list[End]:
     """The end by the first stop string to be complete."""
     text = decode(tokens)
     if not any(stop in text for stop in stops):

@@ -122,6 +122,7 @@ def server_arguments(
         "sampling_backend": SAMPLING_BACKEND,
         "sampling_defaults": "openai",  # the role's generating_args decide, not the model's files
         "enable_custom_logit_processor": True,
+        "incremental_streaming_output": True,  # else every piece would hold all before it
         "custom_weight_loader": [LOADER],
         "weight_version": "0",
         **({"enable_return_routed_experts": True} if model.router_replay else {}),

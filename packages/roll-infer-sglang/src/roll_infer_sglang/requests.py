@@ -1,6 +1,7 @@
 """Requests on their way through SGLang: what enters together, is interrupted, and enters again with what it has.
 
 generate()  -> one `Draw` per output -> all of a turn of the event loop enter with one call of /generate
+            <- pieces, which is what `progress` tells, and the end
 halt()      -> SGLang ends what runs, where it is; nothing enters
 go_on()     -> what was interrupted enters again, its tokens so far behind its prompt
 """
@@ -22,11 +23,12 @@ from roll_infer_sglang.server import Server, ServerError
 from roll_infer_sglang.texts import Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from roll_core.modeling.engine_files import EngineFiles
     from roll_core.spec.model import ModelSpec
     from roll_core.types import CompletionOutput, GenerateRequest
+    from roll_infer_sglang.drawing import End
     from roll_infer_sglang.engine_metrics import EngineMetrics
     from roll_infer_sglang.routing import Routing
 
@@ -110,6 +112,13 @@ class Requests:
         tasks = [each.task for each in chosen if each.task is not None]
         return [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
 
+    def progress(self) -> list[Completion]:
+        """See `InferStrategy.progress`."""
+        return [
+            Completion(id=id, outputs=tuple(self._as_far_as_drawn(each) for each in running.draws))
+            for id, running in self._running.items()
+        ]
+
     async def halt(self) -> None:
         """Interrupt what runs, and let nothing enter; returns when nothing runs."""
         self._open.clear()
@@ -143,25 +152,34 @@ class Requests:
 
     async def _draw(self, draw: Draw) -> CompletionOutput:
         """One output. An update interrupts it; it enters again with what it has."""
-        while True:
+        while draw.outcome is None:
             if not self._open.is_set():
                 await self._open.wait()
             self._enter(draw)
-            version = self.version
-            answer = await draw.answer
-            self._metrics.note(answer["meta_info"])
-            draw.take(answer, version)
+            meta = (await draw.answer)["meta_info"]
+            self._metrics.note(meta)
             if self._routing is not None:
-                draw.note_experts(self._routing.read(answer["meta_info"]))
-            if (end := draw.end(self._files.end_ids, self._texts.decode if self._texts else None)) is not None:
-                return draw.output(*end)
-            reason = answer["meta_info"]["finish_reason"]
-            if reason["type"] == "stop":  # by an end token that only the tokenizer knows
-                return draw.output(len(draw.tokens), "stop", reason.get("matched"))
-            if reason["type"] != "abort" or reason.get("status_code"):
-                raise RollError(f"{self._who}: SGLang ended request {draw.request.id!r}: {reason}")
-            if draw.aborted:
-                return draw.output(len(draw.tokens), "abort", None)
+                draw.note_experts(self._routing.read(meta))
+            draw.outcome = self._outcome(draw, meta["finish_reason"])
+        return draw.outcome
+
+    def _outcome(self, draw: Draw, reason: Mapping[str, Any]) -> CompletionOutput | None:
+        """Of what SGLang has ended; None if it is to go on."""
+        if (end := self._end_of(draw)) is not None:
+            return draw.output(*end)
+        if reason["type"] == "stop":  # by an end token that only the tokenizer knows
+            return draw.output(len(draw.tokens), "stop", reason.get("matched"))
+        if reason["type"] != "abort" or reason.get("status_code"):
+            raise RollError(f"{self._who}: SGLang ended request {draw.request.id!r}: {reason}")
+        return draw.output(len(draw.tokens), "abort", None) if draw.aborted else None
+
+    def _as_far_as_drawn(self, draw: Draw) -> CompletionOutput:
+        if draw.outcome is not None:
+            return draw.outcome
+        return draw.output(*(self._end_of(draw) or (len(draw.tokens), "abort", None)))
+
+    def _end_of(self, draw: Draw) -> End | None:
+        return draw.end(self._files.end_ids, self._texts.decode if self._texts else None)
 
     async def _end(self, draw: Draw) -> None:
         with contextlib.suppress(ServerError):  # a dead server has nothing to end
@@ -184,7 +202,7 @@ class Requests:
         """Ask for the rest of it, together with all that enters in this turn of the event loop."""
         draw.answer = asyncio.get_running_loop().create_future()
         draw.name = next(self._names)  # SGLang aborts a name once more, two seconds after its stream has ended
-        draw.asked = True
+        draw.asked, draw.entered = True, len(draw.tokens)
         if not self._entering:
             asyncio.get_running_loop().call_soon(self._send_entering)
         self._entering.append(draw)
@@ -198,17 +216,19 @@ class Requests:
             self._keep(self._stream(draws))
 
     async def _stream(self, draws: list[Draw]) -> None:
-        """Hand each draw its answer, or what went wrong."""
+        """Add to each draw what is drawn of it, and hand it its answer, or what went wrong."""
         answers = [draw.answer for draw in draws]  # one that was interrupted may have entered again before this ends
         error: BaseException = asyncio.CancelledError()
         try:
             async for said in self._server.stream("/generate", self._body(draws)):
                 if "error" in said:
                     raise DataError(f"{self._who}: SGLang refuses a request: {said['error'].get('message')}")
+                answer = answers[said["index"]]
+                if answer.done():
+                    continue
+                draws[said["index"]].take(said)
                 if said["meta_info"]["finish_reason"] is not None:
-                    answer = answers[said["index"]]
-                    if not answer.done():
-                        answer.set_result(said)
+                    answer.set_result(said)
             error = RollError(f"{self._who}: SGLang ended a request without an answer")
         except Exception as found:  # each of them raises it
             error = found

@@ -9,7 +9,7 @@ import numpy as np
 from roll_core.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from roll_core.types import Floats, GenerateRequest
 
@@ -17,8 +17,8 @@ MAX_STOP_STRINGS = 32
 """SGLang takes no more."""
 SEED, MIN_NEW, ENDS = "roll_seed", "roll_min_new", "roll_ends"
 """Parameters of `sampler.ContractSampler`."""
-NEVER = 1 << 30
-"""An interval, in tokens, at which nothing is ever streamed but the first token and the end."""
+PROGRESS_TOKENS = 64
+"""Between two times that SGLang says what it has drawn of an output; it says the first token and the end at once."""
 
 
 def check_served(request: GenerateRequest) -> None:
@@ -55,7 +55,7 @@ def sampling_params(request: GenerateRequest, index: int, drawn: int, end_ids: S
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,
         "no_stop_trim": True,
-        "stream_interval": NEVER,
+        "stream_interval": PROGRESS_TOKENS,
     }
     if params.stop and not params.ignore_eos:
         found["stop"] = list(params.stop)
@@ -72,12 +72,3 @@ def output_seed(seed: int, index: int) -> int:
 def logprobs_of(entries: Sequence[Sequence[Any]] | None) -> Floats:
     """SGLang's `[logprob, token, text]`, of which the first token of a prompt has no logprob."""
     return np.asarray([each[0] or 0.0 for each in entries or ()], np.float32)
-
-
-def versions_of(meta: Mapping[str, Any], num: int, version: int) -> list[int]:
-    """The weight version of each of `num` tokens; `version` where SGLang says none."""
-    found = [version] * num
-    for span in meta.get("weight_versions") or ():
-        end = min(span["end"], num)
-        found[span["start"] : end] = [int(span["version"])] * max(end - span["start"], 0)
-    return found

@@ -3,7 +3,7 @@
 worker (this module)                       SGLang's processes (with `sampler` and `loader` of this package)
 --------------------                       ----------------------------------------------------------------
 generate()        -- /generate --------->  one request per output (`requests`)
-update_weights()  -- /abort_request ---->  what runs ends where it is, and waits in the worker
+update_weights()  -- /abort_request ---->  what runs ends where it is, and waits in the worker; others' ends for good
                   -- compare, load ----->  `loader` takes buckets in, by the model's own loader
                   <- digests ------------  `held` reads back what is there
                   -- /flush_cache ------>  then interrupted requests enter again, with what they have drawn
@@ -168,6 +168,10 @@ class SglangStrategy(InferStrategy):
         _ = self._ready
         async with self._alone:
             return await self._requests.abort(ids)
+
+    @override
+    async def progress(self) -> list[Completion]:
+        return self._requests.progress()
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

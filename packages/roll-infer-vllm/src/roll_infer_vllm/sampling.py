@@ -1,4 +1,4 @@
-"""Between the contract's requests and vLLM's: parameters one way, outputs the other."""
+"""Between the contract's requests and vLLM's: parameters one way, logprobs the other."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.errors import UnsupportedError
-from roll_core.types import CompletionOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roll_core.types import FinishReason, Floats, GenerateRequest
+    from roll_core.types import Floats, GenerateRequest
 
 MAX_TEMPERATURE = 2.0
 """vLLM takes no higher one."""
+PROGRESS_TOKENS = 64
+"""Between two times that vLLM says what it has drawn of an output; it says the first token and the end at once."""
 
 
 def check_served(request: GenerateRequest) -> None:
@@ -56,30 +57,14 @@ def sampling_params(request: GenerateRequest, index: int, end_ids: Sequence[int]
         prompt_logprobs=0 if request.prompt_logprobs and index == 0 else None,
         flat_logprobs=True,
         detokenize=bool(stops),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA,  # the interval holds for deltas alone
+        stream_interval=PROGRESS_TOKENS,
     )
 
 
 def output_seed(seed: int, index: int) -> int:
     """A seed for `(seed, index)`: neighbouring requests with neighbouring seeds share no stream."""
     return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1, np.uint32)[0])
-
-
-def completion_output(output: Any, request: GenerateRequest, version: int) -> CompletionOutput:
-    """One of vLLM's outputs, as far as it got. `version` is that of tokens of which vLLM says none."""
-    tokens = np.asarray(output.token_ids, np.int64)[: request.params.max_new_tokens]
-    logprobs = flat_logprobs(output.logprobs)[: len(tokens)]
-    versions = np.full(len(tokens), version, np.int32)
-    for span in output.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    reason: FinishReason = output.finish_reason
-    return CompletionOutput(
-        token_ids=tokens,
-        logprobs=logprobs,
-        versions=versions,
-        finish_reason=reason,
-        stop=output.stop_reason if reason == "stop" else None,
-    )
 
 
 def flat_logprobs(found: Any) -> Floats:

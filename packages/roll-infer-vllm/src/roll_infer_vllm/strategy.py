@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -27,11 +27,12 @@ from roll_core.types import Completion
 from roll_infer_vllm.adapter_weights import AdapterWeights
 from roll_infer_vllm.config import VllmConfig
 from roll_infer_vllm.deaths import engine_deaths, while_it_lives
+from roll_infer_vllm.drawing import Drawing
 from roll_infer_vllm.engine_metrics import KINDS, EngineMetrics
 from roll_infer_vllm.launch import launch
 from roll_infer_vllm.model_weights import ModelWeights
 from roll_infer_vllm.plugin import CAPABILITIES
-from roll_infer_vllm.sampling import check_served, completion_output, flat_logprobs, sampling_params
+from roll_infer_vllm.sampling import check_served, sampling_params
 from roll_infer_vllm.serving import Server
 from roll_infer_vllm.updates import Loader, WeightUpdates
 
@@ -67,8 +68,8 @@ class VllmStrategy(InferStrategy):
         self._adapter: AdapterWeights | None = None
         self._server: Server | None = None
         self._running: dict[str, asyncio.Task[Completion]] = {}
-        self._names: dict[str, list[str]] = {}
-        """Of running requests, under which vLLM knows their outputs."""
+        self._drawings: dict[str, list[Drawing]] = {}
+        """Of running requests, by output."""
         self._metrics = EngineMetrics()
         self._asleep, self._stale = False, config.quantization is not None
         """Stale from when it sleeps, or starts without weights, until weights are published to it."""
@@ -175,7 +176,7 @@ class VllmStrategy(InferStrategy):
         engine = self._ready
         if self._updates is None or self._asleep:
             raise RuntimeError("the engine sleeps: wake it before its weights are updated")
-        receipt = await while_it_lives(engine, self._updates.apply(version, manifest, tensors))
+        receipt = await while_it_lives(engine, self._updates.apply(version, manifest, tensors, self._weights_changed))
         if self._server is not None and self._adapter is not None:
             self._server.serve_adapter(self._adapter.request)
         self._stale = False
@@ -215,50 +216,61 @@ class VllmStrategy(InferStrategy):
         chosen = {each: self._running[each] for each in ids if each in self._running}
         waiting = set(chosen.values())
         while waiting:
-            names = [name for each, task in chosen.items() if task in waiting for name in self._names.get(each, ())]
+            drawings = [one for each, task in chosen.items() if task in waiting for one in self._drawings.get(each, ())]
             with engine_deaths():
-                await engine.abort(names)
+                await engine.abort([one.name for one in drawings])
             _, waiting = await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
         return [task.result() for task in chosen.values() if not task.cancelled() and task.exception() is None]
+
+    @override
+    async def progress(self) -> list[Completion]:
+        found = self._drawings.items()
+        return [Completion(id=id, outputs=tuple(each.output() for each in drawings)) for id, drawings in found]
 
     @override
     def metrics(self) -> Mapping[str, float]:
         return self._metrics.take()
 
     async def _complete(self, request: GenerateRequest) -> Completion:
-        names = [f"{request.id}/{index}" for index in range(request.n)]
-        self._names[request.id] = names
-        drawing = [asyncio.create_task(self._draw(request, index, name)) for index, name in enumerate(names)]
+        drawings = [Drawing(request, index, self._version) for index in range(request.n)]
+        self._drawings[request.id] = drawings
+        drawing = [asyncio.create_task(self._draw(each)) for each in drawings]
         try:
-            drawn = await asyncio.gather(*drawing)
+            await asyncio.gather(*drawing)
         finally:
             for task in drawing:
                 task.cancel()
             await asyncio.gather(*drawing, return_exceptions=True)
-            del self._names[request.id]
-        prompt_logprobs = flat_logprobs(drawn[0].prompt_logprobs) if request.prompt_logprobs else None
-        version = self._updates.version if self._updates is not None else 0
-        outputs = tuple(completion_output(each.outputs[0], request, version) for each in drawn)
-        return Completion(id=request.id, outputs=outputs, prompt_logprobs=prompt_logprobs)
+            del self._drawings[request.id]
+        outputs = tuple(each.output() for each in drawings)
+        return Completion(id=request.id, outputs=outputs, prompt_logprobs=drawings[0].prompt_logprobs)
 
-    async def _draw(self, request: GenerateRequest, index: int, name: str) -> Any:
-        """One output, by vLLM's last word on it."""
+    async def _draw(self, drawing: Drawing) -> None:
+        """One output, to vLLM's last word on it."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
 
-        final = None
+        request = drawing.request
         try:
             with engine_deaths():
                 async for each in self._ready.generate(
                     tokens_input(request.prompt_ids.tolist()),
-                    sampling_params(request, index, self._files.end_ids),
-                    name,
+                    sampling_params(request, drawing.index, self._files.end_ids),
+                    drawing.name,
                     lora_request=self._adapter.request if self._adapter is not None else None,
                     priority=request.priority,
                 ):
-                    final = each
+                    drawing.take(each)
         except (VLLMClientError, ValueError) as error:
             raise DataError(f"request {request.id!r}: {error}") from error
-        if final is None:
-            raise RollError(f"{self._who}: vLLM ended request {name!r} without an answer")
-        return final
+        if not drawing.is_over:
+            raise RollError(f"{self._who}: vLLM ended request {drawing.name!r} without an answer")
+
+    @property
+    def _version(self) -> int:
+        return self._updates.version if self._updates is not None else 0
+
+    def _weights_changed(self, version: int) -> None:
+        for drawings in self._drawings.values():
+            for each in drawings:
+                each.weights_changed(version)

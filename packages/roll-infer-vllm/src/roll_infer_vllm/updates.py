@@ -11,7 +11,7 @@ from roll_core.spec.weights import refuse_stale
 from roll_core.types import WeightReceipt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -50,9 +50,16 @@ class WeightUpdates:
         """That the engine holds."""
 
     async def apply(
-        self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]
+        self,
+        version: int,
+        manifest: WeightManifest,
+        tensors: Iterable[tuple[str, Tensor]],
+        changed: Callable[[int], None],
     ) -> WeightReceipt:
-        """See `InferStrategy.update_weights`. The engine runs afterwards, whether it was paused before or not."""
+        """See `InferStrategy.update_weights`. The engine runs afterwards, whether it was paused before or not.
+
+        `changed` is called with the version once its weights are in, before they draw.
+        """
         who = f"{self._mesh.role} rank {self._mesh.rank}"
         async with self._alone:
             refuse_stale(who, version, self.version, manifest)
@@ -63,6 +70,7 @@ class WeightUpdates:
                 await self._loader.load(Incoming(who, manifest, iter(tensors)))
                 await engine.update_weight_version(str(version))
                 self.version = version
+                changed(version)
                 answers = await self._loader.digests(manifest)
             finally:
                 await engine.resume_generation()

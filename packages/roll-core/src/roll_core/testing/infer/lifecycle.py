@@ -14,19 +14,22 @@ import torch
 from roll_core.spec.weights import make_manifest
 from roll_core.testing.infer.engine import ask
 from roll_core.testing.infer.models import moved
-from roll_core.testing.infer.subject import InferSubject
+from roll_core.testing.infer.subject import FIRST_ORDINARY, InferSubject
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from roll_core.spec.infer import InferStrategy
     from roll_core.testing.infer.engine import Engine, Setup
     from roll_core.testing.infer.models import Answers
-    from roll_core.types import Completion, GenerateRequest
+    from roll_core.types import Completion, CompletionOutput, GenerateRequest
 
 LONG = 400
 """Tokens of a response that is interrupted."""
 SHORT = 6
 """Tokens of the one that is waited for, as a sign that the long one is under way."""
+ASK_S = 0.002
+"""Between two times that progress is asked for."""
 
 
 class LifecycleTests(InferSubject):
@@ -91,6 +94,7 @@ class LifecycleTests(InferSubject):
 
         engine.version, engine.pristine = new, False
         _, completion = self._interrupted(engine, request, update)
+        olds: list[int] = []
         for output in completion.outputs:
             found = output.versions.tolist()
             if len(found) != LONG or output.finish_reason != "length":
@@ -102,8 +106,75 @@ class LifecycleTests(InferSubject):
                     f"tokens have the versions {sorted(set(found))}, which change at {changes}; expected some of"
                     f" version {old} and then all of {new}"
                 )
-            self.check_logprobs(setup, answers, [request], [completion], until=num_old)
+            olds.append(num_old)
+        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may have begun a step later
         self.check_answers(engine, setup, answers, weights)
+
+    def test_progress_tells_what_is_drawn(self, engine: Engine) -> None:
+        """Of engines that tell it: beginnings of what `generate` then returns, longer ones from time to
+        time, and which outputs of a group have ended."""
+        self._need_progress(engine)
+        long = ask(self.prompt(5), max_new_tokens=LONG)
+        ends = tuple(range(FIRST_ORDINARY, self.vocab_size, 16))
+        group = ask(self.prompt(7), n=8, max_new_tokens=LONG, ignore_eos=False, stop_token_ids=ends)
+
+        async def act() -> tuple[list[Completion], list[Completion], list[Completion]]:
+            before = await _progress(engine.strategy)
+            running = [asyncio.create_task(engine.strategy.generate(each)) for each in (long, group)]
+            told = await _told(engine.strategy, running)
+            return before, told, [each.result() for each in running]
+
+        before, told, found = engine.run(act)
+        if before:
+            raise AssertionError(f"nothing runs, and progress is told of {[each.id for each in before]}")
+        parts = [_beginnings(told, completion) for completion in found]
+        sizes = {len(each.outputs[0].token_ids) for each in parts[0]}
+        if len(sizes - {0}) < 2 or max(sizes) > LONG or len(found[0].outputs[0].token_ids) != LONG:
+            raise AssertionError(f"of a request that drew {LONG} tokens progress told {sorted(sizes)} tokens")
+        ended = [{output.finish_reason != "abort" for output in each.outputs} for each in parts[1]]
+        if {True, False} not in ended:
+            raise AssertionError("no output of a group was told to have ended while others of it went on")
+
+    def test_progress_tells_versions_over_an_update(self, engine: Engine, setup: Setup) -> None:
+        """`in_flight_update`, of engines that tell it: while weights are replaced, too, tokens, logprobs
+        and versions are those that `generate` then returns."""
+        self.need(self.can.in_flight_update, "in_flight_update")
+        self._need_progress(engine)
+        request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
+        weights = self.published(moved(self.stored(setup), 23), setup.model)
+        new = engine.version + 1
+        told: list[Completion] = []
+        telling: list[asyncio.Task[None]] = []
+
+        async def ask_once() -> list[Completion]:
+            found = [each for each in await _progress(engine.strategy) if each.id == request.id]
+            told.extend(found)
+            return found
+
+        async def tell() -> None:
+            while True:
+                await ask_once()
+                await asyncio.sleep(ASK_S)
+
+        def begin() -> None:
+            telling.append(asyncio.create_task(tell()))
+
+        async def update() -> list[Completion]:
+            await ask_once()
+            manifest = make_manifest(new, weights.items())
+            await engine.strategy.update_weights(new, manifest, iter(weights.items()))
+            return await ask_once()
+
+        engine.version, engine.pristine = new, False
+        try:
+            updated, found = self._interrupted(engine, request, update, begin)
+        finally:
+            engine.run(lambda: _cancelled(telling))
+        parts = _beginnings(told, found)
+        for index, output in enumerate(output for each in updated for output in each.outputs):
+            num = len(output.token_ids)
+            if num < LONG and not any(len(each.outputs[index].token_ids) > num for each in parts):
+                raise AssertionError(f"after the update {LONG - num} tokens were drawn, of which progress told none")
 
     def test_numbers_are_the_same_after_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """`sleep`, `wake` and a publish of the same weights; twice, as every step does. A second `sleep` or `wake`
@@ -153,6 +224,10 @@ class LifecycleTests(InferSubject):
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
+    def _need_progress(self, engine: Engine) -> None:
+        if engine.run(engine.strategy.progress) is None:
+            pytest.skip(f"{self.name} does not tell what it has drawn")
+
     def _interrupted(
         self,
         engine: Engine,
@@ -181,3 +256,55 @@ class LifecycleTests(InferSubject):
 
 async def _result(task: asyncio.Task[Completion]) -> Completion:
     return await task
+
+
+async def _progress(strategy: InferStrategy) -> list[Completion]:
+    found = await strategy.progress()
+    if found is None:
+        raise AssertionError("progress was told before, and is not while requests run")
+    return found
+
+
+async def _told(strategy: InferStrategy, running: Sequence[asyncio.Task[Completion]]) -> list[Completion]:
+    """What progress says until all have ended."""
+    told: list[Completion] = []
+    while not all(each.done() for each in running):
+        told += await _progress(strategy)
+        await asyncio.wait(running, timeout=ASK_S, return_when=asyncio.ALL_COMPLETED)
+    return told
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for each in tasks:
+        each.cancel()
+    for found in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(found, Exception):
+            raise found
+
+
+def _beginnings(told: Sequence[Completion], whole: Completion) -> list[Completion]:
+    """Those that were told of this request; fails unless each output begins as the whole one does."""
+    found = [each for each in told if each.id == whole.id]
+    if not found:
+        raise AssertionError("progress told nothing of a request that ran")
+    for each in found:
+        if len(each.outputs) != len(whole.outputs):
+            raise AssertionError(f"progress told of {len(each.outputs)} outputs; {len(whole.outputs)} were asked for")
+        for part, output in zip(each.outputs, whole.outputs, strict=True):
+            _check_beginning(part, output)
+    return found
+
+
+def _check_beginning(part: CompletionOutput, whole: CompletionOutput) -> None:
+    num = len(part.token_ids)
+    for name in ("token_ids", "logprobs", "versions"):
+        told, right = getattr(part, name).tolist(), getattr(whole, name)[:num].tolist()
+        if told != right:
+            raise AssertionError(f"progress told {name} {told[:8]}… of an output that had {right[:8]}… in the end")
+    if part.finish_reason == "abort":
+        return
+    if (num, part.finish_reason, part.stop) != (len(whole.token_ids), whole.finish_reason, whole.stop):
+        raise AssertionError(
+            f"progress told of an end by {part.finish_reason!r} with stop {part.stop!r} after {num} tokens; the output"
+            f" ended by {whole.finish_reason!r} with {whole.stop!r} after {len(whole.token_ids)}"
+        )

@@ -174,6 +174,16 @@ class RightEngine(InferStrategy):
             each.aborted = True
         return [self.completion(each) for each in found]
 
+    async def progress(self):
+        found = (self.running or {}).values()
+        return [
+            Completion(id=each.request.id, outputs=tuple(self.told(output) for output in each.outputs))
+            for each in found
+        ]
+
+    def told(self, output):
+        return self.finished(output, True)
+
     def completion(self, running):
         request = running.request
         rows = None

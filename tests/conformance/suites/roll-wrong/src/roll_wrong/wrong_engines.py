@@ -380,6 +380,32 @@ class AbortKnowsAll(RightEngine):
         return await super().abort(ids)
 
 
+class TellsNoEnds(RightEngine):
+    """Tells of outputs that have ended as of those that go on."""
+
+    def told(self, output):
+        return replace(super().told(output), finish_reason="abort", stop=None)
+
+
+class TellsTheVersionOfNow(RightEngine):
+    """Tells of all tokens as if the weights of now had drawn them."""
+
+    def told(self, output):
+        found = super().told(output)
+        return replace(found, versions=np.full_like(found.versions, self.version))
+
+
+class TellsNothingNew(RightEngine):
+    """Tells for good what a request had drawn when it was asked first."""
+
+    first = None
+
+    async def progress(self):
+        now = await super().progress()
+        self.first = {each.id: each for each in now} | (self.first or {})
+        return [self.first[each.id] for each in now]
+
+
 class BufferLostAsleep(RightEngine):
     """Loses in a sleep what no update brings back."""
 

@@ -1,0 +1,125 @@
+"""What an engine was drawing when it died goes on at another: the run's dispatcher on two real engines.
+
+dispatcher ── group ──► dying: progress, again and again, until outputs have ended and others not; it is killed
+           ── the rest of each output that had not ended ──► live
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+from typing_extensions import override
+
+from roll_core.errors import EngineDiedError, WorkerDiedError
+from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.replica import Replica
+from roll_core.types import GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from roll_core.runtime.rollout.replica import Answered
+    from roll_core.spec.infer import InferStrategy
+    from roll_core.testing.infer.live import Live
+    from roll_core.types import Completion
+
+LONGEST = 230
+SEEN = 65
+"""Tokens that an output has to have before the engine dies."""
+ASK_S = 0.02
+"""Between two times that progress is asked for."""
+GROUP = GenerateRequest(
+    id="group",
+    prompt_ids=np.asarray([5, 6, 7]),
+    params=SamplingParams(max_new_tokens=LONGEST, stop_token_ids=(9,), seed=3),
+    n=8,
+)
+"""Of a hundred tokens that are about as likely one ends an output: of eight outputs the first end soon."""
+
+
+def check_that_it_goes_on(live: Live, dying: InferStrategy, die: Callable[[], Awaitable[None]]) -> None:
+    """`dying` runs on the event loop of `live`, and has not been published to; `die` ends it and returns."""
+
+    async def act() -> tuple[Completion, Dispatcher]:
+        dispatcher = Dispatcher([first, second], progress_s=ASK_S)
+        asking = asyncio.create_task(dispatcher.generate([GROUP]))
+        while not first.is_in_the_middle:
+            assert not asking.done(), "the group was drawn before the engine could die"
+            await asyncio.sleep(ASK_S)
+        await die()
+        (completion,) = await asking
+        await dispatcher.close()
+        return completion, dispatcher
+
+    first, second = StrategyReplica("dying", dying), StrategyReplica("live", live.strategy)
+    found, dispatcher = live.run(act())
+    begun = {int(each.id.partition("#")[2].partition(".")[0]): each for each in second.begun}
+    parts = first.known[GROUP.id].outputs
+    left = [index for index, part in enumerate(parts) if part.finish_reason == "abort"]
+    assert sorted(begun) == left
+    assert len(second.begun) == len(left)
+    assert (dispatcher.accounts.lost_replicas, dispatcher.accounts.continued) == (1, len(left))
+    for index, (part, output) in enumerate(zip(parts, found.outputs, strict=True)):
+        num = len(part.token_ids)
+        assert output.token_ids[:num].tolist() == part.token_ids.tolist()
+        assert output.logprobs[:num].tolist() == part.logprobs.tolist()
+        assert output.versions.tolist() == [0] * num + [live.version] * (len(output.token_ids) - num)
+        if index in begun:
+            assert begun[index].prompt_ids.tolist() == [*GROUP.prompt_ids, *part.token_ids]
+            assert begun[index].params.max_new_tokens == LONGEST - num
+        else:
+            assert (len(output.token_ids), output.finish_reason) == (num, part.finish_reason)
+
+
+class StrategyReplica(Replica):
+    """A strategy in this process; if its engine dies it counts as dead."""
+
+    def __init__(self, name: str, strategy: InferStrategy) -> None:
+        self.name, self._strategy = name, strategy
+        self.begun: list[GenerateRequest] = []
+        self.known: dict[str, Completion] = {}
+        """What was told last, by request."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_in_the_middle(self) -> bool:
+        """Whether outputs are known to have ended while others, long ones among them, go on."""
+        outputs = [output for each in self.known.values() for output in each.outputs]
+        going_on = [len(output.token_ids) for output in outputs if output.finish_reason == "abort"]
+        return 0 < len(going_on) < len(outputs) and min(going_on) > 0 and max(going_on) >= SEEN
+
+    @override
+    def begin(self, requests: Sequence[GenerateRequest], answered: Answered) -> None:
+        self.begun += requests
+        for each in requests:
+            task = asyncio.create_task(self._answer(each, answered))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, request: GenerateRequest, answered: Answered) -> None:
+        outcome: Completion | BaseException
+        try:
+            outcome = await self._strategy.generate(request)
+        except EngineDiedError as error:
+            outcome = WorkerDiedError(self.name, 0, "", "generate", str(error), "")
+        answered(request.id, outcome)
+
+    @override
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._strategy.abort(ids)
+
+    @override
+    def forget(self, ids: Sequence[str]) -> None:
+        assert not ids, "nothing is forgotten here"
+
+    @override
+    async def give_up(self, why: str) -> WorkerDiedError:
+        raise AssertionError(f"{self.name} is given up: {why}")
+
+    @override
+    async def progress(self) -> list[Completion] | None:
+        told = await self._strategy.progress()
+        self.known |= {each.id: each for each in told or ()}
+        return told
