@@ -1,5 +1,6 @@
 """Runs whose engine hangs in the middle of an answer: it is given up for its silence, and nothing is lost."""
 
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -33,14 +34,25 @@ def hanging(tmp_path, monkeypatch):
     return config
 
 
+def recorded(result):
+    """A file for each step."""
+    files = sorted((result.run_dir.path / "rollouts").glob("step-*.jsonl"))
+    assert len(files) == 6
+    return files
+
+
 def test_a_replica_that_hangs_is_given_up_and_replaced_and_everything_counts_once(hanging, ray_runs):
-    config = hanging(ray_runs, "engine", 1, num_gpus_per_node=3, replica_timeout=10.0)
+    config = hanging(ray_runs, "engine", 1, num_gpus_per_node=3, replica_timeout=10.0, record_rollouts=True)
     config["actor_infer"]["device_mapping"] = [1, 2]
     result = ray_runs.ok(config)
     assert (ray_runs.folder / "hung").exists()
     lines = ray_runs.metrics(result)
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert lines[-1]["rollout/lost_replicas"] == 1
+    groups = [json.loads(line) for file in recorded(result) for line in file.read_text("utf-8").splitlines()[1:]]
+    assert sorted(group["position"] for group in groups) == list(range(6 * 4))
+    assert len({group["id"] for group in groups}) == 6 * 4
+    assert all(len(group["samples"]) == 4 for group in groups)
     log = result.run_dir.log.read_text(encoding="utf-8")
     assert "actor_infer rank 1 on" in log
     assert "was given up: the request train/" in log
