@@ -6,7 +6,8 @@ import io
 import json
 import os
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,23 @@ def endless(prompt, response, **row):
     pathlib.Path("judging").touch()
     time.sleep(60)
 '''
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+    """Installs a module beside these tests as the plugin `roll-<its name>`; returns the folder where it is."""
+
+    def install(module: Path) -> Path:
+        folder, name = tmp_path / "site", module.stem
+        info = folder / f"roll_{name}-1.dist-info"
+        info.mkdir(parents=True)
+        shutil.copy(module, folder / f"roll_{name}.py")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: roll-{name}\nVersion: 1\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text(f"[roll.plugins]\nroll-{name} = roll_{name}\n", encoding="utf-8")
+        monkeypatch.syspath_prepend(folder)
+        return folder
+
+    return install
 
 
 @pytest.fixture(scope="session")

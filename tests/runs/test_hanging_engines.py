@@ -1,7 +1,6 @@
 """Runs whose engine hangs in the middle of an answer: it is given up for its silence, and nothing is lost."""
 
 import json
-import shutil
 import threading
 from pathlib import Path
 
@@ -14,15 +13,9 @@ PLUGIN = Path(__file__).parent / "hanging.py"
 
 
 @pytest.fixture
-def hanging(tmp_path, monkeypatch):
+def hanging(tmp_path, install):
     """A config whose engine is the hanging one, installed."""
-    folder = tmp_path / "site"
-    info = folder / "roll_hanging-1.dist-info"
-    info.mkdir(parents=True)
-    shutil.copy(PLUGIN, folder / "roll_hanging.py")
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: roll-hanging\nVersion: 1\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[roll.plugins]\nroll-hanging = roll_hanging\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(folder)
+    install(PLUGIN)
 
     def config(runs, how, rank, **given):
         runs.registry = load_registry()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -20,16 +19,9 @@ ALL = "grads+optimizer+weights"
 
 
 @pytest.fixture
-def site(tmp_path, monkeypatch):
+def site(install):
     """The recording strategies, installed."""
-    folder = tmp_path / "site"
-    info = folder / "roll_recording-1.dist-info"
-    info.mkdir(parents=True)
-    shutil.copy(PLUGIN, folder / "roll_recording.py")
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: roll-recording\nVersion: 1\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[roll.plugins]\nroll-recording = roll_recording\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(folder)
-    return folder
+    return install(PLUGIN)
 
 
 def recorded(runs, **given):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import importlib.util
 
@@ -60,17 +59,7 @@ def test_heads_that_the_cpus_attention_does_not_take_are_refused_at_the_start():
 
 
 def test_the_urgent_are_served_first_where_not_all_can_be(live):
-    ended = []
-
-    async def drawn(name, priority=0):
-        await live.strategy.generate(request(name, [4, 5], priority=priority))
-        ended.append(name)
-
-    async def together():
-        await asyncio.gather(*[drawn(f"r{i}") for i in range(12)], drawn("urgent", -2))
-
-    live.run(together())
-    assert ended.index("urgent") < 8  # with the second four at the latest
+    assert live.place_of_the_urgent(12) < 8  # with the second four at the latest
 
 
 def test_levels_are_those_of_the_steps(live):

@@ -14,42 +14,24 @@ from torch.utils._pytree import tree_leaves
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import Want
-from roll_core.testing import TrainStrategyConformance
+from roll_core.testing import TrainStrategyConformance, models
 from roll_core.testing.bench import WHOLE, Case, as_array, built, micros, outputs, share, take_step, weights
 from roll_core.testing.losses import LOSSES
-from roll_core.testing.models import QWEN3
 from roll_core.testing.programs import fail_to_build, raised
 
 PRELOAD = ("megatron_on_cpu", *TrainStrategyConformance.preload, "roll_strategy_megatron.strategy")
 """Megatron is imported once for all ranks, on a machine without an accelerator by way of the shims."""
-MIXTURE = QWEN3 | {
+MIXTURE = models.QWEN3 | {
     "model_type": "qwen3_moe",
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
 }
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
+DEEPSEEK = models.DEEPSEEK | {
     "num_hidden_layers": 4,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 8,
     "n_shared_experts": 2,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
     "routed_scaling_factor": 2.5,
-    "initializer_range": 0.2,
     "max_position_embeddings": 64,
     "rope_parameters": {
         "rope_type": "yarn",
@@ -60,7 +42,7 @@ DEEPSEEK = {
         "mscale_all_dim": 1.0,
     },
 }
-"""Latent attention whose values are smaller than its keys, groups of experts, a layer without any."""
+"""With shared experts, scores that are scaled, and positions beyond those it was made for."""
 WANT = Want(logprobs=True, entropy=True, topk=3, temperature=0.8)
 
 

@@ -30,6 +30,29 @@ QWEN3: Mapping[str, Any] = {
 }
 """Grouped queries, normed queries and keys, and a base of the rotation that is not the default."""
 
+DEEPSEEK: Mapping[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "initializer_range": 0.2,
+}
+"""Latent attention whose values are smaller than its keys, groups of experts, a layer without any. Experts are chosen
+by what routers say and a bias that nothing here trains: a buffer."""
+
 LARGE: Mapping[str, Any] = {
     **QWEN3,
     "hidden_size": 512,

@@ -9,12 +9,12 @@ from roll_core.runtime.portable_state import opened_portable_state
 from roll_core.spec.train import Want
 from roll_core.testing.bench import built, outputs
 from roll_core.testing.bounds import check_rows
-from roll_core.testing.models import make_batch, write_checkpoint
+from roll_core.testing.models import DEEPSEEK, make_batch, write_checkpoint
 from roll_core.testing.portable_programs import export_between
 from roll_core.testing.reference import Reference, TransformersModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -22,27 +22,6 @@ if TYPE_CHECKING:
     from roll_core.testing.bench import Case
     from roll_core.types import Floats, TrainSequence
 
-DEEPSEEK: Mapping[str, Any] = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "initializer_range": 0.2,
-}
-"""Experts are chosen by what routers say and a bias that nothing here trains: a buffer of one of its two layers."""
 VOCABULARY = 61
 WANT = Want(logprobs=True)
 

@@ -71,7 +71,7 @@ class Fleet:
         """It is gone; one that had nothing to do may not have been missed. Unknown ones are ignored."""
         for seat in self._seats:
             if seat.replica is replica:
-                self._lose(seat, WorkerDiedError(replica.name, 0, "", "", "it is gone", ""))
+                self._lose(seat, _gone(replica))
                 return
 
     @property
@@ -149,8 +149,7 @@ class Fleet:
             if seat.replica is replica:
                 self._place(seat, piece)
                 return
-        gone = WorkerDiedError(replica.name, 0, "", "", "it is gone", "")
-        asyncio.get_running_loop().call_soon(self._ended, piece, gone)
+        asyncio.get_running_loop().call_soon(self._ended, piece, self._death or _gone(replica))
 
     def _place(self, seat: Seat, piece: Piece) -> None:
         if piece.is_unwanted:
@@ -230,3 +229,7 @@ class Fleet:
     async def close(self) -> None:
         """Watch over nobody any more."""
         await self.watch.close()
+
+
+def _gone(replica: Replica) -> WorkerDiedError:
+    return WorkerDiedError(replica.name, 0, "", "", "it is gone", "")

@@ -75,6 +75,20 @@ class Live:
         """See `request`."""
         return self.run(self.strategy.generate(request(name, prompt, **params)))
 
+    def place_of_the_urgent(self, num_others: int) -> int:
+        """How many of the others end before a request that is more urgent and asked for last."""
+        ended: list[str] = []
+
+        async def drawn(name: str, priority: int = 0) -> None:
+            await self.strategy.generate(request(name, [4, 5], priority=priority))
+            ended.append(name)
+
+        async def together() -> None:
+            await asyncio.gather(*[drawn(f"r{number}") for number in range(num_others)], drawn("urgent", -2))
+
+        self.run(together())
+        return ended.index("urgent")
+
     def publish(
         self,
         tensors: Sequence[tuple[str, Tensor]] | None = None,
