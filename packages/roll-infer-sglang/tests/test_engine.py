@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -217,6 +218,14 @@ def test_an_argument_that_the_installed_engine_lacks_is_named_with_the_nearest(s
 
     with pytest.raises(ConfigError, match=r"page_sizes: the installed SGLang has no such argument[\s\S]*page_size\?"):
         asyncio.run(asyncio.wait_for(start(), 120))
+
+
+def test_a_connection_that_the_server_has_given_up_is_not_asked_over(live):
+    """SGLang closes what idles for 5 s; a loop that has not turned since then does not know."""
+    live.run(live.strategy._server.ask("/pause_generation", {"mode": "abort"}))
+    time.sleep(7)
+    live._runner.run(live.strategy._server.ask("/continue_generation", {}))
+    assert len(live.generate("after", [5, 6, 7], max_new_tokens=3).outputs[0].token_ids) == 3
 
 
 def test_what_a_killed_engine_was_drawing_goes_on_elsewhere_and_nothing_is_left_of_it(live):

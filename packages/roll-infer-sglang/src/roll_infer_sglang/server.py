@@ -80,7 +80,9 @@ class Server:
         self._session = aiohttp.ClientSession(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"},
-            connector=aiohttp.TCPConnector(limit=0),
+            # A connection for each request: of a kept one the server may have just given up its end, and what
+            # is asked over it then is lost, without a word on whether SGLang has read it.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=LONGEST_LINE,
         )
