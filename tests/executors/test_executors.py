@@ -215,7 +215,7 @@ def test_a_worker_that_is_given_up_is_ended_and_says_why_and_where_it_hung(
 ) -> None:
     async def hang_and_give_up() -> None:
         async with another:
-            group = (await another.start([spec("engine", survives=True)]))["engine"]
+            group = (await another.start([spec("engine", survives="while_others_live")]))["engine"]
             hanging = asyncio.ensure_future(group.call_rank(1, "wait_forever", deadline_s=math.inf))
             await group.call_rank(1, "echo", 1)
             death = await group.give_up(1, "it said nothing")
@@ -363,7 +363,7 @@ def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending
 def test_a_worker_whose_engine_died_counts_as_dead_and_can_be_replaced(run: Run, another: Executor) -> None:
     async def lose_one() -> None:
         async with another:
-            group = (await another.start([spec(survives=True)]))["judge"]
+            group = (await another.start([spec(survives="while_others_live")]))["judge"]
             with pytest.raises(
                 WorkerDiedError, match=r"judge rank 1 on .* died during lose_engine: the engine is gone"
             ):

@@ -138,6 +138,40 @@ def test_what_is_asked_of_a_replica_that_dies_or_is_gone_fails_and_goes_nowhere_
 
 
 @pytest.mark.parametrize("routing", ["least_loaded", "prompt_affinity", "sticky"])
+def test_where_all_replicas_die_requests_wait_for_the_next_one_and_go_on_from_their_last_token(routing):
+    async def main():
+        replicas = [engine(str(i)) for i in range(3)]
+        dispatcher = Dispatcher(replicas[:2], routing=routing, progress_s=1.0, outlives_all=lambda: True)
+        found = {}
+        dispatcher.ask([request(f"r{i}", n=3) for i in range(6)], found.__setitem__)
+        await asyncio.sleep(2.5)
+        replicas[0].kill()
+        await asyncio.sleep(2.5)
+        assert not dispatcher.nobody_left.is_set()
+        replicas[1].kill()
+        await asyncio.sleep(0.1)
+        assert dispatcher.nobody_left.is_set()
+        before = set(found)
+        dispatcher.ask([request("late")], found.__setitem__)
+        await asyncio.sleep(100)
+        assert dispatcher.num_running == 0 < dispatcher.num_open == 7 - len(before) == 7 - len(found)
+        replicas[2].version = 1
+        dispatcher.add(replicas[2])
+        assert not dispatcher.nobody_left.is_set()
+        while dispatcher.num_open:
+            await asyncio.sleep(1)
+        for id, completion in found.items():
+            check(completion, 1 if id == "late" else 3)
+        versions = [output.versions.tolist() for id in found.keys() - before for output in found[id].outputs]
+        assert all(each == sorted(each) for each in versions)
+        assert any(set(each) == {0, 1} for each in versions)  # what was told of is not drawn again
+        assert dispatcher.accounts.ended == {"answered": 7}
+        assert dispatcher.accounts.lost_replicas == 2
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("routing", ["least_loaded", "prompt_affinity", "sticky"])
 def test_what_is_urgent_goes_before_what_waits_also_before_what_waits_for_its_replica(routing):
     async def main():
         replica = engine("0")

@@ -188,13 +188,13 @@ def test_a_killed_worker_ends_the_run_with_its_name(ray_runs, monkeypatch):
 
     async def step_with_an_accident(self, run):
         if run.step == 1:
-            os.kill(run.infer_role("actor_infer").group.members[0].pid, signal.SIGKILL)
+            os.kill(run.train_role("actor_train").group.members[0].pid, signal.SIGKILL)
         await step(self, run)
 
     monkeypatch.setattr(RLVRPipeline, "step", step_with_an_accident)
     result = ray_runs.run(ray_runs.rlvr(max_steps=5))
     assert type(result.error).__name__ == "WorkerDiedError"
-    assert "actor_infer rank 0" in str(result.error)
+    assert "actor_train rank 0" in str(result.error)
     assert result.steps_done == 1
     record = record_of(result.run_dir.path)
     assert record["outcome"] == "failed"

@@ -34,9 +34,11 @@ def recorded(result):
     return files
 
 
-def test_a_replica_that_hangs_is_given_up_and_replaced_and_everything_counts_once(hanging, ray_runs):
-    config = hanging(ray_runs, "engine", 1, num_gpus_per_node=3, replica_timeout=10.0, record_rollouts=True)
-    config["actor_infer"]["device_mapping"] = [1, 2]
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_replica_that_hangs_is_given_up_and_replaced_and_everything_counts_once(hanging, ray_runs, replicas):
+    last = replicas - 1
+    config = hanging(ray_runs, "engine", last, num_gpus_per_node=3, replica_timeout=10.0, record_rollouts=True)
+    config["actor_infer"]["device_mapping"] = [1, 2][:replicas]
     result = ray_runs.ok(config)
     assert (ray_runs.folder / "hung").exists()
     lines = ray_runs.metrics(result)
@@ -47,10 +49,10 @@ def test_a_replica_that_hangs_is_given_up_and_replaced_and_everything_counts_onc
     assert len({group["id"] for group in groups}) == 6 * 4
     assert all(len(group["samples"]) == 4 for group in groups)
     log = result.run_dir.log.read_text(encoding="utf-8")
-    assert "actor_infer rank 1 on" in log
+    assert f"actor_infer rank {last} on" in log
     assert "was given up: the request train/" in log
     assert "s for a token, replica_timeout allows 10 s" in log
-    assert "actor_infer rank 1 hangs:" in log
+    assert f"actor_infer rank {last} hangs:" in log
     assert "in _work" in log
     assert "is there instead of the one that died" in log
 

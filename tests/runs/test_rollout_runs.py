@@ -1,5 +1,6 @@
 """Whole runs whose rollouts are more than batch after batch: dynamic sampling, surplus, asynchronous training."""
 
+import asyncio
 import json
 import os
 import signal
@@ -39,6 +40,12 @@ def trained_prompts(runs, result):
         if row["split"] == "train":
             found.setdefault(row["step"], []).append(row["group"])
     return found
+
+
+def trained_tokens(result):
+    """What `samples.jsonl` says that was trained on."""
+    rows = [json.loads(line) for line in result.run_dir.samples.read_text(encoding="utf-8").splitlines()]
+    return [(row["step"], row["group"], row["response"]) for row in rows if row["split"] == "train"]
 
 
 def same_model(one, other):
@@ -317,3 +324,57 @@ def test_a_replica_that_is_killed_is_replaced_and_nothing_of_the_run_is_lost(ray
     log = result.run_dir.log.read_text(encoding="utf-8")
     assert "actor_infer rank 1" in log
     assert "is there instead of the one that died" in log
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_whose_replicas_are_all_killed_goes_on_as_if_nothing_had_been(ray_runs, monkeypatch, replicas):
+    """They are killed while they draw, and brought back with the weights that they had."""
+    runs, step = ray_runs, RLVRPipeline.step
+
+    def config(name):
+        made = runs.rlvr(exp_name=name, max_steps=4, num_gpus_per_node=replicas, response_length=40)
+        made["actor_infer"]["device_mapping"] = list(range(replicas))
+        return made
+
+    whole = runs.ok(config("whole"))
+
+    async def kill_while_they_draw(run):
+        engine = run.infer_role("actor_infer")
+        while engine.dispatcher.num_running < 4 * 4:
+            await asyncio.sleep(0)
+        for member in engine.group.members:
+            os.kill(member.pid, signal.SIGKILL)
+
+    async def step_with_an_accident(self, run):
+        if run.step != 2:
+            await step(self, run)
+            return
+        await asyncio.gather(step(self, run), kill_while_they_draw(run))
+
+    monkeypatch.setattr(RLVRPipeline, "step", step_with_an_accident)
+    result = runs.ok(config("killed"))
+    assert runs.metrics(result)[-1]["rollout/lost_replicas"] == replicas
+    assert trained_tokens(result) == trained_tokens(whole)
+    log = result.run_dir.log.read_text(encoding="utf-8")
+    assert "its role goes on with a new one" in log
+    assert json.loads(result.run_dir.record.read_text(encoding="utf-8"))["guards"]["counts"] == {}
+
+
+def test_an_engine_that_dies_between_two_batches_is_there_for_the_next(ray_runs, monkeypatch):
+    """Ahead of training its requests wait for the next publish; an evaluation finds it whole."""
+    runs, step = ray_runs, RLVRPipeline.step
+
+    async def step_with_an_accident(self, run):
+        await step(self, run)
+        if run.step in (1, 4):
+            os.kill(run.infer_role("actor_infer").group.members[0].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(RLVRPipeline, "step", step_with_an_accident)
+    config = asynchronous(runs, 1.0, max_steps=6, eval_steps=5, response_length=40)
+    config["validation"] = {"data_args": {"file_name": str(runs.folder / "val.jsonl")}}
+    before, *lines = runs.metrics(runs.ok(config))
+    assert [before["step"], *(line["step"] for line in lines)] == list(range(7))
+    assert lines[-1]["rollout/lost_replicas"] == 2
+    assert all(line["tokens/generated"] > 0 for line in lines)
+    assert max(line["rollout/staleness/max"] for line in lines) <= 1
+    assert "val/score/mean" in lines[4]

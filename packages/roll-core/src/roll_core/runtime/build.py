@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.executors.base import GroupSpec
+    from roll_core.runtime.executors.base import GroupSpec, Survival
     from roll_core.runtime.placement import Place
     from roll_core.runtime.python_environments.spec import EnvironmentSpec
     from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WeightFormat, WorkerConfig
@@ -192,10 +192,17 @@ def group_specs(
                 env={**_variables(worker, args["provider"]), **config.system_envs, **worker.system_envs},
                 environment=_environment(worker, args["provider"], registry),
                 timeout_s=config.rpc_timeout,
-                survives=role.kind in ("generate", "reward") and len(places[role.name]) > 1,
+                survives=_survives(role),
             )
         )
     return specs
+
+
+def _survives(role: RoleSpec) -> Survival:
+    """An engine that another role publishes to can be brought back even where no replica is left."""
+    if role.kind == "generate" and role.model_from:
+        return "always"
+    return "while_others_live" if role.kind in ("generate", "reward") else "never"
 
 
 def _variables(worker: WorkerConfig, provider: Provider) -> dict[str, str]:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
@@ -374,9 +375,10 @@ class _Driver:
                     routing=config.router_args.router_name,
                     max_running=config.max_running_requests,
                     expand=config.is_num_return_sequences_expand,
-                    progress_s=min(PROGRESS_S, alive_s) if group.spec.survives else alive_s,
+                    progress_s=alive_s if executor.shares_memory else min(PROGRESS_S, alive_s),
                     patience=Patience(tokens_s=config.replica_timeout, answers_s=config.rpc_timeout),
                     find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
+                    bring_back=partial(run.bring_back, name) if fed else None,
                 )
                 run.infer_roles[name] = engine
                 await run.turns.admit(engine)

@@ -67,14 +67,25 @@ class Publishing:
         self._links: dict[tuple[str, str], _Link] = {}
 
     async def publish(self, source: str, target: str) -> dict[str, float]:
-        """Metrics of the publish; empty where `target` already holds the current weights of `source`."""
+        """Metrics of the publish; empty where all replicas of `target` live and hold the current weights of
+        `source`."""
         version = self._run.train_role(source).weight_version
         link = self._links.get((source, target))
-        if link is not None and link.version == version and self._run.engine(target).holds_weights:
+        engine = self._run.engine(target)
+        whole = not engine.group.lost and not engine.dispatcher.nobody_left.is_set()
+        if link is not None and link.version == version and engine.holds_weights and whole:
             return {}
+        if engine.group.lost:
+            async with self._run.turns.take({target: ENGINE}):  # an engine starts with its slots to itself
+                await engine.revive()
         async with self._run.turns.take({source: WEIGHTS, target: ENGINE}):
             link = link or await self._connect(source, target)
             return await self._publish(link, source, target, version)
+
+    async def again(self, target: str) -> dict[str, float]:
+        """Publish to an engine of which no replica is left, from whom it was published to last."""
+        sources = [source for source, engine in self._links if engine == target]
+        return await self.publish(sources[-1] if sources else self._roles[target].model_from, target)
 
     async def _publish(self, link: _Link, source: str, target: str, version: int) -> dict[str, float]:
         guards = self._run.guards
@@ -99,7 +110,12 @@ class Publishing:
         # By the step and not by counting, so that a resumed run is probed when the uninterrupted one would be.
         due = self._run.step % guards.config.logprob_probe.every == 0
         if due and link.probes and guards.active("logprob_probe"):
-            metrics |= await self._probe(source, target)
+            try:
+                metrics |= await self._probe(source, target)
+            except WorkerDiedError as error:
+                if not engine.dispatcher.nobody_left.is_set():
+                    raise
+                log.warning("%s is asked for the probe's logprobs once it is brought back: %s", target, error)
         return metrics
 
     async def _until_nobody_dies(self, engine: GroupInferRole, link: _Link, version: int) -> SyncReport:

@@ -8,7 +8,7 @@ import logging
 import math
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
@@ -27,7 +27,7 @@ from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 from roll_core.spec.train import Want
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
@@ -39,12 +39,16 @@ if TYPE_CHECKING:
     from roll_core.spec.train import LossFn, LossMetrics, StepStats
     from roll_core.types import Completion, DataRank, GenerateRequest, TrainSequence
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 WEIGHTS = frozenset({"weights"})
 TRAINED = frozenset({"weights", "grads", "optimizer"})
 """What a role that trains has on its slots."""
 ENGINE = frozenset({"engine"})
+ATTEMPTS = 3
+"""How often the replicas of a role are brought back while one waits for what they draw: a prompt may kill them all."""
 METRICS_S = 10.0
 """How long a replica may take to tell its metrics, for which the next step waits."""
 
@@ -242,9 +246,11 @@ class GroupInferRole(InferRole):
         find_stop: FindStop | None = None,
         progress_s: float = 0.0,
         patience: Patience = ENDLESS,
+        bring_back: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """One that `sleeps` makes room for others between its `turns` and loses its weights by that; so it does once
-        it is `fed`, which is to say that weights are published to it. The rest is for its `Dispatcher`."""
+        it is `fed`, which is to say that weights are published to it. Where all replicas have died `bring_back`
+        publishes to new ones. The rest is for its `Dispatcher`."""
         self.name, self.config, self.group = name, config, group
         self.capabilities = capabilities or InferCapabilities()
         self._replicas = {rank: WorkerReplica(group, rank) for rank in range(group.world_size)}
@@ -258,7 +264,9 @@ class GroupInferRole(InferRole):
             find_stop=find_stop,
             progress_s=progress_s,
             patience=patience,
+            outlives_all=lambda: bring_back is not None and group.outlives_all,
         )
+        self._bring_back, self._bringing_back = bring_back, asyncio.Lock()
         self._turns, self._sleeps, self._fed = turns or SlotTurns(), sleeps, fed
         self._version = 0
         self.holds_weights = True
@@ -301,7 +309,7 @@ class GroupInferRole(InferRole):
     async def give_up(self, ranks: Sequence[int], why: str) -> bool:
         """End replicas that hang, as if they had died; false, and nothing is done, where no other would be left."""
         living = set(range(self.group.world_size)) - self.group.lost
-        if not (ranks and self.group.spec.survives and living > set(ranks)):
+        if not (ranks and self.group.spec.survives != "never" and living > set(ranks)):
             return False
         for rank in ranks:
             await self.group.give_up(rank, why)
@@ -327,7 +335,34 @@ class GroupInferRole(InferRole):
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         async with self.turn():
-            return await self.dispatcher.generate(requests, on_completion)
+            return await self.served(self.dispatcher.generate(requests, on_completion))
+
+    async def served(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """Wait, within a turn, for what replicas draw. Where none is left they are brought back, and what they were
+        drawing goes on; raises the last one's death where that was in vain `ATTEMPTS` times."""
+        task = asyncio.create_task(waiting)
+        try:
+            for _ in range(ATTEMPTS):
+                if await self._is_done(task):
+                    return await task
+                async with self._bringing_back:
+                    if self._bring_back is not None and self.dispatcher.nobody_left.is_set():
+                        await self._bring_back()
+            if not await self._is_done(task) and (death := self.dispatcher.end) is not None:
+                raise death
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _is_done(self, task: asyncio.Task[T]) -> bool:
+        """True once it is; false where no replica is left before that."""
+        alone = asyncio.create_task(self.dispatcher.nobody_left.wait())
+        try:
+            await asyncio.wait({task, alone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            alone.cancel()
+        return task.done()
 
     async def generate_on_each(self, request: GenerateRequest) -> dict[int, Completion]:
         """What each replica answers to one request, by rank; those that die over it, or have died, are left out.

@@ -127,6 +127,11 @@ class ActiveRun(Run):
         with self.stage("weight_sync"):
             self.log(await self.publishing.publish(source, target))
 
+    async def bring_back(self, target: str) -> None:
+        """Publish once more to an engine of which no replica is left."""
+        with self.stage("weight_sync"):
+            self.log(await self.publishing.again(target))
+
     @override
     async def rollout(
         self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"

@@ -14,7 +14,7 @@ import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from roll_core.errors import UnsupportedError, WorkerHungError
 from roll_core.runtime.executors.calls import collect
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from roll_core.spec.platform import RoleKind
 
 log = logging.getLogger(__name__)
+
+Survival = Literal["never", "while_others_live", "always"]
+"""Which deaths among its workers a role survives; `always`: also that of the last one."""
 
 STACK_S = 3.0
 """How long a worker that missed a deadline may take to say what it is doing."""
@@ -56,9 +59,9 @@ class GroupSpec:
     """The Python environment of its workers; the driver's where not given."""
     timeout_s: float = 3600.0
     """Deadline of calls that state none, and of starting."""
-    survives: bool = False
-    """When one of its workers dies the others go on, and `WorkerGroup.replace` makes it anew. Otherwise, and when none
-    is left, a death ends everything."""
+    survives: Survival = "never"
+    """A death that the role survives leaves its other workers as they are, and `WorkerGroup.replace` makes it anew. Any
+    other ends everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,11 @@ class WorkerGroup(ABC):
     def lost(self) -> frozenset[int]:
         """Ranks that have died, of a group that survives it."""
         return frozenset()
+
+    @property
+    def outlives_all(self) -> bool:
+        """Whether workers can be made anew even where none is left."""
+        return False
 
     async def replace(self, rank: int) -> None:
         """Make the worker of a lost rank anew, in its place; it is as it was before its first call."""

@@ -82,10 +82,13 @@ async def collect(
     seconds: float,
     stacks: Callable[[Sequence[int]], Awaitable[str]] | None = None,
 ) -> list[Any]:
-    """Results in the order of `futures`. Futures that are not done when it returns or raises are cancelled.
+    """Results in the order of `futures`; none where nobody was asked. Futures that are not done when it returns or
+    raises are cancelled.
 
     `stacks` tells where ranks hang that did not answer in time: that becomes the trace of the error.
     """
+    if not futures:
+        return []
     for future in futures.values():
         future.add_done_callback(retrieve)
     try:

@@ -125,8 +125,12 @@ class RayExecutor(Executor):
         return not self.is_closing and self._death is None and worker.death is None
 
     def _has_died(self, worker: RayWorker, death: WorkerDiedError) -> None:
-        if worker.spec.survives and any(each.spec is worker.spec and each.death is None for each in self._workers):
-            log.warning("%s; the others of its role go on", death)
+        spec = worker.spec
+        others = any(each.spec is spec and each.death is None for each in self._workers if each is not worker)
+        if spec.survives == "always" or (spec.survives == "while_others_live" and others):
+            log.warning(
+                "%s; %s", death, "the others of its role go on" if others else "its role goes on with a new one"
+            )
             worker.death = death
             worker.fail_pending(death)
             return
@@ -137,16 +141,22 @@ class RayExecutor(Executor):
             each.fail_pending(self._death)
 
     async def replace(self, dead: RayWorker) -> RayWorker:
-        """Start another process in the place of one that has died, and make the worker in it."""
+        """Start another process in the place of one that has died, and make the worker in it; no process is left
+        where that fails."""
         if dead in self._workers:
             self._workers.remove(dead)
             dead.kill()
         spec = dead.spec
         worker = self._host(spec, spec.places[dead.place.rank])
-        if spec.environment:
-            await self._prepare(spec, [worker])
-        (greeting,) = await self._greet(spec, [worker])
-        await self._make(spec, [worker], greeting)
+        try:
+            if spec.environment:
+                await self._prepare(spec, [worker])
+            (greeting,) = await self._greet(spec, [worker])
+            await self._make(spec, [worker], greeting)
+        except BaseException:
+            self._workers.remove(worker)
+            worker.kill()
+            raise
         return worker
 
     @property
@@ -245,6 +255,11 @@ class RayGroup(WorkerGroup):
     def lost(self) -> frozenset[int]:
         """See `WorkerGroup.lost`."""
         return frozenset(rank for rank, worker in enumerate(self._workers) if worker.death is not None)
+
+    @property
+    def outlives_all(self) -> bool:
+        """See `WorkerGroup.outlives_all`."""
+        return self.spec.survives == "always" and self._executor.death is None
 
     def _end(self, rank: int, death: WorkerDiedError) -> None:
         self._executor.give_up(self._workers[rank], death)

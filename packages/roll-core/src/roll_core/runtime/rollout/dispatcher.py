@@ -54,12 +54,16 @@ class Dispatcher:
         find_stop: FindStop | None = None,
         progress_s: float = 0.0,
         patience: Patience = ENDLESS,
+        outlives_all: Callable[[], bool] = lambda: False,
     ) -> None:
         """`max_running` outputs on a replica at once. `expand` asks for every output by itself, which spreads a group
         over replicas and prefills its prompt on each; so does `max_running`, because a replica does not tell which
         outputs of a group have ended, and what is counted as running for its longest sibling keeps others waiting.
         Every `progress_s` seconds replicas that have work are asked what they have drawn, which is all that is left if
         they die; those that show no sign of life for longer than `patience` allows are given up. 0 never asks.
+
+        Where no replica is left, all requests fail with the death of the last one, unless others will come
+        (`outlives_all`): then they wait, and who waits for them hears of it by `nobody_left`.
         """
         self._expand, self._find_stop = expand or max_running is not None, find_stop
         self.accounts = Accounts()
@@ -74,12 +78,16 @@ class Dispatcher:
         self._queue: list[InLine] = []
         self._errands: dict[str, Errand] = {}
         self._holds = 0
+        self._outlives_all = outlives_all
+        self.nobody_left = asyncio.Event()
+        """Set while all replicas have died and others are to come."""
         for replica in replicas:
             self.add(replica)
 
     def add(self, replica: Replica) -> None:
         """One more replica."""
         self._fleet.add(replica)
+        self.nobody_left.clear()
         self._dispatch()
 
     def remove(self, replica: Replica) -> None:
@@ -195,6 +203,11 @@ class Dispatcher:
             self._dispatch()
 
     @property
+    def end(self) -> BaseException | None:
+        """The death of the last replica where none is left; None while there is one, or none has died."""
+        return self._fleet.end
+
+    @property
     def num_open(self) -> int:
         """Requests that somebody waits for."""
         return len(self._errands)
@@ -240,7 +253,10 @@ class Dispatcher:
     def _dispatch(self) -> None:
         """Let begin what has room. What is asked for at once enters a replica at once."""
         if (death := self._fleet.end) is not None:
-            asyncio.get_running_loop().call_soon(self._fail_all, death)
+            if self._outlives_all():
+                self.nobody_left.set()
+            else:
+                asyncio.get_running_loop().call_soon(self._fail_all, death)
             return
         if self._holds:
             return

@@ -165,7 +165,7 @@ class DrawnRollouts(RunRollouts):
         seeded = role.capabilities.free_seeds if plan.seeded is None else plan.seeded
         log.info("rollouts of %s are %sseeded", role.name, "" if seeded else "not ")
         seed = run.config.seed if seeded else None
-        self._scheduler = RolloutScheduler(plan, role.dispatcher, judge, seed=seed, turn=role.turn)
+        self._scheduler = RolloutScheduler(plan, role.dispatcher, judge, seed=seed, turn=role.turn, served=role.served)
 
     @override
     async def _next(self, step: int) -> tuple[Sequence[Group], BatchFacts]:

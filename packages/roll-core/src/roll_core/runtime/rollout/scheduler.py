@@ -28,7 +28,7 @@ from roll_core.runtime.rollout.lines import Entry, Line
 from roll_core.runtime.rollout.saved import group_from, outputs_from, saved_group, saved_outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from roll_core.runtime.rollout.dispatcher import Dispatcher
@@ -54,9 +54,11 @@ class RolloutScheduler:
         *,
         seed: int | None,
         turn: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext,
+        served: Callable[[Coroutine[Any, Any, None]], Awaitable[None]] | None = None,
     ) -> None:
         """`judge` gives the samples of a group their rewards. Without a `seed` requests have none, and engines draw as
-        it comes. `turn` is the engine's turn on its slots."""
+        it comes. `turn` is the engine's turn on its slots; `served` waits within it for what replicas draw, and sees to
+        it that there are some."""
         self.plan = plan
         self._dispatcher, self._judge, self._seed, self._turn = dispatcher, judge, seed, turn
         self._lines = [
@@ -65,6 +67,7 @@ class RolloutScheduler:
         ]
         self._by_request: dict[str, tuple[Line, Entry]] = {}
         dispatcher.accounts.askers.append(lambda: self._by_request)
+        self._served = served
         self._judging: set[asyncio.Task[None]] = set()
         self._step = 0
         self._wanted = False
@@ -89,7 +92,7 @@ class RolloutScheduler:
                 self._admit()
                 while self._failure is None and not all(line.is_complete for line in self._lines):
                     self._changed.clear()
-                    await self._change()
+                    await (self._change() if self._served is None else self._served(self._change()))
                 if self._failure is not None:
                     raise self._failure
             except BaseException:

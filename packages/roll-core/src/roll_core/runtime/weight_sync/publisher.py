@@ -164,7 +164,7 @@ class WeightPublisher:
 
     async def _hand_over(self, plan: SyncPlan, offer: Offer) -> list[WeightReceipt]:
         try:
-            outcomes = await self._infer.call("receive_weights", plan, offer, deadline_s=plan.deadline_s)
+            outcomes = await self._receive(plan, offer, plan.deadline_s)
         except WorkerTimeoutError as error:
             raise self._silent(plan, error.silent) from error
         return _receipts(outcomes)
@@ -173,7 +173,7 @@ class WeightPublisher:
         """Both sides at once. Of all that fails, what does not follow from another failure is raised."""
         within_s = plan.deadline_s + GRACE_S
         sending = asyncio.ensure_future(self._send(plan, within_s))
-        receiving = asyncio.ensure_future(self._infer.call("receive_weights", plan, offer, deadline_s=within_s))
+        receiving = asyncio.ensure_future(self._receive(plan, offer, within_s))
         both: set[asyncio.Future[object]] = {sending, receiving}  # type: ignore[arg-type]
         try:
             done, pending = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -191,6 +191,11 @@ class WeightPublisher:
             for future in both:
                 future.cancel()
             await asyncio.gather(*both, return_exceptions=True)
+
+    async def _receive(self, plan: SyncPlan, offer: Offer, within_s: float) -> list[ReceiveOutcome]:
+        """All of them: whoever died while the weights were prepared would be waited for by those who send."""
+        told = [(plan, offer)] * self._infer.world_size
+        return await self._infer.call_each("receive_weights", told, deadline_s=within_s)
 
     async def _send(self, plan: SyncPlan, within_s: float) -> SendOutcome:
         outcomes: list[SendOutcome | None] = await self._train.call("send_weights", plan, deadline_s=within_s)

@@ -1,0 +1,142 @@
+"""A role of which no replica is left, in virtual time: it is brought back while one waits for what it draws."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from rollout_fleet import engine, in_virtual_time, request, right_tokens
+
+from roll_core.errors import WeightSyncError, WorkerDiedError
+from roll_core.runtime.roles import ATTEMPTS, GroupInferRole
+from roll_core.spec.config import WorkerConfig
+
+
+class NoWorkers:
+    """Replicas are added to the dispatcher by hand."""
+
+    role = "actor_infer"
+    world_size = 0
+    outlives_all = True
+
+
+class Role(GroupInferRole):
+    """Its first replica dies after `life_s`, and so does each of those that it is brought back with."""
+
+    def __init__(self, *lives_s):
+        super().__init__(
+            "actor_infer", WorkerConfig(), NoWorkers(), progress_s=1.0, bring_back=self.publish_to_a_new_one
+        )
+        self.lives_s = iter(lives_s)
+        self.brought_back = -1
+
+    async def publish_to_a_new_one(self):
+        await asyncio.sleep(30)
+        self.brought_back += 1
+        replica = engine(str(self.brought_back))
+        self.dispatcher.add(replica)
+        if (life_s := next(self.lives_s)) is not None:
+            asyncio.get_running_loop().call_later(life_s, replica.kill)
+
+
+@asynccontextmanager
+async def started(*lives_s):
+    role = Role(*lives_s)
+    await role.publish_to_a_new_one()
+    yield role
+    await role.dispatcher.close()
+
+
+def check(completions):
+    for completion in completions:
+        for index, output in enumerate(completion.outputs):
+            assert output.token_ids.tolist() == right_tokens(completion.id, index)
+
+
+REQUESTS = [request(f"r{i}", n=2) for i in range(8)]
+
+
+@pytest.mark.parametrize("lives_s", [[None], [1.5, None], [1.5, 0.0, 1.5, None]])
+def test_answers_are_whole_however_often_all_replicas_died(lives_s):
+    async def main():
+        async with started(*lives_s) as role:
+            found = await role.generate(REQUESTS)
+            check(found)
+            assert [each.id for each in found] == [each.id for each in REQUESTS]
+            assert role.brought_back == len(lives_s) - 1
+
+    in_virtual_time(main)
+
+
+def test_what_kills_every_replica_ends_in_the_death_of_the_last_one():
+    async def main():
+        async with started(*[0.5] * 10) as role:
+            with pytest.raises(WorkerDiedError, match=f"{ATTEMPTS} rank 0 on"):
+                await role.generate(REQUESTS)
+            assert role.brought_back == ATTEMPTS
+            assert role.dispatcher.num_open == 0
+
+    in_virtual_time(main)
+
+
+def test_those_who_wait_together_bring_it_back_once():
+    async def main():
+        async with started(1.5, None) as role:
+            both = await asyncio.gather(role.generate(REQUESTS[:4]), role.generate(REQUESTS[4:]))
+            for found in both:
+                check(found)
+            assert role.brought_back == 1
+
+    in_virtual_time(main)
+
+
+def test_a_death_that_nobody_waits_for_is_mended_when_one_does():
+    async def main():
+        async with started(1.5, None) as role:
+            found = {}
+            role.dispatcher.ask(REQUESTS[:2], found.__setitem__)
+            await asyncio.sleep(100)
+            assert role.brought_back == 0
+            check(await role.generate(REQUESTS[2:]))
+            check(found.values())
+            assert len(found) == 2
+
+    in_virtual_time(main)
+
+
+def test_a_publish_that_fails_is_what_the_one_who_waits_hears():
+    async def main():
+        async with started(1.5) as role:
+
+            async def refuses():
+                raise WeightSyncError("not these")
+
+            role._bring_back = refuses
+            with pytest.raises(WeightSyncError, match="not these"):
+                await role.generate(REQUESTS)
+            assert role.dispatcher.num_open == 0
+
+    in_virtual_time(main)
+
+
+def test_one_who_gives_up_waiting_leaves_nothing_behind():
+    async def main():
+        async with started(1.5) as role:
+            for wait_s in (1.0, 20.0):  # while it is drawn, and while it is brought back
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(role.generate(REQUESTS), wait_s)
+                assert role.dispatcher.num_open == 0
+
+    in_virtual_time(main)
+
+
+def test_where_nobody_publishes_to_it_the_death_is_raised():
+    async def main():
+        role = GroupInferRole("judge", WorkerConfig(), NoWorkers(), progress_s=1.0)
+        replica = engine("0")
+        role.dispatcher.add(replica)
+        asyncio.get_running_loop().call_later(1.5, replica.kill)
+        with pytest.raises(WorkerDiedError):
+            await role.generate(REQUESTS)
+        await role.dispatcher.close()
+
+    in_virtual_time(main)
