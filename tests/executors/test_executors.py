@@ -379,6 +379,57 @@ def test_a_worker_whose_engine_died_counts_as_dead_and_can_be_replaced(run: Run,
 
 
 @only_ray
+def test_the_last_worker_of_a_role_that_outlives_all_can_be_replaced(run: Run, another: Executor) -> None:
+    async def lose_the_only_one() -> None:
+        async with another:
+            group = (await another.start([spec("engine", ranks=1, survives="always")]))["engine"]
+            hanging = asyncio.ensure_future(group.call("wait_forever"))
+            await asyncio.sleep(0.2)
+            os.kill(group.members[0].pid, signal.SIGKILL)
+            with pytest.raises(WorkerDiedError, match="engine rank 0"):
+                await asyncio.wait_for(hanging, 60)
+            another.check_alive()
+            assert group.lost == {0}
+            assert group.outlives_all
+            assert await group.call("greet", "Ann") == []
+            with pytest.raises(WorkerDiedError, match="engine rank 0"):
+                await group.call_each("greet", [("Ann",)])
+            await group.replace(0)
+            assert await group.call("greet", "Ann") == ["hello Ann from 0"]
+
+    run(lose_the_only_one())
+
+
+@only_ray
+def test_a_worker_behind_a_gap_of_the_network_is_given_up_where_its_group_survives_that(
+    run: Run, another: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    from roll_core.runtime.executors import ray_worker
+
+    monkeypatch.setattr(ray_worker, "DEATH_NEWS_S", 0.1)
+
+    async def lose_a_call() -> None:
+        async with another:
+            group: Any = (await another.start([spec(survives="while_others_live")]))["judge"]
+            behind = group._workers[1]
+            asked = [asyncio.ensure_future(group.call_rank(1, "wait_forever", deadline_s=60)) for _ in range(2)]
+            await group.call_rank(1, "greet", "Ann")
+            error = ray.exceptions.ActorUnavailableError("no route to host", None)
+            behind._unreachable(next(iter(behind._pending)), error)
+            for each in asked:
+                with pytest.raises(WorkerDiedError, match=r"judge rank 1 .*no route to host"):
+                    await each
+            another.check_alive()
+            assert group.lost == {1}
+            await group.replace(1)
+            assert await group.call("greet", "Ann") == ["hello Ann from 0", "hello Ann from 1"]
+
+    run(lose_a_call())
+
+
+@only_ray
 def test_crash_is_told_from_a_kill_and_shows_where_it_was(run: Run, another: Executor) -> None:
     async def crash() -> None:
         async with another:

@@ -1,4 +1,4 @@
-"""A role of which no replica is left, in virtual time: it is brought back while one waits for what it draws."""
+"""A role whose replicas die, in virtual time: while one waits for what they draw, go to sleep, or are published to."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -7,7 +7,9 @@ import pytest
 from rollout_fleet import engine, in_virtual_time, request, right_tokens
 
 from roll_core.errors import WeightSyncError, WorkerDiedError
+from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.roles import ATTEMPTS, GroupInferRole
+from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.spec.config import WorkerConfig
 
 
@@ -138,5 +140,115 @@ def test_where_nobody_publishes_to_it_the_death_is_raised():
         with pytest.raises(WorkerDiedError):
             await role.generate(REQUESTS)
         await role.dispatcher.close()
+
+    in_virtual_time(main)
+
+
+def death(rank):
+    return WorkerDiedError("actor_infer", rank, "here", "sleep", "it was killed", "")
+
+
+class Group:
+    """Workers that are asked by rank; those of `dying` die over the next call, as far as the group survives it."""
+
+    role = "actor_infer"
+    outlives_all = False
+
+    def __init__(self, dying, survives=True):
+        self.world_size, self.dying, self.survives = 3, dying, survives
+        self.lost, self.asked = frozenset(), []
+
+    async def call_rank(self, rank, method, *args, deadline_s=None):
+        await asyncio.sleep(0)
+        self.asked.append((rank, method))
+        if rank in self.dying:
+            self.lost |= {rank} if self.survives else set()
+            raise death(rank)
+
+
+@pytest.mark.parametrize("method", ["leave", "enter"])
+def test_a_replica_that_dies_while_it_makes_room_is_no_error_of_those_who_want_it(method):
+    async def main():
+        group = Group({1})
+        role = GroupInferRole("actor_infer", WorkerConfig(), group)
+        await getattr(role, method)(frozenset({"engine"}))
+        assert [rank for rank, _ in group.asked] == [0, 1, 2]
+        group.dying = {2}
+        await getattr(role, method)(frozenset({"engine"}))
+        assert [rank for rank, _ in group.asked[3:]] == [0, 2]
+        ending = GroupInferRole("actor_infer", WorkerConfig(), Group({1}, survives=False))
+        with pytest.raises(WorkerDiedError, match="rank 1"):
+            await getattr(ending, method)(frozenset({"engine"}))
+
+    in_virtual_time(main)
+
+
+class Published:
+    """An engine of two replicas, of which the second dies during the first attempt to publish."""
+
+    class group:
+        lost = frozenset()
+
+    def __init__(self):
+        self.replicas = [engine("0"), engine("1")]
+        self.dispatcher = Dispatcher(self.replicas)
+        self.revived = []
+
+    async def revive(self):
+        await asyncio.sleep(60)
+        self.revived.append(self.group.lost)
+        self.group.lost = frozenset()
+
+    async def give_up(self, ranks, why):
+        return False
+
+
+class Link:
+    in_flight = True
+
+    def __init__(self, publish):
+        self.publisher = self
+        self.publish = publish
+
+
+@pytest.mark.parametrize("error", [WeightSyncError("the sender hung up"), death(1)])
+def test_nothing_begins_between_two_attempts_to_publish(error):
+    """Whoever was cut off in the first one has a part of the weights."""
+
+    async def main():
+        to = Published()
+        attempts = []
+
+        async def publish(version):
+            attempts.append(version)
+            await asyncio.sleep(1)
+            if len(attempts) == 1:
+                to.replicas[1].kill()
+                to.group.lost = frozenset({1})
+                raise error
+            assert to.replicas[0].begun == []
+            return "report"
+
+        publishing = asyncio.ensure_future(Publishing._until_nobody_dies(None, to, Link(publish), 3))
+        await asyncio.sleep(0.5)
+        found = await asyncio.gather(to.dispatcher.generate(REQUESTS), publishing)
+        check(found[0])
+        assert found[1] == "report"
+        assert attempts == [3, 3]
+        assert to.revived == [frozenset(), {1}]
+
+    in_virtual_time(main)
+
+
+def test_a_publish_that_fails_while_all_live_is_not_tried_again():
+    async def main():
+        to = Published()
+
+        async def publish(version):
+            raise WeightSyncError("other bytes than were sent")
+
+        with pytest.raises(WeightSyncError, match="other bytes"):
+            await Publishing._until_nobody_dies(None, to, Link(publish), 3)
+        assert len(to.revived) == 1
 
     in_virtual_time(main)

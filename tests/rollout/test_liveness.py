@@ -247,3 +247,23 @@ def test_a_replica_that_dies_while_it_is_given_up_is_lost_once():
         await dispatcher.close()
 
     in_virtual_time(main)
+
+
+@pytest.mark.parametrize("kind", [SimulatedEngine, Silent])
+def test_time_in_which_the_machine_stood_still_is_no_silence(kind):
+    """Then the driver has asked nobody, and replicas have drawn nothing either."""
+
+    async def main():
+        loop, replica = asyncio.get_running_loop(), made(kind, "0")
+        dispatcher = fleet([replica])
+        waiting = asyncio.ensure_future(answers(dispatcher, [request(f"r{i}", n=2) for i in range(4)]))
+        for _ in range(3):
+            await asyncio.sleep(1.2)
+            replica.stall(61.2)
+            loop.now += 60.0
+        check(await waiting)
+        assert loop.time() > 180
+        assert dispatcher.accounts.lost_replicas == 0
+        await dispatcher.close()
+
+    in_virtual_time(main)

@@ -527,3 +527,21 @@ def test_draws_depend_on_the_step_in_which_a_group_was_begun_and_not_on_what_els
 def test_the_lengths_of_the_fleet_differ():
     """So that groups of these tests really finish out of order."""
     assert len({length_of(prompt("a", i).id, j) for i in range(10) for j in range(4)}) > 30
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_filter_that_raises_is_what_the_one_who_waits_for_the_batch_hears(judged):
+    async def judge(prompt, group):
+        return group
+
+    def broken(group):
+        raise ZeroDivisionError(group.id)
+
+    async def main():
+        dispatcher = fleet()
+        scheduler = RolloutScheduler(plan(keep=broken), dispatcher, judge if judged else None, seed=1)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(scheduler.batch(0), 500)
+        assert dispatcher.num_open == 0
+
+    in_virtual_time(main)

@@ -120,3 +120,25 @@ def test_who_cannot_be_replaced_is_not_asked_again_and_the_last_one_says_why():
 def test_judges_count_the_retries_of_all_domains():
     roles = {name: SimpleNamespace(retries=number) for name, number in (("math", 2), ("code", 3))}
     assert judging.Judges(roles, {}).retries == 5
+
+
+def test_groups_that_wait_for_their_turn_are_not_with_the_worker_yet():
+    """There a deadline counts, which is for judging and not for waiting."""
+    most = []
+
+    class Slow(Workers):
+        busy = 0
+
+        async def call_rank(self, rank, method, *args):
+            self.busy += 1
+            most.append(self.busy)
+            await asyncio.sleep(0.001)
+            self.busy -= 1
+            return await super().call_rank(rank, method, *args)
+
+    async def main():
+        role = role_of(Slow(1, lambda rank, request, time: value(request)))
+        return await asyncio.gather(*[role.score([number]) for number in range(100)])
+
+    assert [reward.value for (reward,) in asyncio.run(main())] == list(range(100))
+    assert max(most) == judging.GROUPS_AT_ONCE

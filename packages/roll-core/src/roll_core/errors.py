@@ -242,6 +242,10 @@ class WorkerTimeoutError(RollError, TimeoutError):
 class WeightSyncError(RollError, RuntimeError):
     """Weights did not arrive as they were sent. Subclasses say how; each names role, rank and tensor."""
 
+    loaded: bool = False
+    """Whether engines hold all that they were sent, even if it is not what was to be sent. Otherwise what they hold may
+    be in part of one version and in part of another."""
+
 
 class MissingTensorError(WeightSyncError):
     """The receiver does not hold a tensor that the manifest lists."""

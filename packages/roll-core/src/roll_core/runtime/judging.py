@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from roll_core.errors import DataError, RollError, WorkerDiedError
+from roll_core.runtime.workers.reward import THREADS
 from roll_core.spec.reward import RewardRequest
 from roll_core.types import Group, Reward
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+GROUPS_AT_ONCE = THREADS
+"""Groups that a worker judges at once, which keep its threads busy; others wait here, where no deadline counts."""
 RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
 """Until a failed judgement is tried again; for each further time twice as long, up to the longest."""
 
@@ -76,6 +79,7 @@ class RewardRole:
     def __init__(self, name: str, config: RewardConfig, group: WorkerGroup) -> None:
         self.name, self.config, self.group = name, config, group
         self._turns = itertools.cycle(range(group.world_size))
+        self._room = [asyncio.Semaphore(GROUPS_AT_ONCE) for _ in range(group.world_size)]
         self._replacing: dict[int, asyncio.Task[None]] = {}
         """Ranks that have died and do not judge yet again. A task that has failed stays: nobody will."""
         self.retries = 0
@@ -109,7 +113,8 @@ class RewardRole:
         """A worker that dies takes its judgements with it: they are failures."""
         rank = await self._next()
         try:
-            found: list[Reward] = await self.group.call_rank(rank, "score", requests)
+            async with self._room[rank]:
+                found: list[Reward] = await self.group.call_rank(rank, "score", requests)
         except WorkerDiedError as death:
             if rank not in self.group.lost:  # its death ends the run
                 raise

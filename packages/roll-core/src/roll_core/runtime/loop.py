@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,7 @@ def execute(
     `before_s` are seconds that went by before, which the table of where the time went calls start-up.
     """
     console = console or Console()
+    started = time.time()
     ledger = Ledger(before_s=before_s, on_enter=console.stage)
     config = loaded.config
     redactor = Redactor.of(os.environ, config.model_dump(mode="json"))
@@ -113,6 +115,7 @@ def execute(
         argv=tuple(argv),
         plugins=registry.describe(),
         steps_asked=config.max_steps,
+        started=started,
     )
     record = RunRecord(run_dir.record, facts, redactor)
     with ledger.stage("load libraries"):

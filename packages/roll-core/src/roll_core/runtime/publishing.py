@@ -97,6 +97,8 @@ class Publishing:
             guards.failed("weights_unchanged", error)
         except WeightSyncError as error:
             guards.failed("weight_manifest", error)
+            if not error.loaded:
+                raise
         else:
             metrics = {
                 "weight_sync/version": version,
@@ -121,19 +123,21 @@ class Publishing:
     async def _until_nobody_dies(self, engine: GroupInferRole, link: _Link, version: int) -> SyncReport:
         """Publish to every replica; those that have died are made anew before, and those that hang meanwhile, too.
 
-        What is being drawn goes on under the new weights: as it is, or cut short and continued.
+        What is being drawn goes on under the new weights: as it is, or cut short and continued. Nothing begins between
+        two attempts: whoever was cut off has a part of the weights.
         """
-        for left in reversed(range(ATTEMPTS)):
-            await engine.revive()
-            try:
-                async with engine.dispatcher.paused(in_flight=link.in_flight):
+        async with engine.dispatcher.paused(in_flight=link.in_flight):
+            for left in reversed(range(ATTEMPTS)):
+                try:
+                    await engine.revive()
                     return await link.publisher.publish(version)
-            except WorkerDiedError:
-                if not (left and engine.group.lost):
-                    raise
-            except ReceiverSilentError as error:
-                if not (left and await engine.give_up(error.ranks, f"{error} (model_update_timeout)")):
-                    raise
+                except (WorkerDiedError, WeightSyncError) as error:
+                    silent = error.ranks if isinstance(error, ReceiverSilentError) else ()
+                    if not left or not (
+                        engine.group.lost or await engine.give_up(silent, f"{error} (model_update_timeout)")
+                    ):
+                        raise
+                    log.info("weight version %d is published once more: %s", version, error)
         raise AssertionError("the last attempt returns or raises")
 
     async def _connect(self, source: str, target: str) -> _Link:

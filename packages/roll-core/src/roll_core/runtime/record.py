@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,6 +59,8 @@ class RunFacts:
     resumed_from: str = ""
     """Path of the checkpoint."""
     resumed_step: int = 0
+    started: float = field(default_factory=time.time)
+    """Unix time."""
 
 
 class RunRecord:
@@ -73,7 +75,7 @@ class RunRecord:
             **asdict(facts),
             "outcome": "running",
             "error": None,
-            "started": round(time.time(), 3),
+            "started": round(facts.started, 3),
             "ended": None,
             "steps_done": facts.resumed_step,
             "weight_transports": {},

@@ -285,11 +285,20 @@ class GroupInferRole(InferRole):
     async def leave(self, parts: frozenset[str]) -> None:
         """Put every replica to sleep."""
         self.holds_weights = False
-        await self.group.call("sleep")
+        await self._tell("sleep")
 
     async def enter(self, parts: frozenset[str]) -> None:
         """Wake them."""
-        await self.group.call("wake")
+        await self._tell("wake")
+
+    async def _tell(self, method: str) -> None:
+        """Call every replica that lives; one that dies over it is made anew as others are."""
+        ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
+        told = await asyncio.gather(*[self.group.call_rank(rank, method) for rank in ranks], return_exceptions=True)
+        for rank, outcome in zip(ranks, told, strict=True):
+            died = isinstance(outcome, WorkerDiedError) and rank in self.group.lost
+            if isinstance(outcome, BaseException) and not died:
+                raise outcome
 
     async def start(self) -> None:
         """Make every engine ready."""
@@ -300,7 +309,8 @@ class GroupInferRole(InferRole):
 
     async def revive(self) -> None:
         """Make replicas anew that have died. They are given requests once weights have been published."""
-        for rank in sorted(self.group.lost):
+        while self.group.lost:  # others may die meanwhile
+            rank = min(self.group.lost)
             self.dispatcher.remove(self._replicas[rank])
             await self.group.replace(rank)
             await self.group.call_rank(rank, "start")

@@ -193,9 +193,16 @@ class RayWorker:
             self._executor.death_of(self, error)
 
     def _unreachable(self, future: asyncio.Future[Any], error: BaseException) -> None:
-        """Ray lost a call. Most likely the process died, and the lifeline says so in a moment: that error is better."""
+        """Ray lost a call. Most likely the process died, and the lifeline says so in a moment: that error is better.
+        A process that lives behind a gap of the network has missed a call, and others wait there for their turn after
+        it: it is of no use any more, where its group survives that."""
+        import ray
 
         def give_up() -> None:
+            if future.done():
+                return
+            if isinstance(error, ray.exceptions.RayActorError) and self.spec.survives != "never":
+                self._executor.give_up(self, self.describe_death(error))
             if not future.done():
                 future.set_exception(CallFailed(Failure.of(error)))
 

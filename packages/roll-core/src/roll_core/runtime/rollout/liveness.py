@@ -60,7 +60,7 @@ class Watch:
 
     def heard(self, seat: Seat) -> None:
         """It lives."""
-        seat.heard_at = asyncio.get_running_loop().time()
+        seat.heard_at, seat.silent_s = asyncio.get_running_loop().time(), 0.0
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -82,10 +82,15 @@ class Watch:
 
     async def _follow(self, seat: Seat) -> None:
         try:
-            pause_s = self._poll_s
+            pause_s, looked_at = self._poll_s, seat.heard_at
             while seat.alive and seat.running:
                 await asyncio.sleep(pause_s)
-                pause_s = min(max(self._poll_s, PAUSES * await self._ask(seat)), self._limit_s)
+                took_s = await self._ask(seat)
+                now, longest_s = asyncio.get_running_loop().time(), pause_s + self._limit_s
+                # Longer than that it was this loop that stood still, and saw no sign of life for that.
+                seat.silent_s += min(now - max(seat.heard_at, looked_at), longest_s)
+                looked_at = now
+                pause_s = min(max(self._poll_s, PAUSES * took_s), self._limit_s)
                 if why := self._silence(seat):
                     await self._give_up(seat, why)
                     return
@@ -113,7 +118,7 @@ class Watch:
         if self._resting or not seat.running or not seat.alive:
             return ""
         limit_s = self._patience.tokens_s if seat.tells else self._patience.answers_s
-        silent_s = asyncio.get_running_loop().time() - seat.heard_at
+        silent_s = seat.silent_s
         if silent_s < limit_s:
             return ""
         first, *others = seat.running

@@ -44,6 +44,8 @@ class Seat:
     alive: bool = True
     heard_at: float = 0.0
     """When it showed a sign of life, or was given work while it had none, by the loop's clock."""
+    silent_s: float = 0.0
+    """Since then, as far as it was looked at."""
     tells: bool = True
     """It says what it has drawn, as far as is known."""
     waiting: list[InLine] = field(default_factory=list)

@@ -294,7 +294,10 @@ class RolloutScheduler:
         entry.drawn = outcome.outputs
         group = group_of(entry.prompt, outcome)
         if self._judge is None:
-            self._settle(line, entry, group)
+            try:
+                self._settle(line, entry, group)
+            except Exception as error:  # of the filter, or of what makes prompts
+                self._fail(error)
             return
         task = asyncio.ensure_future(self._judged(self._judge, line, entry, group))
         self._judging.add(task)
@@ -304,11 +307,9 @@ class RolloutScheduler:
         self, judge: Callable[[Prompt, Group], Awaitable[Group]], line: Line, entry: Entry, group: Group
     ) -> None:
         try:
-            judged = await judge(entry.prompt, group)
+            self._settle(line, entry, await judge(entry.prompt, group))
         except Exception as error:
             self._fail(error)
-        else:
-            self._settle(line, entry, judged)
 
     def _settle(self, line: Line, entry: Entry, group: Group) -> None:
         if entry.dropped:

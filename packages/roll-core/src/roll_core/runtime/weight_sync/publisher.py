@@ -108,7 +108,11 @@ class WeightPublisher:
         if sent is None:
             raise WeightSyncError(f"{self._train.role} rank {rank} sent nothing")
         proving = time.perf_counter()
-        held = self._prove(sent, receipts, offer)
+        try:
+            held = self._prove(sent, receipts, offer)
+        except WeightSyncError as error:
+            error.loaded = True
+            raise
         previous, self._previous = self._previous, held
         previous_sample, self._previous_sample = self._previous_sample, offer.sample
         if not offer.sample or offer.sample == previous_sample:
