@@ -51,6 +51,23 @@ FULL = {
 }
 """The quick start as it is, all steps of it; what is said is where the roles sit."""
 TWO = ("executor=ray", "num_gpus_per_node=3", "actor_infer.device_mapping=[1, 2]", "async_generation_ratio=1")
+GATED = """\
+import time
+from pathlib import Path
+
+from examples.quickstart.rewards import sorted_digits
+
+HERE = Path(__file__).parent
+
+
+def judge(prompt, response, ground_truth, **row):
+    metrics = HERE / "quickstart-grpo" / "latest" / "metrics.jsonl"
+    while metrics.is_file() and metrics.stat().st_size and not (HERE / "go-on").exists():
+        time.sleep(0.05)
+    return sorted_digits(prompt, response, ground_truth)
+"""
+"""A judge who, from the end of the first step on, waits for leave: no more is trained on than was judged by then, which
+is the next two steps at most."""
 BOUND = 1e-4
 """Between logprobs of the engine and of the trainer, of the same weights in fp32."""
 RUN_S = 800.0
@@ -128,7 +145,9 @@ class QuickStartTests:
     def test_a_replica_that_is_killed_is_replaced(self, pretrained: Path, tmp_path: Path, victim: str) -> None:
         """The worker with its engine, or the engine's own processes alone; the run goes on to its end."""
         log = tmp_path / "run.txt"
-        run = self._begin(self._grpo(pretrained, tmp_path, *TWO, "max_steps=6"), log)
+        (tmp_path / "gated.py").write_text(GATED, encoding="utf-8")
+        gate = ("rewards.sorting.function=gated:judge", f"+rewards.sorting.timeout_s={RUN_S}")
+        run = self._begin(self._grpo(pretrained, tmp_path, *TWO, "max_steps=6", *gate), log, tmp_path)
         try:
             deadline = time.monotonic() + RUN_S
             while not self._has_begun(tmp_path) and run.poll() is None and time.monotonic() < deadline:
@@ -136,6 +155,7 @@ class QuickStartTests:
             worker, engine = _processes(run.pid, "actor_infer-1")
             for each in (worker,) if victim == "worker" else engine:
                 os.kill(each.pid, signal.SIGKILL)
+            (tmp_path / "go-on").touch()
         except BaseException:
             run.kill()
             raise
@@ -223,10 +243,18 @@ class QuickStartTests:
             *overrides,
         )
 
-    def _begin(self, command: list[str], log: Path) -> subprocess.Popen[str]:
-        # `python -m` puts the repository on the path, where the reward's module is.
+    def _begin(self, command: list[str], log: Path, *modules: Path) -> subprocess.Popen[str]:
+        # `python -m` puts the repository on the path, where the reward's module is; `modules` are folders of others.
+        path = os.pathsep.join(filter(None, [*map(str, modules), os.environ.get("PYTHONPATH", "")]))
         with log.open("w", encoding="utf-8") as file:
-            return subprocess.Popen(command, cwd=self.repository, stdout=file, stderr=subprocess.STDOUT, text=True)
+            return subprocess.Popen(
+                command,
+                cwd=self.repository,
+                env={**os.environ, "PYTHONPATH": path},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
 
     def _end(self, run: subprocess.Popen[str], log: Path, limit_s: float = RUN_S) -> None:
         try:
@@ -240,7 +268,7 @@ class QuickStartTests:
 
     def _has_begun(self, folder: Path) -> bool:
         found = folder / "quickstart-grpo" / "latest" / "metrics.jsonl"
-        return found.is_file() and len(found.read_text(encoding="utf-8").splitlines()) > 1
+        return found.is_file() and found.stat().st_size > 0
 
 
 def _processes(run: int, name: str) -> tuple[psutil.Process, list[psutil.Process]]:
