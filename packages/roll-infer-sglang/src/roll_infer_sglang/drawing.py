@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from roll_core.types import CompletionOutput
 from roll_infer_sglang.sampling import logprobs_of
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts
@@ -27,8 +27,10 @@ class Draw:
 
     request: GenerateRequest
     index: int
-    answer: asyncio.Future[dict[str, Any]]
-    """SGLang's last word on what was asked last."""
+    answer: asyncio.Future[dict[str, Any] | None]
+    """SGLang's last word on what was asked last; None where it was hung up on before it had one."""
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it may enter, and once it is aborted."""
     name: str = ""
     """Under which SGLang knows what was asked last; no other begins so."""
     tokens: list[int] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 generate()  -> one `Draw` per output -> all of a turn of the event loop enter with one call of /generate
             <- pieces, which is what `progress` tells, and the end
-halt()      -> SGLang ends what runs, where it is; nothing enters
+halt()      -> SGLang ends what runs, where it is, and has nothing of ours; nothing enters
 go_on()     -> what was interrupted enters again, its tokens so far behind its prompt
 """
 
@@ -62,13 +62,14 @@ class Requests:
         """That answers, by its name; None where the model itself does."""
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._streams: set[asyncio.Task[None]] = set()
+        """Calls of /generate."""
         self._entering: list[Draw] = []
         """Draws of this turn of the event loop."""
         self._names = (f"{mark}.{number}." for mark in [secrets.token_hex(8)] for number in itertools.count())
         """Whoever else reaches the server does not know them."""
-        self._open = asyncio.Event()
-        """Clear while nothing may enter."""
-        self._open.set()
+        self._is_open = True
+        """Not while nothing may enter."""
         self._texts: Texts | None = None
         """From the first request with stop strings on."""
         self._keep(metrics.watch(server, lambda: bool(self._running)))
@@ -91,7 +92,7 @@ class Requests:
             await self._prepare_stops(request)
         if request.id in self._running:
             raise DataError(f"request {request.id!r}: a request of this id is still running; ids are unique")
-        running = _Running(request)
+        running = _Running(request, may_enter=self._is_open)
         self._running[request.id] = running
         running.task = self._keep(self._complete(running))
         try:
@@ -105,11 +106,11 @@ class Requests:
         draws = [draw for each in chosen for draw in each.draws]
         for draw in draws:
             draw.aborted = True
-        waiting = {each.task for each in chosen if each.task is not None}
-        while waiting:
-            await asyncio.gather(*[self._end(draw) for draw in draws if draw.asked and not draw.answer.done()])
-            _, waiting = await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
+            draw.turn.set()  # of those that wait to enter: they end with what they have
+        await asyncio.gather(*[self._end(draw) for draw in draws if draw.asked])
         tasks = [each.task for each in chosen if each.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
         return [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
 
     def progress(self) -> list[Completion]:
@@ -120,19 +121,31 @@ class Requests:
         ]
 
     async def halt(self) -> None:
-        """Interrupt what runs, and let nothing enter; returns when nothing runs."""
-        self._open.clear()
-        draws = [draw for each in self._running.values() for draw in each.draws if draw.asked]
-        if draws:
+        """Interrupt what runs, and let nothing enter; returns when SGLang has nothing of ours.
+
+        What reaches it behind the pause would wait there for the pause's end, and forget all aborts. So it is hung up
+        on, and enters again.
+        """
+        self._is_open = False
+        for draw in self._draws:
+            draw.turn.clear()
+        if self._streams:
             await self._server.ask("/abort_request", {"abort_all": True})
-            await asyncio.wait([draw.answer for draw in draws], timeout=DRAIN_S)
+            await asyncio.wait(self._streams, timeout=DRAIN_S)
         await self._server.ask("/pause_generation", {"mode": "abort"})
+        if self._streams:
+            _, behind = await asyncio.wait(self._streams, timeout=DRAIN_S)
+            for stream in behind:
+                stream.cancel()
+            await asyncio.gather(*behind, return_exceptions=True)
 
     async def go_on(self) -> None:
         """With what was interrupted, and with what has come since."""
         with contextlib.suppress(RollError):  # a dead server is complained of by those who wait for it
             await self._server.ask("/continue_generation", {})
-        self._open.set()
+        self._is_open = True
+        for draw in self._draws:
+            draw.turn.set()
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +158,7 @@ class Requests:
                 task.cancel()
             await asyncio.gather(*drawing, return_exceptions=True)
             for draw in running.draws:
-                if draw.asked and not draw.answer.done():  # its call was cancelled
+                if draw.asked and not draw.answer.done():  # its call was cancelled, or another output has failed
                     self._keep(self._end(draw))
         first = running.draws[0]
         return Completion(id=first.request.id, outputs=tuple(outputs), prompt_logprobs=first.prompt_logprobs)
@@ -153,10 +166,14 @@ class Requests:
     async def _draw(self, draw: Draw) -> CompletionOutput:
         """One output. An update interrupts it; it enters again with what it has."""
         while draw.outcome is None:
-            if not self._open.is_set():
-                await self._open.wait()
+            await draw.turn.wait()
+            if draw.aborted:
+                return draw.output(len(draw.tokens), "abort", None)
             self._enter(draw)
-            meta = (await draw.answer)["meta_info"]
+            said = await asyncio.shield(draw.answer)  # whoever is cancelled has to know whether SGLang is done with it
+            if said is None:
+                continue
+            meta = said["meta_info"]
             self._metrics.note(meta)
             if self._routing is not None:
                 draw.note_experts(self._routing.read(meta))
@@ -182,8 +199,12 @@ class Requests:
         return draw.end(self._files.end_ids, self._texts.decode if self._texts else None)
 
     async def _end(self, draw: Draw) -> None:
-        with contextlib.suppress(ServerError):  # a dead server has nothing to end
-            await self._server.ask("/abort_request", {"rid": draw.name})
+        """Abort what was asked last of it, until that has ended."""
+        name, answer = draw.name, draw.answer
+        while not answer.done():
+            with contextlib.suppress(ServerError):  # a dead server has nothing to end
+                await self._server.ask("/abort_request", {"rid": name})
+            await asyncio.wait([answer], timeout=ABORT_AGAIN_S)
 
     async def _prepare_stops(self, request: GenerateRequest) -> None:
         """Stop strings are looked for here too, which takes a tokenizer."""
@@ -195,6 +216,10 @@ class Requests:
             )
         if self._texts is None:
             self._texts = await asyncio.to_thread(Texts, self._model)
+
+    @property
+    def _draws(self) -> list[Draw]:
+        return [draw for each in self._running.values() for draw in each.draws]
 
     # -- many at once --------------------------------------------------------------------------------------------------
 
@@ -213,12 +238,14 @@ class Requests:
         for draw in entering:
             alike[draw.request.priority, draw.request.routed_experts].append(draw)
         for draws in alike.values():
-            self._keep(self._stream(draws))
+            stream = self._keep(self._stream(draws))
+            self._streams.add(stream)
+            stream.add_done_callback(self._streams.discard)
 
     async def _stream(self, draws: list[Draw]) -> None:
         """Add to each draw what is drawn of it, and hand it its answer, or what went wrong."""
         answers = [draw.answer for draw in draws]  # one that was interrupted may have entered again before this ends
-        error: BaseException = asyncio.CancelledError()
+        error: Exception | None = None
         try:
             async for said in self._server.stream("/generate", self._body(draws)):
                 if "error" in said:
@@ -236,8 +263,8 @@ class Requests:
             for answer in answers:
                 if answer.done():
                     continue
-                if isinstance(error, asyncio.CancelledError):
-                    answer.cancel()
+                if error is None:  # hung up
+                    answer.set_result(None)
                 else:
                     answer.set_exception(error)
 
@@ -275,7 +302,9 @@ class Requests:
 class _Running:
     """A call of `generate`."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, *, may_enter: bool) -> None:
         loop = asyncio.get_running_loop()
         self.draws = [Draw(request=request, index=index, answer=loop.create_future()) for index in range(request.n)]
+        for draw in self.draws if may_enter else ():
+            draw.turn.set()
         self.task: asyncio.Task[Completion] | None = None

@@ -68,6 +68,8 @@ class SglangStrategy(InferStrategy):
         """Held by whoever ends requests of others."""
         self._asleep = self._stale = False
         """Stale from when it sleeps until weights are published to it."""
+        self._torn = False
+        """From when an update begins to load until one is complete: there may be a part of each version."""
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -187,14 +189,15 @@ class SglangStrategy(InferStrategy):
             try:
                 await requests.halt()
                 await published.compare(manifest)
+                self._torn = True
                 try:
                     await published.load(Incoming(self._who, manifest, iter(tensors)))
                     digests = await published.digests(manifest)
                 finally:
                     await server.ask("/flush_cache", {})
                 requests.version, requests.adapter = version, published.adapter
-                self._stale = False
+                self._stale = self._torn = False
             finally:
-                if not self._stale:
+                if not (self._stale or self._torn):
                     await requests.go_on()
         return WeightReceipt(version=version, digests=digests, role=self._mesh.role, rank=self._mesh.rank)

@@ -58,6 +58,8 @@ class WeightUpdates:
     ) -> WeightReceipt:
         """See `InferStrategy.update_weights`. The engine runs afterwards, whether it was paused before or not.
 
+        Where it has begun to load and fails the engine stays paused, as it may hold a part of each version.
+
         `changed` is called with the version once its weights are in, before they draw.
         """
         who = f"{self._mesh.role} rank {self._mesh.rank}"
@@ -66,14 +68,12 @@ class WeightUpdates:
             await self._loader.compare(manifest)
             engine = self._engine
             await engine.pause_generation(mode="keep", clear_cache=True)
-            try:
-                await self._loader.load(Incoming(who, manifest, iter(tensors)))
-                await engine.update_weight_version(str(version))
-                self.version = version
-                changed(version)
-                answers = await self._loader.digests(manifest)
-            finally:
-                await engine.resume_generation()
+            await self._loader.load(Incoming(who, manifest, iter(tensors)))
+            await engine.update_weight_version(str(version))
+            self.version = version
+            changed(version)
+            answers = await self._loader.digests(manifest)
+            await engine.resume_generation()
         digests = {name: digest for answer in answers for name, digest in answer.items()}
         return WeightReceipt(version=version, digests=digests, role=self._mesh.role, rank=self._mesh.rank)
 

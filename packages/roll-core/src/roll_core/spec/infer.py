@@ -77,8 +77,11 @@ class InferStrategy(ABC):
 
         With `capabilities.in_flight_update` requests go on under the new weights; otherwise the caller has none
         running.
-        Raises `WeightSyncError` subclasses for what is missing, unexpected or of another shape; the old version
-        is then no longer to be trusted and the caller must publish again.
+        Raises `WeightSyncError` subclasses for what is missing, unexpected or of another shape, and whatever `tensors`
+        raises. What is refused before the first of `tensors` is read (an older version, a manifest of another model)
+        leaves the engine as it was. After that it may hold a part of each version: until an update succeeds, which the
+        caller must see to, it draws nothing. Running requests stay where they are, new ones wait beside them, and
+        `abort`, `progress`, `sleep` and `stop` work.
         """
 
     async def sleep(self) -> None:

@@ -125,7 +125,8 @@ class HFInferStrategy(InferStrategy):
     async def update_weights(
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
     ) -> WeightReceipt:
-        """Between two steps of running requests, which go on under the new weights."""
+        """Between two steps of running requests, which go on under the new weights. After an update that broke off they
+        wait where they are, and new ones beside them, for one that does not."""
         receipt: WeightReceipt = await self._ask(
             functools.partial(self._update, version, manifest, tensors, shared=shared)
         )
@@ -165,6 +166,11 @@ class HFInferStrategy(InferStrategy):
             raise RuntimeError(NOT_RUNNING)
         return self._core
 
+    @property
+    def _can_step(self) -> bool:
+        """Whether there is anything to compute, and weights to compute it with."""
+        return self._ready_core.busy and not (self._weights is not None and self._weights.torn)
+
     def _tell(self, act: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
         self._inbox.append((act, future))
         self._wake.set()
@@ -195,7 +201,7 @@ class HFInferStrategy(InferStrategy):
                 else:
                     waiter.set_result(result)
             self._resolve(done)
-            if self._ready_core.busy or self._inbox:
+            if self._can_step or self._inbox:
                 self._wake.set()
         for _, future in self._inbox:
             if future is not None:
@@ -268,12 +274,12 @@ class HFInferStrategy(InferStrategy):
                 answers.append((future, result, error))
         done: list[RunningRequest] = []
         try:
-            while core.busy and not done and not answers and not self._inbox and not self._closing:
+            while self._can_step and not done and not answers and not self._inbox and not self._closing:
                 done = core.step()
         except Exception as caught:  # a model that fails in the middle of a step fails everything that runs on it
             log.exception("the engine's step failed")
             done = core.fail_all(caught)
-        if not core.busy:
+        if not self._can_step:
             openmp.rest()
         return done, answers
 
@@ -288,6 +294,7 @@ class HFInferStrategy(InferStrategy):
         core = self._ready_core
         receipt = self._weights.update(version, core.version, manifest, tensors, shared=shared)
         core.weights_changed(version)
+        self._weights.torn = False
         return receipt
 
     def _release(self) -> None:

@@ -56,6 +56,8 @@ class HeldAdapter:
         self._held: dict[str, Tensor] = {}
         self.released = False
         """The adapter is gone: an update has to bring it."""
+        self.torn = False
+        """An update has begun, and is not known to be complete."""
 
     @torch.no_grad()
     def update(
@@ -67,11 +69,13 @@ class HeldAdapter:
         *,
         shared: bool,
     ) -> WeightReceipt:
-        """Serve this adapter from now on, in the place of the one before. Raises `WeightSyncError`s.
+        """Serve this adapter from now on, in the place of the one before; `torn` until the caller has done what follows
+        from that. Raises `WeightSyncError`s.
 
         Copies also what is `shared`: it is small, and the trainer's next step would change A without W + B A.
         """
         refuse_stale(self._who, version, current, manifest)
+        self.torn = True
         entries = {entry.name: entry for entry in manifest.tensors}
         held: dict[str, Tensor] = {}
         digests: dict[str, str] = {}

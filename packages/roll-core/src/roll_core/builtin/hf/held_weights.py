@@ -38,6 +38,8 @@ class HeldWeights:
         """Parameters whose memory is not the engine's own: a trainer's, or none while it sleeps."""
         self.released = False
         """There are no weights: an update has to bring them."""
+        self.torn = False
+        """An update has begun, and is not known to be complete: what is held may be of two versions."""
 
     def update(
         self,
@@ -48,8 +50,10 @@ class HeldWeights:
         *,
         shared: bool,
     ) -> WeightReceipt:
-        """Hold `tensors` from now on. Raises `WeightSyncError`s."""
+        """Hold `tensors` from now on; `torn` until the caller has done what follows from that. Raises
+        `WeightSyncError`s."""
         refuse_stale(self._who, version, current, manifest)
+        self.torn = True
         entries = {entry.name: entry for entry in manifest.tensors}
         digests: dict[str, str] = {}
         borrowed: dict[str, Tensor] = {}

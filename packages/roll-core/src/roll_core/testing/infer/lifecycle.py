@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from roll_core.errors import WeightSyncError
 from roll_core.spec.weights import make_manifest
 from roll_core.testing.infer.engine import ask
 from roll_core.testing.infer.models import moved
 from roll_core.testing.infer.subject import FIRST_ORDINARY, InferSubject
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
 
     from roll_core.spec.infer import InferStrategy
     from roll_core.testing.infer.engine import Engine, Setup
@@ -30,6 +33,8 @@ SHORT = 6
 """Tokens of the one that is waited for, as a sign that the long one is under way."""
 ASK_S = 0.002
 """Between two times that progress is asked for."""
+HELD_S = 0.2
+"""In which an engine that draws in spite of an update that broke off draws something."""
 
 
 class LifecycleTests(InferSubject):
@@ -94,20 +99,45 @@ class LifecycleTests(InferSubject):
 
         engine.version, engine.pristine = new, False
         _, completion = self._interrupted(engine, request, update)
-        olds: list[int] = []
-        for output in completion.outputs:
-            found = output.versions.tolist()
-            if len(found) != LONG or output.finish_reason != "length":
-                raise AssertionError(f"{len(found)} of {LONG} tokens were drawn, ended by {output.finish_reason!r}")
-            num_old = found.count(old)
-            if found != [old] * num_old + [new] * (LONG - num_old) or not 0 < num_old < LONG:
-                changes = [i for i in range(1, LONG) if found[i] != found[i - 1]]
-                raise AssertionError(
-                    f"tokens have the versions {sorted(set(found))}, which change at {changes}; expected some of"
-                    f" version {old} and then all of {new}"
-                )
-            olds.append(num_old)
+        olds = [self._num_old(output, old, new) for output in completion.outputs]
         self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may have begun a step later
+        self.check_answers(engine, setup, answers, weights)
+
+    def test_nothing_is_drawn_between_an_update_that_broke_off_and_the_next(
+        self, engine: Engine, setup: Setup, answers: Answers
+    ) -> None:
+        """`in_flight_update`: half of the tensors come, and then an error, which the caller gets. What runs goes on
+        after the next update, what enters in between is drawn under that alone, and what is aborted in between ends."""
+        self.need(self.can.in_flight_update, "in_flight_update")
+        request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
+        late, dropped = ask(self.prompt(4), max_new_tokens=SHORT), ask(self.prompt(3), max_new_tokens=LONG)
+        weights = self.published(moved(self.stored(setup), 24), setup.model)
+        old, new = engine.version, engine.version + 1
+        manifest = make_manifest(new, weights.items())
+
+        async def update() -> list[Completion]:
+            with pytest.raises(_BrokeOffError):
+                await engine.strategy.update_weights(new, manifest, _half(weights))
+            entering = asyncio.create_task(engine.strategy.generate(late))
+            ending = asyncio.create_task(engine.strategy.generate(dropped))
+            await asyncio.wait([entering], timeout=HELD_S)
+            await engine.strategy.progress()
+            await engine.strategy.abort([dropped.id])
+            ended = await ending
+            await engine.strategy.update_weights(new, manifest, iter(weights.items()))
+            return [await entering, ended]
+
+        engine.version, engine.pristine = new, False
+        (entered, ended), completion = self._interrupted(engine, request, update)
+        if found := set(entered.outputs[0].versions.tolist()) - {new}:
+            raise AssertionError(f"an update to version {new} broke off, and tokens were drawn with versions {found}")
+        if len(ended.outputs[0].token_ids) or ended.outputs[0].finish_reason != "abort":
+            raise AssertionError(
+                f"an update broke off, and a request that came then and was aborted has"
+                f" {len(ended.outputs[0].token_ids)} tokens, ended by {ended.outputs[0].finish_reason!r}"
+            )
+        olds = [self._num_old(output, old, new) for output in completion.outputs]
+        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))
         self.check_answers(engine, setup, answers, weights)
 
     def test_progress_tells_what_is_drawn(self, engine: Engine) -> None:
@@ -224,6 +254,20 @@ class LifecycleTests(InferSubject):
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
+    def _num_old(self, output: CompletionOutput, old: int, new: int) -> int:
+        """Tokens before an update; fails unless all others of `LONG` came after it."""
+        found: list[int] = output.versions.tolist()
+        if len(found) != LONG or output.finish_reason != "length":
+            raise AssertionError(f"{len(found)} of {LONG} tokens were drawn, ended by {output.finish_reason!r}")
+        num_old = found.count(old)
+        if found != [old] * num_old + [new] * (LONG - num_old) or not 0 < num_old < LONG:
+            changes = [i for i in range(1, LONG) if found[i] != found[i - 1]]
+            raise AssertionError(
+                f"tokens have the versions {sorted(set(found))}, which change at {changes}; expected some of"
+                f" version {old} and then all of {new}"
+            )
+        return num_old
+
     def _need_progress(self, engine: Engine) -> None:
         if engine.run(engine.strategy.progress) is None:
             pytest.skip(f"{self.name} does not tell what it has drawn")
@@ -252,6 +296,18 @@ class LifecycleTests(InferSubject):
         if found is None:
             pytest.skip(f"{self.name} had drawn {LONG} tokens before {SHORT} others: nothing is under way here")
         return found
+
+
+class _BrokeOffError(WeightSyncError):
+    """What a sender that is lost raises."""
+
+
+def _half(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Of the tensors, and then the error."""
+    names = list(weights)
+    for name in names[: len(names) // 2]:
+        yield name, weights[name]
+    raise _BrokeOffError("half of the tensors have been sent")
 
 
 async def _result(task: asyncio.Task[Completion]) -> Completion:

@@ -64,6 +64,8 @@ class RightEngine(InferStrategy):
     capabilities = ENGINE
     running = None
     process = None
+    torn = False
+    """An update has begun, and is not complete."""
 
     async def start(self, model, mesh):
         try:
@@ -99,7 +101,6 @@ class RightEngine(InferStrategy):
         arrival = next(self.arrivals)
         running = Running(request, [Output(self.random(request, arrival, i)) for i in range(request.n)])
         self.running[request.id] = running
-        row_V = self.after_prompt(request)
         tokens = request.n * (len(request.prompt_ids) + request.params.max_new_tokens)
         held = 0
         try:
@@ -109,9 +110,13 @@ class RightEngine(InferStrategy):
             for step in range(self.most_tokens(request.params)):
                 await asyncio.sleep(0)
                 self.alive()
+                while self.waits() and not running.aborted:
+                    await asyncio.sleep(0)
+                    self.alive()
                 for output in running.outputs:
                     if not (running.aborted or output.reason):
-                        self.advance(request, output, row_V if step == 0 else self.row(output.tokens[-1]))
+                        row_V = self.row(output.tokens[-1]) if step else self.after_prompt(request)
+                        self.advance(request, output, row_V)
         except asyncio.CancelledError:
             self.cancelled()
             raise
@@ -126,6 +131,9 @@ class RightEngine(InferStrategy):
 
     def cancelled(self):
         pass
+
+    def waits(self):
+        return self.torn
 
     async def room(self, running, tokens):
         limit = self.config.cache_tokens
@@ -297,6 +305,7 @@ class RightEngine(InferStrategy):
     async def update_weights(self, version, manifest, tensors, *, shared=False):
         self.ready()
         arrived = {}
+        self.torn = True
         for name, tensor in tensors:
             if name not in self.held:
                 self.unexpected(name)
@@ -310,6 +319,7 @@ class RightEngine(InferStrategy):
         self.hold(arrived)
         self.version = version
         self.updated()
+        self.torn = False
         return self.receipt(manifest, arrived)
 
     def unexpected(self, name):

@@ -180,6 +180,7 @@ WRONG_ENGINES = (
     "writes_into_shared",
     "missing_ignored",
     "unexpected_ignored",
+    "draws_with_a_half",
     "version_of_the_end",
     "version_behind",
     "abort_forgets",

@@ -333,6 +333,13 @@ class UnexpectedIgnored(RightEngine):
         pass
 
 
+class DrawsWithAHalf(RightEngine):
+    """Goes on drawing after an update that broke off."""
+
+    def waits(self):
+        return False
+
+
 class VersionOfTheEnd(RightEngine):
     """Marks all tokens with the version under which the last one was drawn."""
 
