@@ -206,6 +206,58 @@ def test_what_others_have_running_ends_at_a_publish_with_what_it_has(live):
     assert 0 < len(ended["output_ids"]) < 240
 
 
+async def num_beside(live, name):
+    """How many requests SGLang draws while it draws one of 200 tokens, each time that it is asked."""
+
+    async def num_drawn():
+        return sum(len(each.outputs[0].token_ids) for each in await live.strategy.progress() if each.id == name)
+
+    drawing = asyncio.create_task(live.strategy.generate(request(name, [5, 6, 7], max_new_tokens=200)))
+    found = []
+    while not drawing.done():
+        before = await num_drawn()
+        load = (await live.strategy._server.ask("/v1/loads?include=core"))["loads"][0]
+        if before and 0 < await num_drawn() < 150:
+            found.append(load["num_running_reqs"])
+    await drawing
+    return found
+
+
+def test_a_cancelled_request_ends_in_the_engine(live):
+    """With some 230 tokens to go, of which 200 others would be the last to be drawn alone."""
+    live.publish()
+
+    async def cancel():
+        cancelled = asyncio.create_task(live.strategy.generate(request("cancelled", [5, 6, 7], max_new_tokens=240)))
+        await live.strategy.generate(request("short", [5], max_new_tokens=6))
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        return await num_beside(live, "beside")
+
+    assert 1 in live.run(cancel())
+
+
+def test_requests_behind_a_pause_go_on_after_it_unless_they_are_cancelled(live):
+    """SGLang would forget the abort of one that waits for the end of a pause."""
+    live.publish()
+
+    async def cancel():
+        await live.strategy._server.ask("/pause_generation", {"mode": "abort"})
+        calls = [live.strategy.generate(request(f"behind-{i}", [5, 6, 7], max_new_tokens=240)) for i in range(2)]
+        cancelled, other = map(asyncio.create_task, calls)
+        await asyncio.sleep(0.3)  # to reach SGLang
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        await asyncio.sleep(0.3)
+        await live.update()
+        output = (await other).outputs[0]
+        return output, await num_beside(live, "beside")
+
+    output, beside = live.run(cancel())
+    assert output.versions.tolist() == [live.version] * 240
+    assert 1 in beside
+
+
 def test_an_argument_that_the_installed_engine_lacks_is_named_with_the_nearest(stand_ins):
     from roll_infer_sglang.server import Server
 

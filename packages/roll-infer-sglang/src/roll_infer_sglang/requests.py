@@ -131,13 +131,17 @@ class Requests:
             draw.turn.clear()
         if self._streams:
             await self._server.ask("/abort_request", {"abort_all": True})
-            await asyncio.wait(self._streams, timeout=DRAIN_S)
+            await self._drained()
         await self._server.ask("/pause_generation", {"mode": "abort"})
-        if self._streams:
-            _, behind = await asyncio.wait(self._streams, timeout=DRAIN_S)
-            for stream in behind:
-                stream.cancel()
-            await asyncio.gather(*behind, return_exceptions=True)
+        behind = await self._drained()
+        for stream in behind:
+            stream.cancel()
+        await asyncio.gather(*behind, return_exceptions=True)
+
+    async def _drained(self) -> set[asyncio.Task[None]]:
+        """The calls of /generate that do not end within `DRAIN_S`."""
+        streams = [*self._streams]
+        return (await asyncio.wait(streams, timeout=DRAIN_S))[1] if streams else set()
 
     async def go_on(self) -> None:
         """With what was interrupted, and with what has come since."""

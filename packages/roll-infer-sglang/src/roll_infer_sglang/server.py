@@ -27,7 +27,7 @@ import psutil
 from roll_core.errors import ConfigError, ConfigProblem, EngineDiedError, RollError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 STOP_S = 30.0
 """For the processes to be gone, once they are killed."""
@@ -58,7 +58,23 @@ class Server:
         """Returns when it can be asked. Raises `ServerError` if it ends before."""
         key = secrets.token_hex(16)
         host = str(arguments["host"])
-        port = _free_port(host)
+        with _reserved_port(host) as port:
+            said = await self._launch({**arguments, "port": port, "admin_api_key": key}, variables)
+        _refuse_unknown(said.get("unknown", {}))
+        self.carrier = said["carrier"]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._session = aiohttp.ClientSession(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"},
+            # A connection for each request: of a kept one the server may have just given up its end, and what
+            # is asked over it then is lost, without a word on whether SGLang has read it.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=LONGEST_LINE,
+        )
+
+    async def _launch(self, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+        """What the server says once it is ready."""
         reading, writing = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -70,22 +86,10 @@ class Server:
             )
         finally:
             os.close(writing)
-        message = {"arguments": {**arguments, "port": port, "admin_api_key": key}, "ready": writing}
+        line = json.dumps({"arguments": arguments, "ready": writing}).encode() + b"\n"
         with os.fdopen(reading, "rb") as pipe:
-            line = json.dumps(message).encode() + b"\n"
-            said = await asyncio.to_thread(_begin, self._who, self._process, line, pipe)
-        _refuse_unknown(json.loads(said).get("unknown", {}))
-        self.carrier = json.loads(said)["carrier"]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._session = aiohttp.ClientSession(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"},
-            # A connection for each request: of a kept one the server may have just given up its end, and what
-            # is asked over it then is lost, without a word on whether SGLang has read it.
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None),
-            read_bufsize=LONGEST_LINE,
-        )
+            found: dict[str, Any] = json.loads(await asyncio.to_thread(_begin, self._who, self._process, line, pipe))
+        return found
 
     async def ask(self, path: str, body: Any = None) -> Any:
         """What a route answers to a POST (GET without a body). Raises `ServerError`."""
@@ -183,11 +187,17 @@ def _refuse_unknown(unknown: Mapping[str, Sequence[str]]) -> None:
         raise ConfigError(problems)
 
 
-def _free_port(host: str) -> int:
+@contextlib.contextmanager
+def _reserved_port(host: str) -> Iterator[int]:
+    """A port that the host gives to nobody else meanwhile: the server binds it minutes later, once a model is loaded.
+
+    It is bound and not listened at. So whoever says SO_REUSEADDR, as SGLang and its server do, can bind it beside.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    with socket.socket(family) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))
+        yield int(held.getsockname()[1])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

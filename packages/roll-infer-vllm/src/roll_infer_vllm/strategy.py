@@ -14,12 +14,13 @@ sleep()            -- pause -------------->  keys and values go; on an accelerat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.errors import DataError, RollError, UnsupportedError
+from roll_core.errors import DataError, EngineDiedError, RollError, UnsupportedError
 from roll_core.modeling.device_memory import slot_devices
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.requests import check_request
@@ -242,8 +243,15 @@ class VllmStrategy(InferStrategy):
                 task.cancel()
             await asyncio.gather(*drawing, return_exceptions=True)
             del self._drawings[request.id]
+            await self._forget([each.name for each in drawings if not each.is_over])
         outputs = tuple(each.output() for each in drawings)
         return Completion(id=request.id, outputs=outputs, prompt_logprobs=drawings[0].prompt_logprobs)
+
+    async def _forget(self, names: Sequence[str]) -> None:
+        """vLLM itself forgets nothing of a request whose call is cancelled while it takes that in."""
+        if names and self._engine is not None:
+            with contextlib.suppress(EngineDiedError), engine_deaths():
+                await self._engine.abort(names)
 
     async def _draw(self, drawing: Drawing) -> None:
         """One output, to vLLM's last word on it."""

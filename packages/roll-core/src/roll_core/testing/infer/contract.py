@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from roll_core.testing.infer.models import Answers
     from roll_core.types import Completion, GenerateRequest
 
+PIECE = 40
+"""Tokens that are drawn between two looks at what else is."""
+LOOKS = 8
 FORM = {"token_ids": np.int64, "logprobs": np.float32, "versions": np.int32}
 
 
@@ -163,6 +166,29 @@ class ContractTests(InferSubject):
         sizes = [len(completion.outputs[0].token_ids) for completion in found]
         if sizes != [40, 40, 40]:
             raise AssertionError(f"another call was cancelled: of 40 tokens each {sizes} were drawn")
+
+    def test_a_cancelled_call_draws_no_more(self, engine: Engine) -> None:
+        """Of engines that count `generated_tokens` as they draw: soon only those of others are."""
+        if "generated_tokens" not in engine.run(lambda: _at_once(lambda: dict(engine.strategy.metrics()))):
+            pytest.skip(f"{self.name} does not count generated_tokens")
+
+        async def act() -> list[float]:
+            cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
+            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # a sign that it is under way
+            if cancelled.done():
+                pytest.skip(f"{self.name} had drawn 400 tokens before 6 others: nothing is under way here")
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            drawn: list[float] = []
+            while len(drawn) < LOOKS and PIECE not in drawn:
+                engine.strategy.metrics()
+                await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=PIECE))
+                drawn.append(engine.strategy.metrics()["generated_tokens"])
+            return drawn
+
+        drawn = engine.run(act)
+        if drawn[-1] != PIECE:
+            raise AssertionError(f"a call was cancelled; while {PIECE} tokens were asked for, {drawn} were drawn")
 
     def test_calls_before_start_raise(self, setup: Setup, answers: Answers) -> None:
         """Nothing is answered without a model; `stop` is fine at any time, also twice."""

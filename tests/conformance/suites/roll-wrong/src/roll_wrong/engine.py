@@ -64,6 +64,7 @@ class RightEngine(InferStrategy):
     capabilities = ENGINE
     running = None
     process = None
+    drawn = 0
     torn = False
     """An update has begun, and is not complete."""
 
@@ -217,6 +218,10 @@ class RightEngine(InferStrategy):
             stop=output.stop,
         )
 
+    def metrics(self):
+        found, self.drawn = self.drawn, 0
+        return {"generated_tokens": float(found)}
+
     # -- a token
 
     def row(self, token):
@@ -239,6 +244,7 @@ class RightEngine(InferStrategy):
         token = self.most_likely(shaped_V) if params.temperature == 0 else self.draw(shaped_V, params, output)
         output.logprobs.append(float(self.scored(row_V, shaped_V, params)[token]))
         output.tokens.append(token)
+        self.drawn += 1
         output.versions.append(self.version)
         self.judge(output, token, ends, params)
 

@@ -188,6 +188,7 @@ WRONG_ENGINES = (
     "abort_knows_all",
     "abort_ends_all",
     "cancel_ends_all",
+    "draws_for_nobody",
     "tells_no_ends",
     "tells_the_version_of_now",
     "tells_nothing_new",
