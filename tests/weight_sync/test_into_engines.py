@@ -55,9 +55,10 @@ async def into_vllm(process, tensors, monkeypatch):
         async def finish_weight_update(self):
             steps.append("finish")
 
-        async def collective_rpc(self, method, args):
-            assert method == "roll_opening_failure"
-            return [process.open(*args)]
+        async def collective_rpc(self, method, args=()):
+            return {"roll_opening_failure": lambda *args: [process.open(*args)], "roll_load_failure": lambda: [""]}[
+                method
+            ](*args)
 
     weights = ModelWeights(Engine(), "actor_infer rank 0", 256, ("cpu",))
     try:

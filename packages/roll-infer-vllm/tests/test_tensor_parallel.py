@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from vllm_live import CACHE
 
+from roll_core.errors import WeightSyncError
+from roll_core.modeling.buckets import BucketWriter
 from roll_core.testing.infer.holding import CLOSE, PROMPT, digests
 from roll_core.testing.infer.live import Live, biased
 from roll_infer_vllm.config import VllmConfig
@@ -18,8 +21,8 @@ pytestmark = [
 ]
 
 
-def test_two_ranks_hold_what_was_published_and_compute_with_it():
-    """One key head for both, tied embeddings, and biases."""
+def test_two_ranks_hold_what_was_published_and_compute_with_it(monkeypatch):
+    """One key head for both, tied embeddings, and biases. After a bucket that they cannot read, too."""
     from roll_infer_vllm.strategy import VllmStrategy
 
     config = VllmConfig.model_validate({**CACHE, "bucket_mib": 1, "tensor_parallel_size": 2})
@@ -32,5 +35,20 @@ def test_two_ranks_hold_what_was_published_and_compute_with_it():
             output = live.generate(f"version {live.version}", PROMPT).outputs[0]
             expected = live.logprobs([*PROMPT, *output.token_ids], len(PROMPT))
             np.testing.assert_allclose(output.logprobs, expected, atol=CLOSE)
+            with monkeypatch.context() as broken:
+                break_buckets(broken)
+                with pytest.raises(WeightSyncError, match="failed to load weights: FileNotFoundError"):
+                    live.publish()
     finally:
         live.close()
+
+
+def break_buckets(monkeypatch):
+    """Each leads to memory that is not there."""
+    fill = BucketWriter.fill
+
+    def elsewhere(self, tensors, first):
+        bucket, following = fill(self, tensors, first)
+        return replace(bucket, path="/nowhere"), following
+
+    monkeypatch.setattr(BucketWriter, "fill", elsewhere)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from roll_core.errors import WeightSyncError
 from roll_core.modeling.buckets import BucketWriter
 from roll_core.modeling.comparing import entries, refuse
 from roll_infer_vllm.updates import Loader
@@ -47,6 +48,9 @@ class ModelWeights(Loader):
             while following is not None:
                 bucket, following = await asyncio.to_thread(self._writer.fill, incoming, following)
                 await engine.update_weights(WeightTransferUpdateRequest(bucket.plain()))
+            for failure in await engine.collective_rpc("roll_load_failure"):
+                if failure:
+                    raise WeightSyncError(f"{self._who}: a process of vLLM's failed to load weights: {failure}")
         finally:
             self._writer.release()
             await engine.finish_weight_update()

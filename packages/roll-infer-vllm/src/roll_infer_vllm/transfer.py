@@ -43,16 +43,29 @@ class BucketTransfer(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[mis
     init_info_cls = Nothing
     update_info_cls = Bucket
 
+    failure = ""
+    """Why a bucket of this update could not be loaded, if one could not."""
+
     def init_transfer_engine(self, init_info: Nothing) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
         """From here on tensors are kept until their layer is complete, and then replace it."""
+        self.failure = ""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take in one bucket. When this returns the bucket may be filled again."""
-        self.receive_weights(self.parse_update_info(update_info))
+        """Take in one bucket. When this returns the bucket may be filled again.
+
+        Raises nothing, but says so in `failure`: of a call that raises in one of several processes vLLM takes the
+        answers of the others for those to its next call.
+        """
+        if self.failure:
+            return
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except Exception as error:  # whatever it is that the model's loader says; the worker raises it
+            self.failure = f"{type(error).__name__}: {error}"
 
     def receive_weights(self, update_info: Bucket) -> None:
         """See `update_weights`."""

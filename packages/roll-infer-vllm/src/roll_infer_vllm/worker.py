@@ -12,6 +12,7 @@ class WorkerExtension:
     """vLLM makes it a base of its worker class (`worker_extension_cls`); so `self` is a worker."""
 
     model_runner: Any
+    weight_transfer_engine: Any
     device: Any
 
     def roll_prepare(self) -> None:
@@ -25,6 +26,11 @@ class WorkerExtension:
         from roll_core.modeling.buckets import BucketInfo, opening_failure
 
         return opening_failure(BucketInfo(**bucket), str(self.device))
+
+    def roll_load_failure(self) -> str:
+        """Why this process has not loaded all buckets of the update, if it has not."""
+        failure: str = self.weight_transfer_engine.failure
+        return failure
 
     def roll_release_cache(self) -> None:
         """On a CPU: the memory of keys and values, which nobody will read again, goes back to the host."""
