@@ -17,6 +17,7 @@ from roll_core.modeling.model import load_model
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
 from roll_core.testing.infer.holding import LONG, PROMPT, digests
+from roll_core.testing.infer.interrupting import until_interrupted, was_whole
 from roll_core.testing.infer.live import Live, biased, request
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -129,7 +130,7 @@ def test_requests_go_on_under_the_new_weights(live):
     live.publish()
 
     async def update_meanwhile():
-        asking = asyncio.create_task(live.strategy.generate(request("long", PROMPT, max_new_tokens=120)))
+        asking = asyncio.create_task(live.strategy.generate(request("long", PROMPT, max_new_tokens=240)))
         live.strategy.metrics()
         num_drawn = 0
         while num_drawn < 5:
@@ -139,7 +140,8 @@ def test_requests_go_on_under_the_new_weights(live):
         await live.update()
         return await asking
 
-    output = live.run(update_meanwhile()).outputs[0]
+    found = until_interrupted(lambda: live.run(update_meanwhile()), lambda each: was_whole(each, 240, live.version - 1))
+    output = found.outputs[0]
     assert set(output.versions.tolist()) == {live.version - 1, live.version}
     new = output.versions == live.version
     expected = live.logprobs([*PROMPT, *output.token_ids], len(PROMPT))

@@ -18,9 +18,9 @@ import pytest
 from vllm_live import CACHE, start, strategy
 
 from roll_core.errors import EngineDiedError, RollError
-from roll_core.spec.model import MeshInfo
 from roll_core.spec.weights import make_manifest
 from roll_core.testing.infer.continuing import check_that_it_goes_on
+from roll_core.testing.infer.interrupting import until_interrupted
 from roll_core.testing.infer.live import biased
 from roll_infer_vllm.config import VllmConfig
 
@@ -75,10 +75,14 @@ def test_requests_to_the_endpoint_wait_while_the_engine_sleeps_and_what_runs_end
         await live.update()
         return ended, await asking
 
-    ended, answer = live.run(sleep_and_wake())
+    ended, answer = until_interrupted(lambda: live.run(sleep_and_wake()), lambda each: was_answered(each[0]))
     assert ended["choices"][0]["finish_reason"] == "abort"
     assert 0 < len(ended["choices"][0]["token_ids"]) < 250
     assert len(answer["choices"][0]["token_ids"]) == 4
+
+
+def was_answered(completion):
+    return completion["choices"][0]["finish_reason"] == "length"
 
 
 async def begun(live, body):
@@ -96,11 +100,12 @@ def test_a_request_to_the_endpoint_goes_on_through_a_publish(live):
     async def publish_meanwhile():
         asking = await begun(live, body)
         await live.update()
-        if asking.done():
-            pytest.skip("the engine had drawn it all before it could be interrupted")
-        return await asking
+        return None if asking.done() else await asking
 
-    (choice,) = live.run(publish_meanwhile())["choices"]
+    answer = until_interrupted(lambda: live.run(publish_meanwhile()), lambda each: each is None)
+    if answer is None:
+        pytest.skip("the engine had drawn it all before it could be interrupted")
+    (choice,) = answer["choices"]
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (200, "length")
 
 
@@ -124,10 +129,13 @@ def test_an_engine_that_dies_while_weights_are_replaced_says_so_and_its_requests
     dying = strategy(settings)
     before = set(psutil.Process().children(recursive=True))
 
+    def its_own():
+        return set(psutil.Process().children(recursive=True)) - before
+
     def weights():
         for at, each in enumerate(live.model.named_parameters()):
             if at == 3:
-                for process in set(psutil.Process().children(recursive=True)) - before:
+                for process in its_own():
                     process.kill()
             yield each
 
@@ -137,8 +145,8 @@ def test_an_engine_that_dies_while_weights_are_replaced_says_so_and_its_requests
             await dying.update_weights(1, manifest, weights())
 
     try:
-        live.run(dying.start(live.spec, MeshInfo(role="actor_infer", num_threads=1)))
-        check_that_it_goes_on(live, dying, update)
+        live.start(dying)
+        check_that_it_goes_on(live, dying, [each.pid for each in its_own()], update)
     finally:
         live.run(dying.stop())
 

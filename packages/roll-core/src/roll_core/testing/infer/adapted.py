@@ -22,6 +22,7 @@ from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeight
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec
 from roll_core.testing.infer.adapters import RANK, drawn, merged
+from roll_core.testing.infer.interrupting import until_interrupted, was_whole
 from roll_core.testing.infer.live import Live, biased, request
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.infer import InferStrategy
-    from roll_core.types import CompletionOutput
+    from roll_core.types import Completion
 
 PARTS = ("self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
 LAYERS = [f"model.layers.{number}.{part}" for number in range(2) for part in PARTS]
@@ -79,16 +80,18 @@ class AdaptedTests:
     def test_requests_go_on_under_the_next_adapter(self, live: Adapted) -> None:
         """Each token has the version and the logprob of the adapter that drew it."""
         before, after = live.drawn(1), live.drawn(2)
-        live.publish(list(before.items()))
-        old = live.version
 
-        async def update_meanwhile() -> CompletionOutput:
+        async def update_meanwhile() -> Completion:
+            await live.update(list(before.items()))
             running = asyncio.create_task(live.strategy.generate(request("long", PROMPT, max_new_tokens=240)))
             await live.strategy.generate(request("short", [5], max_new_tokens=6))
             await live.update(list(after.items()))
-            return (await running).outputs[0]
+            return await running
 
-        output = live.run(update_meanwhile())
+        found = until_interrupted(
+            lambda: live.run(update_meanwhile()), lambda each: was_whole(each, 240, live.version - 1)
+        )
+        (output,), old = found.outputs, live.version - 1
         first = int((output.versions == old).sum())
         assert output.versions.tolist() == [old] * first + [old + 1] * (240 - first)
         assert 0 < first < 240

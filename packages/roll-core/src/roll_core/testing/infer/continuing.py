@@ -7,7 +7,7 @@ dispatcher ── group ──► dying: progress, again and again, until output
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
@@ -15,21 +15,26 @@ from typing_extensions import override
 from roll_core.errors import EngineDiedError, WorkerDiedError
 from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.runtime.rollout.replica import Replica
+from roll_core.testing.infer.interrupting import is_open, stopped, until_interrupted
 from roll_core.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from roll_core.runtime.rollout.replica import Answered
     from roll_core.spec.infer import InferStrategy
     from roll_core.testing.infer.live import Live
     from roll_core.types import Completion
 
+    Outcome = tuple[Completion, Dispatcher, "StrategyReplica", "StrategyReplica"]
+
 LONGEST = 230
 SEEN = 65
 """Tokens that an output has to have before the engine dies."""
 ASK_S = 0.02
 """Between two times that progress is asked for."""
+ARRIVED_S = 0.2
+"""In which arrives what was sent between the processes."""
 GROUP = GenerateRequest(
     id="group",
     prompt_ids=np.asarray([5, 6, 7]),
@@ -39,22 +44,32 @@ GROUP = GenerateRequest(
 """Of a hundred tokens that are about as likely one ends an output: of eight outputs the first end soon."""
 
 
-def check_that_it_goes_on(live: Live, dying: InferStrategy, die: Callable[[], Awaitable[None]]) -> None:
-    """`dying` runs on the event loop of `live`, and has not been published to; `die` ends it and returns."""
+def check_that_it_goes_on(
+    live: Live, dying: InferStrategy, processes: Sequence[int], die: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """`dying` runs on the event loop of `live` and in `processes`, and has not been published to; `die`, which is begun
+    while these are stopped, ends it and returns."""
 
-    async def act() -> tuple[Completion, Dispatcher]:
+    async def attempt() -> Outcome | None:
+        first, second = StrategyReplica("dying", dying), StrategyReplica("live", live.strategy)
         dispatcher = Dispatcher([first, second], progress_s=ASK_S)
         asking = asyncio.create_task(dispatcher.generate([GROUP]))
-        while not first.is_in_the_middle:
-            assert not asking.done(), "the group was drawn before the engine could die"
+        dead: asyncio.Task[None] | None = None
+        while not (first.is_in_the_middle or asking.done()):
             await asyncio.sleep(ASK_S)
-        await die()
+        with stopped(processes):
+            if await is_open(asking, ARRIVED_S):
+                dead = asyncio.create_task(die())
+                await asyncio.wait([dead], timeout=ARRIVED_S)
+        if dead:
+            await dead
         (completion,) = await asking
         await dispatcher.close()
-        return completion, dispatcher
+        return (completion, dispatcher, first, second) if dead else None
 
-    first, second = StrategyReplica("dying", dying), StrategyReplica("live", live.strategy)
-    found, dispatcher = live.run(act())
+    outcome = until_interrupted(lambda: live.run(attempt()), lambda each: each is None)
+    assert outcome, "the group was drawn before the engine could die"
+    found, dispatcher, first, second = outcome
     begun = {int(each.id.partition("#")[2].partition(".")[0]): each for each in second.begun}
     parts = first.known[GROUP.id].outputs
     left = [index for index, part in enumerate(parts) if part.finish_reason == "abort"]

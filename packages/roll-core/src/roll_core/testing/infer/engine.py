@@ -13,6 +13,7 @@ from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.spec.model import MeshInfo
 from roll_core.spec.weights import tensor_entry
+from roll_core.testing.infer.interrupting import settle
 from roll_core.types import GenerateRequest, SamplingParams, WeightManifest
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Engine:
             timeout_s=self.setup.timeout_s,
         )
         self.run(lambda: self.strategy.start(self.setup.model, mesh))
+        settle()
 
     def generate(self, *requests: GenerateRequest) -> list[Completion]:
         """The answers, in order; all requests enter in one turn of the event loop."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from roll_core.errors import WeightSyncError
 from roll_core.spec.weights import make_manifest
 from roll_core.testing.infer.engine import ask
+from roll_core.testing.infer.interrupting import result, until_interrupted, was_whole
 from roll_core.testing.infer.models import moved
 from roll_core.testing.infer.subject import FIRST_ORDINARY, InferSubject
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from roll_core.spec.infer import InferStrategy
     from roll_core.testing.infer.engine import Engine, Setup
     from roll_core.testing.infer.models import Answers
-    from roll_core.types import Completion, CompletionOutput, GenerateRequest
+    from roll_core.types import Completion, CompletionOutput, GenerateRequest, TokenIds
 
 LONG = 400
 """Tokens of a response that is interrupted."""
@@ -35,6 +38,10 @@ ASK_S = 0.002
 """Between two times that progress is asked for."""
 HELD_S = 0.2
 """In which an engine that draws in spite of an update that broke off draws something."""
+ENDING = 40
+"""One in so many tokens ends an output: lengths differ by tens of tokens."""
+GROUPS = 10
+"""So often a group is drawn to see some of its outputs end before others: an engine may draw all between two looks."""
 
 
 class LifecycleTests(InferSubject):
@@ -42,8 +49,12 @@ class LifecycleTests(InferSubject):
 
     def test_an_aborted_request_keeps_its_tokens(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """Both `abort` and `generate` return what was drawn, with logprobs, and `finish_reason == "abort"`."""
-        request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
-        returned, completion = self._interrupted(engine, request, lambda: engine.strategy.abort([request.id]))
+
+        def fresh() -> Attempt:
+            request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
+            return Attempt(request, lambda: engine.strategy.abort([request.id]))
+
+        request, returned, completion = self._interrupted(engine, fresh)
         if [each.id for each in returned] != [request.id]:
             raise AssertionError(f"abort returned {[each.id for each in returned]}; expected {[request.id]}")
         self.check_logprobs(setup, answers, [request, request], [completion, returned[0]])
@@ -60,21 +71,23 @@ class LifecycleTests(InferSubject):
 
     def test_aborting_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """A request that runs beside it is answered in full."""
-        other = ask(self.prompt(7), max_new_tokens=60)
-        request = ask(self.prompt(5), max_new_tokens=LONG)
+        others: list[GenerateRequest] = []
         beside: list[asyncio.Task[Completion]] = []
 
-        async def abort() -> list[Completion]:
-            return await engine.strategy.abort([request.id])
+        def fresh() -> Attempt:
+            request = ask(self.prompt(5), max_new_tokens=LONG)
+            return Attempt(request, lambda: engine.strategy.abort([request.id]), begin)
 
         def begin() -> None:
-            beside.append(asyncio.create_task(engine.strategy.generate(other)))
+            others.append(ask(self.prompt(7), max_new_tokens=60))
+            beside.append(asyncio.create_task(engine.strategy.generate(others[-1])))
 
-        self._interrupted(engine, request, abort, begin)
-        completion = engine.run(lambda: _result(beside[0]))
-        if len(completion.outputs[0].token_ids) != 60:
-            raise AssertionError(f"the request beside it has {len(completion.outputs[0].token_ids)} of 60 tokens")
-        self.check_logprobs(setup, answers, [other], [completion])
+        self._interrupted(engine, fresh)
+        completions = [engine.run(partial(result, each)) for each in beside]
+        for completion in completions:
+            if len(completion.outputs[0].token_ids) != 60:
+                raise AssertionError(f"the request beside it has {len(completion.outputs[0].token_ids)} of 60 tokens")
+        self.check_logprobs(setup, answers, others, completions)
 
     def test_unknown_and_finished_ids_are_ignored(self, engine: Engine) -> None:
         """`abort` returns nothing for them."""
@@ -88,17 +101,18 @@ class LifecycleTests(InferSubject):
         """`in_flight_update`: each token has the version under which it was drawn, tokens before the update the old
         weights' logprobs; the request ends as it would have, and the next ones have the new weights."""
         self.need(self.can.in_flight_update, "in_flight_update")
-        request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
         weights = self.published(moved(self.stored(setup), 21), setup.model)
-        old, new = engine.version, engine.version + 1
+
+        def fresh() -> Attempt:
+            self.restore(engine, setup)
+            return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update)
 
         async def update() -> list[Completion]:
-            manifest = make_manifest(new, weights.items())
-            await engine.strategy.update_weights(new, manifest, iter(weights.items()))
+            await _update(engine, weights)
             return []
 
-        engine.version, engine.pristine = new, False
-        _, completion = self._interrupted(engine, request, update)
+        request, _, completion = self._interrupted(engine, fresh)
+        old, new = engine.version - 1, engine.version
         olds = [self._num_old(output, old, new) for output in completion.outputs]
         self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may have begun a step later
         self.check_answers(engine, setup, answers, weights)
@@ -109,13 +123,17 @@ class LifecycleTests(InferSubject):
         """`in_flight_update`: half of the tensors come, and then an error, which the caller gets. What runs goes on
         after the next update, what enters in between is drawn under that alone, and what is aborted in between ends."""
         self.need(self.can.in_flight_update, "in_flight_update")
-        request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
-        late, dropped = ask(self.prompt(4), max_new_tokens=SHORT), ask(self.prompt(3), max_new_tokens=LONG)
         weights = self.published(moved(self.stored(setup), 24), setup.model)
-        old, new = engine.version, engine.version + 1
-        manifest = make_manifest(new, weights.items())
+
+        def fresh() -> Attempt:
+            self.restore(engine, setup)
+            return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update)
 
         async def update() -> list[Completion]:
+            late, dropped = ask(self.prompt(4), max_new_tokens=SHORT), ask(self.prompt(3), max_new_tokens=LONG)
+            engine.version, engine.pristine = engine.version + 1, False
+            new = engine.version
+            manifest = make_manifest(new, weights.items())
             with pytest.raises(_BrokeOffError):
                 await engine.strategy.update_weights(new, manifest, _half(weights))
             entering = asyncio.create_task(engine.strategy.generate(late))
@@ -127,8 +145,8 @@ class LifecycleTests(InferSubject):
             await engine.strategy.update_weights(new, manifest, iter(weights.items()))
             return [await entering, ended]
 
-        engine.version, engine.pristine = new, False
-        (entered, ended), completion = self._interrupted(engine, request, update)
+        request, (entered, ended), completion = self._interrupted(engine, fresh)
+        old, new = engine.version - 1, engine.version
         if found := set(entered.outputs[0].versions.tolist()) - {new}:
             raise AssertionError(f"an update to version {new} broke off, and tokens were drawn with versions {found}")
         if len(ended.outputs[0].token_ids) or ended.outputs[0].finish_reason != "abort":
@@ -144,40 +162,45 @@ class LifecycleTests(InferSubject):
         """Of engines that tell it: beginnings of what `generate` then returns, longer ones from time to
         time, and which outputs of a group have ended."""
         self._need_progress(engine)
-        long = ask(self.prompt(5), max_new_tokens=LONG)
-        ends = tuple(range(FIRST_ORDINARY, self.vocab_size, 16))
-        group = ask(self.prompt(7), n=8, max_new_tokens=LONG, ignore_eos=False, stop_token_ids=ends)
+        ends = tuple(range(FIRST_ORDINARY, self.vocab_size, ENDING))
 
         async def act() -> tuple[list[Completion], list[Completion], list[Completion]]:
             before = await _progress(engine.strategy)
+            long = ask(self.prompt(5), max_new_tokens=LONG)
+            group = ask(self.prompt(7), n=8, max_new_tokens=LONG, ignore_eos=False, stop_token_ids=ends)
             running = [asyncio.create_task(engine.strategy.generate(each)) for each in (long, group)]
             told = await _told(engine.strategy, running)
             return before, told, [each.result() for each in running]
 
-        before, told, found = engine.run(act)
-        if before:
-            raise AssertionError(f"nothing runs, and progress is told of {[each.id for each in before]}")
-        parts = [_beginnings(told, completion) for completion in found]
-        sizes = {len(each.outputs[0].token_ids) for each in parts[0]}
-        if len(sizes - {0}) < 2 or max(sizes) > LONG or len(found[0].outputs[0].token_ids) != LONG:
+        for _ in range(GROUPS):
+            before, told, found = engine.run(act)
+            if before:
+                raise AssertionError(f"nothing runs, and progress is told of {[each.id for each in before]}")
+            parts = [_beginnings(told, completion) for completion in found]
+            sizes = {len(each.outputs[0].token_ids) for each in parts[0]}
+            if max(sizes) > LONG or len(found[0].outputs[0].token_ids) != LONG:
+                raise AssertionError(f"of a request that drew {LONG} tokens progress told {sorted(sizes)} tokens")
+            ended = [{output.finish_reason != "abort" for output in each.outputs} for each in parts[1]]
+            if len(sizes - {0}) >= 2 and {True, False} in ended:
+                return
+        if len(sizes - {0}) < 2:
             raise AssertionError(f"of a request that drew {LONG} tokens progress told {sorted(sizes)} tokens")
-        ended = [{output.finish_reason != "abort" for output in each.outputs} for each in parts[1]]
-        if {True, False} not in ended:
-            raise AssertionError("no output of a group was told to have ended while others of it went on")
+        raise AssertionError("no output of a group was told to have ended while others of it went on")
 
     def test_progress_tells_versions_over_an_update(self, engine: Engine, setup: Setup) -> None:
         """`in_flight_update`, of engines that tell it: while weights are replaced, too, tokens, logprobs
         and versions are those that `generate` then returns."""
         self.need(self.can.in_flight_update, "in_flight_update")
         self._need_progress(engine)
-        request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
         weights = self.published(moved(self.stored(setup), 23), setup.model)
-        new = engine.version + 1
         told: list[Completion] = []
         telling: list[asyncio.Task[None]] = []
 
+        def fresh() -> Attempt:
+            return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update, begin)
+
         async def ask_once() -> list[Completion]:
-            found = [each for each in await _progress(engine.strategy) if each.id == request.id]
+            found = await _progress(engine.strategy)
             told.extend(found)
             return found
 
@@ -191,17 +214,16 @@ class LifecycleTests(InferSubject):
 
         async def update() -> list[Completion]:
             await ask_once()
-            manifest = make_manifest(new, weights.items())
-            await engine.strategy.update_weights(new, manifest, iter(weights.items()))
+            await _update(engine, weights)
             return await ask_once()
 
-        engine.version, engine.pristine = new, False
         try:
-            updated, found = self._interrupted(engine, request, update, begin)
+            request, updated, found = self._interrupted(engine, fresh)
         finally:
             engine.run(lambda: _cancelled(telling))
         parts = _beginnings(told, found)
-        for index, output in enumerate(output for each in updated for output in each.outputs):
+        mine = [each for each in updated if each.id == request.id]
+        for index, output in enumerate(output for each in mine for output in each.outputs):
             num = len(output.token_ids)
             if num < LONG and not any(len(each.outputs[index].token_ids) > num for each in parts):
                 raise AssertionError(f"after the update {LONG - num} tokens were drawn, of which progress told none")
@@ -273,26 +295,18 @@ class LifecycleTests(InferSubject):
             pytest.skip(f"{self.name} does not tell what it has drawn")
 
     def _interrupted(
-        self,
-        engine: Engine,
-        request: GenerateRequest,
-        act: Callable[[], Awaitable[Sequence[Completion]]],
-        begin: Callable[[], object] = lambda: None,
-    ) -> tuple[list[Completion], Completion]:
-        """What `act` returns, called while the request is under way, and the request's own answer."""
+        self, engine: Engine, fresh: Callable[[], Attempt]
+    ) -> tuple[GenerateRequest, list[Completion], Completion]:
+        """Of an attempt whose request was under way: the request, what `act` returned, and the request's own answer."""
 
-        async def both() -> tuple[list[Completion], Completion] | None:
-            running = asyncio.create_task(engine.strategy.generate(request))
-            begin()
-            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=SHORT))
-            await asyncio.sleep(0)  # a strategy that never waits may have answered before the task began
-            if running.done():
-                await running  # raises, if it failed
-                return None
-            returned = await act()
-            return list(returned), await running
+        def once() -> tuple[GenerateRequest, list[Completion], Completion] | None:
+            attempt = fresh()
+            old.append(engine.version)
+            found = engine.run(lambda: _attempted(engine.strategy, attempt, self.prompt(2)))
+            return found and (attempt.request, *found)
 
-        found = engine.run(both)
+        old: list[int] = []
+        found = until_interrupted(once, lambda each: each is None or was_whole(each[2], LONG, old[-1]))
         if found is None:
             pytest.skip(f"{self.name} had drawn {LONG} tokens before {SHORT} others: nothing is under way here")
         return found
@@ -310,8 +324,36 @@ def _half(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     raise _BrokeOffError("half of the tensors have been sent")
 
 
-async def _result(task: asyncio.Task[Completion]) -> Completion:
-    return await task
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """To interrupt a request."""
+
+    request: GenerateRequest
+    act: Callable[[], Awaitable[Sequence[Completion]]]
+    """Interrupts it."""
+    begin: Callable[[], object] = lambda: None
+    """Called once it is asked."""
+
+
+async def _attempted(
+    strategy: InferStrategy, attempt: Attempt, prompt: TokenIds
+) -> tuple[list[Completion], Completion] | None:
+    """What `act` returns, and the answer; None if the answer was there before."""
+    running = asyncio.create_task(strategy.generate(attempt.request))
+    attempt.begin()
+    await strategy.generate(ask(prompt, max_new_tokens=SHORT))
+    await asyncio.sleep(0)  # a strategy that never waits may have answered before the task began
+    if running.done():
+        await running  # raises, if it failed
+        return None
+    returned = await attempt.act()
+    return list(returned), await running
+
+
+async def _update(engine: Engine, weights: Mapping[str, Tensor]) -> None:
+    engine.version, engine.pristine = engine.version + 1, False
+    manifest = make_manifest(engine.version, weights.items())
+    await engine.strategy.update_weights(engine.version, manifest, iter(weights.items()))
 
 
 async def _progress(strategy: InferStrategy) -> list[Completion]:

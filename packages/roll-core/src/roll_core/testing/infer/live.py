@@ -13,6 +13,7 @@ import torch
 from roll_core.modeling.model import load_model
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.weights import make_manifest
+from roll_core.testing.infer.interrupting import settle
 from roll_core.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -57,11 +58,16 @@ class Live:
         self.model = load_model(spec)
         self._runner = asyncio.Runner()
         try:
-            mesh = MeshInfo(role="actor_infer", num_threads=1, num_slots=num_slots)
-            self._runner.run(strategy.start(spec, mesh))  # may take minutes
+            self.start(strategy, num_slots)
         except BaseException:
             self.close()
             raise
+        settle()
+
+    def start(self, strategy: InferStrategy, num_slots: int = 1) -> None:
+        """Start an engine with the model that was loaded; this may take minutes."""
+        mesh = MeshInfo(role="actor_infer", num_threads=1, num_slots=num_slots)
+        self._runner.run(strategy.start(self.spec, mesh))
 
     def run(self, call: Awaitable[T]) -> T:
         """What it returns."""

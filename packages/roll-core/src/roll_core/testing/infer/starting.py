@@ -12,6 +12,7 @@ import pytest
 
 from roll_core.errors import RollError
 from roll_core.testing.infer.engine import ask
+from roll_core.testing.infer.interrupting import is_open, result, stopped, until_interrupted
 from roll_core.testing.infer.subject import TIGHT, InferSubject
 from roll_core.testing.infer.trainer import check_against_trainer
 from roll_core.testing.refusals import RefusalTests
@@ -39,6 +40,8 @@ actor_infer:
 """
 PROMPT_S = 60.0
 """Within so many seconds whoever waits for an engine that has died has to be told."""
+ARRIVED_S = 0.002
+"""In which an answer arrives that was sent; an engine of this process draws on meanwhile, some tens of tokens."""
 
 
 class StartingTests(RefusalTests, InferSubject):
@@ -130,15 +133,22 @@ class StartingTests(RefusalTests, InferSubject):
         if not processes:
             pytest.skip(f"{self.name} names no processes of its own")
 
-        async def act() -> Completion:
+        async def act() -> asyncio.Task[Completion] | None:
             running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
             await engine.strategy.generate(ask(self.prompt(3), max_new_tokens=2))
-            for each in processes:
-                os.kill(each, signal.SIGKILL)
-            return await running
+            with stopped(processes):
+                if await is_open(running, ARRIVED_S):
+                    for each in processes:
+                        os.kill(each, signal.SIGKILL)
+                    return running
+            await running
+            return None
 
+        running = until_interrupted(lambda: engine.run(act, PROMPT_S), lambda each: each is None)
+        if running is None:
+            raise AssertionError("400 tokens were drawn before the engine could be killed, each time")
         try:
-            found = engine.run(act, PROMPT_S)
+            found = engine.run(lambda: result(running), PROMPT_S)
         except AssertionError:
             raise
         except Exception as error:

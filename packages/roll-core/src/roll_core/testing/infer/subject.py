@@ -148,9 +148,7 @@ class InferSubject(Part):
             started.start()
             live.update(key=key)
         engine: Engine = live["engine"]
-        if not engine.pristine:
-            engine.publish(self.published(self.stored(setup), setup.model))
-            engine.pristine = True
+        self.restore(engine, setup)
         failed = request.session.testsfailed
         yield engine
         if request.session.testsfailed > failed or request.node.get_closest_marker("xfail"):
@@ -202,6 +200,12 @@ class InferSubject(Part):
             known[key] = self.answers_of(setup.model).weights()
         found: dict[str, Tensor] = known[key]
         return found
+
+    def restore(self, engine: Engine, setup: Setup) -> None:
+        """Give it the weights that the model was stored with, if it has others."""
+        if not engine.pristine:
+            engine.publish(self.published(self.stored(setup), setup.model))
+            engine.pristine = True
 
     def prompt(self, num: int, seed: int = 0) -> TokenIds:
         """Random ordinary tokens."""
