@@ -40,10 +40,10 @@ RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_AUTH_MODE": "disabled",  # which a token in somebody's home would enable
-    # A host that does not answer is given up after seconds rather than a minute.
+    # A host that does not answer is given up after half a minute; one whose node is killed is known by its sockets.
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
-    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_failure_threshold": "6",
 }
 NODE = ["--num-cpus=2", "--object-store-memory=100000000"]
 
@@ -189,10 +189,11 @@ def cabled(clean_ray: None) -> Iterator[CabledHosts]:
 
 
 @pytest.fixture(params=["cable pulled", "node killed"])
-def hosts(request: pytest.FixtureRequest, clean_ray: None) -> Iterator[Hosts]:
+def hosts(request: pytest.FixtureRequest, clean_ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     if request.param == "cable pulled":
         yield request.getfixturevalue("cabled")
         return
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "10")
     with contextlib.closing(RayNodes()) as nodes:
         yield nodes
 

@@ -72,7 +72,11 @@ class AdapterRunTests:
             assert line["weight_sync/logprob_probe"] < BOUND
             assert line["actor/logprob_gap"] < BOUND
             assert line["actor/grad_norm"] > 0
-            assert line["engine/actor_infer/generated_tokens"] >= line["tokens/generated"] > 0
+            assert line["tokens/generated"] > 0
+        # A reading that is late is in the next step's.
+        counted = [line.get("engine/actor_infer/generated_tokens", 0) for line in lines]
+        read = max(step for step, count in enumerate(counted, start=1) if count)
+        assert sum(counted) >= sum(line["tokens/generated"] for line in lines[:read])
 
     def _config(self, folder: Path) -> Mapping[str, Any]:
         return {
