@@ -104,7 +104,7 @@ class LifecycleTests(InferSubject):
         weights = self.published(moved(self.stored(setup), 21), setup.model)
 
         def fresh() -> Attempt:
-            self.restore(engine, setup)
+            self._restore(engine, setup)
             return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update)
 
         async def update() -> list[Completion]:
@@ -126,7 +126,7 @@ class LifecycleTests(InferSubject):
         weights = self.published(moved(self.stored(setup), 24), setup.model)
 
         def fresh() -> Attempt:
-            self.restore(engine, setup)
+            self._restore(engine, setup)
             return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update)
 
         async def update() -> list[Completion]:

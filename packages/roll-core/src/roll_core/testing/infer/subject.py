@@ -148,7 +148,7 @@ class InferSubject(Part):
             started.start()
             live.update(key=key)
         engine: Engine = live["engine"]
-        self.restore(engine, setup)
+        self._restore(engine, setup)
         failed = request.session.testsfailed
         yield engine
         if request.session.testsfailed > failed or request.node.get_closest_marker("xfail"):
@@ -201,7 +201,7 @@ class InferSubject(Part):
         found: dict[str, Tensor] = known[key]
         return found
 
-    def restore(self, engine: Engine, setup: Setup) -> None:
+    def _restore(self, engine: Engine, setup: Setup) -> None:
         """Give it the weights that the model was stored with, if it has others."""
         if not engine.pristine:
             engine.publish(self.published(self.stored(setup), setup.model))
