@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from roll_core.builtin.hf.engine import HFInferStrategy
+from roll_core.errors import WeightSyncError
 from roll_core.runtime import publishing
 
 
@@ -43,6 +44,36 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(local_runs, monkeypat
     result = local_runs.run(local_runs.rlvr())
     assert type(result.error).__name__ == "StaleWeightsError"
     assert "actor_infer rank 0" in str(result.error)
+    assert counts(result) == {"weight_manifest": 1}
+
+
+def test_what_an_engine_holds_may_differ_if_the_guard_says_so(local_runs, monkeypatch):
+    update = HFInferStrategy.update_weights
+
+    async def stale(self, version, manifest, tensors, *, shared=False):
+        return replace(await update(self, version, manifest, tensors, shared=shared), version=version - 1)
+
+    monkeypatch.setattr(HFInferStrategy, "update_weights", stale)
+    result = local_runs.ok(local_runs.rlvr(guards={"weight_manifest": "warn"}))
+    assert counts(result)["weight_manifest"] >= 3
+
+
+def test_a_publish_that_broke_off_ends_the_run_whatever_the_guard_says(local_runs, monkeypatch):
+    update = HFInferStrategy.update_weights
+
+    async def breaks_off(self, version, manifest, tensors, *, shared=False):
+        if version < 2:
+            return await update(self, version, manifest, tensors, shared=shared)
+        return await update(self, version, manifest, half(tensors), shared=shared)
+
+    def half(tensors):
+        yield next(iter(tensors))
+        raise WeightSyncError("the sender hung up")
+
+    monkeypatch.setattr(HFInferStrategy, "update_weights", breaks_off)
+    result = local_runs.run(local_runs.rlvr(guards={"weight_manifest": "warn"}))
+    assert isinstance(result.error, WeightSyncError)
+    assert "the sender hung up" in str(result.error)
     assert counts(result) == {"weight_manifest": 1}
 
 

@@ -103,15 +103,11 @@ class LifecycleTests(InferSubject):
         self.need(self.can.in_flight_update, "in_flight_update")
         weights = self.published(moved(self.stored(setup), 21), setup.model)
 
-        def fresh() -> Attempt:
-            self._restore(engine, setup)
-            return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update)
-
         async def update() -> list[Completion]:
             await _update(engine, weights)
             return []
 
-        request, _, completion = self._interrupted(engine, fresh)
+        request, _, completion = self._updated(engine, setup, update)
         old, new = engine.version - 1, engine.version
         olds = [self._num_old(output, old, new) for output in completion.outputs]
         self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may have begun a step later
@@ -124,10 +120,6 @@ class LifecycleTests(InferSubject):
         after the next update, what enters in between is drawn under that alone, and what is aborted in between ends."""
         self.need(self.can.in_flight_update, "in_flight_update")
         weights = self.published(moved(self.stored(setup), 24), setup.model)
-
-        def fresh() -> Attempt:
-            self._restore(engine, setup)
-            return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update)
 
         async def update() -> list[Completion]:
             late, dropped = ask(self.prompt(4), max_new_tokens=SHORT), ask(self.prompt(3), max_new_tokens=LONG)
@@ -145,7 +137,7 @@ class LifecycleTests(InferSubject):
             await engine.strategy.update_weights(new, manifest, iter(weights.items()))
             return [await entering, ended]
 
-        request, (entered, ended), completion = self._interrupted(engine, fresh)
+        request, (entered, ended), completion = self._updated(engine, setup, update)
         old, new = engine.version - 1, engine.version
         if found := set(entered.outputs[0].versions.tolist()) - {new}:
             raise AssertionError(f"an update to version {new} broke off, and tokens were drawn with versions {found}")
@@ -293,6 +285,17 @@ class LifecycleTests(InferSubject):
     def _need_progress(self, engine: Engine) -> None:
         if engine.run(engine.strategy.progress) is None:
             pytest.skip(f"{self.name} does not tell what it has drawn")
+
+    def _updated(
+        self, engine: Engine, setup: Setup, update: Callable[[], Awaitable[list[Completion]]]
+    ) -> tuple[GenerateRequest, list[Completion], Completion]:
+        """The same, from the stored weights on."""
+
+        def fresh() -> Attempt:
+            self._restore(engine, setup)
+            return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update)
+
+        return self._interrupted(engine, fresh)
 
     def _interrupted(
         self, engine: Engine, fresh: Callable[[], Attempt]
