@@ -49,6 +49,21 @@ def test_a_guard_that_warns_lets_the_run_go_on_and_repeats_itself_seldom(caplog:
     assert [event.step for event in events] == list(range(25))
 
 
+def test_a_guard_that_warns_names_the_steps_and_warns_once_per_stretch_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    events: list[GuardEvent] = []
+    watch = guards(all_groups_filtered="warn")
+    watch = Guards(watch.config, events.append)
+    for step in (0, 3, 4, 4, 5, 9):
+        watch.step = step
+        watch.check("all_groups_filtered", False, "no reward signal at {steps}: why {not}")
+    assert [(event.since, event.step) for event in events] == [(0, 0), (3, 3), (3, 4), (3, 4), (3, 5), (9, 9)]
+    assert events[-2].message == "no reward signal at steps 4–6: why {not}"
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [re.findall(r"at (steps? [\d–]+):", each) for each in warned] == [["step 1"], ["step 4"], ["step 10"]]
+
+
 def test_a_guard_that_is_off_sees_nothing() -> None:
     events: list[GuardEvent] = []
     watch = Guards(GuardsConfig.model_validate({"zero_steps": False}), events.append)

@@ -71,13 +71,18 @@ def test_secrets_reach_the_record_nowhere(tmp_path: Path) -> None:
     assert read_record(tmp_path / "run.json")["argv"][-1] == f"judge.api_key={REDACTED}"
 
 
-def test_guard_events_are_counted_and_the_first_are_kept(tmp_path: Path) -> None:
+def test_guard_events_are_counted_and_the_first_stretches_of_steps_are_kept(tmp_path: Path) -> None:
     record = RunRecord(tmp_path / "run.json", FACTS)
     for step in range(50):
-        record.guard_event(GuardEvent(guard="logprob_gap", action="warn", message="gap", step=step, time=1.0))
+        since = step - step % 2
+        record.guard_event(
+            GuardEvent(guard="logprob_gap", action="warn", message=f"gap {step}", step=step, time=1.0, since=since)
+        )
     guards = read_record(tmp_path / "run.json")["guards"]
     assert guards["counts"] == {"logprob_gap": 50}
-    assert [event["step"] for event in guards["events"]] == list(range(20))
+    assert [(each["since"], each["step"], each["message"]) for each in guards["events"]] == [
+        (step, step + 1, f"gap {step + 1}") for step in range(0, 40, 2)
+    ]
 
 
 def test_numbers_that_are_none_are_still_json(tmp_path: Path) -> None:

@@ -166,11 +166,31 @@ def test_a_judge_that_dies_is_replaced_and_what_it_judged_is_judged_again(ray_ru
     assert "is there instead of the one that died" in result.run_dir.log.read_text(encoding="utf-8")
 
 
-def test_equal_rewards_everywhere_are_pointed_out(runs):
+@pytest.mark.on_ray
+def test_steps_without_reward_signal_are_done_and_pointed_out_once(runs):
     judges = {"digits": {"reward": "function", "function": "rollrewards:constant"}}
-    result = runs.ok(runs.rlvr(max_steps=1, rewards=judges, guards={"weights_unchanged": "off"}))
-    record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
-    assert record["guards"]["counts"] == {"all_groups_filtered": 1}
+    result = runs.ok(runs.rlvr(rewards=judges))
+    guards = json.loads(result.run_dir.record.read_text(encoding="utf-8"))["guards"]
+    assert guards["counts"] == {"all_groups_filtered": 3}
+    (event,) = guards["events"]
+    assert (event["since"], event["step"]) == (0, 2)
+    assert "steps 1–3: all 4 responses" in event["message"]
+    assert runs.screen.getvalue().count("guard all_groups_filtered") == 1
+    lines = runs.metrics(result)
+    assert [line["actor/grad_norm"] for line in lines] == [0.0] * 3
+    assert [line["weight_sync/version"] for line in lines] == [0, 2, 4]
+
+
+def test_a_run_resumes_from_a_step_without_reward_signal(local_runs):
+    recipe = {"rewards": {"digits": {"reward": "function", "function": "rollrewards:constant"}}, "max_steps": 3}
+    whole = local_runs.ok(local_runs.rlvr(exp_name="whole", save_steps=1, **recipe))
+    checkpoint = str(whole.run_dir.checkpoints / "step-1")
+    resumed = local_runs.ok(local_runs.rlvr(exp_name="resumed", resume_from_checkpoint=checkpoint, **recipe))
+    assert local_runs.timeless(resumed)[1:] == local_runs.timeless(whole)[1:]
+
+
+def test_equal_rewards_everywhere_end_the_run_where_the_guard_says_so(runs):
+    judges = {"digits": {"reward": "function", "function": "rollrewards:constant"}}
     strict = runs.run(runs.rlvr(max_steps=1, rewards=judges, guards={"all_groups_filtered": "error"}))
     assert "guard all_groups_filtered" in str(strict.error)
 

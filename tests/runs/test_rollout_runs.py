@@ -73,9 +73,7 @@ def test_groups_that_teach_nothing_are_replaced_and_a_resumed_run_goes_on_bit_fo
 
 def test_a_filter_that_nothing_passes_is_pointed_out_and_the_run_goes_on(local_runs):
     rewards = {"digits": {"reward": "function", "function": "rollrewards:constant", "query_filter_config": STD_FILTER}}
-    result = local_runs.ok(
-        local_runs.rlvr(max_steps=2, rewards=rewards, dynamic_sampling_max_tries=2, guards={"weights_unchanged": "off"})
-    )
+    result = local_runs.ok(local_runs.rlvr(max_steps=2, rewards=rewards, dynamic_sampling_max_tries=2))
     record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
     assert record["guards"]["counts"] == {"all_groups_filtered": 2}
     assert result.steps_done == 2

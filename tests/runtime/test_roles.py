@@ -1,6 +1,7 @@
 """Groups called as one: how work is spread, cut and put together again."""
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -25,12 +26,17 @@ def sequence(number: int, length: int) -> TrainSequence:
 class FakeTrainGroup:
     """Ranks that answer with numbers from which one can tell who got what."""
 
-    def __init__(self, ranks: list[DataRank], learning_rates: list[float] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: list[DataRank],
+        learning_rates: list[float] | None = None,
+        outcomes: list[dict[str, float]] | None = None,
+    ) -> None:
         self.ranks, self.world_size = ranks, len(ranks)
         self.updates: list[list[list[str]]] = []
         self.totals: list[int] = []
         self.learning_rates = learning_rates or []
-        self.outcomes: list[dict[str, bool]] = []
+        self.outcomes = outcomes or []
 
     async def call(self, method, *args, deadline_s=None):
         assert method == "start"
@@ -54,7 +60,7 @@ class FakeTrainGroup:
         return [
             UpdateShare(
                 metrics={"loss": 1.0 * len(share), "ratio/max": float(rank)},
-                stats=StepStats(grad_norm=2.0, learning_rate=rate, **outcome),
+                stats=StepStats(**{"grad_norm": 2.0, "learning_rate": rate, **outcome}),
             )
             for rank, (share, _, _) in enumerate(args_by_rank)
         ]
@@ -125,6 +131,16 @@ def test_a_step_at_the_start_of_a_warm_up_is_no_new_version_but_a_learning_rate_
     asyncio.run(stuck.start())
     asyncio.run(stuck.update([sequence(0, 3)], SFTObjective()))
     assert stuck.weight_version == 1  # so that publishing finds out that nothing changed
+
+
+def test_a_step_without_gradient_is_a_version_that_may_equal_the_one_before():
+    outcomes = [{}, {"grad_norm": 0.0}, {"skipped": True, "grad_norm": math.inf}, {"grad_norm": 0.0}, {}]
+    role = train_role(FakeTrainGroup([DataRank()], outcomes=outcomes), 1)
+    seen = []
+    for i in range(5):
+        asyncio.run(role.update([sequence(i, 3)], SFTObjective()))
+        seen.append((role.weight_version, role.changed_at))
+    assert seen == [(1, 1), (2, 1), (2, 1), (3, 1), (4, 4)]
 
 
 def test_extrema_are_not_summed_or_averaged():

@@ -143,6 +143,20 @@ def test_an_optimizer_step_that_changes_nothing_is_an_error_that_mentions_the_le
 
 
 @EVERYWHERE
+def test_steps_without_gradient_may_change_nothing_but_a_later_one_may_not(with_duo, transport):
+    async def scenario(duo):
+        await duo.publisher.publish(0, changed_at=0)
+        for version in (1, 2):  # as after steps whose gradient was exactly zero
+            await duo.publisher.publish(version, changed_at=0)
+        with pytest.raises(WeightsUnchangedError):
+            await duo.publisher.publish(4, changed_at=3)
+        await duo.step()
+        await duo.publisher.publish(5, changed_at=4)  # momentum moves weights without a gradient
+
+    with_duo(transport, scenario)
+
+
+@EVERYWHERE
 def test_an_export_of_a_stale_copy_is_noticed(with_duo, transport):
     async def scenario(duo):
         await duo.train.call("set_fault", "stale")

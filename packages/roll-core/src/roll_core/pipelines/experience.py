@@ -67,6 +67,12 @@ class Experience:
         lengths = torch.tensor([len(sequence) for sequence in self.sequences])
         return torch.repeat_interleave(torch.arange(len(self.sequences)), lengths)
 
+    @property
+    def has_advantages(self) -> bool:
+        """True if a sampled token has an advantage other than zero."""
+        advantages_T = self.flat("advantages")
+        return advantages_T is not None and bool((advantages_T[self.mask_T] != 0).any())
+
     def flat(self, name: str) -> Tensor | None:
         """A per-token field of all sequences end to end; None where they do not have it."""
         rows = [getattr(sequence, name) for sequence in self.sequences]

@@ -111,13 +111,15 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         await run.publish_weights("actor_train", "actor_infer")
         groups = await self.rollouts.batch()
         if not groups:
-            run.guard("all_groups_filtered", False, f"step {run.step + 1}: query_filter_config left out every group")
+            run.guard(
+                "all_groups_filtered", False, "no reward signal at {steps}: query_filter_config left out every group"
+            )
             return
         run.log_samples([sample for group in groups for sample in group.samples])
         run.log(sample_metrics(groups))
         experience = Experience.of(groups, routed_experts=self.config.replays_experts)
         if not experience.samples:
-            run.guard("all_groups_filtered", False, f"step {run.step + 1}: no answer has a reward; nothing is learnt")
+            run.guard("all_groups_filtered", False, "no reward signal at {steps}: no response has a reward")
             return
         with run.stage("logprobs"):
             experience = await self._score(run, experience)
@@ -209,8 +211,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         )
         run.guard(
             "all_groups_filtered",
-            bool((drawn_N != 0).any()) or config.use_kl_loss,
-            f"step {run.step + 1}: every advantage is 0; all answers of each prompt have the same reward",
+            bool((drawn_N != 0).any()),
+            f"no reward signal at {{steps}}: all {config.num_return_sequences_in_group} responses of each prompt"
+            " scored the same",
         )
         credited = experience.with_flat(advantages=advantages_T, returns=found.returns_T).keep(self._kept(experience))
         if not config.correction.enabled or not credited.sequences:
@@ -262,7 +265,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         config = self.config
         sequences = experience.sequences
         if not sequences:
-            run.guard("all_groups_filtered", False, f"step {run.step + 1}: the masks leave no sample to learn from")
+            run.guard("all_groups_filtered", False, "nothing to learn from at {steps}: the masks leave no sample")
             return
         num_tokens = 0
         if config.critic is not None:
@@ -277,6 +280,11 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             )
             run.log(update.named("actor"))
             run.guard("non_finite", update.num_not_finite == 0, skipped(run, update))
+            run.guard(
+                "zero_gradient",
+                update.metrics["grad_norm"] != 0 or not experience.has_advantages,
+                "the gradient was exactly zero at {steps}, though the advantages were not",
+            )
             self._check_gap(run, update.metrics.get("logprob_gap"))
             num_tokens += update.num_tokens
         run.log({"tokens/trained": num_tokens})

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMEDIES = {
-    "weights_unchanged": "is learning_rate 0, the loss mask empty, or what is trained frozen?",
+    "weights_unchanged": "is learning_rate 0, or too small for the dtype? if not, the trainer exports a stale copy",
+    "zero_gradient": "is what is trained frozen, or does the loss mask or the clip range exclude every token?",
     "weight_manifest": "the engine does not hold what the trainer sent: update the plugin of the infer strategy",
     "logprob_probe": "compare dtype and attention of trainer and engine; if both are right, raise the threshold",
     "logprob_gap": "compare temperature, dtype and attention of both sides; if all are right, raise the threshold",
@@ -33,12 +34,17 @@ REMEDIES = {
     "zero_steps": "raise max_steps above the step that was resumed from, or leave out resume_from_checkpoint",
     "staleness": "report this: generation runs no further ahead of training than it is allowed to",
     "token_round_trip": "report this: the ids that an engine drew must reach the trainer as they are",
-    "all_groups_filtered": "the prompts are too easy or too hard for the model: change the data or the reward",
+    "all_groups_filtered": (
+        "the prompts are too hard or too easy for the model: try other prompts, SFT first, a larger"
+        " num_return_sequences_in_group, a higher temperature, or a reward with partial credit"
+    ),
     "dead_worker": "look for its end in log.txt and in the system's log; exhausted memory is the usual cause",
 }
 """What to do when a guard trips, by id."""
 
 DOCS = "docs/guards.md"
+STEPS = "{steps}"
+"""In a message: stands for the consecutive steps at which the guard has tripped, `step 3` or `steps 3–7`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,18 @@ class GuardEvent:
     message: str
     step: int
     time: float
+    since: int
+    """First of the consecutive steps at which it has tripped."""
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Consecutive steps at which a guard tripped."""
+
+    first: int
+    last: int
+    count: int = 0
+    """Of trips: a guard can trip several times in a step."""
 
 
 def guard_table(schema: type[GuardsConfig] = GuardsConfig) -> dict[str, GuardInfo]:
@@ -87,6 +105,7 @@ class Guards:
         self.config = config
         self.step = 0
         self.counts: Counter[str] = Counter()
+        self._stretches: dict[str, _Stretch] = {}
         self._on_event = on_event
         self._table = guard_table(type(config))
 
@@ -121,19 +140,32 @@ class Guards:
         if action == "off":
             return
         self.counts[guard_id] += 1
+        stretch = self._stretches.get(guard_id)
+        if stretch is None or not stretch.last <= self.step <= stretch.last + 1:
+            stretch = self._stretches[guard_id] = _Stretch(self.step, self.step)
+        stretch.last = self.step
+        stretch.count += 1
+        message = message.replace(STEPS, _steps(stretch))
         if self._on_event is not None:
             self._on_event(
-                GuardEvent(guard=guard_id, action=action, message=message, step=self.step, time=round(time.time(), 3))
+                GuardEvent(
+                    guard=guard_id,
+                    action=action,
+                    message=message,
+                    step=self.step,
+                    time=round(time.time(), 3),
+                    since=stretch.first,
+                )
             )
         if action == "error":
             if error is not None:
                 raise error
             raise GuardTrippedError(guard_id, self._advise(guard_id, message))
-        self._warn(guard_id, message)
+        self._warn(guard_id, message, stretch.count)
 
-    def _warn(self, guard_id: str, message: str) -> None:
-        """The first time in full, then at the 10th, 100th, …: the others are in the log and in the record's count."""
-        count = self.counts[guard_id]
+    def _warn(self, guard_id: str, message: str, count: int) -> None:
+        """In full at the first of a stretch of steps, then at the 10th, 100th, … trip of it: the others are in the log
+        and in the record's count."""
         if count == 1:
             logger.warning("guard %s: %s", guard_id, self._advise(guard_id, message))
         elif count == 10 ** (len(str(count)) - 1):
@@ -145,3 +177,9 @@ class Guards:
         info = self._table[guard_id]
         remedy = f"; {info.remedy}" if info.remedy else ""
         return f"{message}{remedy} ({info.docs})"
+
+
+def _steps(stretch: _Stretch) -> str:
+    """Counted from 1, as in metrics: the step under way is the one after those that are done."""
+    first, last = stretch.first + 1, stretch.last + 1
+    return f"step {first}" if first == last else f"steps {first}–{last}"

@@ -92,7 +92,7 @@ class Publishing:
         engine = self._run.engine(target)
         metrics: dict[str, float] = {}
         try:
-            report = await self._until_nobody_dies(engine, link, version)
+            report = await self._until_nobody_dies(engine, link, version, self._run.train_role(source).changed_at)
         except WeightsUnchangedError as error:
             guards.failed("weights_unchanged", error)
         except WeightSyncError as error:
@@ -120,7 +120,9 @@ class Publishing:
                 log.warning("%s is asked for the probe's logprobs once it is brought back: %s", target, error)
         return metrics
 
-    async def _until_nobody_dies(self, engine: GroupInferRole, link: _Link, version: int) -> SyncReport:
+    async def _until_nobody_dies(
+        self, engine: GroupInferRole, link: _Link, version: int, changed_at: int
+    ) -> SyncReport:
         """Publish to every replica; those that have died are made anew before, and those that hang meanwhile, too.
 
         What is being drawn goes on under the new weights: as it is, or cut short and continued. Nothing begins between
@@ -130,7 +132,7 @@ class Publishing:
             for left in reversed(range(ATTEMPTS)):
                 try:
                     await engine.revive()
-                    return await link.publisher.publish(version)
+                    return await link.publisher.publish(version, changed_at=changed_at)
                 except (WorkerDiedError, WeightSyncError) as error:
                     silent = error.ranks if isinstance(error, ReceiverSilentError) else ()
                     if not left or not (

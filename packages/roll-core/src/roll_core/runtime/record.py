@@ -104,9 +104,13 @@ class RunRecord:
     def guard_event(self, event: GuardEvent) -> None:
         """A guard tripped."""
         guards = self._data["guards"]
-        count = guards["counts"][event.guard] = guards["counts"].get(event.guard, 0) + 1
-        if count <= _EVENTS_PER_GUARD:
-            guards["events"].append(asdict(event))
+        guards["counts"][event.guard] = guards["counts"].get(event.guard, 0) + 1
+        events = guards["events"]
+        same = [i for i, each in enumerate(events) if (each["guard"], each["since"]) == (event.guard, event.since)]
+        if same:
+            events[same[0]] = asdict(event)
+        elif sum(each["guard"] == event.guard for each in events) < _EVENTS_PER_GUARD:
+            events.append(asdict(event))
         self._write()
 
     def step(self, steps_done: int) -> None:

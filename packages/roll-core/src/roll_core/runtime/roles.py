@@ -74,7 +74,7 @@ class GroupTrainRole(TrainRole):
         self.movable = (TRAINED if trains else WEIGHTS) if offloads else frozenset[str]()
         self._turns = turns or SlotTurns()
         self._ranks: list[DataRank] = []
-        self._version = 0
+        self._version = self._changed_at = 0
 
     @property
     def slots(self) -> frozenset[int]:
@@ -111,6 +111,14 @@ class GroupTrainRole(TrainRole):
     @override
     def weight_version(self) -> int:
         return self._version
+
+    @property
+    def changed_at(self) -> int:
+        """Weight version of the last optimizer step whose gradient was not exactly zero; 0 if this process did none.
+
+        Later versions may hold the same values. They need not: momentum and weight decay move weights without a
+        gradient, so each step still makes a version."""
+        return self._changed_at
 
     @override
     async def score(
@@ -190,7 +198,10 @@ class GroupTrainRole(TrainRole):
         stats = answers[0].stats
         # The first step of a warm-up has a learning rate of 0: it is no new version.
         warming_up = stats.learning_rate == 0 < self.config.training_args.learning_rate
-        self._version += not (stats.skipped or warming_up)
+        if not (stats.skipped or warming_up):
+            self._version += 1
+            if stats.grad_norm != 0:
+                self._changed_at = self._version
         return combine([a.metrics for a, rank in zip(answers, self._ranks, strict=True) if rank.leader]), stats
 
     async def save(self, path: Path) -> bool:

@@ -554,7 +554,9 @@ class GuardsConfig(Config):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     weights_unchanged: GuardConfig = GuardConfig()
-    """Optimizer steps were published, but no weight differs from the version before."""
+    """Optimizer steps with a gradient were published, but no weight differs from the version before."""
+    zero_gradient: WarningGuardConfig = WarningGuardConfig()
+    """There were advantages to learn from, but the gradient was exactly zero."""
     weight_manifest: GuardConfig = GuardConfig()
     """A receiver does not hold exactly the tensors that were published to it."""
     logprob_probe: LogprobProbeConfig = LogprobProbeConfig()

@@ -264,7 +264,9 @@ class Run(ABC):
 
     @abstractmethod
     def guard(self, guard_id: str, ok: bool, message: str) -> None:
-        """Trip a guard unless `ok`: raise, warn or do nothing, as the config says."""
+        """Trip a guard unless `ok`: raise, warn or do nothing, as the config says.
+
+        `{steps}` in `message` stands for the consecutive steps at which it has tripped: `step 3`, or `steps 3–7`."""
 
     @abstractmethod
     async def publish_weights(self, source: str, target: str) -> None:

@@ -89,8 +89,8 @@ def require_change(manifest: WeightManifest, previous: WeightManifest, *, role: 
     raise WeightsUnchangedError(
         f"{role} rank {rank} did {steps} optimizer step{'s' if steps > 1 else ''} since weight version"
         f" {previous.version}, but none of the {len(manifest.tensors)} tensors of version {manifest.version}, from"
-        f" {manifest.tensors[0].name} on, differs: the learning rate was 0 or vanishes in the dtype's rounding,"
-        " the parameters are frozen, or a stale copy was exported"
+        f" {manifest.tensors[0].name} on, differs, though the gradient was not zero: the learning rate was 0 or"
+        " vanishes in the dtype's rounding, or a stale copy was exported"
     )
 
 

@@ -91,8 +91,11 @@ class WeightPublisher:
         self._previous: WeightManifest | None = None
         self._previous_sample = ""
 
-    async def publish(self, version: int) -> SyncReport:
+    async def publish(self, version: int, *, changed_at: int | None = None) -> SyncReport:
         """Send the weights as `version`, and return when every receiver has proved that it holds them.
+
+        `changed_at` is the version that the last optimizer step with a gradient other than zero has made (default:
+        `version`). Weights that were published at that version or later may be unchanged.
 
         Raises a `WeightSyncError` that names role, rank and tensor, or `WorkerDiedError`. After an error the receivers'
         weights are not to be trusted until a publish succeeds; after `WeightsUnchangedError` they are as published.
@@ -115,7 +118,8 @@ class WeightPublisher:
             raise
         previous, self._previous = self._previous, held
         previous_sample, self._previous_sample = self._previous_sample, offer.sample
-        if not offer.sample or offer.sample == previous_sample:
+        must_differ = previous is not None and previous.version < (version if changed_at is None else changed_at)
+        if must_differ and (not offer.sample or offer.sample == previous_sample):
             self._require_change(sent, previous, rank, sampled=bool(offer.sample))
         ended = time.perf_counter()
         return SyncReport(
