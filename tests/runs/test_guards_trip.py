@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from roll_core.builtin.hf.engine import HFInferStrategy
-from roll_core.errors import WeightSyncError
+from roll_core.errors import GuardTrippedError, StaleWeightsError, WeightSyncError
 from roll_core.runtime import publishing
+from roll_core.runtime.weight_sync.probe import Compared, ProbeReading
+from roll_core.types import WeightReceipt
 
 
 @pytest.fixture
@@ -78,13 +80,43 @@ def test_a_publish_that_broke_off_ends_the_run_whatever_the_guard_says(local_run
 
 
 def test_a_probe_on_which_the_sides_disagree_ends_the_run(local_runs, monkeypatch):
-    async def far_apart(*arguments):
-        return {0: 0.1, 1: 0.7}
+    def reading(gap):
+        zeros = np.zeros(1, np.float32)
+        return ProbeReading(Compared(np.ones(1, np.int64), zeros + gap, zeros), None)
+
+    async def far_apart(*arguments, **given):
+        return {0: reading(0.1), 1: reading(0.7)}
 
     monkeypatch.setattr(publishing, "logprob_probe", far_apart)
-    result = local_runs.run(local_runs.rlvr())
-    assert "guard logprob_probe" in str(result.error)
-    assert "by actor_infer rank 1 - logprob by actor_train| on the probe tokens is 0.7" in str(result.error)
+    for action in ("error", "warn"):
+        result = local_runs.run(local_runs.rlvr(guards={"logprob_probe": action}))
+        assert "guard logprob_probe" in str(result.error)
+        assert "by actor_infer rank 1 - logprob by actor_train| on the probe tokens is 0.7" in str(result.error)
+
+
+@pytest.mark.parametrize("prompt_logprobs", [True, False])
+def test_an_engine_that_confirms_weights_that_it_never_loads_is_found_at_the_second_publish(
+    local_runs, monkeypatch, prompt_logprobs
+):
+    async def copies_the_manifest(self, version, manifest, tensors, *, shared=False):
+        self._core.version = version
+        return WeightReceipt(version=version, digests={entry.name: entry.digest for entry in manifest.tensors})
+
+    monkeypatch.setattr(HFInferStrategy, "update_weights", copies_the_manifest)
+    connect = publishing.Publishing._connect
+
+    async def connected(self, source, target):
+        link = await connect(self, source, target)
+        link.probes = prompt_logprobs
+        return link
+
+    monkeypatch.setattr(publishing.Publishing, "_connect", connected)
+    config = local_runs.rlvr(guards={"logprob_probe": "warn"})
+    config["actor_infer"]["device_mapping"] = [1]
+    result = local_runs.run(config)
+    assert isinstance(result.error, StaleWeightsError)
+    assert result.steps_done == 1
+    assert counts(result) == {"logprob_probe": 1}
 
 
 def keep_multiplying_with_these_weights(runner):
@@ -105,7 +137,7 @@ def keep_multiplying_with_these_weights(runner):
 
 def test_a_replica_that_multiplies_with_an_older_packed_copy_is_found_and_named(local_runs, monkeypatch):
     """Its digests are right: they are of the weights that it was sent, and not of what it made of them."""
-    config = local_runs.rlvr(max_steps=2, guards={"logprob_probe": {"every": 1, "threshold": 1e-3}})
+    config = local_runs.rlvr(max_steps=2)
     config["actor_infer"] |= {"device_mapping": [0, 1]}
     local_runs.ok(config)
 
@@ -119,13 +151,23 @@ def test_a_replica_that_multiplies_with_an_older_packed_copy_is_found_and_named(
 
     monkeypatch.setattr(HFInferStrategy, "update_weights", leaving_one_stale)
     result = local_runs.run(config)
-    assert "guard logprob_probe" in str(result.error)
-    assert "logprob by actor_infer rank 1 - logprob by actor_train" in str(result.error)
+    assert isinstance(result.error, StaleWeightsError)
+    assert "actor_infer rank 1" in str(result.error)
     assert counts(result) == {"logprob_probe": 1}
 
 
+@pytest.mark.parametrize("probe", ["warn", "off"])
+def test_doubled_logprobs_end_the_run(local_runs, spoil_answers, probe):
+    spoil_answers(lambda output: replace(output, logprobs=2 * output.logprobs))
+    result = local_runs.run(local_runs.rlvr(max_steps=1, guards={"logprob_probe": probe}))
+    guard = "logprob_probe" if probe == "warn" else "logprob_gap"
+    assert counts(result) == {guard: 1}
+    assert isinstance(result.error, GuardTrippedError)
+    assert result.error.guard == guard
+
+
 def test_logprobs_that_are_not_the_trainers_are_pointed_out(local_runs, spoil_answers):
-    spoil_answers(lambda output: replace(output, logprobs=output.logprobs - 0.5))
+    spoil_answers(lambda output: replace(output, logprobs=output.logprobs - 0.2))
     result = local_runs.ok(local_runs.rlvr(max_steps=1))
     assert counts(result) == {"logprob_gap": 1}
     strict = local_runs.run(local_runs.rlvr(max_steps=1, guards={"logprob_gap": "error"}))
@@ -138,7 +180,24 @@ def test_tokens_that_do_not_exist_are_named(local_runs, spoil_answers):
     spoil_answers(lambda output: replace(output, token_ids=np.full_like(output.token_ids, 99)))
     result = local_runs.run(local_runs.rlvr())
     assert "guard token_round_trip" in str(result.error)
-    assert "token ids from 99 to 99, but the tokenizer has" in str(result.error)
+    assert "token ids from 99 to 99, but the model has" in str(result.error)
+    assert "infer strategy 'hf_infer' of roll-core" in str(result.error)
+
+
+def test_ids_of_a_padded_embedding_are_trained_on(local_runs):
+    """Models as Qwen have more ids than their tokenizers: 64 and 13 here, so most sampled ids are such."""
+    config = local_runs.rlvr(max_steps=2)
+    model = config["actor_train"]["model_args"]
+    model["random_init"] = model["random_init"] | {"vocab_size": 64}
+    result = local_runs.ok(config)
+    assert counts(result) == {}
+    assert local_runs.metrics(result)[-1]["response_length/mean"] > 1
+
+
+def test_a_guard_that_only_warns_of_tokens_trips_once_per_batch(local_runs, spoil_answers):
+    spoil_answers(lambda output: replace(output, versions=output.versions - 1))
+    result = local_runs.ok(local_runs.rlvr(max_steps=2, guards={"token_round_trip": "warn"}))
+    assert counts(result) == {"token_round_trip": 2}
 
 
 def test_tokens_of_another_weight_version_are_named(local_runs, spoil_answers):

@@ -1,13 +1,18 @@
 """Token in, token out: what was drawn is what is trained on, even where decoding and encoding again would change it."""
 
+import json
+
 import numpy as np
+import pytest
 
 from roll_core.data.sequences import sequence_of
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.runtime.judging import request_of
+from roll_core.runtime.planning.models import vocab_size_of
 from roll_core.runtime.rollout.groups import group_of
 from roll_core.runtime.run import token_problem
-from roll_core.spec.config import TokenizerConfig
+from roll_core.spec.config import RunConfig, TokenizerConfig
+from roll_core.spec.model import ModelSpec
 from roll_core.spec.pipeline import Prompt
 from roll_core.types import Completion, CompletionOutput
 
@@ -53,3 +58,12 @@ def test_tokens_that_cannot_have_been_drawn_are_named():
     assert "logarithms" in problem(logprobs=np.array([-0.5, 0.5], dtype=np.float32))
     assert "versions [2, 3]" in problem(versions=np.array([2, 3], dtype=np.int32))
     assert "1 logprobs" in problem(logprobs=np.array([-0.5], dtype=np.float32))
+
+
+@pytest.mark.parametrize(("padded", "found"), [(151_936, 151_936), (151_000, 151_669), (None, 151_669)])
+def test_the_vocabulary_is_that_of_the_models_embedding_where_it_can_be_read(tmp_path, padded, found):
+    keys = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    if padded:
+        (tmp_path / "config.json").write_text(json.dumps(keys | {"vocab_size": padded}), encoding="utf-8")
+    spec = ModelSpec(path=str(tmp_path))
+    assert vocab_size_of(spec, RunConfig(pipeline="rlvr"), tokens=151_669) == found

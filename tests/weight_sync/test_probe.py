@@ -3,10 +3,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from roll_core.errors import NonFiniteError, WeightSyncError
-from roll_core.runtime.weight_sync.probe import logprob_probe
+from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
+from roll_core.runtime.weight_sync.probe import Compared, ProbeReading, logprob_probe, require_following
 from roll_core.spec.pipeline import ScoredSequences
-from roll_core.types import Completion
+from roll_core.types import Completion, CompletionOutput
 
 TOKENS = np.array([5, 6, 7, 8], np.int64)
 
@@ -18,22 +18,29 @@ class Trainer:
         self.logprobs = np.array(logprobs, np.float32)
 
     async def score(self, sequences, *, logprobs=False, **_):
-        (sequence,) = sequences
+        """Its own of the fixed tokens; minus their ids of those that an engine sampled."""
+        fixed, *sampled = sequences
         assert logprobs
-        assert sequence.tokens.tolist() == TOKENS.tolist()
-        return ScoredSequences(logprobs=[self.logprobs])
+        assert fixed.tokens.tolist() == TOKENS.tolist()
+        return ScoredSequences(logprobs=[self.logprobs, *(-each.tokens.astype(np.float32) for each in sampled)])
 
 
 class Engine:
     name = "actor_infer"
 
-    def __init__(self, *replicas):
-        self.replicas = replicas
+    def __init__(self, *replicas, sampled=(), logprobs=()):
+        self.replicas, self.sampled, self.logprobs = replicas, sampled, logprobs
 
     async def generate_on_each(self, request):
-        assert request.prompt_logprobs
         assert request.params.temperature == 1
         assert request.priority < 0
+        if not request.prompt_logprobs:
+            assert TOKENS[: len(request.prompt_ids)].tolist() == request.prompt_ids.tolist()
+            ids, logprobs = np.array(self.sampled, np.int64), np.array(self.logprobs, np.float32)
+            output = CompletionOutput(
+                token_ids=ids, logprobs=logprobs, versions=np.zeros(len(ids), np.int32), finish_reason="length"
+            )
+            return {rank: Completion(id=request.id, outputs=(output,)) for rank in range(len(self.replicas))}
         return {
             rank: Completion(
                 id=request.id,
@@ -44,8 +51,12 @@ class Engine:
         }
 
 
+def readings(trainer, engine, **given):
+    return asyncio.run(logprob_probe(trainer, engine, TOKENS, **{"prompt_logprobs": True, "vocab_size": 9, **given}))
+
+
 def probe(trainer, engine):
-    return asyncio.run(logprob_probe(trainer, engine, TOKENS))
+    return {rank: reading.fixed.gap for rank, reading in readings(trainer, engine).items()}
 
 
 def test_the_gap_is_the_mean_over_all_tokens_but_the_first():
@@ -78,3 +89,40 @@ def test_a_logprob_that_is_not_a_number_names_its_role(trainer, engine, role):
 def test_an_engine_that_does_not_answer_the_probe_is_an_error(answer):
     with pytest.raises(WeightSyncError, match=r"actor_infer rank 0 returned .* for the 4 probe tokens"):
         probe(Trainer(0, -1, -2, -3), Engine(answer))
+
+
+def test_tokens_that_an_engine_sampled_are_compared_also_without_prompt_logprobs():
+    # |-4 - -2|, |-2 - -1|: logprobs that are doubled.
+    engine = Engine([], sampled=[2, 1], logprobs=[-4, -2])
+    (reading,) = readings(Trainer(0, -1, -2, -3), engine, prompt_logprobs=False).values()
+    assert reading.fixed is None
+    assert reading.sampled.gap == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("sampled", [[], [9], [-1]])
+def test_sampled_ids_that_the_trainer_does_not_have_are_left_to_the_rollouts_checks(sampled):
+    engine = Engine([0, -1, -2, -3], sampled=sampled, logprobs=[-1.0] * len(sampled))
+    assert readings(Trainer(0, -1, -2, -3), engine)[0].sampled is None
+
+
+def compared(engine, trainer, ids=(1, 2)):
+    return Compared(np.array(ids), np.array(engine, np.float32), np.array(trainer, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "stale"),
+    [
+        pytest.param(compared([-1, -2], [-1, -2]), compared([-1, -2], [-1.01, -2]), True, id="the trainer alone moved"),
+        pytest.param(compared([-1, -2], [-1, -2]), compared([-1.01, -2], [-1.01, -2]), False, id="both moved"),
+        pytest.param(compared([-1, -2], [-1, -2]), compared([-1, -2], [-1.0001, -2]), False, id="rounding"),
+        pytest.param(compared([-1, -2], [-1.01, -2]), compared([-1, -2], [-1.02, -2]), False, id="within the noise"),
+        pytest.param(compared([-1, -2], [-1, -2]), compared([-1, -2], [-3, -2], ids=(1, 3)), False, id="other tokens"),
+    ],
+)
+@pytest.mark.parametrize("part", ["fixed", "sampled"])
+def test_an_engine_that_does_not_follow_the_trainer_is_stale(before, now, stale, part):
+    both = [ProbeReading(**({"fixed": None, "sampled": None} | {part: each})) for each in (before, now)]
+    if not stale:
+        return require_following("actor_infer rank 0", 3, *both)
+    with pytest.raises(StaleWeightsError, match=r"actor_infer rank 0 .* 3.* 0\.005 .* 0$"):
+        require_following("actor_infer rank 0", 3, *both)

@@ -291,12 +291,17 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     def _check_gap(self, run: Run, gap: float | None) -> None:
         """Engine and trainer hold the same weights, so they should give the drawn tokens the same logprobs."""
-        threshold = self.config.guards.logprob_gap.bound(self.config.actor_infer.weight_format)
+        if gap is None:
+            return
+        guard, weight_format = self.config.guards.logprob_gap, self.config.actor_infer.weight_format
+        fatal = gap > guard.error_bound(weight_format)
+        threshold = guard.error_bound(weight_format) if fatal else guard.bound(weight_format)
         run.guard(
             "logprob_gap",
-            gap is None or gap <= threshold,
-            f"step {run.step + 1}: mean |trainer's logprob - engine's logprob| of the drawn tokens is {gap},"
+            gap <= threshold,
+            f"step {run.step + 1}: mean |trainer's logprob - engine's logprob| of the sampled tokens is {gap:.4g},"
             f" above the threshold of {threshold:g}",
+            fatal=fatal,
         )
 
     def _policy_objective(self, run: Run) -> PolicyObjective:

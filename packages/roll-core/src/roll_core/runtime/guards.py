@@ -27,13 +27,16 @@ REMEDIES = {
     "weights_unchanged": "is learning_rate 0, or too small for the dtype? if not, the trainer exports a stale copy",
     "zero_gradient": "is what is trained frozen, or does the loss mask or the clip range exclude every token?",
     "weight_manifest": "the engine does not hold what the trainer sent: update the plugin of the infer strategy",
-    "logprob_probe": "compare dtype and attention of trainer and engine; if both are right, raise the threshold",
+    "logprob_probe": (
+        "does the engine load what it confirms, and report logprobs of softmax(logits / temperature)? compare dtype and"
+        " attention of both sides; if all are right, raise the threshold"
+    ),
     "logprob_gap": "compare temperature, dtype and attention of both sides; if all are right, raise the threshold",
     "reward_failures": "mend the reward, or give it more time (timeout_s); failed samples are never trained on",
     "non_finite": "lower learning_rate, clip gradients (max_grad_norm), or compute in bf16 or fp32 instead of fp16",
     "zero_steps": "raise max_steps above the step that was resumed from, or leave out resume_from_checkpoint",
     "staleness": "report this: generation runs no further ahead of training than it is allowed to",
-    "token_round_trip": "report this: the ids that an engine drew must reach the trainer as they are",
+    "token_round_trip": "update that package or report it there: sampled ids must reach the trainer as they are",
     "all_groups_filtered": (
         "the prompts are too hard or too easy for the model: try other prompts, SFT first, a larger"
         " num_return_sequences_in_group, a higher temperature, or a reward with partial credit"
@@ -120,25 +123,32 @@ class Guards:
         """Whether it is worth finding out: false where the guard is off."""
         return self.of(guard_id).action != "off"
 
-    def check(self, guard_id: str, ok: bool, message: str) -> None:
-        """Unless `ok`, trip: raise `GuardTrippedError`, warn, or do nothing, as the config says."""
+    def check(self, guard_id: str, ok: bool, message: str, *, fatal: bool = False) -> None:
+        """Unless `ok`, trip: raise `GuardTrippedError`, warn, or do nothing, as the config says. `fatal`: raise where
+        the config says `warn`."""
         self.of(guard_id)
         if not ok:
-            self._trip(guard_id, message, None)
+            self._trip(guard_id, message, None, fatal)
 
-    def check_at_most(self, guard_id: str, value: float, threshold: float, what: str) -> None:
-        """Trip if `value` is above `threshold` or is no number; `what` names it."""
+    def check_at_most(
+        self, guard_id: str, value: float, threshold: float, what: str, *, error_threshold: float = math.inf
+    ) -> None:
+        """Trip if `value` is above `threshold` or is no number; `what` names it. Fatal above `error_threshold`."""
+        fatal = value > error_threshold
+        bound = error_threshold if fatal else threshold
         ok = math.isfinite(value) and value <= threshold
-        self.check(guard_id, ok, f"{what} is {value:.4g}, above the threshold of {threshold:g}")
+        self.check(guard_id, ok, f"{what} is {value:.4g}, above the threshold of {bound:g}", fatal=fatal)
 
-    def failed(self, guard_id: str, error: RollError) -> None:
+    def failed(self, guard_id: str, error: RollError, *, fatal: bool = False) -> None:
         """`error` says what the guard watches for: raise it, warn or do nothing."""
-        self._trip(guard_id, str(error), error)
+        self._trip(guard_id, str(error), error, fatal)
 
-    def _trip(self, guard_id: str, message: str, error: RollError | None) -> None:
+    def _trip(self, guard_id: str, message: str, error: RollError | None, fatal: bool) -> None:
         action = self.of(guard_id).action
         if action == "off":
             return
+        if fatal:
+            action = "error"
         self.counts[guard_id] += 1
         stretch = self._stretches.get(guard_id)
         if stretch is None or not stretch.last <= self.step <= stretch.last + 1:

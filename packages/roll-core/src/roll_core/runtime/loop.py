@@ -21,7 +21,7 @@ from roll_core.config.secrets import Redactor
 from roll_core.errors import NonFiniteError, RollError, UnsupportedError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import group_specs, kept_apart, makes_room, provider_of, slots_per_worker
+from roll_core.runtime.build import group_specs, kept_apart, makes_room, model_spec, provider_of, slots_per_worker
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.console import Console
 from roll_core.runtime.data import RunData
@@ -34,6 +34,7 @@ from roll_core.runtime.logs import run_logging
 from roll_core.runtime.memory_use import forget_peak
 from roll_core.runtime.placement import place_roles, slots_per_node
 from roll_core.runtime.planning.comparing import compared, plan_of_run
+from roll_core.runtime.planning.models import vocab_size_of
 from roll_core.runtime.platform import select_platform
 from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.record import RunFacts, RunRecord
@@ -364,6 +365,8 @@ class _Driver:
                 continue
             moves = makes_room(role, config, self.registry, platform)
             provider = provider_of(role, worker, self.registry)
+            spec = model_spec(role, config, tokenizer)
+            run.vocab_sizes[name] = vocab_size_of(spec, config, tokens=len(run.tokenizer))
             if role.kind == "generate":
                 fed = bool(role.model_from)
                 alive_s = config.replica_timeout / POLLS_OF_LIFE

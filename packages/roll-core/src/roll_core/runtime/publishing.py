@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from roll_core.errors import (
     ReceiverSilentError,
     RollError,
+    StaleWeightsError,
     WeightsUnchangedError,
     WeightSyncError,
     WorkerDiedError,
@@ -19,7 +20,7 @@ from roll_core.runtime.build import provider_of, served_adapters
 from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
-from roll_core.runtime.weight_sync.probe import logprob_probe
+from roll_core.runtime.weight_sync.probe import ProbeReading, logprob_probe, require_following
 from roll_core.runtime.weight_sync.select import collective_backend, passed_over
 
 if TYPE_CHECKING:
@@ -49,11 +50,21 @@ class _Link:
 
     publisher: WeightPublisher
     probes: bool
-    """The engine can say what it thinks of given tokens."""
+    """The engine returns prompt logprobs."""
     in_flight: bool
     """The engine takes weights while requests run."""
     version: int = -1
     """Last version that the engine has proved to hold."""
+    readings: dict[int, ProbeReading] = field(default_factory=dict)
+    """Of the last probe, by rank."""
+    probed_at: int = -1
+    """Version of the first probe."""
+    followed: bool = False
+    """The engine was probed with weights other than the first probe's."""
+
+    def owes_probe(self, changed_at: int) -> bool:
+        """True for the first publish, and for the first whose weights have changed since."""
+        return self.probed_at < 0 or (not self.followed and changed_at > self.probed_at)
 
 
 class Publishing:
@@ -89,10 +100,10 @@ class Publishing:
 
     async def _publish(self, link: _Link, source: str, target: str, version: int) -> dict[str, float]:
         guards = self._run.guards
-        engine = self._run.engine(target)
+        engine, changed_at = self._run.engine(target), self._run.train_role(source).changed_at
         metrics: dict[str, float] = {}
         try:
-            report = await self._until_nobody_dies(engine, link, version, self._run.train_role(source).changed_at)
+            report = await self._until_nobody_dies(engine, link, version, changed_at)
         except WeightsUnchangedError as error:
             guards.failed("weights_unchanged", error)
         except WeightSyncError as error:
@@ -110,10 +121,11 @@ class Publishing:
         if link.publisher.transport == "shared" and target not in self._run.busy_roles:
             self._run.turns.lend(source, WEIGHTS, target)
         # By the step and not by counting, so that a resumed run is probed when the uninterrupted one would be.
-        due = self._run.step % guards.config.logprob_probe.every == 0
-        if due and link.probes and guards.active("logprob_probe"):
+        scheduled = self._run.step % guards.config.logprob_probe.every == 0
+        if guards.active("logprob_probe") and (scheduled or link.owes_probe(changed_at)):
             try:
-                metrics |= await self._probe(source, target)
+                found = await self._probe(link, source, target, changed_at)
+                metrics |= found if scheduled else {}
             except WorkerDiedError as error:
                 if not engine.dispatcher.nobody_left.is_set():
                     raise
@@ -205,17 +217,39 @@ class Publishing:
             backend=backend if transport == "collective" else HOST_BACKEND,
         )
 
-    async def _probe(self, source: str, target: str) -> dict[str, float]:
-        """The same fixed tokens, through the trainer and through every replica of the engine; the worst one counts."""
-        run = self._run
-        gaps = await logprob_probe(run.train_role(source), run.engine(target), probe_tokens(len(run.tokenizer)))
-        worst = max(gaps, key=gaps.__getitem__)
-        run.guards.check_at_most(
-            "logprob_probe",
-            gaps[worst],
-            run.config.guards.logprob_probe.bound(run.engine(target).config.weight_format),
-            f"mean |logprob by {target} rank {worst} - logprob by {source}| on the probe tokens",
+    async def _probe(self, link: _Link, source: str, target: str, changed_at: int) -> dict[str, float]:
+        """The same tokens, through the trainer and through every replica of the engine; the worst one counts."""
+        run, engine = self._run, self._run.engine(target)
+        guard, weight_format = run.config.guards.logprob_probe, engine.config.weight_format
+        readings = await logprob_probe(
+            run.train_role(source),
+            engine,
+            probe_tokens(len(run.tokenizer)),
+            prompt_logprobs=link.probes,
+            vocab_size=run.vocab_size(source),
         )
+        before, link.readings = link.readings, readings
+        if link.probed_at < 0:
+            link.probed_at = link.version
+        link.followed = link.followed or changed_at > link.probed_at
+        for rank, reading in readings.items():
+            try:
+                require_following(f"{target} rank {rank}", link.version, before.get(rank), reading)
+            except StaleWeightsError as error:
+                run.guards.failed("logprob_probe", error, fatal=True)
+        limit = guard.error_bound(weight_format)
+        sampled = {rank: reading.sampled.gap for rank, reading in readings.items() if reading.sampled is not None}
+        if sampled:
+            worst = max(sampled, key=sampled.__getitem__)
+            what = f"mean |logprob by {target} rank {worst} - logprob by {source}| of tokens that the engine sampled"
+            run.guards.check_at_most("logprob_probe", sampled[worst], limit, what, error_threshold=limit)
+        gaps = {rank: reading.fixed.gap for rank, reading in readings.items() if reading.fixed is not None}
+        if not gaps:
+            return {}
+        worst = max(gaps, key=gaps.__getitem__)
+        what = f"mean |logprob by {target} rank {worst} - logprob by {source}| on the probe tokens"
+        bound = guard.bound(weight_format)
+        run.guards.check_at_most("logprob_probe", gaps[worst], bound, what, error_threshold=limit)
         return {"weight_sync/logprob_probe": gaps[worst]}
 
     def _capabilities(self, name: str) -> TrainCapabilities | InferCapabilities:

@@ -17,7 +17,7 @@ from roll_core.runtime.rollout.of_run import DrawnRollouts, roll_out
 from roll_core.runtime.rollout.replay import ReplayedRole, ReplayedRollouts
 from roll_core.runtime.turns import SlotTurns
 from roll_core.spec.pipeline import Run
-from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
+from roll_core.spec.providers import AdvantageProvider, InferProvider, PolicyLossProvider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,6 +64,8 @@ class ActiveRun(Run):
         self.config, self.dir, self.tokenizer = config, run_dir.path, tokenizer
         self.step = 0
         self.turns = SlotTurns(ledger.stage)
+        self.vocab_sizes: dict[str, int] = {}
+        """Of the roles' models."""
         self.train_roles: dict[str, GroupTrainRole] = {}
         self.infer_roles: dict[str, GroupInferRole] = {}
         self.judges: Judges | None = None
@@ -116,8 +118,8 @@ class ActiveRun(Run):
         self._samples.write(self.step + (split == "train"), samples, split=split)
 
     @override
-    def guard(self, guard_id: str, ok: bool, message: str) -> None:
-        self.guards.check(guard_id, ok, message)
+    def guard(self, guard_id: str, ok: bool, message: str, *, fatal: bool = False) -> None:
+        self.guards.check(guard_id, ok, message, fatal=fatal)
 
     @override
     async def publish_weights(self, source: str, target: str) -> None:
@@ -178,10 +180,30 @@ class ActiveRun(Run):
 
         Of the weights that it holds now, unless versions may be `mixed`: then of these or earlier ones.
         """
-        size, version = len(self.tokenizer), self.infer_role(role).weight_version
-        for sample in (sample for group in groups for sample in group.samples):
-            if problem := token_problem(sample, vocab_size=size, version=version, mixed=mixed):
-                self.guards.check("token_round_trip", False, f"sample {sample.id}: {problem}")
+        size, version = self.vocab_size(role), self.infer_role(role).weight_version
+        samples = [sample for group in groups for sample in group.samples]
+        problems = {
+            sample.id: problem
+            for sample in samples
+            if (problem := token_problem(sample, vocab_size=size, version=version, mixed=mixed))
+        }
+        if problems:  # one trip a batch: each writes the run's record
+            sample_id, problem = next(iter(problems.items()))
+            found = f"{len(problems)} of {len(samples)} samples; the first is {sample_id}"
+            self.guards.check("token_round_trip", False, f"{self._source(role)}: {problem} ({found})")
+
+    def vocab_size(self, role: str) -> int:
+        """Ids that a role's model can sample; of a role that is replayed, the trained model's."""
+        known = self.vocab_sizes
+        return known.get(role) or known.get(self.config.policy_role) or len(self.tokenizer)
+
+    def _source(self, role: str) -> str:
+        """Where a role's samples come from, for messages."""
+        if role in self._replayed:
+            return f"{role}: a recorded rollout"
+        worker = self.config.roles()[role]
+        name = worker.strategy_args.strategy_name if worker.strategy_args else ""
+        return f"{role}: {self._registry.owner(self._registry.find(InferProvider, name))}"
 
     def check_rewards(self, verdicts: Verdicts) -> None:
         """A judge that fails too often is broken, whatever it says of the rest."""
@@ -232,7 +254,7 @@ def token_problem(sample: Sample, *, vocab_size: int, version: int, mixed: bool 
         if len(getattr(sample, name)) != len(ids):
             return f"{len(ids)} response tokens but {len(getattr(sample, name))} {name}"
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        return f"token ids from {ids.min()} to {ids.max()}, but the tokenizer has {vocab_size}"
+        return f"token ids from {ids.min()} to {ids.max()}, but the model has {vocab_size}"
     if not np.isfinite(sample.logprobs).all() or (sample.logprobs > 1e-3).any():
         return "logprobs that are not the logarithms of probabilities"
     versions = sample.versions[drawn]

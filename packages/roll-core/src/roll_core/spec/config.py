@@ -518,14 +518,21 @@ class LogprobProbeConfig(GuardConfig):
     """`guards.logprob_probe`."""
 
     every: PositiveInt = 10
-    """Steps between two probes; step 0 is probed, before anything is learnt."""
+    """Steps between two probes. The first publish and the first with changed weights are probed as well."""
     threshold: PositiveFloat | None = None
     """Largest mean absolute difference of logprobs in nats; where not given 0.05, and 0.3 for an engine in 8
     bits. bf16 engines differ by about 0.01, fp32 by less than 1e-4."""
+    error_threshold: PositiveFloat = 0.5
+    """Above it the run ends even if the action is `warn`. The bound of the few sampled tokens. `threshold` if that is
+    larger."""
 
     def bound(self, weight_format: WeightFormat) -> float:
         """The threshold for an engine that takes weights in this."""
         return PROBE_BOUNDS[weight_format] if self.threshold is None else self.threshold
+
+    def error_bound(self, weight_format: WeightFormat) -> float:
+        """The threshold that ends the run whatever the action is."""
+        return max(self.error_threshold, self.bound(weight_format))
 
 
 class LogprobGapConfig(WarningGuardConfig):
@@ -534,10 +541,16 @@ class LogprobGapConfig(WarningGuardConfig):
     threshold: PositiveFloat | None = None
     """Largest mean absolute difference of logprobs in nats; where not given 0.05, and 0.1 for an engine in 8
     bits."""
+    error_threshold: PositiveFloat = 0.3
+    """Above it the run ends even if the action is `warn`. `threshold` if that is larger."""
 
     def bound(self, weight_format: WeightFormat) -> float:
         """The threshold for an engine that takes weights in this."""
         return GAP_BOUNDS[weight_format] if self.threshold is None else self.threshold
+
+    def error_bound(self, weight_format: WeightFormat) -> float:
+        """The threshold that ends the run whatever the action is."""
+        return max(self.error_threshold, self.bound(weight_format))
 
 
 class RewardFailuresConfig(GuardConfig):

@@ -263,8 +263,8 @@ class Run(ABC):
         """Record samples in `samples.jsonl`: the first few of each step."""
 
     @abstractmethod
-    def guard(self, guard_id: str, ok: bool, message: str) -> None:
-        """Trip a guard unless `ok`: raise, warn or do nothing, as the config says.
+    def guard(self, guard_id: str, ok: bool, message: str, *, fatal: bool = False) -> None:
+        """Trip a guard unless `ok`: raise, warn or do nothing, as the config says. `fatal`: raise where it says `warn`.
 
         `{steps}` in `message` stands for the consecutive steps at which it has tripped: `step 3`, or `steps 3–7`."""
 

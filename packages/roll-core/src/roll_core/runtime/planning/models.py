@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.data.templates import control_tokens
-from roll_core.errors import ModelError
+from roll_core.errors import ModelError, RollError
 from roll_core.modeling.sizes import model_size
 
 if TYPE_CHECKING:
@@ -35,6 +35,15 @@ def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     return model_size({**keys, **spec.config_overrides}, task=spec.task, folder=folder)
+
+
+def vocab_size_of(spec: ModelSpec, config: RunConfig, *, tokens: int) -> int:
+    """Ids that a model can sample: those of its embedding, which is often padded beyond the `tokens` of the tokenizer,
+    or `tokens` where the model's files are not here."""
+    try:
+        return max(tokens, size_of(spec, config).vocab_size)
+    except RollError:
+        return tokens
 
 
 def _folder(path: str) -> Path:

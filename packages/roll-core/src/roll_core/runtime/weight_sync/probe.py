@@ -1,16 +1,21 @@
 """The proof of the whole path: every replica of an engine gives tokens the logprobs that the trainer gives them.
 
 Digests prove that an engine holds the right bytes; the probe, that it computes the right thing with them. It may have
-kept a cache or a fused copy of old ones, or run another architecture than the trainer.
+kept a cache or a fused copy of old ones, run another architecture than the trainer, report logprobs of something else,
+or have confirmed a publish that it never loaded.
+
+    fixed tokens       prompt logprobs, where the engine has them      compared with the trainer's, and with the
+    sampled tokens     logprobs of a few tokens after a fixed prompt   probe before: do both sides move?
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_core.errors import NonFiniteError, WeightSyncError
+from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
 from roll_core.runtime.rollout.groups import PROBE
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 
@@ -19,31 +24,118 @@ if TYPE_CHECKING:
     from roll_core.spec.pipeline import TrainRole
     from roll_core.types import Completion, Floats, TokenIds
 
+SAMPLED_PROMPT, SAMPLED_TOKENS = 8, 16
+"""Prompt and response of the sampled part: fewer tokens together than the fixed ones."""
+MOVED = 1e-4
+"""Nats by which the trainer's logprobs have to move before an engine must follow: engines in fp32 differ by less."""
 
-async def logprob_probe(train: TrainRole, infer: GroupInferRole, tokens: TokenIds) -> dict[int, float]:
-    """Mean |logprob by the engine - logprob by the trainer| in nats, over all tokens but the first, at temperature 1:
-    of each replica that lives, by rank.
 
-    The engine needs the capability `prompt_logprobs`. Raises `NonFiniteError` where a logprob is none.
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Logprobs of the same tokens by a replica and by the trainer."""
+
+    tokens: TokenIds
+    engine: Floats
+    trainer: Floats
+
+    @property
+    def gap(self) -> float:
+        """Mean absolute difference in nats."""
+        return _distance(self.engine, self.trainer)
+
+    def is_stale(self, before: Compared) -> bool:
+        """True if the trainer has moved since `before`, far beyond the noise between the sides, and the replica has
+        not followed."""
+        if not np.array_equal(self.tokens, before.tokens):
+            return False
+        moved = _distance(self.trainer, before.trainer)
+        return moved > max(4 * before.gap, MOVED) and _distance(self.engine, before.engine) < moved / 10
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReading:
+    """What one replica answered."""
+
+    fixed: Compared | None
+    """None for an engine without prompt logprobs."""
+    sampled: Compared | None
+    """None where it sampled ids that the trainer does not have: the rollout's own checks name them."""
+
+
+async def logprob_probe(
+    train: TrainRole, infer: GroupInferRole, tokens: TokenIds, *, prompt_logprobs: bool, vocab_size: int
+) -> dict[int, ProbeReading]:
+    """Readings of each replica that lives, by rank, at temperature 1. `prompt_logprobs`: the engine returns them.
+
+    Raises `NonFiniteError` where a logprob is none.
     """
-    mask = np.arange(len(tokens)) > 0
-    scored = await train.score([TrainSequence(id="probe", tokens=tokens, loss_mask=mask)], logprobs=True)
+    fixed: dict[int, Completion] = {}
+    if prompt_logprobs:
+        once = SamplingParams(max_new_tokens=1, temperature=1.0, seed=0)
+        request = GenerateRequest(id="probe", prompt_ids=tokens, params=once, prompt_logprobs=True, priority=PROBE)
+        fixed = await infer.generate_on_each(request)
+    some = SamplingParams(max_new_tokens=SAMPLED_TOKENS, temperature=1.0, seed=0)
+    prompt = tokens[:SAMPLED_PROMPT]
+    request = GenerateRequest(id="probe sampled", prompt_ids=prompt, params=some, priority=PROBE)
+    sampled = {
+        rank: completion.outputs[0]
+        for rank, completion in (await infer.generate_on_each(request)).items()
+        if completion.outputs and _exist(completion.outputs[0].token_ids, vocab_size)
+    }
+    sequences = {"fixed": _sequence("fixed", tokens, 1)}
+    for rank, output in sampled.items():
+        sequences[str(rank)] = _sequence(str(rank), np.concatenate([prompt, output.token_ids]), len(prompt))
+    scored = await train.score(list(sequences.values()), logprobs=True)
     if scored.logprobs is None:
         raise WeightSyncError(f"{train.name} returned no logprobs of the probe tokens")
-    _require_finite(train.name, scored.logprobs[0])
-    once = SamplingParams(max_new_tokens=1, temperature=1.0, seed=0)
-    request = GenerateRequest(id="probe", prompt_ids=tokens, params=once, prompt_logprobs=True, priority=PROBE)
-    answers = await infer.generate_on_each(request)
-    return {rank: _gap(answer, scored.logprobs[0], f"{infer.name} rank {rank}") for rank, answer in answers.items()}
+    by_trainer = dict(zip(sequences, scored.logprobs, strict=True))
+    for logprobs in by_trainer.values():
+        _require_finite(train.name, logprobs)
+
+    def reading(rank: int) -> ProbeReading:
+        who = f"{infer.name} rank {rank}"
+        first = _fixed(fixed[rank], tokens, by_trainer["fixed"], who) if rank in fixed else None
+        if rank not in sampled:
+            return ProbeReading(first, None)
+        output = sampled[rank]
+        _require_finite(who, output.logprobs)
+        return ProbeReading(first, Compared(output.token_ids, output.logprobs, by_trainer[str(rank)][len(prompt) :]))
+
+    return {rank: reading(rank) for rank in sorted(fixed.keys() | sampled.keys())}
 
 
-def _gap(answer: Completion, expected: Floats, who: str) -> float:
+def require_following(who: str, version: int, before: ProbeReading | None, now: ProbeReading) -> None:
+    """Raise `StaleWeightsError` if a replica still computes with the weights of the probe `before`."""
+    if before is None:
+        return
+    for one, other in ((before.fixed, now.fixed), (before.sampled, now.sampled)):
+        if one is not None and other is not None and other.is_stale(one):
+            raise StaleWeightsError(
+                f"{who} confirmed weight version {version}, but computes with older weights: on the same tokens the"
+                f" trainer's logprobs moved by {_distance(other.trainer, one.trainer):.4g} since the probe before, its"
+                f" own by {_distance(other.engine, one.engine):.4g}"
+            )
+
+
+def _sequence(id: str, tokens: TokenIds, prompt: int) -> TrainSequence:
+    return TrainSequence(id=f"probe {id}", tokens=tokens, loss_mask=np.arange(len(tokens)) >= prompt)
+
+
+def _exist(ids: TokenIds, vocab_size: int) -> bool:
+    return len(ids) > 0 and int(ids.min()) >= 0 and int(ids.max()) < vocab_size
+
+
+def _fixed(answer: Completion, tokens: TokenIds, expected: Floats, who: str) -> Compared:
     found = answer.prompt_logprobs
     if found is None or len(found) != len(expected):
         what = "no logprobs" if found is None else f"{len(found)} logprobs"
         raise WeightSyncError(f"{who} returned {what} for the {len(expected)} probe tokens")
     _require_finite(who, found)
-    return float(np.abs(found.astype(np.float64) - expected)[1:].mean())
+    return Compared(tokens[1:], found[1:], expected[1:])
+
+
+def _distance(one: Floats, other: Floats) -> float:
+    return float(np.abs(one.astype(np.float64) - other).mean())
 
 
 def _require_finite(who: str, logprobs: Floats) -> None:
