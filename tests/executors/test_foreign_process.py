@@ -210,7 +210,7 @@ def test_a_reward_is_judged_where_there_is_no_torch(runner: asyncio.Runner, tmp_
         provider = next(each for each in roll_rewards() if each.name == "function")
         config = {"reward": "function", "function": "judge:score", "isolation": "none"}
         foreign.hello = await foreign.process.start(python, environment_of(python, os.environ))
-        args = {"role": "rewards.r", "provider": provider, "config": config}
+        args = {"role": "rewards.r", "provider": provider, "owner": "reward", "config": config}
         made = ("roll_core.runtime.workers.reward:RewardWorker", PLACE, Peers(), args, {}, [str(tmp_path)])
         decode(WIRE, await foreign.process.make(WIRE.dumps(made)))
         await foreign.call("start")

@@ -132,6 +132,7 @@ def judge(*answers: str, weight: float = 1.0) -> list[Reward]:
             peers=Peers(),
             role="rewards.moody",
             provider=provider,
+            owner="reward 'moody' of roll-moody 1",
             config=config.model_dump(),
         )
     sample = Sample(

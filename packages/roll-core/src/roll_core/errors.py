@@ -133,6 +133,12 @@ class PluginHookError(PluginError, RuntimeError):
     exit_code = 1
 
 
+class InvalidCompletionError(PluginError, ValueError):
+    """An engine returned something that is not the completion of its request; names the engine and its package."""
+
+    exit_code = 1
+
+
 class TrackerError(PluginError, RuntimeError):
     """A tracker could not be opened, raised while it recorded a step, or could not be closed; names the tracker."""
 

@@ -278,6 +278,7 @@ def _model_args(
         )
     common = {
         "provider": provider,
+        "owner": registry.owner(provider),
         "strategy_config": worker.strategy_args.strategy_config if worker.strategy_args else {},
         "model": model,
         "timeout_s": min(config.rpc_timeout, COLLECTIVE_TIMEOUT_S),
@@ -311,7 +312,7 @@ def _replays(provider: TrainProvider | InferProvider) -> bool:
 
 def _reward_args(worker: RewardConfig, registry: Registry) -> dict[str, Any]:
     provider = registry.find(RewardProvider, worker.reward)
-    return {"provider": provider, "config": worker.model_dump(mode="json")}
+    return {"provider": provider, "owner": registry.owner(provider), "config": worker.model_dump(mode="json")}
 
 
 def _check_support(

@@ -1,9 +1,15 @@
-"""Waiting for several things at once, so that the first failure is the one that is seen; and for a thread."""
+"""Tasks and threads whose failures are seen: the first one by who awaits several, and that of a task nobody awaits.
+
+background(work) ──┐
+call_soon, done ───┴─ raises ─► the loop's exception handler ─► `end_on_failure`: the run ends with the exception
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import traceback
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,7 +17,47 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
     from typing import Any
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_UNAWAITED = "roll_unawaited"
+"""Marks the context that a failed background task gives to the loop's exception handler."""
+
+
+def background(work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+    """Start a task that nobody awaits. The caller keeps it, to cancel it; an exception in it ends the run."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_report)
+    return task
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        task.get_loop().call_exception_handler(
+            {"message": f"{task.get_name()} failed", "exception": error, "task": task, _UNAWAITED: True}
+        )
+
+
+def end_on_failure(end: Callable[[BaseException], None]) -> None:
+    """Call `end` with the exception of a `background` task, or of a callback of ROLL's, that fails on this loop.
+
+    Other contexts, as of an engine's own tasks, are logged as asyncio does it.
+    """
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, BaseException) and (_UNAWAITED in context or ("handle" in context and _is_ours(error))):
+            log.error("%s", context["message"])
+            end(error)
+        else:
+            loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(handle)
+
+
+def _is_ours(error: BaseException) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").startswith("roll_core.") for frame, _ in frames)
 
 
 async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

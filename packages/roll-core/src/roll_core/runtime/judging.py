@@ -11,7 +11,7 @@ import itertools
 import logging
 from typing import TYPE_CHECKING
 
-from roll_core.errors import DataError, RollError, WorkerDiedError
+from roll_core.errors import DataError, WorkerDiedError
 from roll_core.runtime.workers.reward import THREADS
 from roll_core.spec.reward import RewardRequest
 from roll_core.types import Group, Reward
@@ -136,7 +136,7 @@ class RewardRole:
         try:
             await self.group.replace(rank)
             await self.group.call_rank(rank, "start")
-        except RollError as failure:
+        except Exception as failure:  # raised to callers once no rank is left
             log.warning("%s rank %d died and could not be replaced: %s", self.name, rank, failure)
             raise
         del self._replacing[rank]

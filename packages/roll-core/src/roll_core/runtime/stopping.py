@@ -1,5 +1,6 @@
-"""How a run is stopped from outside: Ctrl-C at once, SIGTERM in good order.
+"""How a run is stopped before its end: a failure and Ctrl-C at once, SIGTERM in good order.
 
+    a background task or callback fails ────────────────────────► the run is cancelled        its exception
     SIGINT ─────────────────────────────────────────────────────► the run is cancelled        RunInterruptedError
     SIGTERM ─► the step in progress ends ─► checkpoint ─► end                                 RunPreemptedError
        └─ a second one, or `grace_s` have passed ───────────────► the run is cancelled        RunInterruptedError
@@ -16,6 +17,7 @@ import signal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import RunInterruptedError, RunPreemptedError
+from roll_core.runtime.concurrency import end_on_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -35,7 +37,7 @@ class StopSignals:
         self._asked = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._error: RunInterruptedError | None = None
+        self._error: BaseException | None = None
         """What the run is cancelled for."""
 
     @property
@@ -44,8 +46,8 @@ class StopSignals:
         return self._asked.is_set()
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
-        """Run the coroutine to its end. Raises `RunInterruptedError` if a signal ended it, so that workers are closed
-        and the record is written."""
+        """Run the coroutine to its end. Raises `RunInterruptedError` if a signal ended it, and the exception of a
+        background task or callback that failed. Either way workers are closed and the record is written."""
         asyncio.run(self._guarded(main))
 
     def saved(self, what: str) -> RunPreemptedError:
@@ -69,6 +71,7 @@ class StopSignals:
 
     async def _guarded(self, main: Coroutine[Any, Any, None]) -> None:
         loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        end_on_failure(self._cancel)
         handled = []
         handlers: dict[int, Callable[[], None]] = {signal.SIGTERM: self._on_sigterm, signal.SIGINT: self._on_sigint}
         for number, handler in handlers.items():
@@ -80,7 +83,7 @@ class StopSignals:
             await main
         except asyncio.CancelledError:
             if self._error is not None:
-                raise self._error from None
+                raise self._error from self._error.__cause__
             raise
         finally:
             self._call_off()
@@ -110,7 +113,10 @@ class StopSignals:
             )
         )
 
-    def _cancel(self, error: RunInterruptedError) -> None:
+    def _cancel(self, error: BaseException) -> None:
+        """Cancel the run. Later failures do not interrupt its cleanup; a later signal does."""
+        if self._error is not None and not isinstance(error, RunInterruptedError):
+            return
         self._error = error
         if self._task is not None:
             self._task.cancel()

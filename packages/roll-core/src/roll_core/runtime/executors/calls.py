@@ -52,7 +52,10 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Record an exception that was just caught."""
-        message = str(error)
+        try:
+            message = str(error)
+        except Exception:  # foreign code: its __str__ raises
+            message = ""
         name = type(error).__name__
         return cls(
             error=error,

@@ -9,18 +9,22 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import signal
 import socket
 import subprocess
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import PythonEnvironmentError
+from roll_core.runtime.concurrency import background
 from roll_core.runtime.executors.frames import ANSWER, CALL, CANCEL, CLOSE, MAKE, STACK, frame, read_frame
 from roll_core.runtime.host import hostname
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 START_S = 120.0
 """How long a process may take until it says hello, by when it has imported nothing that is heavy."""
@@ -64,7 +68,7 @@ class ForeignProcess:
             self._process.kill()
             self._process.wait()
             raise
-        self._reading = asyncio.create_task(self._read(reader))
+        self._reading = background(self._read(reader), name="answers of a worker's process")
         return hello
 
     async def _hello(self, reader: asyncio.StreamReader, where: str) -> dict[str, Any]:
@@ -127,12 +131,16 @@ class ForeignProcess:
         return future
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(EOFError):
-            while True:
-                kind, number, body = await read_frame(reader)
-                future = self._waiting.get(number)
-                if kind == ANSWER and future is not None and not future.done():
-                    future.set_result(body)
+        try:
+            with contextlib.suppress(EOFError):
+                while True:
+                    kind, number, body = await read_frame(reader)
+                    future = self._waiting.get(number)
+                    if kind == ANSWER and future is not None and not future.done():
+                        future.set_result(body)
+        except Exception:  # whatever it sent: without its answers the process is of no use
+            log.exception("%s: an answer cannot be read, so its process is killed", self._settings["role"])
+            self._process.kill()
         self._ended.set()
         self._writer.close()
         cause = await self._cause()

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_core.runtime.concurrency import background, end_on_failure
 from roll_core.runtime.executors.calls import CallFailed, Failure
 from roll_core.runtime.executors.codecs import WIRE, answer, encode_failure
 from roll_core.runtime.executors.deafness import be_deaf_to
@@ -31,6 +32,8 @@ from roll_core.runtime.versions import versions
 if TYPE_CHECKING:
     import socket
     from collections.abc import Coroutine, Mapping
+
+log = logging.getLogger(__name__)
 
 
 def serve(connection: socket.socket, settings: Mapping[str, Any]) -> None:
@@ -56,7 +59,9 @@ class Served:
         self._writer: asyncio.StreamWriter
 
     async def run(self, connection: socket.socket) -> None:
-        """Say hello, then answer until told to close."""
+        """Say hello, then answer until told to close. An answer that cannot be sent ends the process: the driver then
+        learns of its death instead of waiting for the answer."""
+        end_on_failure(_end_with_failure)
         reader, self._writer = await asyncio.open_connection(sock=connection)
         fingerprint = {"executable": sys.executable, **versions(self._settings["reported"])}
         hello = {"pid": os.getpid(), "host": hostname(), "fingerprint": fingerprint}
@@ -104,12 +109,17 @@ class Served:
         async def send() -> None:
             self._write(number, await answering)
 
-        task = asyncio.create_task(send())
+        task = background(send(), name=f"answer {number}")
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
     def _write(self, number: int, body: bytes) -> None:
         self._writer.write(frame(ANSWER, number, body))
+
+
+def _end_with_failure(error: BaseException) -> None:
+    log.error("this worker's process ends", exc_info=error)
+    os._exit(1)
 
 
 def _end_with(descriptor: int) -> None:

@@ -144,7 +144,10 @@ class WorkerThread:
             work()
             del work
             if self._queue.empty():
-                openmp.rest()
+                try:
+                    openmp.rest()
+                except Exception:  # the thread must go on serving
+                    log.exception("%s: OpenMP's threads could not be put to rest", self._thread.name)
 
 
 def _stack_of(thread: threading.Thread) -> str:

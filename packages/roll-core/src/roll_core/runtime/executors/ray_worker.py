@@ -175,8 +175,11 @@ class RayWorker:
         """Call back on the event loop with the answer or the error. Ray calls from a thread of its own."""
 
         def ready(done: Future[Any]) -> None:
-            error = done.exception()
-            answer = None if error else done.result()
+            answer, error = None, None
+            try:
+                answer = done.result()
+            except BaseException as raised:  # an exception here would be swallowed, and the call never end
+                error = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everyone who waited
                 self._loop.call_soon_threadsafe(callback, answer, error)
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll_core.errors import RollError
+from roll_core.errors import InvalidCompletionError, RollError, WorkerDiedError
+from roll_core.runtime.concurrency import background
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -51,12 +52,13 @@ class Watch:
         self._patience, self._poll_s, self._give_up = patience, poll_s, give_up
         self._limit_s = max(poll_s, patience.tokens_s / POLLS)
         self._tasks: dict[Seat, asyncio.Task[None]] = {}
+        self._warned: set[Seat] = set()
         self._resting = 0
 
     def begin(self, seat: Seat) -> None:
         """It has work."""
         if self._poll_s and seat not in self._tasks:
-            self._tasks[seat] = asyncio.create_task(self._follow(seat))
+            self._tasks[seat] = background(self._follow(seat), name=f"{seat.replica.name}: progress")
 
     def heard(self, seat: Seat) -> None:
         """It lives."""
@@ -103,8 +105,18 @@ class Watch:
         begun, limit_s = time(), None if self._limit_s == math.inf else self._limit_s
         try:
             told = await asyncio.wait_for(seat.replica.progress(), limit_s)
-        except (TimeoutError, RollError) as error:  # if it died, every request that ran there is answered with that
-            log.debug("%s did not tell its progress: %r", seat.replica.name, error)
+        except InvalidCompletionError:
+            raise
+        except (
+            TimeoutError,
+            WorkerDiedError,
+        ) as error:  # requests of a dead replica fail with its death
+            log.debug("%s did not report its progress: %r", seat.replica.name, error)
+            return 0.0
+        except RollError as error:
+            if seat not in self._warned:
+                self._warned.add(seat)
+                log.warning("%s did not report its progress: %s", seat.replica.name, error)
             return 0.0
         seat.tells = told is not None
         for completion in told or ():

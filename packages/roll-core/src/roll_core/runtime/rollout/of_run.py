@@ -64,6 +64,7 @@ async def roll_out(
     finally:
         for task in judging:
             task.cancel()
+        await asyncio.gather(*judging, return_exceptions=True)
     return [groups[prompt.id] for prompt in prompts]
 
 

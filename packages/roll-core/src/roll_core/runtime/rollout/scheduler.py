@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointMismatchError
+from roll_core.runtime.concurrency import background
 from roll_core.runtime.rollout.groups import BatchFacts, Verdicts, group_of, request_for
 from roll_core.runtime.rollout.lines import Entry, Line
 from roll_core.runtime.rollout.saved import group_from, outputs_from, saved_group, saved_outputs
@@ -299,7 +300,7 @@ class RolloutScheduler:
             except Exception as error:  # of the filter, or of what makes prompts
                 self._fail(error)
             return
-        task = asyncio.ensure_future(self._judged(self._judge, line, entry, group))
+        task = background(self._judged(self._judge, line, entry, group), name=f"rewards of {group.id}")
         self._judging.add(task)
         task.add_done_callback(self._judging.discard)
 

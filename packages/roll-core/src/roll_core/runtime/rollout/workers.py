@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.errors import RollError
+from roll_core.runtime.concurrency import background
+from roll_core.runtime.executors.calls import retrieve
 from roll_core.runtime.rollout.replica import Replica
 
 if TYPE_CHECKING:
@@ -43,8 +45,10 @@ class WorkerReplica(Replica):
         )
         self._entering.add(entering)
         entering.add_done_callback(self._entering.discard)
+        entering.add_done_callback(retrieve)
         for request in requests:
-            self._waiting[request.id] = asyncio.create_task(self._wait(entering, request.id, answered))
+            waiting = self._wait(entering, request.id, answered)
+            self._waiting[request.id] = background(waiting, name=f"{self.name}: result of {request.id}")
 
     async def _wait(self, entering: asyncio.Future[None], id: str, answered: Answered) -> None:
         outcome: Completion | BaseException
@@ -82,7 +86,7 @@ class WorkerReplica(Replica):
             task = self._waiting.pop(id, None)
             if task is not None:
                 task.cancel()
-        task = asyncio.ensure_future(self._forget(list(ids)))
+        task = background(self._forget(list(ids)), name=f"{self.name}: forget")
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
 

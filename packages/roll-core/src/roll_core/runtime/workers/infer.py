@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from roll_core.errors import RollError
+import numpy as np
+
+from roll_core.config.model_keys import model_keys
+from roll_core.errors import InvalidCompletionError, RollError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
+from roll_core.runtime.executors.calls import retrieve
 from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
 from roll_core.runtime.weight_sync import DeviceFacts, WeightReceiver
 from roll_core.runtime.workers.mesh import mesh_info
+from roll_core.types import Completion, CompletionOutput, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
     from roll_core.spec.infer import InferStrategy, MetricKind
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import InferProvider
-    from roll_core.types import Completion, GenerateRequest
+    from roll_core.types import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +68,9 @@ class InferWorker:
         model: ModelSpec,
         backend: str,
         timeout_s: float,
+        owner: str,
     ) -> None:
-        owner = f"infer strategy {provider.name}"
+        """`owner` names the strategy and its package in errors."""
         check_requirements(provider, owner=owner)
         schema = load_target(provider.config, owner=owner)
         strategy_class = load_target(provider.target, owner=owner)
@@ -73,6 +81,9 @@ class InferWorker:
         on_device = self.strategy.capabilities.device_weights
         self.takes_weights_on = (place.device, backend) if on_device else (HOST_DEVICE, HOST_BACKEND)
         self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.takes_weights_on[0])
+        self.owner, self.vocab_size = owner, model_vocab_size(model)
+        self.requests: dict[str, GenerateRequest] = {}
+        """Those in `running`, by id."""
         self.running: dict[str, asyncio.Task[Completion]] = {}
         self.turning = asyncio.Lock()
         """A call that the driver gave up on may still be on its way to sleep when the next one is to wake it."""
@@ -87,14 +98,16 @@ class InferWorker:
         for request in requests:
             if request.id in self.running:
                 raise RollError(f"request {request.id} is already running")
+            self.requests[request.id] = request
             self.running[request.id] = asyncio.create_task(self.strategy.generate(request))
 
     async def result(self, request_id: str) -> Completion:
         """Wait for one of the admitted requests and hand its answer out, once."""
+        request = self.requests[request_id]
         try:
-            return await self.running[request_id]
+            return self._checked(await self.running[request_id], request)
         finally:
-            self.running.pop(request_id, None)
+            self._drop(request_id)
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """End requests now; their `result` has what there is."""
@@ -102,15 +115,30 @@ class InferWorker:
         return await self.strategy.abort(ids)
 
     async def progress(self) -> list[Completion] | None:
-        """What running requests have drawn so far; None from an engine that does not tell."""
-        return await self.strategy.progress()
+        """Partial completions of running requests; None from an engine that does not report them."""
+        found = await self.strategy.progress()
+        if found is None:
+            return None
+        if not isinstance(found, list) or not all(isinstance(each, Completion) for each in found):
+            raise InvalidCompletionError(f"{self.owner}: progress() returned {_shown(found)}, expected Completions")
+        return [self._checked(each, self.requests[each.id]) for each in found if each.id in self.requests]
 
     async def forget(self, ids: Sequence[str]) -> None:
         """End requests whose `result` nobody will ask for."""
         for id in ids:
-            task = self.running.pop(id, None)
+            task = self._drop(id)
             if task is not None:
                 task.cancel()
+                task.add_done_callback(retrieve)
+
+    def _checked(self, completion: Completion, request: GenerateRequest) -> Completion:
+        if problem := completion_problem(completion, request, vocab_size=self.vocab_size):
+            raise InvalidCompletionError(f"{self.owner}: invalid completion of request {request.id!r}: {problem}")
+        return completion
+
+    def _drop(self, request_id: str) -> asyncio.Task[Completion] | None:
+        self.requests.pop(request_id, None)
+        return self.running.pop(request_id, None)
 
     async def sleep(self) -> None:
         """Give the device's memory back. Requests that nobody waits for any more, as those of an evaluation that was
@@ -119,6 +147,7 @@ class InferWorker:
             await self.strategy.abort(list(self.running))
             await asyncio.gather(*self.running.values(), return_exceptions=True)
             self.running.clear()
+            self.requests.clear()
             await self.strategy.sleep()
 
     async def wake(self) -> None:
@@ -153,3 +182,89 @@ class InferWorker:
         await asyncio.gather(*self.running.values(), return_exceptions=True)
         self.receiver.close()
         await self.strategy.stop()
+
+
+def completion_problem(completion: object, request: GenerateRequest, *, vocab_size: int | None) -> str:
+    """What is wrong with an engine's completion of `request`, partial or not; empty if nothing is.
+
+    `vocab_size` is the model's, which may exceed the tokenizer's; None where it is not known.
+    """
+    if not isinstance(completion, Completion):
+        return f"it is {_shown(completion)}, expected a Completion"
+    if completion.id != request.id:
+        return f"its id is {completion.id!r}"
+    outputs: object = completion.outputs
+    if not isinstance(outputs, tuple) or not all(isinstance(each, CompletionOutput) for each in outputs):
+        return f"outputs is {_shown(outputs)}, expected a tuple of CompletionOutput"
+    if len(completion.outputs) != request.n:
+        return f"{len(completion.outputs)} outputs, expected n = {request.n}"
+    if request.prompt_logprobs and completion.prompt_logprobs is not None:
+        problem = _array_problem(completion.prompt_logprobs, np.float32, len(request.prompt_ids), finite=True)
+        if problem:
+            return f"prompt_logprobs {problem}"
+    for index, output in enumerate(completion.outputs):
+        if problem := _output_problem(output, request, vocab_size):
+            return f"output {index}: {problem}"
+    return ""
+
+
+def _output_problem(output: CompletionOutput, request: GenerateRequest, vocab_size: int | None) -> str:
+    if problem := _array_problem(output.token_ids, np.int64):
+        return f"token_ids {problem}"
+    ids, most = output.token_ids, request.params.max_new_tokens
+    if len(ids) > most:
+        return f"{len(ids)} tokens, more than max_new_tokens = {most}"
+    if len(ids) and (ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size)):
+        known = "at least 0" if vocab_size is None else f"below the model's vocabulary of {vocab_size}"
+        return f"token_ids range from {ids.min()} to {ids.max()}, expected ids {known}"
+    if problem := _array_problem(output.logprobs, np.float32, len(ids), finite=True):
+        return f"logprobs {problem}"
+    if problem := _array_problem(output.versions, np.int32, len(ids)):
+        return f"versions {problem}"
+    if output.finish_reason not in get_args(FinishReason):
+        return f"finish_reason is {output.finish_reason!r}, expected {', '.join(get_args(FinishReason))}"
+    routed: object = output.routed_experts
+    if routed is None:
+        return ""
+    if not isinstance(routed, np.ndarray) or routed.dtype.kind != "u" or routed.ndim != 3:
+        return f"routed_experts is {_shown(routed)}, expected unsigned integers [tokens, layers, experts]"
+    if len(routed) > (most_rows := max(0, len(request.prompt_ids) + len(ids) - 1)):
+        return f"routed_experts has {len(routed)} rows, expected at most {most_rows}"
+    return ""
+
+
+def _array_problem(found: object, dtype: type[np.generic], length: int | None = None, *, finite: bool = False) -> str:
+    if not isinstance(found, np.ndarray) or found.dtype != dtype or found.ndim != 1:
+        return f"is {_shown(found)}, expected a one-dimensional array of {np.dtype(dtype)}"
+    if length is not None and len(found) != length:
+        return f"has {len(found)} values for {length} tokens"
+    if finite and not np.isfinite(found).all():
+        at = int(np.flatnonzero(~np.isfinite(found))[0])
+        return f"is {found[at]} at token {at}, expected finite values"
+    return ""
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} with shape {value.shape}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def model_vocab_size(model: ModelSpec) -> int | None:
+    """The vocabulary of a model whose config says it and lies here; None otherwise."""
+    path = model.path
+    if path and not Path(path).expanduser().is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        with contextlib.suppress(HFValidationError):
+            cached = try_to_load_from_cache(path, "config.json")
+            path = str(Path(cached).parent) if isinstance(cached, str) else ""
+    given = {
+        "random_init": None if model.random_init is None else dict(model.random_init),
+        "model_config_kwargs": dict(model.config_overrides),
+    }
+    keys = model_keys(given, path)
+    text = keys.get("text_config")
+    found = keys.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    return found if isinstance(found, int) else None

@@ -28,9 +28,9 @@ class RewardWorker:
     """Constructed by the executor in the worker's process."""
 
     def __init__(
-        self, *, place: Place, peers: Peers, role: str, provider: RewardProvider, config: Mapping[str, Any]
+        self, *, place: Place, peers: Peers, role: str, provider: RewardProvider, owner: str, config: Mapping[str, Any]
     ) -> None:
-        owner = f"reward {provider.name}"
+        """`owner` names the reward and its package in errors."""
         check_requirements(provider, owner=owner)
         schema = load_target(provider.config, owner=owner)
         function_class = load_target(provider.target, owner=owner)

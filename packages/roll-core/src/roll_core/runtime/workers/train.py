@@ -85,8 +85,9 @@ class TrainWorker:
         backend: str,
         timeout_s: float,
         deterministic: bool,
+        owner: str,
     ) -> None:
-        owner = f"train strategy {provider.name}"
+        """`owner` names the strategy and its package in errors."""
         check_requirements(provider, owner=owner)
         schema = load_target(provider.config, owner=owner)
         strategy_class = load_target(provider.target, owner=owner)

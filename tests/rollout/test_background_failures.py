@@ -1,0 +1,272 @@
+"""No exception in a background task, a callback or a thread leaves a run hanging: it ends with that exception."""
+
+import ast
+import asyncio
+import threading
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rollout_fleet import engine, plan, request
+
+import roll_core.runtime
+from roll_core.runtime import openmp
+from roll_core.runtime.concurrency import background
+from roll_core.runtime.executors import foreign_process
+from roll_core.runtime.executors.calls import CallFailed
+from roll_core.runtime.executors.host import WorkerThread
+from roll_core.runtime.executors.ray_worker import RayWorker
+from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.liveness import Patience
+from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.runtime.rollout.workers import WorkerReplica
+from roll_core.runtime.stopping import StopSignals
+from roll_core.types import Completion, CompletionOutput, Group
+
+RUNTIME = Path(roll_core.runtime.__file__).parent
+
+TASKS = {
+    ("checkpoints.py", "_in_thread"),
+    ("concurrency.py", "background"),
+    ("concurrency.py", "gather"),
+    ("executors/base.py", "_stacks"),
+    ("executors/host.py", "begin"),
+    ("executors/local.py", "_start_group"),
+    ("judging.py", "_judged"),
+    ("loop.py", "_watched"),
+    ("roles.py", "_is_done"),
+    ("roles.py", "served"),
+    ("rollout/fleet.py", "_abort"),
+    ("rollout/fleet.py", "abort_all"),
+    ("rollout/of_run.py", "roll_out"),
+    ("rollout/workers.py", "begin"),
+    ("saving.py", "_save"),
+    ("stopping.py", "unless_asked"),
+    ("weight_sync/publisher.py", "_transfer"),
+    ("workers/infer.py", "submit"),
+}
+"""Functions that start tasks by themselves. Every other task is `background`; of these each is awaited, by the function
+itself or by whoever it is handed to."""
+THREADS = {
+    ("concurrency.py", "in_daemon_thread"): "the exception is the result of the one who awaits it",
+    ("doctor.py", "guarded"): "waits with a limit of its own",
+    ("executors/foreign_worker.py", "serve"): "ends the process",
+    ("executors/host.py", "__init__"): "exceptions are answers: see below",
+    ("manifest.py", "_in_parallel"): "map raises in the caller",
+    ("workers/reward.py", "__init__"): "run_in_executor raises in who awaits",
+}
+"""Functions that start threads, and what becomes of an exception there."""
+
+
+def calls(*names):
+    """(file, function) of every call of these names in the runtime."""
+    found = Counter()
+    for file in sorted(RUNTIME.rglob("*.py")):
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for node in ast.walk(function):
+                called = node.func if isinstance(node, ast.Call) else None
+                name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                if name in names:
+                    found[file.relative_to(RUNTIME).as_posix(), function.name] += 1
+    return found
+
+
+def test_every_task_is_a_background_task_or_awaited():
+    assert set(calls("create_task", "ensure_future")) == TASKS
+
+
+def test_every_thread_is_known():
+    assert set(calls("Thread", "ThreadPoolExecutor")) == set(THREADS)
+
+
+def test_nobody_else_handles_what_callbacks_raise():
+    assert set(calls("set_exception_handler")) == {("concurrency.py", "end_on_failure")}
+
+
+class Boom(Exception):
+    """Injected."""
+
+
+def boom(*args, **given):
+    raise Boom
+
+
+async def boom_async(*args, **given):
+    raise Boom
+
+
+def drawn():
+    return CompletionOutput(
+        token_ids=np.zeros(0, np.int64),
+        logprobs=np.zeros(0, np.float32),
+        versions=np.zeros(0, np.int32),
+        finish_reason="stop",
+    )
+
+
+async def finish_of_a_request_that_was_drawn_before():
+    Dispatcher([engine("0")]).ask([request("r1")], boom, {"r1": [drawn()]})
+
+
+async def failure_of_all_requests_with_the_last_replica():
+    replica = engine("0")
+    dispatcher = Dispatcher([replica])
+    dispatcher.remove(replica)
+    dispatcher.ask([request("r1")], boom)
+
+
+async def request_of_a_replica_that_is_gone():
+    Dispatcher([engine("0")]).ask([request("r1")], boom, only_at=engine("1"))
+
+
+async def answer_of_a_worker():
+    replica = WorkerReplica(SimpleNamespace(role="actor_infer", call_rank=lambda *a, **k: asyncio.sleep(0)), 0)
+    replica.begin([request("r1")], boom)
+
+
+async def request_that_a_worker_is_to_forget():
+    WorkerReplica(SimpleNamespace(role="actor_infer", call_rank=boom_async), 0).forget(["r1"])
+
+
+async def progress_of_a_replica():
+    replica = engine("0")
+    replica.progress = boom_async
+    replica.begin = lambda requests, answered: None
+    dispatcher = Dispatcher([replica], progress_s=0.01, patience=Patience(tokens_s=60.0))
+    dispatcher.ask([request("r1")], lambda id, outcome: None)
+
+
+async def rewards_of_a_group():
+    async def judge(prompt, group):
+        return Group(id="a0", samples=())
+
+    dispatcher = Dispatcher([engine("0")])
+    scheduler = RolloutScheduler(plan(), dispatcher, judge, seed=1)
+    scheduler._settle = scheduler._fail = boom
+    scheduler._wanted = True
+    scheduler._admit()
+    id = next(iter(scheduler._by_request))
+    scheduler._answered(id, Completion(id=id, outputs=()))
+
+
+async def answer_of_an_actor():
+    worker = object.__new__(RayWorker)
+    worker._pending = SimpleNamespace(pop=boom)
+    future = asyncio.get_running_loop().create_future()
+    future.add_done_callback(worker._forget)
+    future.set_result(None)
+
+
+async def background_task():
+    background(boom_async(), name="task")
+
+
+@pytest.mark.parametrize(
+    "inject",
+    [
+        finish_of_a_request_that_was_drawn_before,
+        failure_of_all_requests_with_the_last_replica,
+        request_of_a_replica_that_is_gone,
+        answer_of_a_worker,
+        request_that_a_worker_is_to_forget,
+        progress_of_a_replica,
+        rewards_of_a_group,
+        answer_of_an_actor,
+        background_task,
+    ],
+)
+def test_an_exception_where_nobody_awaits_ends_the_run(inject):
+    closed = []
+
+    async def main():
+        try:
+            await inject()
+            await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    with pytest.raises(Boom):
+        StopSignals(0.0).run(main())
+    assert closed == [True]
+
+
+def test_a_failure_while_the_run_ends_does_not_interrupt_its_cleanup():
+    closed = []
+
+    async def main():
+        try:
+            background(boom_async(), name="first")
+            await asyncio.Event().wait()
+        finally:
+            background(boom_async(), name="second")
+            await asyncio.sleep(0.01)
+            closed.append(True)
+
+    with pytest.raises(Boom):
+        StopSignals(0.0).run(main())
+    assert closed == [True]
+
+
+def test_an_answer_that_cannot_be_had_from_ray_is_an_error_of_the_call():
+    """Ray calls back from a thread of its own, and swallows what is raised there."""
+
+    class Cancelled:
+        def add_done_callback(self, callback):
+            threading.Thread(target=callback, args=(self,)).start()
+
+        def result(self):
+            raise asyncio.CancelledError
+
+    async def main():
+        worker = object.__new__(RayWorker)
+        worker._loop = asyncio.get_running_loop()
+        told = worker._loop.create_future()
+        worker._on_answer(
+            SimpleNamespace(future=Cancelled), lambda answer, error: told.set_result((answer, type(error)))
+        )
+        return await asyncio.wait_for(told, 30)
+
+    assert asyncio.run(main()) == (None, asyncio.CancelledError)
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise Boom
+
+
+def test_a_workers_thread_answers_whatever_is_raised_and_goes_on(monkeypatch):
+    monkeypatch.setattr(openmp, "rest", boom)
+
+    def unprintable():
+        raise Unprintable
+
+    async def main():
+        thread = WorkerThread("worker")
+        with pytest.raises(CallFailed) as failed:
+            await asyncio.wait_for(thread.run(unprintable), 30)
+        assert failed.value.failure.summary == "Unprintable"
+        assert await asyncio.wait_for(thread.run(lambda: 7), 30) == 7
+        thread.stop()
+
+    asyncio.run(main())
+
+
+def test_calls_of_a_process_whose_answers_cannot_be_read_fail(monkeypatch):
+    monkeypatch.setattr(foreign_process, "read_frame", boom_async)
+    killed = []
+
+    async def main():
+        process = foreign_process.ForeignProcess({"role": "actor_infer", "rank": 0})
+        process._process = SimpleNamespace(kill=lambda: killed.append(True), wait=lambda timeout=None: -9)
+        process._writer = SimpleNamespace(write=lambda data: None, close=lambda: None)
+        call = process.begin("generate", b"")
+        background(process._read(asyncio.StreamReader()), name="answers")
+        with pytest.raises(foreign_process.ProcessEndedError):
+            await asyncio.wait_for(call, 30)
+
+    asyncio.run(main())
+    assert killed == [True]

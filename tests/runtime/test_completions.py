@@ -1,0 +1,192 @@
+"""Completions are checked where they enter: whatever an engine returns, the error says what is wrong with it."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from roll_core.errors import InvalidCompletionError, RollError
+from roll_core.runtime.executors.base import Peers, Place
+from roll_core.runtime.workers.infer import InferWorker, completion_problem, model_vocab_size
+from roll_core.spec.config import StrategyConfig
+from roll_core.spec.model import ModelSpec
+from roll_core.spec.providers import InferCapabilities, InferProvider
+from roll_core.types import Completion, CompletionOutput, GenerateRequest, SamplingParams
+
+REQUEST = GenerateRequest(id="r1", prompt_ids=np.arange(3), params=SamplingParams(max_new_tokens=4), n=2)
+OUTPUT = CompletionOutput(
+    token_ids=np.array([5, 6], np.int64),
+    logprobs=np.array([-0.5, -1.5], np.float32),
+    versions=np.zeros(2, np.int32),
+    finish_reason="stop",
+)
+RIGHT = Completion(id="r1", outputs=(OUTPUT, OUTPUT))
+OWNER = "infer strategy 'acme' of roll-infer-acme 1.2"
+
+
+def with_output(**changes):
+    return replace(RIGHT, outputs=(OUTPUT, replace(OUTPUT, **changes)))
+
+
+WRONG = {
+    "nothing": (None, "None"),
+    "no completion": ({"id": "r1"}, "dict"),
+    "of another request": (replace(RIGHT, id="r2"), "'r2'"),
+    "a list of outputs": (replace(RIGHT, outputs=[OUTPUT, OUTPUT]), "list"),
+    "an output that is none": (replace(RIGHT, outputs=(OUTPUT, None)), "tuple"),
+    "one output too few": (replace(RIGHT, outputs=(OUTPUT,)), "1 outputs, expected n = 2"),
+    "one output too many": (replace(RIGHT, outputs=(OUTPUT,) * 3), "3 outputs, expected n = 2"),
+    "ids in a list": (with_output(token_ids=[5, 6]), "output 1: token_ids is a list"),
+    "ids of another dtype": (with_output(token_ids=np.array([5, 6], np.int32)), "int32 with shape (2,)"),
+    "ids with an axis more": (with_output(token_ids=np.array([[5, 6]])), "shape (1, 2)"),
+    "too many tokens": (
+        with_output(token_ids=np.ones(5, np.int64), logprobs=np.zeros(5, np.float32), versions=np.zeros(5, np.int32)),
+        "5 tokens, more than max_new_tokens = 4",
+    ),
+    "a negative id": (with_output(token_ids=np.array([5, -1])), "from -1 to 5"),
+    "an id outside the vocabulary": (with_output(token_ids=np.array([5, 10])), "vocabulary of 10"),
+    "logprobs in a list": (with_output(logprobs=[-0.5, -1.5]), "logprobs is a list"),
+    "logprobs of another dtype": (with_output(logprobs=np.array([-0.5, -1.5])), "float64"),
+    "a logprob too few": (with_output(logprobs=np.zeros(1, np.float32)), "logprobs has 1 values for 2 tokens"),
+    "a logprob that is NaN": (with_output(logprobs=np.array([-0.5, np.nan], np.float32)), "nan at token 1"),
+    "a logprob that is infinite": (with_output(logprobs=np.array([-np.inf, 0], np.float32)), "-inf at token 0"),
+    "a version too many": (with_output(versions=np.zeros(3, np.int32)), "versions has 3 values for 2 tokens"),
+    "no versions": (with_output(versions=None), "versions is None"),
+    "an unknown end": (with_output(finish_reason="eos"), "'eos'"),
+    "experts of another dtype": (with_output(routed_experts=np.zeros((4, 1, 1), np.int64)), "int64"),
+    "experts of too many tokens": (with_output(routed_experts=np.zeros((5, 1, 1), np.uint8)), "at most 4"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_with_a_completion_is_named_with_what_was_expected(wrong):
+    completion, says = WRONG[wrong]
+    assert says in completion_problem(completion, REQUEST, vocab_size=10)
+
+
+def test_a_right_completion_and_a_part_of_one_are_accepted():
+    assert completion_problem(RIGHT, REQUEST, vocab_size=7) == ""
+    empty = replace(
+        OUTPUT,
+        token_ids=np.zeros(0, np.int64),
+        logprobs=np.zeros(0, np.float32),
+        versions=np.zeros(0, np.int32),
+        finish_reason="abort",
+        routed_experts=np.zeros((2, 1, 1), np.uint8),
+    )
+    assert completion_problem(replace(RIGHT, outputs=(OUTPUT, empty)), REQUEST, vocab_size=None) == ""
+
+
+def test_prompt_logprobs_are_one_for_each_token_of_the_prompt():
+    request = replace(REQUEST, prompt_logprobs=True)
+    short = replace(RIGHT, prompt_logprobs=np.zeros(2, np.float32))
+    assert "prompt_logprobs has 2 values for 3 tokens" in completion_problem(short, request, vocab_size=None)
+    right = replace(RIGHT, prompt_logprobs=np.zeros(3, np.float32))
+    assert completion_problem(right, request, vocab_size=None) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"vocab_size": 11}, 11),
+        ({"text_config": {"vocab_size": 12}}, 12),
+        ({"model_type": "bigram"}, None),
+    ],
+)
+def test_the_vocabulary_is_the_models_where_its_config_lies_here(tmp_path, config, size):
+    import json
+
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert model_vocab_size(ModelSpec(path=str(tmp_path))) == size
+    assert model_vocab_size(ModelSpec(path="no-such/model-in-the-cache")) is None
+    assert model_vocab_size(ModelSpec(random_init=config)) == size
+    if size == 11:
+        assert model_vocab_size(ModelSpec(path=str(tmp_path), config_overrides={"vocab_size": 99})) == 99
+
+
+class Engine:
+    """Returns what it is told to."""
+
+    capabilities = InferCapabilities()
+    returns = RIGHT
+
+    def __init__(self, config):
+        pass
+
+    async def generate(self, request):
+        return self.returns
+
+    async def abort(self, ids):
+        return []
+
+    async def progress(self):
+        return self.returns if isinstance(self.returns, (list, str)) else [self.returns]
+
+    async def stop(self):
+        pass
+
+
+@pytest.fixture
+def worker():
+    provider = InferProvider(
+        name="acme", target=f"{__name__}:Engine", summary="", config="roll_core.spec.config:StrategyConfig"
+    )
+
+    def make(returns):
+        made = InferWorker(
+            place=Place(rank=0, world_size=1),
+            peers=Peers(),
+            role="actor_infer",
+            provider=provider,
+            strategy_config=StrategyConfig().model_dump(),
+            model=ModelSpec(random_init={"model_type": "bigram", "vocab_size": 10}),
+            backend="gloo",
+            timeout_s=1.0,
+            owner=OWNER,
+        )
+        made.strategy.returns = returns
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("method", ["result", "progress"])
+@pytest.mark.parametrize("wrong", ["one output too few", "an id outside the vocabulary", "a logprob that is NaN"])
+def test_a_worker_hands_out_no_completion_that_is_wrong_and_names_engine_and_package(worker, method, wrong):
+    async def main():
+        engine = worker(WRONG[wrong][0])
+        await engine.submit([REQUEST])
+        await (engine.result("r1") if method == "result" else engine.progress())
+
+    with pytest.raises(InvalidCompletionError, match=OWNER):
+        asyncio.run(main())
+
+
+def test_progress_that_is_no_list_of_completions_is_an_error_and_that_of_unknown_requests_is_dropped(worker):
+    async def told(returns):
+        engine = worker(returns)
+        await engine.submit([REQUEST])
+        try:
+            return await engine.progress()
+        finally:
+            await engine.close()
+
+    with pytest.raises(InvalidCompletionError):
+        asyncio.run(told("nothing"))
+    assert asyncio.run(told([replace(RIGHT, id="finished")])) == []
+    assert asyncio.run(told([RIGHT])) == [RIGHT]
+
+
+def test_a_request_is_forgotten_with_its_result(worker):
+    async def main():
+        engine = worker(RIGHT)
+        await engine.submit([REQUEST])
+        assert await engine.result("r1") == RIGHT
+        assert not engine.requests
+        assert not engine.running
+        with pytest.raises(RollError):
+            await engine.submit([REQUEST, REQUEST])
+        await engine.close()
+
+    asyncio.run(main())
