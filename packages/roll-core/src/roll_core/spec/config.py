@@ -226,7 +226,8 @@ class DataArguments(Config):
     """`data_args`: where rows come from and what their columns mean."""
 
     file_name: str | list[str] | None = None
-    """Files with one row per line or record; relative to the working directory."""
+    """A file or a list of files with one row per line or record. Names are literal, and relative to the working
+    directory."""
     dataset_type: Literal["auto", "json", "parquet", "csv", "arrow"] = "auto"
     """`auto` goes by the file's ending."""
     prompt: str = "prompt"
