@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,9 +60,15 @@ NAMED_PARTS: dict[str, type[Provider]] = {
 """Keys at the top whose value is the name of a part, where a pipeline's schema has them."""
 
 
-def validate(composed: Composed, registry: Registry) -> tuple[RunConfig, PipelineProvider]:
+Further = Callable[[type[RunConfig], "Mapping[Any, Any]"], Iterable[Finding]]
+"""Looks for further mistakes in what was written for a pipeline's schema, its rewards validated. Keys may be wrong."""
+
+
+def validate(
+    composed: Composed, registry: Registry, further: Further | None = None
+) -> tuple[RunConfig, PipelineProvider]:
     """The pipeline's config. Raises `ConfigError` with all problems in the order in which they stand in the files."""
-    return _Validation(composed, registry).run()
+    return _Validation(composed, registry, further).run()
 
 
 def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
@@ -73,6 +80,7 @@ def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
 class _Validation:
     composed: Composed
     registry: Registry
+    further: Further | None = None
     data: dict[Any, Any] = field(init=False)
     found: list[Finding] = field(default_factory=list)
     cause: BaseException | None = None
@@ -106,6 +114,8 @@ class _Validation:
         broken = self.composed.broken
         config, found = validate_all(schema, self.data, self.registry.owner(provider), broken)
         self.found += found
+        if self.further is not None:
+            self.found += self.further(schema, self.data)
         if self.found or config is None or self.composed.problems:
             raise self._error(schema)
         return _restore_name(config, "pipeline", asked_for), provider

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from roll_core.data.row_files import (
+    JSON_ENDINGS,
     check_csv,
     check_json,
+    first_arrow_rows,
     first_csv_rows,
     first_json_rows,
     separator_of,
@@ -32,9 +34,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import DataArguments
 
 ENDINGS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
+    **dict.fromkeys(JSON_ENDINGS, "json"),
     ".parquet": "parquet",
     ".csv": "csv",
     ".tsv": "csv",
@@ -212,7 +212,7 @@ def first_rows(name: str, data: DataArguments, count: int) -> Rows | None:
     elif kind == "csv":
         found = first_csv_rows(path, count)
     else:
-        found = None
+        found = first_arrow_rows(path, kind, count)
     if found is None:
         return None
     if not found:

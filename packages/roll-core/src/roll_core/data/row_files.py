@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 MAX_NESTING = 100
 """Levels of lists and objects in a JSON row. Thousands overflow the stacks of the libraries that parse rows."""
+LARGEST_LIST_BYTES = 64 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+JSON_ENDINGS = (".json", ".jsonl", ".ndjson")
 _JSON_BEGINS = b"{[ \t\r\n" + BYTE_ORDER_MARK[:1]
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
@@ -39,9 +41,9 @@ def check_json(path: Path) -> None:
 
 
 def first_json_rows(path: Path, count: int) -> list[Values] | None:
-    """At most `count` rows. None if the file is compressed, or is one JSON value that is not a list of rows. Raises
-    `DataError`."""
-    if not _is_json_text(path):
+    """At most `count` rows. None if the file is compressed, a list too large to be read for its first rows, or one JSON
+    value that is no list. Raises `DataError`."""
+    if not _is_json_text(path) or (path.stat().st_size > LARGEST_LIST_BYTES and _is_list(path)):
         return None
     rows: list[Values] = []
     for number, text in islice(_json_rows(path), count):
@@ -63,6 +65,26 @@ def first_csv_rows(path: Path, count: int) -> list[Values] | None:
         return list(islice(_csv_rows(path), count))
     except csv.Error:
         return None
+
+
+def first_arrow_rows(path: Path, kind: str, count: int) -> list[Values] | None:
+    """At most `count` rows of a `parquet` or `arrow` file. None if their text is not UTF-8. Raises `DataError`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if kind == "parquet":
+            with pyarrow.parquet.ParquetFile(path) as file:
+                batch = next(file.iter_batches(batch_size=count), None)
+        else:
+            with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
+                batch = next(iter(stream), None)
+        rows: list[Values] = batch.slice(0, count).to_pylist() if batch is not None else []
+    except UnicodeDecodeError:
+        return None
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: cannot be read as {kind}: {str(error).splitlines()[0]}") from error
+    return rows
 
 
 def wrong_json_row(path: Path) -> str:
@@ -111,9 +133,16 @@ def short(value: object) -> str:
 
 
 def _is_json_text(path: Path) -> bool:
-    """True if the file begins as JSON does. Compressed files do not."""
+    """True if the file is named as JSON text or begins as such. Compressed files do neither."""
+    if path.suffix.lower() in JSON_ENDINGS:
+        return True
     with path.open("rb") as file:
         return file.read(1) in _JSON_BEGINS
+
+
+def _is_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
 def _is_one_value(path: Path) -> bool:

@@ -18,7 +18,7 @@ from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.platform import EnvVar, RoleKind  # noqa: TC001 - pydantic reads the annotation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -463,6 +463,19 @@ class RewardConfig(WorkerConfig):
     query_filter_config: QueryFilterConfig = QueryFilterConfig()
     """Which of its groups are worth training on."""
 
+    def columns(self) -> Mapping[str, str]:
+        """Columns that each row it scores must have, by the key of this config that names the column."""
+        return {}
+
+    def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
+        """What is wrong with code of the user's that scores rows with these columns (None: unknown), by the key of this
+        config that names the code.
+
+        `roll-core check` and `run` call this before anything starts. Never imports the code into this process. Raises
+        `TimeoutError` if the answer takes longer than `timeout_s`.
+        """
+        return {}
+
 
 class TokenizerConfig(Config):
     """`tokenizer`: one of ours, for models that are made from nothing. Otherwise the model's own is loaded."""
@@ -591,6 +604,10 @@ class RunConfig(Config):
 
     policy_role: ClassVar[str] = ""
     """The role that is trained on what an engine generates with its weights; empty where there is none."""
+    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Keys of `data_args` that name a column which every row must have, by the key above `data_args`: `{"sft_train":
+    ("prompt", "response")}`. Rows without a response are prompts, which `rewards` score the responses of. `roll-core
+    check` looks at no column of other rows."""
 
     pipeline: str
     """Which pipeline runs: see `roll-core plugins`."""
