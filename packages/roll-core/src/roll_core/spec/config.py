@@ -100,6 +100,10 @@ class StrategyConfig(Config):
         """Raises `ValueError`, with the arithmetic where there is some, for a model that cannot be spread or computed
         as configured. `keys` are those of its transformers config that are known before anything is loaded."""
 
+    def check_lengths(self, prompt: int, response: int) -> None:
+        """Of an infer strategy: raises `ValueError`, with the arithmetic, for a prompt and a response that are together
+        longer than its sequences may be. Both are numbers of tokens."""
+
     def check_model_args(self, given: Mapping[str, Any]) -> None:
         """Of a train strategy: raises `ValueError` for keys that mean nothing beside the role's `model_args`, as these
         are written."""
