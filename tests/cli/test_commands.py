@@ -23,6 +23,7 @@ def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROLL_PLUGINS", "")
     (tmp_path / "run.yaml").write_text(SFT)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     return "run.yaml"
 
 
@@ -69,9 +70,9 @@ def test_check_goes_on_after_a_bad_config_and_counts_the_mistakes(config, tmp_pa
 @pytest.mark.parametrize(
     "words",
     [
-        ["run.yaml", "seed=3", "--disable-plugin", "acme", "~exp_name"],
-        ["--disable-plugin", "acme", "seed=3", "run.yaml", "~exp_name"],
-        ["seed=3", "--disable-plugin=acme", "~exp_name", "run.yaml"],
+        ["run.yaml", "seed=3", "--disable-plugin", "acme", "--no-files", "~exp_name"],
+        ["--disable-plugin", "acme", "seed=3", "run.yaml", "~exp_name", "--no-files"],
+        ["seed=3", "--no-files", "--disable-plugin=acme", "~exp_name", "run.yaml"],
     ],
 )
 def test_configs_overrides_and_options_come_in_any_order(words, monkeypatch):
@@ -79,13 +80,14 @@ def test_configs_overrides_and_options_come_in_any_order(words, monkeypatch):
 
     seen = {}
 
-    def record(configs, overrides, disabled):
-        seen.update(configs=[str(each) for each in configs], overrides=overrides, disabled=disabled)
+    def record(configs, overrides, disabled, *, files):
+        seen.update(configs=[str(each) for each in configs], overrides=overrides, disabled=disabled, files=files)
         return 0
 
     monkeypatch.setattr(check, "check_configs", record)
     assert cli.main(["check", *words]) == 0
-    assert seen == {"configs": ["run.yaml"], "overrides": ["seed=3", "~exp_name"], "disabled": ["acme"]}
+    expected = {"configs": ["run.yaml"], "overrides": ["seed=3", "~exp_name"], "disabled": ["acme"], "files": False}
+    assert seen == expected
 
 
 def test_overrides_without_a_config_are_a_mistake(capsys):
@@ -161,12 +163,13 @@ def test_a_reader_that_leaves_early_is_no_error(config):
 
 
 def test_rows_that_are_not_there_end_a_run_before_anything_heavy_is_imported(config, tmp_path):
-    (tmp_path / "row.jsonl").write_text("{}\n")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "row.jsonl")
     ask = f"import sys\nfrom roll_core.cli.main import main\ncode = main(['run', {config!r}])\n"
     ask += "print('torch' in sys.modules)\nsys.exit(code)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "False\n")
-    assert done.stderr == "error: rows.jsonl: no such file; did you mean 'row.jsonl'?\n"
+    assert done.stderr.startswith("error: run.yaml:3:26: sft_train.data_args.file_name: ")
+    assert "row.jsonl" in done.stderr
     assert not (tmp_path / "output").exists()
 
 

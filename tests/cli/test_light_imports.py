@@ -48,6 +48,7 @@ actor_infer:
   strategy_args: {strategy_name: hf_infer}
 rewards:
   math: {reward: math_rule}
+  code: {reward: function, function: "mine:score"}
 """
 THEIRS = """\
 defaults: [common]
@@ -69,6 +70,7 @@ CASES = {
     "check": (["check", "plain.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
     "plan": (["plan", "random.yaml"], ("hydra", "omegaconf", "numpy"), 450),
     "check with a mistake": (["check", "wrong.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
+    "run with a mistake in its rows": (["run", "wrong_rows.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 400),
     "checkpoint list": (["checkpoint", "list", "run"], ("pluggy", "rich", "hydra", "omegaconf", "numpy"), 250),
     "checkpoint verify": (["checkpoint", "verify", "run"], ("pluggy", "rich", "hydra", "omegaconf", "numpy"), 250),
     "help of import": (["import", "roll", "--help"], ("pluggy", "pydantic", "yaml", "hydra", "omegaconf"), 130),
@@ -84,6 +86,10 @@ def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, bud
     (tmp_path / "wrong.yaml").write_text(SFT + "sede: 1\n")
     (tmp_path / "composed.yaml").write_text(RLVR)
     (tmp_path / "theirs.yaml").write_text(THEIRS)
+    (tmp_path / "wrong_rows.yaml").write_text(SFT.replace("rows.jsonl", "wrong.jsonl"))
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "1"}\nresponse: 2\n')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "response": "2", "ground_truth": "2", "tag": "math"}\n')
+    (tmp_path / "mine.py").write_text("import torch\ndef score(prompt, response): return 1.0\n")
     (tmp_path / "common.yaml").write_text("seed: 7\n")
     with CheckpointStore(tmp_path / "run" / "checkpoints").writing(
         1, asdict(SavedRun(pipeline="sft", pipeline_state={}, roles={}))
@@ -98,7 +104,7 @@ def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, bud
         check=True,
     )
     code, modules = json.loads(done.stdout)
-    assert code == (2 if "wrong.yaml" in arguments else 0), done.stderr
+    assert code == (2 if {"wrong.yaml", "wrong_rows.yaml"} & {*arguments} else 0), done.stderr
     assert not {name for name in modules if name.split(".")[0] in (*HEAVY, *forbidden)}
     assert len(modules) <= budget
 

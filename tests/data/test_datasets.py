@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -172,3 +174,68 @@ def test_prompt_and_response_columns_make_two_messages(tmp_path):
     user, assistant = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
     assert messages_of(rows[0], data, rows, response=True) == [user, assistant]
     assert messages_of(rows[0], data, rows, response=False) == [user]
+
+
+@pytest.mark.parametrize("name", ["rows[1].jsonl", "row?.jsonl", "row*.jsonl", "a::b.jsonl", "file:x.jsonl"])
+def test_a_file_name_is_literal(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows1.jsonl", ROWS[:1])
+    write(tmp_path / name, ROWS[1:])
+    rows = read_rows(DataArguments(file_name=name))
+    assert [row.values["answer"] for row in rows] == [3, 6]
+    assert rows[0].where == f"{name} row 1"
+
+
+def test_a_pattern_is_no_file_name_and_its_files_are_named(tmp_path):
+    write(tmp_path / "rows1.jsonl")
+    with pytest.raises(DataError, match=re.escape(str(tmp_path / "rows1.jsonl"))):
+        read_rows(DataArguments(file_name=str(tmp_path / "rows*.jsonl")))
+
+
+GOOD = b'{"prompt": "a", "response": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "row"),
+    [
+        ("a.jsonl", GOOD + b"\n" + GOOD + b'{"prompt": "\xff", "response": "b"}\n', 3),
+        ("a.json", b'[{"prompt": "a"},\n {"prompt": "\xff"}]', 2),
+        ("a.csv", b"prompt,response\na,b\nc,\xff\n", 2),
+        ("a.jsonl", GOOD + b'{"prompt": "a", "more": ' + b"[" * 5_000 + b"]" * 5_000 + b"}\n", 2),
+        ("a.jsonl", GOOD + b'{"prompt": "a", "more": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}\n", 2),
+        ("a.json", b'[{"prompt": "a"}, {"more": ' + b"[" * 5_000 + b"]" * 5_000 + b"}]", 2),
+    ],
+    ids=["utf-8 of jsonl", "utf-8 of json", "utf-8 of csv", "lists", "objects", "lists of json"],
+)
+def test_a_row_that_no_library_can_take_is_named(tmp_path, name, content, row):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_rows(DataArguments(file_name=str(tmp_path / name)))
+    assert str(caught.value).startswith(f"{tmp_path / name}: row {row} ")
+    assert caught.value.exit_code == 2
+
+
+def test_bytes_of_a_parquet_column_that_are_no_text_name_their_row(tmp_path):
+    raw = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
+    pyarrow.parquet.write_table(pa.table({"prompt": raw}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet: row 2 "):
+        read_rows(DataArguments(file_name=str(tmp_path / "a.parquet")))
+
+
+def test_messages_nested_too_deep_name_their_row(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"chat": "[" * 100_000}])
+    data = DataArguments(file_name=path, messages="chat")
+    rows = read_rows(data)
+    with pytest.raises(DataError, match=r"a.jsonl row 1: column 'chat'"):
+        messages_of(rows[0], data, rows, response=False)
+
+
+def test_brackets_in_text_are_no_nesting_and_compressed_files_are_read(tmp_path):
+    rows = [{"prompt": "[" * 5_000 + '"{', "list": [[1], [2]] * 200}]
+    text = "\ufeff" + json.dumps(rows[0]) + "\n"
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(json.dumps(rows[0]).encode()))
+    for name in ("a.jsonl", "a.json", "a.gz"):
+        found = read_rows(DataArguments(file_name=str(tmp_path / name), dataset_type="json"))
+        assert [dict(row.values) for row in found] == rows

@@ -428,3 +428,19 @@ def test_without_a_plugin_its_keys_stay_and_the_package_is_named(monkeypatch, tm
     assert main(["import", "roll", str(FILES / "sft_fsdp2.yaml"), "-o", str(out)]) == 1
     assert "pip install roll-strategy-fsdp2" in capsys.readouterr().out
     assert yaml.safe_load(out.read_text())["sft_train"]["strategy_args"]["strategy_config"]["efsdp_size"] == 2
+
+
+def test_a_pattern_of_files_becomes_the_files_that_match(registry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (FILES / "sft_defaults.yaml").read_text()
+    names = "file_name: rows.json"
+    Path("theirs.yaml").write_text(text.replace(names, "file_name: [part-?.jsonl, more.jsonl]"))
+    found = {each.key: each for each in import_roll(Path("theirs.yaml"), registry).entries}
+    assert found["sft_train.data_args.file_name"].status == "unsupported"
+    for name in ("part-2.jsonl", "part-1.jsonl"):
+        Path(name).touch()
+    imported = import_roll(Path("theirs.yaml"), registry)
+    found = {each.key: each for each in imported.entries}
+    assert found["sft_train.data_args.file_name"].status == "changed"
+    names = imported.config["sft_train"]["data_args"]["file_name"]
+    assert names == ["part-1.jsonl", "part-2.jsonl", "more.jsonl"]

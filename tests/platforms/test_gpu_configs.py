@@ -40,7 +40,7 @@ def test_check_passes_without_the_hardware(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("grpo.yaml").write_text(GRPO.format(platform=platform))
-    assert main(["check", "grpo.yaml"]) == 0, capsys.readouterr().err
+    assert main(["check", "--no-files", "grpo.yaml"]) == 0, capsys.readouterr().err
     assert "actor_train fsdp2_train × 8, actor_infer hf_infer × 8" in capsys.readouterr().out
 
 
@@ -52,7 +52,7 @@ def test_run_says_in_one_sentence_why_it_cannot_start(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": ""
     }
     done = subprocess.run(
-        [sys.executable, "-m", "roll_core", "run", "grpo.yaml"],
+        [sys.executable, "-m", "roll_core", "run", "--no-files", "grpo.yaml"],
         cwd=tmp_path,
         env=environ,
         capture_output=True,

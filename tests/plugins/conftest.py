@@ -91,7 +91,9 @@ class Site:
             file = self.folder / f"run{number}.yaml"
             file.write_text(CONFIG.replace("strategy_name: hf_infer", f"strategy_name: {strategy}"))
             files.append(file.name)
-        return self.roll_core("check", *files, *(("--disable-plugin", disable) if disable else ()), **environ)
+        return self.roll_core(
+            "check", "--no-files", *files, *(("--disable-plugin", disable) if disable else ()), **environ
+        )
 
 
 @pytest.fixture(scope="session")

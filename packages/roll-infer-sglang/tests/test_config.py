@@ -92,3 +92,15 @@ def test_check_names_the_nearest_argument(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "actor_infer.strategy_args.strategy_config.mem_fraction" in said
     assert "did you mean mem_fraction_static?" in said
+
+
+def test_models_and_lengths_that_it_cannot_serve_are_refused():
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        SglangConfig(enable_lora=True).check_model({key: 8})
+        SglangConfig().check_model({key: 0, "hidden_size": 64})
+        with pytest.raises(ValueError, match="mixtures of experts"):
+            SglangConfig().check_model({key: 8})
+    SglangConfig().check_lengths(1024, 1024)
+    SglangConfig(context_length=2048).check_lengths(1024, 1024)
+    with pytest.raises(ValueError, match=r"context_length 2047 .* = 2048"):
+        SglangConfig(context_length=2047).check_lengths(1024, 1024)

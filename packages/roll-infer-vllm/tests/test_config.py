@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from roll_core.config import load
+from roll_core.errors import ConfigError
+from roll_core.plugins.registry import load_registry
 from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
 from roll_infer_vllm.config import VllmConfig
 
@@ -125,17 +128,47 @@ def test_what_does_not_go_with_eight_bits_is_refused(given, words):
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_mixtures_of_experts_are_refused_in_eight_bits_alone(key):
-    VllmConfig().check_model({key: 8})
-    VllmConfig(quantization="fp8").check_model({key: 0, "hidden_size": 64})
-    with pytest.raises(ValueError, match="takes no mixtures of experts: these need scales per block"):
-        VllmConfig(quantization="fp8").check_model({key: 8})
+def test_mixtures_of_experts_are_refused_unless_only_adapters_are_published(key):
+    VllmConfig(enable_lora=True).check_model({key: 8})
+    for quantization in (None, "fp8"):
+        VllmConfig(quantization=quantization).check_model({key: 0, "hidden_size": 64})
+        with pytest.raises(ValueError, match="mixtures of experts"):
+            VllmConfig(quantization=quantization).check_model({key: 8})
+
+
+def problems(run, config, *overrides):
+    """(line, column, key) of each."""
+    with pytest.raises(ConfigError) as raised:
+        load(run(config), overrides, load_registry())
+    return [(*map(int, each.where.split(":")[1:]), each.key) for each in raised.value.problems]
+
+
+def test_a_longest_sequence_below_prompt_and_response_is_a_mistake_where_it_is_written(run):
+    """1,024 + 1,024 tokens by default; a validation may generate more."""
+    at = "actor_infer.strategy_args.strategy_config"
+    for length, overrides in ((2047, ()), (1100, ("response_length=77",)), (900, ("prompt_length=1",))):
+        assert problems(run, f"{{block_size: 16, max_model_len: {length}}}", *overrides) == [(11, 54, at)]
+    validation = "validation={data_args: {file_name: rows.jsonl}, generating_args: {max_new_tokens: 1025}}"
+    assert problems(run, "{max_model_len: 2048}", validation) == [(11, 38, at)]
+    load(run("{max_model_len: 2048}"), (), load_registry())
+
+
+def test_a_mixture_of_experts_is_a_mistake_of_check(run):
+    random = "actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 4}"
+    found = problems(run, "{max_num_seqs: 4}", random)
+    assert found == [(11, 22, "actor_infer.strategy_args.strategy_config")]
+
+
+def test_an_engine_over_two_nodes_is_a_mistake_where_its_slots_are_written(run):
+    file = run("{tensor_parallel_size: 2}")
+    load(file, ("num_gpus_per_node=4", "actor_infer.device_mapping=[4,5,0,1]"), load_registry())
+    load(file, ("actor_infer.device_mapping=[3,4]",), load_registry())  # nodes may have eight
+    with pytest.raises(ConfigError) as raised:
+        load(file, ("num_gpus_per_node=4", "actor_infer.device_mapping=[2,3,4,5,7,8]"), load_registry())
+    assert [each.key for each in raised.value.problems] == ["actor_infer.device_mapping"]
 
 
 def loaded(run, *overrides):
-    from roll_core.config import load
-    from roll_core.plugins.registry import load_registry
-
     return load(run("{quantization: fp8}"), list(overrides), load_registry()).config
 
 

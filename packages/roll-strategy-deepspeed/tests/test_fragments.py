@@ -108,7 +108,8 @@ def test_the_quick_start_is_checked_with_each_fragment_in_a_process_without_deep
         code = (
             "import sys; sys.modules['deepspeed'] = None\n"
             "from roll_core.cli.main import main\n"
-            f"code = main(['check', {str(variant)!r}, 'actor_train.strategy_args.strategy_name=deepspeed_train',"
+            f"code = main(['check', '--no-files', {str(variant)!r},"
+            " 'actor_train.strategy_args.strategy_name=deepspeed_train',"
             f" 'actor_train.strategy_args.strategy_config=${{{name}}}'])\n"
             "assert 'torch' not in sys.modules\n"
             "sys.exit(code)"

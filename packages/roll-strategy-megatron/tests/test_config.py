@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from roll_core.config.loading import load
 from roll_core.errors import ConfigError
 from roll_core.testing.subject import registry
-from roll_strategy_megatron.config import REFUSED, MegatronConfig, runs
+from roll_strategy_megatron.config import ARCHITECTURES, REFUSED, MegatronConfig, runs
 
 RUN = """\
 pipeline: sft
@@ -272,3 +272,22 @@ def test_a_layout_is_read_as_megatron_reads_it(layout, expected):
     letters = {"embedding": "E", "decoder": "t", "loss": "L"}
     rows = schedules.PipelineParallelLayerLayout.parse_str_to_list(layout.replace(" ", ""))
     assert ["".join(letters[each.name] for each in row) for row in rows] == expected
+
+
+def test_an_architecture_that_the_bridge_does_not_have_is_a_mistake_of_check(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text('{"model_type": "gpt2"}')
+    monkeypatch.chdir(tmp_path)
+    for model in ("{model_name_or_path: here}", "{random_init: {model_type: gpt2}}"):
+        with pytest.raises(ConfigError) as caught:
+            checked(tmp_path, model=model)
+        assert [each.key for each in caught.value.problems] == ["sft_train.strategy_args.strategy_config"]
+    checked(tmp_path, model="{random_init: {model_type: qwen3}}")
+    checked(tmp_path, model="{model_name_or_path: elsewhere/model}")
+
+
+def test_check_knows_the_architectures_of_the_bridge():
+    pytest.importorskip("torch")
+    from roll_strategy_megatron.bridge.registry import BUILTIN
+
+    assert set(ARCHITECTURES) == set(BUILTIN)

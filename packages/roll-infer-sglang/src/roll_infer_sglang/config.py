@@ -11,9 +11,17 @@ from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
 
 OURS = ("bucket_mib", "sleep_level")
 """What SGLang is not told."""
+NO_PUBLISHED_EXPERTS = (
+    "mixtures of experts are not supported: what SGLang holds of its experts cannot be read back, so the first publish"
+    " would be refused"
+)
+NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of transformers' configs."""
 ONE_SLOT = "adapters over several slots are not supported: what the engine holds could not be read back"
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     _EngineKeys = StrategyConfig
 else:
     _EngineKeys = create_model(
@@ -91,6 +99,19 @@ class SglangConfig(_EngineKeys):
     def serves_adapters(self) -> bool:
         """`enable_lora`."""
         return self.enable_lora
+
+    def check_model(self, keys: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for a mixture of experts, unless only its adapters are published."""
+        if not self.enable_lora and any(keys.get(name) for name in NUMBER_OF_EXPERTS):
+            raise ValueError(NO_PUBLISHED_EXPERTS)
+
+    def check_lengths(self, prompt: int, response: int) -> None:
+        """`context_length`."""
+        if self.context_length is not None and self.context_length < prompt + response:
+            raise ValueError(
+                f"context_length {self.context_length} is less than a prompt of {prompt} and a response of {response}"
+                f" tokens = {prompt + response}"
+            )
 
     def slots_per_worker(self) -> int | None:
         """As many as the model is spread over; as the role says where this is not given."""

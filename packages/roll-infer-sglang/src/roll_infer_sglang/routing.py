@@ -14,14 +14,12 @@ import numpy as np
 
 from roll_core.errors import UnsupportedError
 from roll_core.modeling.routing import compact
+from roll_infer_sglang.config import NUMBER_OF_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roll_core.types import RoutedExperts
-
-NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What architectures call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

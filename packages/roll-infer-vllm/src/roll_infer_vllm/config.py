@@ -14,6 +14,10 @@ NO_EXPERTS = (
     "quantization: fp8 takes no mixtures of experts: these need scales per block, and what the engine holds of its"
     " experts cannot be read back"
 )
+NO_PUBLISHED_EXPERTS = (
+    "mixtures of experts are not supported: what vLLM holds of its experts cannot be read back, so the first publish"
+    " would be refused"
+)
 NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of transformers' configs."""
 OURS = ("bucket_mib", "sleep_level", "endpoint_host")
@@ -112,9 +116,17 @@ class VllmConfig(_EngineKeys):
         return self.quantization or "dtype"
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for a mixture of experts in 8 bits."""
-        if self.quantization and any(keys.get(name) for name in NUMBER_OF_EXPERTS):
-            raise ValueError(NO_EXPERTS)
+        """Raises `ValueError` for a mixture of experts, unless only its adapters are published."""
+        if not self.enable_lora and any(keys.get(name) for name in NUMBER_OF_EXPERTS):
+            raise ValueError(NO_EXPERTS if self.quantization else NO_PUBLISHED_EXPERTS)
+
+    def check_lengths(self, prompt: int, response: int) -> None:
+        """`max_model_len`."""
+        if self.max_model_len is not None and self.max_model_len < prompt + response:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} is less than a prompt of {prompt} and a response of {response}"
+                f" tokens = {prompt + response}"
+            )
 
     def slots_per_worker(self) -> int:
         """Tensor × pipeline parallel."""

@@ -8,6 +8,7 @@ Experts are spread over the ranks of tensor × context × data parallel, in grou
 from __future__ import annotations
 
 import re
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -62,6 +63,10 @@ NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What architectures call it."""
 LATENT = ("deepseek_v3",)
 """Architectures with latent attention."""
+ARCHITECTURES = (*DENSE, *LATENT, "mixtral", "qwen3_moe")
+"""That the bridge knows without another package."""
+ENTRY_POINTS = "roll.megatron_architectures"
+"""By which packages bring further ones."""
 RECOMPUTATION = (
     "recompute_granularity",
     "recompute_method",
@@ -204,7 +209,9 @@ class MegatronConfig(StrategyConfig):
         return (EnvVar(name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", reason=why),)
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Layers go evenly over stages, and what ranks share of a layer over them."""
+        """The bridge has the architecture; layers go evenly over stages, and what ranks share of a layer over them."""
+        if "text_config" not in keys:
+            _check_architecture(keys.get("model_type"))
         layers = keys.get("num_hidden_layers")
         if isinstance(layers, int):
             self._check_layers(layers)
@@ -357,6 +364,17 @@ class ScoringConfig(MegatronConfig):
     @override
     def trains(self) -> bool:
         return False
+
+
+def _check_architecture(model_type: object) -> None:
+    if not isinstance(model_type, str) or model_type in ARCHITECTURES:
+        return
+    known = sorted({*ARCHITECTURES, *(each.name for each in entry_points(group=ENTRY_POINTS))})
+    if model_type not in known:
+        raise ValueError(
+            f"Megatron's bridge has no architecture {model_type}; it has {', '.join(known)}. fsdp2_train takes any, and"
+            f" a package can bring one by the entry point {ENTRY_POINTS}"
+        )
 
 
 def runs(layout: str) -> list[str]:

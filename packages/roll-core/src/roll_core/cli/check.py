@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from roll_core.cli.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError, PluginError
 from roll_core.pipelines.config import num_workers
@@ -17,13 +18,17 @@ if TYPE_CHECKING:
     from roll_core.config import LoadedConfig
 
 
-def check_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str]) -> int:
-    """Check each config with the same overrides. Mistakes go to stderr, a line for each good config to stdout."""
+def check_configs(
+    configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str], *, files: bool = True
+) -> int:
+    """Check each config with the same overrides, and with `files` what it names. Mistakes go to stderr, a line for each
+    good config to stdout."""
     registry = load_registry(disabled_plugins)
+    further = FileCheck() if files else None
     mistakes = 0
     for config in configs:
         try:
-            loaded = load(config, overrides, registry)
+            loaded = load(config, overrides, registry, further)
         except ConfigError as error:
             mistakes += len(error.problems)
             sys.stderr.write(f"{error}\n")
@@ -32,6 +37,8 @@ def check_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_pl
             sys.stderr.write(f"{config}: {error}\n")
         else:
             sys.stdout.write(f"{config}: ok: {summary(loaded)}\n")
+        for reason in further.take_unchecked() if further is not None else ():
+            sys.stdout.write(f"{config}: not checked: {reason}\n")
     if mistakes:
         sys.stderr.write(f"{mistakes} mistake{'' if mistakes == 1 else 's'}\n")
     return 2 if mistakes else 0

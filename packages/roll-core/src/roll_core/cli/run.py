@@ -6,8 +6,8 @@ import gc
 import sys
 from typing import TYPE_CHECKING
 
+from roll_core.cli.files import FileCheck
 from roll_core.config import load
-from roll_core.data.datasets import need_files
 from roll_core.errors import RollError
 from roll_core.plugins.registry import load_registry
 
@@ -15,21 +15,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from roll_core.spec.config import RunConfig
-
 
 GC_THRESHOLDS = (50_000, 10, 10)
 """Python's default of 700 looks through the libraries' half a million objects again and again."""
 
 
-def run_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str]) -> int:
-    """Check every config before the first one runs, then run them; the first that fails ends the sequence.
+def run_configs(
+    configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str], *, files: bool = True
+) -> int:
+    """Check every config, and with `files` what it names, before the first one runs. Then run them; the first that
+    fails ends the sequence.
 
     Returns the exit code: 0 only if every run did the steps that were asked for.
     """
     registry = load_registry(disabled_plugins)
-    loaded = [load(path, overrides, registry) for path in configs]
-    _need_data(loaded[0].config)  # a later run may read what an earlier one writes
+    further = FileCheck() if files else None
+    loaded = [load(path, overrides, registry, further) for path in configs]
     gc.set_threshold(*GC_THRESHOLDS)
     # Everything heavy comes after the checks: a mistake is reported within a second.
     from roll_core.runtime.ledger import process_age_s
@@ -44,10 +45,3 @@ def run_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_plug
                 raise result.error
             return getattr(result.error, "exit_code", 1)
     return 0
-
-
-def _need_data(config: RunConfig) -> None:
-    validation = getattr(config, "validation", None)
-    for each in (*(role for role in config.roles().values() if role.kind == "train"), validation):
-        if each is not None:
-            need_files(each.data_args)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
+    from roll_core.config.validate import Further
     from roll_core.plugins.registry import Registry
     from roll_core.spec.config import RunConfig
     from roll_core.spec.providers import InferProvider, PipelineProvider, TrainProvider
@@ -30,14 +31,17 @@ class LoadedConfig:
     """The files it was composed of, the one that was asked for first."""
 
 
-def load(path: str | PathLike[str], overrides: Sequence[str], registry: Registry) -> LoadedConfig:
-    """Load the config at `path` with `key=value` overrides. Has no side effects and imports nothing heavy.
+def load(
+    path: str | PathLike[str], overrides: Sequence[str], registry: Registry, further: Further | None = None
+) -> LoadedConfig:
+    """Load the config at `path` with `key=value` overrides. Has no side effects and imports nothing heavy. `further`
+    looks for mistakes that schemas cannot find.
 
     Raises `ConfigError` with every mistake, each located where it was written, and `PluginError` if a plugin that is
     needed to judge the config cannot be loaded.
     """
     composed = compose(Path(path), overrides, registry)
-    config, pipeline = validate(composed, registry)
+    config, pipeline = validate(composed, registry, further)
     return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files)
 
 

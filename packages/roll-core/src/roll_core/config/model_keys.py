@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+def is_hub_id(source: str) -> bool:
+    """True if `source`, where no such directory exists, can be an id of the Hugging Face Hub."""
+    return source.count("/") == 1 and not source.startswith((".", "/", "~"))
+
+
 def model_keys(model_args: object, pretrain: object) -> Mapping[str, Any]:
     """Of a raw `model_args` and the pipeline's `pretrain`. Empty for a model that is not here yet or not named."""
     given = model_args if isinstance(model_args, dict) else {}

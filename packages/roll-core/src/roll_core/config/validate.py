@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,9 +60,15 @@ NAMED_PARTS: dict[str, type[Provider]] = {
 """Keys at the top whose value is the name of a part, where a pipeline's schema has them."""
 
 
-def validate(composed: Composed, registry: Registry) -> tuple[RunConfig, PipelineProvider]:
+Further = Callable[[type[RunConfig], "Mapping[Any, Any]"], Iterable[Finding]]
+"""Looks for further mistakes in what was written for a pipeline's schema, its rewards validated. Keys may be wrong."""
+
+
+def validate(
+    composed: Composed, registry: Registry, further: Further | None = None
+) -> tuple[RunConfig, PipelineProvider]:
     """The pipeline's config. Raises `ConfigError` with all problems in the order in which they stand in the files."""
-    return _Validation(composed, registry).run()
+    return _Validation(composed, registry, further).run()
 
 
 def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
@@ -73,6 +80,7 @@ def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
 class _Validation:
     composed: Composed
     registry: Registry
+    further: Further | None = None
     data: dict[Any, Any] = field(init=False)
     found: list[Finding] = field(default_factory=list)
     cause: BaseException | None = None
@@ -106,6 +114,8 @@ class _Validation:
         broken = self.composed.broken
         config, found = validate_all(schema, self.data, self.registry.owner(provider), broken)
         self.found += found
+        if self.further is not None:
+            self.found += self.further(schema, self.data)
         if self.found or config is None or self.composed.problems:
             raise self._error(schema)
         return _restore_name(config, "pipeline", asked_for), provider
@@ -263,6 +273,25 @@ class _Validation:
             strategy.check_model(model_keys(source.get("model_args"), self.data.get("pretrain")))
         except ValueError as error:
             self.found.append(Finding(at_config, str(error)))
+        try:
+            strategy.check_lengths(self._length("prompt_length"), self._longest_response(role))
+        except ValueError as error:
+            self.found.append(Finding(at_config, str(error), kind="value_error"))
+
+    def _longest_response(self, role: dict[Any, Any]) -> int:
+        """In tokens, of rollouts and of the validation."""
+        longest = []
+        for each in (role, self.data.get("validation")):
+            if isinstance(each, dict):
+                given = each.get("generating_args")
+                tokens = given.get("max_new_tokens") if isinstance(given, dict) else None
+                longest.append(tokens if type(tokens) is int else self._length("response_length"))
+        return max(longest)
+
+    def _length(self, key: str) -> int:
+        """A number of tokens as it is written; its default where that is a mistake."""
+        given, default = self.data.get(key), RunConfig.model_fields[key].default
+        return given if type(given) is int else int(default)
 
     def _weights(self, at_name: KeyPath, engine: TrainProvider | InferProvider) -> None:
         """They have a way from the policy, where the config names its strategy."""
@@ -352,6 +381,7 @@ class _Validation:
         """`num_gpus_per_worker` is what the strategy computes; a value that contradicts it is an error."""
         given = role.get("num_gpus_per_worker")
         computed = strategy.slots_per_worker()
+        self._nodes(path, role, computed or given)
         if computed is None:
             if worker.kind != "generate" and type(given) is int and given > 1:
                 message = f"found {given}, but a worker of {provider.name} takes 1 slot"
@@ -363,6 +393,27 @@ class _Validation:
             self.found.append(Finding((*path, "num_gpus_per_worker"), message, f"leave it out, or write {computed}"))
         elif given is None and role.get("device_mapping") is not None:
             role["num_gpus_per_worker"] = computed
+
+    def _nodes(self, path: KeyPath, role: dict[Any, Any], per_worker: object) -> None:
+        """The slots of each worker lie on one node, where `num_gpus_per_node` is written."""
+        per_node, mapping = self.data.get("num_gpus_per_node"), role.get("device_mapping")
+        if type(per_node) is not int or per_node < 1 or type(per_worker) is not int or per_worker < 2:
+            return
+        try:
+            slots = parse_device_mapping(mapping)
+        except ValueError:  # found where the role itself is validated
+            return
+        for rank, start in enumerate(range(0, len(slots), per_worker)):
+            mine = slots[start : start + per_worker]
+            nodes = sorted({slot // per_node for slot in mine})
+            if len(nodes) > 1:
+                message = (
+                    f"worker {rank} takes slots {', '.join(map(str, mine))}, which lie on nodes"
+                    f" {', '.join(map(str, nodes))} of num_gpus_per_node {per_node} slots each"
+                )
+                hint = "the slots of one worker lie on one node: change device_mapping, or spread the model over fewer"
+                self.found.append(Finding((*path, "device_mapping"), message, hint))
+                return
 
     def _replicas(
         self, path: KeyPath, role: dict[Any, Any], provider: TrainProvider | InferProvider, strategy: StrategyConfig

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import glob
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from roll_core.data.row_files import (
+    JSON_ENDINGS,
+    check_csv,
+    check_json,
+    first_arrow_rows,
+    first_csv_rows,
+    first_json_rows,
+    separator_of,
+    short,
+    wrong_json_row,
+)
 from roll_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,9 +34,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import DataArguments
 
 ENDINGS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
+    **dict.fromkeys(JSON_ENDINGS, "json"),
     ".parquet": "parquet",
     ".csv": "csv",
     ".tsv": "csv",
@@ -32,6 +42,8 @@ ENDINGS = {
 }
 Message = dict[str, str]
 """`role` and `content`."""
+FileRows = tuple[str, Sequence[str], Sequence[Mapping[str, Any]]]
+"""A file's name, its columns and its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +60,14 @@ class Row:
 class Rows(Sequence[Row]):
     """All rows of some files, in order."""
 
-    def __init__(self, parts: Sequence[tuple[str, Dataset]], data: DataArguments) -> None:
+    def __init__(self, parts: Sequence[FileRows], data: DataArguments) -> None:
         self._data = data
         self._places: list[tuple[str, int]] = []
         self._values: list[Mapping[str, Any]] = []
         columns: dict[str, None] = {}
-        for name, dataset in parts:
-            columns.update(dict.fromkeys(dataset.column_names))
-            for number, values in enumerate(dataset.to_list(), start=1):
+        for name, names, rows in parts:
+            columns.update(dict.fromkeys(names))
+            for number, values in enumerate(rows, start=1):
                 if data.max_samples is not None and len(self._values) >= data.max_samples:
                     break
                 self._places.append((name, number))
@@ -106,11 +118,10 @@ class Rows(Sequence[Row]):
 
 def read_rows(data: DataArguments) -> Rows:
     """Rows of the files in `data.file_name`, in order, at most `max_samples`. Raises `DataError`."""
-    names = [data.file_name] if isinstance(data.file_name, str) else list(data.file_name or ())
+    names = file_names(data)
     if not names:
         raise DataError("data_args.file_name is not given: which files have the rows?")
-    parts = [(Path(name).name, _read_file(Path(name), data.dataset_type)) for name in names]
-    rows = Rows(parts, data)
+    rows = Rows([_read_file(Path(name), data.dataset_type) for name in names], data)
     if not len(rows):
         raise DataError(f"{', '.join(names)}: no rows")
     return rows
@@ -121,7 +132,7 @@ def text_of(row: Row, column: str, rows: Rows) -> str:
     need_column(column, rows)
     value = row.values.get(column)
     if not isinstance(value, str):
-        found = "nothing" if value is None else f"{type(value).__name__} {_short(value)}"
+        found = "nothing" if value is None else f"{type(value).__name__} {short(value)}"
         raise DataError(f"{row.where}: column {column!r} must be text, but has {found}")
     return value
 
@@ -167,10 +178,10 @@ def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"{row.where}: column {column!r} is text but not JSON: {error}") from error
     if not isinstance(value, list) or not value:
-        raise DataError(f"{row.where}: column {column!r} must be a list of messages, but has {_short(value)}")
+        raise DataError(f"{row.where}: column {column!r} must be a list of messages, but has {short(value)}")
     messages: list[Message] = []
     for at, each in enumerate(value, start=1):
         if (
@@ -180,25 +191,40 @@ def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
         ):
             raise DataError(
                 f"{row.where}: message {at} of column {column!r} must have a role and a content, both text,"
-                f" but is {_short(each)}"
+                f" but is {short(each)}"
             )
         messages.append({"role": each["role"], "content": each["content"]})
     return _with_system(messages, row, data, rows)
 
 
-def need_files(data: DataArguments) -> None:
-    """Raise `DataError` if a file of `data` is not there. Imports nothing that takes time."""
-    for name in [data.file_name] if isinstance(data.file_name, str) else data.file_name or []:
-        _need_file(Path(name))
+def file_names(data: DataArguments) -> list[str]:
+    """The files of `data`, by name. A name is literal: `*`, `?` and `[` stand for themselves."""
+    return [data.file_name] if isinstance(data.file_name, str) else list(data.file_name or ())
 
 
-def _need_file(path: Path) -> None:
+def first_rows(name: str, data: DataArguments, count: int) -> Rows | None:
+    """At most `count` rows of one file of `data`, without `datasets`. None if only `datasets` can read the file. Raises
+    `DataError`."""
+    path = Path(name)
+    kind = _kind_of(path, data.dataset_type)
+    if kind == "json":
+        found = first_json_rows(path, count)
+    elif kind == "csv":
+        found = first_csv_rows(path, count)
+    else:
+        found = first_arrow_rows(path, kind, count)
+    if found is None:
+        return None
+    if not found:
+        raise DataError(f"{path}: no rows")
+    columns = dict.fromkeys(column for row in found for column in row)
+    return Rows([(path.name, tuple(columns), found)], data)
+
+
+def _kind_of(path: Path, kind: str) -> str:
+    """The format of a file that is there and not empty. Raises `DataError`."""
     if not path.is_file():
         raise DataError(f"{path}: {_where_else(path)}")
-
-
-def _read_file(path: Path, kind: str) -> Dataset:
-    _need_file(path)
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty")
     if kind == "auto":
@@ -208,31 +234,59 @@ def _read_file(path: Path, kind: str) -> Dataset:
                 " set data_args.dataset_type to json, parquet, csv or arrow"
             )
         kind = ENDINGS[path.suffix.lower()]
+    return kind
+
+
+def _read_file(path: Path, kind: str) -> FileRows:
+    kind = _kind_of(path, kind)
+    if kind == "json":
+        check_json(path)
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
-    options: dict[str, Any] = {}
-    if kind == "csv":
-        options = _csv_options(path)
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         with tempfile.TemporaryDirectory(prefix="roll-rows-") as cache:
-            return datasets.load_dataset(
-                kind, data_files=[str(path)], split="train", cache_dir=cache, keep_in_memory=True, **options
+            # `datasets` takes a name for a pattern or a URL, so it gets a link whose name is neither.
+            link = Path(cache) / f"rows.{kind}"
+            link.symlink_to(path.resolve())
+            options = _csv_options(path) if kind == "csv" else {}
+            dataset = datasets.load_dataset(
+                kind,
+                data_files=[glob.escape(str(link))],
+                split="train",
+                cache_dir=cache,
+                keep_in_memory=True,
+                **options,
             )
-    except (DatasetGenerationError, ValueError, OSError, KeyError, TypeError) as error:
+    except (DatasetGenerationError, ValueError, OSError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: {_why_unreadable(path, kind, error)}") from error
     finally:
         if not bars:
             datasets.enable_progress_bars()
+    return path.name, dataset.column_names, _values(path, dataset)
+
+
+def _values(path: Path, dataset: Dataset) -> list[Mapping[str, Any]]:
+    try:
+        return list(dataset.to_list())
+    except (UnicodeDecodeError, RecursionError):
+        for number in range(len(dataset)):
+            try:
+                dataset[number]
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}: row {number + 1} is not UTF-8: {error.reason}") from error
+            except RecursionError as error:
+                raise DataError(f"{path}: row {number + 1} is nested too deeply") from error
+        raise
 
 
 def _csv_options(path: Path) -> dict[str, Any]:
     """Text stays text: 007 is no number and NA is no gap."""
     import datasets
 
-    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    separator = separator_of(path)
     with path.open(encoding="utf-8-sig", newline="") as stream:
         header = next(csv.reader(stream, delimiter=separator), [])
     features = datasets.Features({name: datasets.Value("string") for name in header})
@@ -245,6 +299,10 @@ def _where_else(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"no such file; there is no directory {folder} either (paths are relative to {Path.cwd()})"
+    matches = sorted(glob.glob(str(path)))
+    if matches:
+        shown = ", ".join(matches[:3]) + (", …" if len(matches) > 3 else "")
+        return f"no such file; names are not patterns, so list the files: file_name: [{shown}]"
     close = difflib.get_close_matches(path.name, [each.name for each in folder.iterdir()], n=1)
     return f"no such file; did you mean {close[0]!r}?" if close else f"no such file in {folder.resolve()}"
 
@@ -252,43 +310,16 @@ def _where_else(path: Path) -> str:
 def _why_unreadable(path: Path, kind: str, error: BaseException) -> str:
     """The first row that is no row; what the library said where the rows look right."""
     if kind == "json":
+        wrong = wrong_json_row(path)
+        if wrong:
+            return wrong
+    if kind == "csv":
         try:
-            text = path.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as bad:
-            return f"is not UTF-8 at byte {bad.start}"
-        if not text.strip():
-            return "the file is empty"
-        types: dict[str, tuple[str, int]] = {}
-        for number, line in enumerate(_json_rows(text), start=1):
-            try:
-                row = json.loads(line) if isinstance(line, str) else line
-            except json.JSONDecodeError as bad:
-                return f"row {number} is not JSON: {bad}"
-            if not isinstance(row, dict):
-                return f"row {number} must be an object with columns, but is {_short(row)}"
-            for column, value in row.items():
-                if value is not None:
-                    name = type(value).__name__
-                    known, first = types.setdefault(column, (name, number))
-                    if known != name and {known, name} != {"int", "float"}:
-                        return f"row {number}: column {column!r} is {name}, but row {first} has {known} there"
+            check_csv(path)
+        except DataError as found:
+            return str(found).removeprefix(f"{path}: ")
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     lines = [line for line in str(cause).splitlines() if line.strip()]
     return f"cannot be read as {kind}: {lines[0] if lines else type(cause).__name__}"
-
-
-def _json_rows(text: str) -> list[Any]:
-    if text.lstrip().startswith("["):
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError:
-            return [text]
-        return rows if isinstance(rows, list) else [rows]
-    return [line for line in text.splitlines() if line.strip()]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from typing_extensions import override
@@ -23,6 +23,9 @@ from roll_core.spec.config import (
     ValidationConfig,
     WorkerConfig,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Rewards = dict[str, SerializeAsAny[RewardConfig]]
 NormType = Literal["batch", "group", "running"]
@@ -60,6 +63,8 @@ class _Judged(RunConfig):
 
 class SFTConfig(_Judged):
     """`pipeline: sft`: supervised fine-tuning on prompts and responses."""
+
+    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"sft_train": ("prompt", "response"), "validation": ("prompt",)}
 
     sft_train: TrainWorkerConfig
     """The model that is trained."""
@@ -149,6 +154,7 @@ class RLVRConfig(_Judged):
     """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and their kin)."""
 
     policy_role: ClassVar[str] = "actor_train"
+    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"actor_train": ("prompt",), "validation": ("prompt",)}
 
     actor_train: TrainWorkerConfig
     """The policy."""

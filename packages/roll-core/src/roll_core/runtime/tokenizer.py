@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll_core.config.model_keys import is_hub_id
 from roll_core.data.encode import tokenizer_texts
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
@@ -30,7 +31,7 @@ def prepare_tokenizer(config: RunConfig, data: RunData, directory: Path) -> PreT
         control = [token for source in sources for token in control_tokens(source.template)]
         return make_tokenizer(config.tokenizer, _texts(data, sources), directory, control_tokens=control)
     path = _model_path(config)
-    if not Path(path).is_dir() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
+    if not Path(path).is_dir() and not is_hub_id(path):
         raise ModelError(f"there is no directory {path}: mend the path, or let the run that writes it come first")
     from transformers import AutoTokenizer
 

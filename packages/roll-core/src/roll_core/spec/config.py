@@ -18,7 +18,7 @@ from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.platform import EnvVar, RoleKind  # noqa: TC001 - pydantic reads the annotation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -99,6 +99,10 @@ class StrategyConfig(Config):
     def check_model(self, keys: Mapping[str, Any]) -> None:
         """Raises `ValueError`, with the arithmetic where there is some, for a model that cannot be spread or computed
         as configured. `keys` are those of its transformers config that are known before anything is loaded."""
+
+    def check_lengths(self, prompt: int, response: int) -> None:
+        """Of an infer strategy: raises `ValueError`, with the arithmetic, for a prompt and a response that are together
+        longer than its sequences may be. Both are numbers of tokens."""
 
     def check_model_args(self, given: Mapping[str, Any]) -> None:
         """Of a train strategy: raises `ValueError` for keys that mean nothing beside the role's `model_args`, as these
@@ -226,7 +230,8 @@ class DataArguments(Config):
     """`data_args`: where rows come from and what their columns mean."""
 
     file_name: str | list[str] | None = None
-    """Files with one row per line or record; relative to the working directory."""
+    """A file or a list of files with one row per line or record. Names are literal, and relative to the working
+    directory."""
     dataset_type: Literal["auto", "json", "parquet", "csv", "arrow"] = "auto"
     """`auto` goes by the file's ending."""
     prompt: str = "prompt"
@@ -462,6 +467,19 @@ class RewardConfig(WorkerConfig):
     query_filter_config: QueryFilterConfig = QueryFilterConfig()
     """Which of its groups are worth training on."""
 
+    def columns(self) -> Mapping[str, str]:
+        """Columns that each row it scores must have, by the key of this config that names the column."""
+        return {}
+
+    def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
+        """What is wrong with code of the user's that scores rows with these columns (None: unknown), by the key of this
+        config that names the code.
+
+        `roll-core check` and `run` call this before anything starts. Never imports the code into this process. Raises
+        `TimeoutError` if the answer takes longer than `timeout_s`.
+        """
+        return {}
+
 
 class TokenizerConfig(Config):
     """`tokenizer`: one of ours, for models that are made from nothing. Otherwise the model's own is loaded."""
@@ -605,6 +623,10 @@ class RunConfig(Config):
 
     policy_role: ClassVar[str] = ""
     """The role that is trained on what an engine generates with its weights; empty where there is none."""
+    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Keys of `data_args` that name a column which every row must have, by the key above `data_args`: `{"sft_train":
+    ("prompt", "response")}`. Rows without a response are prompts, which `rewards` score the responses of. `roll-core
+    check` looks at no column of other rows."""
 
     pipeline: str
     """Which pipeline runs: see `roll-core plugins`."""

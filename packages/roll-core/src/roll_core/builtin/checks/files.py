@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.builtin.checks.host import existing
+from roll_core.config.model_keys import is_hub_id
 from roll_core.spec.checks import CheckResult
 from roll_core.spec.config import DataArguments
 
@@ -51,7 +52,7 @@ def models(situation: Situation) -> Iterator[CheckResult]:
                 remedy = "name a folder as save_pretrained writes it"
                 found = f"{source} has no config.json"
                 yield CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
-        elif source.count("/") == 1 and not source.startswith((".", "/", "~")):
+        elif is_hub_id(source):
             yield _on_the_hub(source, subject)
         else:
             remedy = "mend the path, or let the run that writes it come first"

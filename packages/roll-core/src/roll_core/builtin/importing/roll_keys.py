@@ -60,7 +60,8 @@ TRAINING: Table = {
 }
 
 DATA: Table = {
-    **each("file_name tag id domain_interleave_probs", keep()),
+    "file_name": change("kept; a pattern becomes the files that match it", values.file_name, nested=True),
+    **each("tag id domain_interleave_probs", keep()),
     "messages": change("kept in rlvr", values.messages_column),
     "prompt": change("kept in rlvr where there are no messages, with `template: plain`", values.prompt_column),
     "template": change("`qwen2_5`, `qwen3` → `native`, `empty` → `chatml`", values.template),

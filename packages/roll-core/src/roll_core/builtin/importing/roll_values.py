@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -300,6 +301,22 @@ def messages_column(value: Any, key: Key) -> Outcome:
     if key.pipeline == "sft":
         return Outcome("dead", (), "ROLL's sft reads prompt_key and response_key")
     return Outcome("kept", ((key.path, value),))
+
+
+def file_name(value: Any, key: Key) -> Outcome:
+    """ROLL hands names to `datasets.load_dataset`, which expands patterns (roll/pipeline/rlvr/rlvr_pipeline.py). Our
+    names are literal, so the pattern's files are listed."""
+    names = value if isinstance(value, list) else [value]
+    patterns = [name for name in names if isinstance(name, str) and glob.has_magic(name)]
+    if not patterns:
+        return Outcome("kept", ((key.path, value),))
+    found = {name: sorted(glob.glob(name)) for name in patterns}
+    files = [file for name in names for file in found.get(name, [name])]
+    absent = [name for name in patterns if not found[name]]
+    if absent:
+        note = f"ROLL expands the pattern {absent[0]}, which matches no file here: list the files"
+        return Outcome("unsupported", ((key.path, value),), note)
+    return Outcome("changed", ((key.path, files),), f"{', '.join(patterns)}: the files that match now")
 
 
 def dataset_type(value: Any, key: Key) -> Outcome:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, RewardConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
 
 
 class MathRuleConfig(RewardConfig):
@@ -24,6 +28,10 @@ class MathRuleConfig(RewardConfig):
     memory_limit_mb: PositiveInt = 4096
     """Address space of a judging process: a malicious answer cannot take the host's memory."""
 
+    @override
+    def columns(self) -> Mapping[str, str]:
+        return {"ground_truth": self.ground_truth}
+
 
 class FunctionConfig(RewardConfig):
     """`reward: function`: a Python function of the user's."""
@@ -38,3 +46,10 @@ class FunctionConfig(RewardConfig):
     """Processes per worker at most, with `isolation: process`; more are started as answers queue up."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds that importing the function's module may take."""
+
+    @override
+    def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
+        from roll_core.builtin.rewards.user_function import check
+
+        reason = check(self.function, columns, timeout_s)
+        return {"function": f"{self.function} cannot be used: {reason}"} if reason else {}

@@ -9,12 +9,13 @@ import importlib
 import inspect
 import math
 import numbers
+import time
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RewardFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 Verdict = dict[str, Any]
 """`value`, `failure` and `detail` of a `Reward`, as plain values."""
@@ -24,19 +25,40 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., Verdict]:
     """A judge of `(prompt, response, metadata)` that calls the function named by `options["function"]`.
 
     Raises whatever importing the user's module raises, AttributeError if it has no such function, TypeError if that
-    cannot be called with a prompt and a response.
+    cannot be called with a prompt and a response, or needs a column that is not among `options["columns"]`.
     """
     module, _, name = options["function"].partition(":")
     function: Any = importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
     accepts = _check_signature(options["function"], function)
+    if options.get("columns") is not None:
+        _check_columns(options["function"], function, accepts, options["columns"])
 
     def judge(prompt: str, response: str, metadata: Mapping[str, Any]) -> Verdict:
         chosen = {key: value for key, value in metadata.items() if accepts(key)}
         return verdict(function(prompt, response, **chosen))
 
     return judge
+
+
+def check(function: str, columns: Collection[str] | None, timeout_s: float) -> str:
+    """Why the function cannot score rows with these columns (None: unknown); empty if it can. Loads it in a process of
+    its own. Raises `TimeoutError` if that takes longer than `timeout_s`."""
+    from roll_core.builtin.rewards.judge_pool import JudgePool
+
+    options = {"function": function, "columns": None if columns is None else sorted(columns)}
+    begun = time.monotonic()
+    pool = JudgePool(f"{__name__}:prepare", options, size=1, start_timeout_s=timeout_s)
+    try:
+        pool.start(wait=True)
+    except RewardFailure as failure:
+        if time.monotonic() - begun >= timeout_s:
+            raise TimeoutError(f"importing {function} takes longer than {timeout_s:g} s") from failure
+        return str(failure)
+    finally:
+        pool.close()
+    return ""
 
 
 def verdict(answer: Any) -> Verdict:
@@ -90,3 +112,16 @@ def _check_signature(name: str, function: Any) -> Callable[[str], bool]:
     positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     taken = set(positional[:2]) | {"prompt", "response"}
     return lambda key: key not in taken and (takes_all or key in named)
+
+
+def _check_columns(name: str, function: Any, accepts: Callable[[str], bool], columns: Collection[str]) -> None:
+    """Every argument without a default is a column of the rows."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # see `_check_signature`
+        return
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+    for each in required:
+        if accepts(each) and each not in columns:
+            raise TypeError(f"{name} needs a column {each!r}, but the rows have {', '.join(sorted(columns))}")

@@ -1,0 +1,199 @@
+"""Checks that models, rows and reward code that a config names are there, before anything heavy is imported.
+
+check, run ─► load(config, further=FileCheck) ─► model directories   config.json
+                                              ├► files of rows       the first rows, by what the run requires of them
+                                              └► rewards             their columns; their code in processes of its own
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from roll_core.config.explain import Finding
+from roll_core.config.model_keys import is_hub_id
+from roll_core.config.schema import paths, roles
+from roll_core.data.datasets import Rows, file_names, first_rows, messages_of, need_column
+from roll_core.errors import DataError
+from roll_core.spec.config import DataArguments, RewardConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from roll_core.config.source import KeyPath
+    from roll_core.spec.config import RunConfig
+
+FIRST_ROWS = 100
+"""Rows of each file that are looked at."""
+TIMEOUT_S = 1.5
+"""For importing the code of all rewards."""
+
+
+class FileCheck:
+    """Finds what is missing, for the configs of one command in their order: a later run may read what an earlier one
+    writes."""
+
+    def __init__(self) -> None:
+        self._unchecked: list[str] = []
+        self._written: list[Path] = []
+        """Directories of the earlier runs."""
+
+    def __call__(self, schema: type[RunConfig], data: Mapping[Any, Any]) -> list[Finding]:
+        """The mistakes in what was written for `schema`. Skips values that are mistakes themselves."""
+        found = list(self._models(schema, data))
+        rows: dict[KeyPath, list[Rows]] = {}
+        for path, arguments in _data_arguments(schema, data):
+            found += self._rows(path, arguments, schema, rows)
+        found += self._rewards(schema, data, rows)
+        output, name = (data.get(key, schema.model_fields[key].default) for key in ("output_dir", "exp_name"))
+        if isinstance(output, str) and isinstance(name, str):
+            self._written.append(_absolute(output) / name)
+        return found
+
+    def take_unchecked(self) -> list[str]:
+        """What could not be checked in time since the last call, with the reasons."""
+        unchecked, self._unchecked = self._unchecked, []
+        return unchecked
+
+    def _models(self, schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterator[Finding]:
+        sources: dict[KeyPath, str] = {}
+        for path, worker, role in roles(schema, dict(data)):
+            raw = role.get("model_args")
+            given = raw if isinstance(raw, dict) else {}
+            if worker.kind == "reward" or given.get("random_init") is not None:
+                continue
+            at: KeyPath = (*path, "model_args", "model_name_or_path")
+            source = given.get("model_name_or_path")
+            if source is None:
+                at, source = ("pretrain",), data.get("pretrain")
+            if isinstance(source, str):
+                sources[at] = source
+        for at, source in sources.items():
+            folder = os.path.expanduser(source)
+            if self._is_written(source) or (is_hub_id(source) and not os.path.exists(folder)):
+                continue
+            if not os.path.isdir(folder):
+                hint = "correct the path, or name the config of the run that writes it before this one"
+                yield Finding(at, f"there is no directory {source}", hint)
+            elif not os.path.isfile(os.path.join(folder, "config.json")):
+                hint = "name a directory that save_pretrained or an export wrote"
+                yield Finding(at, f"{source} has no config.json", hint)
+
+    def _rows(
+        self, path: KeyPath, data: DataArguments, schema: type[RunConfig], found: dict[KeyPath, list[Rows]]
+    ) -> Iterator[Finding]:
+        at_name = (*path, "file_name")
+        for position, name in enumerate(file_names(data)):
+            at = (*at_name, str(position)) if isinstance(data.file_name, list) else at_name
+            if self._is_written(name):
+                continue
+            try:
+                rows = first_rows(name, data, FIRST_ROWS)
+            except (DataError, OSError) as error:
+                yield Finding(at, str(error))
+                continue
+            if rows is None:
+                continue
+            found.setdefault(path, []).append(rows)
+            needed = schema.row_keys.get(path[0], ()) if len(path) == 2 else ()
+            missing = list(_missing_columns(path, data, rows, needed))
+            yield from missing
+            try:
+                for row in rows if needed and not missing else ():
+                    messages_of(row, data, rows, response="response" in needed)
+            except DataError as error:
+                yield Finding(at, str(error))
+
+    def _rewards(
+        self, schema: type[RunConfig], data: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]
+    ) -> list[Finding]:
+        rewards: dict[KeyPath, RewardConfig] = {
+            (name, str(domain)): reward
+            for name, group in data.items()
+            for domain, reward in (group.items() if isinstance(group, dict) else ())
+            if isinstance(reward, RewardConfig) and reward.reward
+        }
+        prompts: set[KeyPath] = {
+            (name, "data_args") for name, keys in schema.row_keys.items() if "response" not in keys
+        }
+        scored: dict[KeyPath, list[Rows]] = {path: files for path, files in rows.items() if path in prompts}
+        found = list(_unscored(rewards, scored)) if len(rewards) > 1 else []
+        if data.get("replay_rollouts") is not None:
+            return found
+        with ThreadPoolExecutor(max(len(rewards), 1)) as pool:
+            checks = []
+            for path, reward in rewards.items():
+                tags = {path[-1], *reward.tag_included}
+                mine = (row for files in scored.values() for each in files for row in each)
+                columns = {column for row in mine if len(rewards) == 1 or row.tag in tags for column in row.values}
+                for key, column in reward.columns().items() if columns else ():
+                    if column not in columns:
+                        message = f"the rows have no column {column!r}: they have {', '.join(sorted(columns))}"
+                        found.append(Finding((*path, key), message))
+                if _runs_here(reward, data):
+                    checks.append(pool.submit(self._code, path, reward, columns or None))
+            return found + [each for check in checks for each in check.result()]
+
+    def _code(self, path: KeyPath, reward: RewardConfig, columns: set[str] | None) -> list[Finding]:
+        hint = f"code is imported with the working directory {Path.cwd()} first on the module path"
+        try:
+            mistakes = reward.check_code(columns, TIMEOUT_S)
+        except TimeoutError as error:
+            self._unchecked.append(f"{'.'.join(path)}: {error}")
+            return []
+        return [Finding((*path, key), message, hint) for key, message in mistakes.items()]
+
+    def _is_written(self, name: str) -> bool:
+        """True if an earlier run of the same command may write it."""
+        return any(_absolute(name).is_relative_to(folder) for folder in self._written)
+
+
+def _data_arguments(schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, DataArguments]]:
+    """Every valid `data_args` outside of mappings with free keys."""
+    for path in paths(schema):
+        if path[-1] != "data_args" or "*" in path:
+            continue
+        raw: Any = data
+        for step in path:
+            raw = raw.get(step) if isinstance(raw, dict) else None
+        if not isinstance(raw, dict):
+            continue
+        try:
+            yield path, DataArguments.model_validate(raw)
+        except ValidationError:  # found where the whole config is validated
+            continue
+
+
+def _missing_columns(path: KeyPath, data: DataArguments, rows: Rows, needed: tuple[str, ...]) -> Iterator[Finding]:
+    if needed and data.messages is not None:
+        needed = ("messages",)
+    for key in (*needed, "system") if needed and data.system is not None else needed:
+        try:
+            need_column(getattr(data, key), rows)
+        except DataError as error:
+            yield Finding((*path, key), str(error))
+
+
+def _unscored(rewards: Mapping[KeyPath, RewardConfig], scored: Mapping[KeyPath, list[Rows]]) -> Iterator[Finding]:
+    """Rows whose tag belongs to none of several rewards: the first of each `data_args`."""
+    known = {tag for path, reward in rewards.items() for tag in (path[-1], *reward.tag_included)}
+    for path, files in scored.items():
+        wrong = next((row for each in files for row in each if row.tag not in known), None)
+        if wrong is not None:
+            message = f"{wrong.where} has tag {wrong.tag!r}, but rewards score {', '.join(sorted(known))}"
+            yield Finding((*path, "tag"), message, "see rewards.<domain>.tag_included")
+
+
+def _runs_here(reward: RewardConfig, data: Mapping[Any, Any]) -> bool:
+    """True if the reward's workers import what this process would."""
+    variables = data.get("system_envs")
+    elsewhere = {*reward.system_envs, *(variables if isinstance(variables, dict) else ())}
+    return reward.environment is None and "PYTHONPATH" not in elsewhere
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))

@@ -1,0 +1,201 @@
+"""`roll-core check` and `run` look at what a config names: models, rows, columns, reward functions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from roll_core.cli import main as cli
+from roll_core.cli.files import FileCheck
+from roll_core.config import load
+from roll_core.errors import ConfigError
+from roll_core.plugins.registry import load_registry
+
+GRPO = """\
+pipeline: rlvr
+pretrain: model
+actor_train:
+  data_args: {file_name: rows.jsonl}
+  training_args: {per_device_train_batch_size: 128}
+  strategy_args: {strategy_name: hf_train}
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+rewards:
+  math:
+    reward: math_rule
+validation:
+  data_args:
+    file_name: [val.jsonl]
+"""
+SFT = """\
+pipeline: sft
+exp_name: taught
+output_dir: out
+sft_train:
+  model_args: {random_init: {model_type: qwen3}}
+  data_args: {file_name: sft.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory in which `GRPO` is good."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "qwen3"}')
+    write("rows.jsonl", {"prompt": "1+1=", "ground_truth": "2"})
+    write("val.jsonl", {"prompt": "2+2=", "ground_truth": "4"})
+    write("sft.jsonl", {"prompt": "2+2=", "response": "4"})
+    return tmp_path
+
+
+def write(name, *rows):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def mistakes(text, check=None):
+    """(line, column, key) of each."""
+    Path("run.yaml").write_text(text)
+    try:
+        load(Path("run.yaml"), (), load_registry(), check or FileCheck())
+    except ConfigError as error:
+        places = [(each.where.split(":"), each.key) for each in error.problems]
+        assert {place[0] for place, _ in places} == {"run.yaml"}
+        return [(int(place[1]), int(place[2]), key) for place, key in places]
+    return []
+
+
+def function(name):
+    return GRPO.replace("reward: math_rule", f"{{reward: function, function: '{name}'}}").replace("math:\n   ", "math:")
+
+
+def test_a_config_whose_files_are_there_is_good(here):
+    assert mistakes(GRPO) == []
+
+
+def test_everything_that_is_missing_is_told_at_once_with_other_mistakes(here):
+    Path("rows.jsonl").unlink()
+    Path("model/config.json").unlink()
+    write("val.jsonl", {"promt": "2+2="})
+    wrong = function("no_such_module:score").replace("strategy_name: hf_train", "strategy_nam: hf_train")
+    assert mistakes(wrong) == [
+        (2, 11, "pretrain"),
+        (4, 26, "actor_train.data_args.file_name"),
+        (6, 3, "actor_train.strategy_args.strategy_name"),
+        (6, 19, "actor_train.strategy_args.strategy_nam"),
+        (10, 38, "rewards.math.function"),
+        (12, 3, "validation.data_args.prompt"),
+    ]
+
+
+def test_no_files_looks_at_the_config_alone(here, capsys):
+    Path("rows.jsonl").unlink()
+    Path("run.yaml").write_text(GRPO)
+    assert cli.main(["check", "run.yaml"]) == 2
+    assert "run.yaml:4:26: actor_train.data_args.file_name" in capsys.readouterr().err
+    assert cli.main(["check", "--no-files", "run.yaml"]) == 0
+
+
+@pytest.mark.parametrize("source", ["no/such/model", "./model-2", "~/no such model", "/no/such/model", "val.jsonl"])
+def test_a_model_that_is_no_directory_is_a_mistake(here, source):
+    assert mistakes(GRPO.replace("pretrain: model", f"pretrain: {source}")) == [(2, 11, "pretrain")]
+
+
+def test_a_models_id_on_the_hub_is_not_looked_for(here):
+    assert mistakes(GRPO.replace("pretrain: model", "pretrain: Qwen/Qwen3-0.6B")) == []
+
+
+def test_a_later_config_may_read_what_an_earlier_one_writes(here, capsys):
+    Path("sft.yaml").write_text(SFT)
+    text = GRPO.replace("pretrain: model", "pretrain: ./out/taught/latest/export")
+    Path("grpo.yaml").write_text(text.replace("rows.jsonl", "out/taught/rows.jsonl"))
+    assert cli.main(["check", "sft.yaml", "grpo.yaml"]) == 0
+    Path("sft.yaml").write_text(SFT + "sede: 1\n")
+    assert cli.main(["check", "sft.yaml", "grpo.yaml"]) == 2
+    assert "grpo.yaml" not in capsys.readouterr().err
+    assert cli.main(["check", "grpo.yaml", "sft.yaml"]) == 2
+    assert cli.main(["check", "grpo.yaml"]) == 2
+    assert cli.main(["check", "sft.yaml", "grpo.yaml", "exp_name=another", "output_dir=elsewhere"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "key"),
+    [
+        ([{"promt": "a", "ground_truth": "1"}], "prompt"),
+        ([{"prompt": 5, "ground_truth": "1"}], "file_name"),
+        ([{"prompt": "a", "ground_truth": "1"}, {"prompt": None}], "file_name"),
+    ],
+)
+def test_rows_that_a_run_would_refuse_are_mistakes(here, rows, key):
+    write("rows.jsonl", *rows)
+    assert [(line, found) for line, _, found in mistakes(GRPO)] == [(4, f"actor_train.data_args.{key}")]
+
+
+def test_rows_of_sft_need_a_response_and_those_of_rewards_do_not(here):
+    write("sft.jsonl", {"prompt": "2+2="})
+    assert [key for *_, key in mistakes(SFT)] == ["sft_train.data_args.response"]
+    write("sft.jsonl", {"chat": [{"role": "user", "content": "2+2="}]})
+    chat = SFT.replace("file_name: sft.jsonl", "file_name: sft.jsonl, messages: chat")
+    assert [key for *_, key in mistakes(chat)] == ["sft_train.data_args.file_name"]
+
+
+def test_columns_of_rewards_are_looked_for_in_the_rows_that_they_score(here):
+    write("rows.jsonl", {"prompt": "a"})
+    write("val.jsonl", {"prompt": "a"})
+    assert mistakes(GRPO) == [(10, 3, "rewards.math.ground_truth")]
+    several = GRPO.replace("validation:", "  other:\n    {reward: math_rule, ground_truth: answer}\nvalidation:")
+    write("rows.jsonl", {"prompt": "a", "tag": "math", "ground_truth": "1"})
+    write("val.jsonl", {"prompt": "a", "tag": "other", "answer": "1"})
+    assert mistakes(several) == []
+    write("val.jsonl", {"prompt": "a", "tag": "other", "ground_truth": "1"}, {"prompt": "a", "tag": "third"})
+    assert [key for *_, key in mistakes(several)] == ["rewards.other.ground_truth", "validation.data_args.tag"]
+
+
+def test_parquet_files_are_looked_at(here):
+    pyarrow.parquet.write_table(pa.table({"question": ["a"], "ground_truth": ["1"]}), "rows.parquet")
+    assert [key for *_, key in mistakes(GRPO.replace("rows.jsonl", "rows.parquet"))] == ["actor_train.data_args.prompt"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "good"),
+    [
+        ("def score(prompt, response, ground_truth): return 1.0", "mine:score", True),
+        ("def score(prompt, response, ground_truth): return 1.0", "mine:scor", False),
+        ("def score(prompt, response, answer): return 1.0", "mine:score", False),
+        ("def score(prompt, response, *, answer=None, **row): return 1.0", "mine:score", True),
+        ("def score(prompt): return 1.0", "mine:score", False),
+        ("import no_such_module", "mine:score", False),
+        ("import os; os._exit(3)", "mine:score", False),
+        ("score = 1", "mine:score", False),
+    ],
+)
+def test_a_reward_function_must_load_and_fit_the_rows(here, module, name, good):
+    Path("mine.py").write_text(module)
+    assert mistakes(function(name)) == ([] if good else [(10, 38, "rewards.math.function")])
+
+
+def test_a_module_that_takes_too_long_is_told_but_no_mistake(here, capsys, monkeypatch):
+    monkeypatch.setattr("roll_core.cli.files.TIMEOUT_S", 0.01)
+    Path("mine.py").write_text("import time\ntime.sleep(600)\ndef score(prompt, response): return 1.0\n")
+    Path("run.yaml").write_text(function("mine:score"))
+    assert cli.main(["check", "run.yaml"]) == 0
+    assert "run.yaml: not checked: rewards.math" in capsys.readouterr().out
+
+
+def test_code_for_another_interpreter_or_path_is_not_imported_here(here):
+    text = function("nowhere:score")
+    assert mistakes(text.replace("reward: function", "reward: function, system_envs: {PYTHONPATH: lib}")) == []
+    assert mistakes("system_envs: {PYTHONPATH: lib}\n" + text) == []
+
+
+def test_a_run_makes_the_same_check_before_it_makes_anything(here, capsys):
+    write("sft.jsonl", {"promt": "2+2=", "response": "4"})
+    Path("sft.yaml").write_text(SFT)
+    assert cli.main(["run", "sft.yaml"]) == 2
+    assert "sft.yaml:6:3: sft_train.data_args.prompt" in capsys.readouterr().err
+    assert not Path("out").exists()
