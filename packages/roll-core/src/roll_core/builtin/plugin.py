@@ -27,7 +27,6 @@ ROLL_HOOK_API = 1
 
 HF_TRAIN = TrainCapabilities(
     tasks=("causal_lm", "value", "reward"),
-    packing=True,
     gradient_checkpointing=True,
     data_parallel=True,
     offload=True,

@@ -10,6 +10,7 @@ import os
 import re
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -332,6 +333,8 @@ class _Validation:
             hint = f"strategies that do: {', '.join(able)}"
             message = f"{provider.name} trains no adapters"
             self.found.append(Finding((*path, "model_args", "lora_target"), message, hint))
+        if isinstance(provider, TrainProvider) and not provider.capabilities.gradient_checkpointing:
+            self._no_gradient_checkpointing(path, worker, role, provider)
         if self.data.get("portable_checkpoints") is True and not _exports_state(worker, provider):
             message = f"{provider.name} does not export its training state, so portable_checkpoints cannot be honoured"
             self.found.append(Finding(at_name, message, "leave portable_checkpoints out"))
@@ -340,6 +343,20 @@ class _Validation:
             message = f"{provider.name} does not compute in {dtype}"
             hint = f"it computes in {', '.join(provider.capabilities.dtypes)}"
             self.found.append(Finding((*path, "model_args", "dtype"), message, hint))
+
+    def _no_gradient_checkpointing(
+        self, path: KeyPath, worker: type[WorkerConfig], role: dict[Any, Any], provider: TrainProvider
+    ) -> None:
+        """`disable_gradient_checkpointing` is true for a strategy that has none; asking for it is an error."""
+        raw, key = role.get("model_args"), "disable_gradient_checkpointing"
+        model = {} if raw is None else raw
+        if worker.kind != "train" or not isinstance(model, dict):
+            return
+        if model.get(key) is False:
+            message = f"found false, but {provider.name} does not checkpoint gradients"
+            self.found.append(Finding((*path, "model_args", key), message, "leave it out, or write true"))
+        elif key not in model:
+            role["model_args"] = model | {key: True}
 
     def _slots(
         self,
@@ -352,12 +369,16 @@ class _Validation:
         """`num_gpus_per_worker` is what the strategy computes; a value that contradicts it is an error."""
         given = role.get("num_gpus_per_worker")
         computed = strategy.slots_per_worker()
+        spreads = isinstance(provider, InferProvider) and provider.capabilities.tensor_parallel
         if computed is None:
-            if worker.kind != "generate" and type(given) is int and given > 1:
+            if not spreads and type(given) is int and given > 1:
                 message = f"found {given}, but a worker of {provider.name} takes 1 slot"
                 hint = "more workers are more slots in device_mapping"
                 self.found.append(Finding((*path, "num_gpus_per_worker"), message, hint))
             return
+        if computed > 1 and not spreads:
+            message = f"makes a worker take {computed} slots, but {provider.name} does not declare tensor_parallel"
+            self.found.append(Finding((*path, "strategy_args", "strategy_config"), message))
         if type(given) is int and given > 0 and given != computed:
             message = f"found {given}, but {provider.name}'s strategy_config makes it {computed}"
             self.found.append(Finding((*path, "num_gpus_per_worker"), message, f"leave it out, or write {computed}"))
@@ -375,10 +396,32 @@ class _Validation:
         elif computed > 1:
             role["ranks_per_replica"] = computed
         ranks = _num_ranks(role)
+        if isinstance(provider, TrainProvider):
+            self._explained(path, role, provider, strategy, ranks)
         if computed > 1 and ranks is not None and ranks % computed:
             message = f"{ranks} ranks are not a multiple of {strategy.replica_arithmetic()} = {computed}"
             hint = "the number of ranks is that product times data parallel"
             self.found.append(Finding((*path, "strategy_args", "strategy_config"), message, hint))
+
+    def _explained(
+        self, path: KeyPath, role: dict[Any, Any], provider: TrainProvider, strategy: StrategyConfig, ranks: int | None
+    ) -> None:
+        """Every rank has a share of the work by a kind of parallelism that the strategy declares. Otherwise ranks would
+        train models of their own that nothing keeps equal."""
+        can, sizes, replica = provider.capabilities, strategy.parallel_sizes(), strategy.ranks_per_replica()
+        at_config = (*path, "strategy_args", "strategy_config")
+        undeclared = [kind for kind, size in sizes.items() if size > 1 and not getattr(can, kind)]
+        for kind in undeclared:
+            message = f"asks for {kind} {sizes[kind]}, which {provider.name} does not declare"
+            self.found.append(Finding(at_config, message))
+        declared = prod(size for kind, size in sizes.items() if kind != "expert_parallel" and getattr(can, kind))
+        if replica > declared and not undeclared:
+            message = f"spreads a replica over {replica} ranks, but {provider.name} declares parallelism for {declared}"
+            self.found.append(Finding(at_config, message))
+        if ranks is not None and ranks > replica and not can.data_parallel:
+            key = "world_size" if role.get("device_mapping") is None else "device_mapping"
+            message = f"found {ranks} ranks, but {provider.name} has no data parallelism: a role has {replica} of them"
+            self.found.append(Finding((*path, key), message, "take a strategy that declares data_parallel"))
 
     def _spread(self, path: KeyPath, role: dict[Any, Any], strategy: StrategyConfig) -> None:
         """The model can be cut as the strategy is to cut it, as far as the model is known, and computed as it says."""

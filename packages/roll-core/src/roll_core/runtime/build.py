@@ -331,6 +331,7 @@ def _check_support(
     if model.lora is not None and not provider.capabilities.lora:
         does = "serves" if role.kind == "generate" else "trains"
         raise UnsupportedError(f"{role.name}: strategy {provider.name} {does} no adapters (model_args.lora_target)")
+    check_gradient_checkpointing(role, provider, model)
     if model.router_replay and not _replays(provider):
         does = "return the experts that it chose" if role.kind == "generate" else "replay the engine's experts"
         raise UnsupportedError(f"{role.name}: strategy {provider.name} does not {does} (router_replay.mode)")
@@ -343,6 +344,15 @@ def _check_support(
     if tasks is not None and role.task not in tasks:
         raise UnsupportedError(
             f"{role.name}: needs a model of task {role.task}, but strategy {provider.name} has {', '.join(tasks)}"
+        )
+
+
+def check_gradient_checkpointing(role: RoleSpec, provider: TrainProvider | InferProvider, model: ModelSpec) -> None:
+    """Raise `UnsupportedError` where a strategy that has no gradient checkpointing is asked for it."""
+    if model.gradient_checkpointing and not getattr(provider.capabilities, "gradient_checkpointing", False):
+        raise UnsupportedError(
+            f"{role.name}: strategy {provider.name} does not checkpoint gradients; set"
+            f" {role.name}.model_args.disable_gradient_checkpointing: true"
         )
 
 
