@@ -135,6 +135,7 @@ def roll_trackers() -> Iterator[TrackerProvider]:
     yield TrackerProvider(
         name="tensorboard",
         target="roll_core.builtin.trackers.tensorboard:TensorBoardTracker",
+        config="roll_core.builtin.options:TensorBoardOptions",
         summary="Event files for TensorBoard, in the run directory",
     )
 
@@ -171,11 +172,13 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
     yield PolicyLossProvider(
         name="ppo",
         target="roll_core.algorithms.policy_losses:ppo",
+        config="roll_core.builtin.options:PolicyLossOptions",
         summary="Clipped importance ratio, with clip-higher and dual clip",
     )
     yield PolicyLossProvider(
         name="vanilla",
         target="roll_core.algorithms.policy_losses:vanilla",
+        config="roll_core.builtin.options:PolicyLossOptions",
         summary="Log-probability times advantage",
     )
 

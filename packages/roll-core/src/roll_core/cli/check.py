@@ -23,7 +23,7 @@ def check_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_pl
     mistakes = 0
     for config in configs:
         try:
-            loaded = load(config, overrides, registry)
+            loaded = load(config, overrides, registry, needs=True)
         except ConfigError as error:
             mistakes += len(error.problems)
             sys.stderr.write(f"{error}\n")

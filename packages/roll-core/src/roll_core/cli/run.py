@@ -28,7 +28,7 @@ def run_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_plug
     Returns the exit code: 0 only if every run did the steps that were asked for.
     """
     registry = load_registry(disabled_plugins)
-    loaded = [load(path, overrides, registry) for path in configs]
+    loaded = [load(path, overrides, registry, needs=True) for path in configs]
     _need_data(loaded[0].config)  # a later run may read what an earlier one writes
     gc.set_threshold(*GC_THRESHOLDS)
     # Everything heavy comes after the checks: a mistake is reported within a second.

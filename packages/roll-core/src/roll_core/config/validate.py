@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
@@ -23,9 +24,11 @@ from roll_core.config.nearest import suggest_key
 from roll_core.config.schema import paths, roles, schema_at
 from roll_core.config.weight_ways import without_a_way
 from roll_core.config.written import COMMAND_LINE, Place
-from roll_core.errors import ConfigError, ConfigProblem, PluginError, UnknownProviderError
+from roll_core.errors import ConfigError, ConfigProblem, MissingRequirementError, PluginError, UnknownProviderError
+from roll_core.plugins.requirements import check_requirements
+from roll_core.plugins.signatures import signature_problem
 from roll_core.plugins.targets import load_class
-from roll_core.spec.config import RewardConfig, RunConfig, StrategyConfig
+from roll_core.spec.config import Config, RewardConfig, RunConfig, StrategyConfig
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.providers import (
     AdvantageProvider,
@@ -60,9 +63,9 @@ NAMED_PARTS: dict[str, type[Provider]] = {
 """Keys at the top whose value is the name of a part, where a pipeline's schema has them."""
 
 
-def validate(composed: Composed, registry: Registry) -> tuple[RunConfig, PipelineProvider]:
+def validate(composed: Composed, registry: Registry, *, needs: bool) -> tuple[RunConfig, PipelineProvider]:
     """The pipeline's config. Raises `ConfigError` with all problems in the order in which they stand in the files."""
-    return _Validation(composed, registry).run()
+    return _Validation(composed, registry, needs).run()
 
 
 def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
@@ -74,6 +77,8 @@ def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
 class _Validation:
     composed: Composed
     registry: Registry
+    needs: bool
+    """Whether requirements have to be met in this environment."""
     data: dict[Any, Any] = field(init=False)
     found: list[Finding] = field(default_factory=list)
     cause: BaseException | None = None
@@ -144,16 +149,28 @@ class _Validation:
                 return candidates[0]
         return provider
 
-    def _find(self, kind: type[P], name: str, path: KeyPath) -> P | None:
-        """The record of a name, or None after recording why there is none."""
+    def _find(
+        self, kind: type[P], name: str, path: KeyPath, role: Mapping[Any, Any] = MappingProxyType({})
+    ) -> P | None:
+        """The record of a name, or None after recording why there is none; and what would keep the part from working
+        in the processes of its role."""
         try:
-            return self.registry.find(kind, name)
+            provider = self.registry.find(kind, name)
         except PluginError as error:
             message, _, hint = str(error).partition("\n    ")
             self.found.append(Finding(path, message, hint))
             if isinstance(error, UnknownProviderError) and self.cause is None:
                 self.cause = error.__cause__
             return None
+        if problem := signature_problem(provider):
+            self.found.append(Finding(path, f"{self.registry.owner(provider)}: {problem}"))
+        if self.needs and role.get("environment") is None and not _on_a_cluster():
+            try:
+                check_requirements(provider, owner=self.registry.owner(provider))
+            except MissingRequirementError as error:
+                message, _, hint = str(error).partition(". Run: ")
+                self.found.append(Finding(path, message, hint and f"run: {hint}"))
+        return provider
 
     def _named_parts(self, schema: type[RunConfig]) -> None:
         for key, kind in NAMED_PARTS.items():
@@ -161,6 +178,8 @@ class _Validation:
             if key not in schema.model_fields or not isinstance(name, str):
                 continue
             provider = self._find(kind, name, (key,))
+            if isinstance(provider, PolicyLossProvider):
+                self._options(provider, ("pg_options",), self.data.get("pg_options"))
             reads_values = isinstance(provider, AdvantageProvider) and provider.needs_critic
             if reads_values and "critic" in schema.model_fields and self.data.get("critic") is None:
                 message = f"{name} reads a critic's values, but there is no role critic"
@@ -168,15 +187,35 @@ class _Validation:
         trackers = self.data.get("track_with", schema.model_fields["track_with"].default)
         single = isinstance(trackers, str)
         names = [trackers] if single else trackers if isinstance(trackers, list) else []
+        options = self.data.get("tracker_kwargs")
         for position, name in enumerate(names):
             if isinstance(name, str):
-                self._find(TrackerProvider, name, ("track_with",) if single else ("track_with", str(position)))
-        options = self.data.get("tracker_kwargs")
+                tracker = self._find(
+                    TrackerProvider, name, ("track_with",) if single else ("track_with", str(position))
+                )
+                if tracker is not None and isinstance(options, dict):
+                    self._options(tracker, ("tracker_kwargs", name), options.get(name))
         if isinstance(options, dict):
             for key in options:
                 if isinstance(key, str) and key not in names:
                     message = f"is not used: track_with names {', '.join(map(str, names)) or 'no tracker'}"
                     self.found.append(Finding(("tracker_kwargs", key), message, at_key=True))
+
+    def _options(self, record: Provider, path: KeyPath, given: Any) -> None:
+        """The keys of a part that is no role are those of the schema that it brings; without one it takes none."""
+        if isinstance(given, dict) and given:
+            owner = self.registry.owner(record)
+            self._by_schema(schema_of(record, Config, owner=owner), given, path, owner)
+
+    def _by_schema(self, schema: type[M], given: dict[Any, Any], path: KeyPath, owner: str) -> M | None:
+        """What stands at `path`, by the schema of the part that it belongs to; None after recording its mistakes."""
+        self.extra_paths += [(*path, *each) for each in paths(schema)]
+        valid, found = validate_all(schema, given, owner)
+        for each in found:
+            unknown = each.kind == "extra_forbidden" and len(each.path) == 1
+            known = sorted(schema.model_fields)
+            self.found.append(self._with_key_hint(each, known, path) if unknown else _under(path, each))
+        return valid
 
     def _reward(self, path: KeyPath, role: dict[Any, Any]) -> None:
         """Validate a reward by the schema of its provider, and put the result in its place."""
@@ -184,7 +223,7 @@ class _Validation:
         schema: type[RewardConfig] = RewardConfig
         owner = "roll-core"
         if isinstance(name, str):
-            provider = self._find(RewardProvider, name, (*path, "reward"))
+            provider = self._find(RewardProvider, name, (*path, "reward"), role)
             if provider is not None:
                 owner = self.registry.owner(provider)
                 schema = schema_of(provider, RewardConfig, owner=owner)
@@ -214,24 +253,19 @@ class _Validation:
         at_config = (*path, "strategy_args", "strategy_config")
         provider: TrainProvider | InferProvider | None
         if worker.kind == "generate":
-            provider = self._find(InferProvider, name, at_name)
+            provider = self._find(InferProvider, name, at_name, role)
         else:
-            provider = self._find(TrainProvider, name, at_name)
+            provider = self._find(TrainProvider, name, at_name, role)
         if provider is None:
             self._other_registry(worker, name, at_name)
             return
         self._suits(path, worker, role, provider)
         owner = self.registry.owner(provider)
         schema = schema_of(provider, StrategyConfig, owner=owner)
-        self.extra_paths += [(*at_config, *each) for each in paths(schema)]
         raw = arguments.get("strategy_config")
         if raw is not None and not isinstance(raw, dict):
             return
-        strategy, found = validate_all(schema, raw or {}, owner)
-        for each in found:
-            unknown = each.kind == "extra_forbidden" and len(each.path) == 1
-            known = sorted(schema.model_fields)
-            self.found.append(self._with_key_hint(each, known, at_config) if unknown else _under(at_config, each))
+        strategy = self._by_schema(schema, raw or {}, at_config, owner)
         if strategy is not None:
             self._slots(path, worker, role, provider, strategy)
             self._replicas(path, role, provider, strategy)
@@ -291,8 +325,12 @@ class _Validation:
         given = role.get("environment")
         at = (*path, "environment") if isinstance(given, str) else (*path, "environment", "python")
         python = given.get("python") if isinstance(given, dict) else given
-        elsewhere = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
-        if isinstance(python, str) and os.sep in python and not elsewhere and not Path(python).expanduser().exists():
+        if (
+            isinstance(python, str)
+            and os.sep in python
+            and not _on_a_cluster()
+            and not Path(python).expanduser().exists()
+        ):
             message = f"there is no {python}"
             self.found.append(Finding(at, message, "name an interpreter, or the folder of a virtual environment"))
 
@@ -544,6 +582,11 @@ def _replays(provider: TrainProvider | InferProvider) -> bool:
     """Whether it does its part of router replay."""
     capabilities = provider.capabilities
     return capabilities.routed_experts if isinstance(capabilities, InferCapabilities) else capabilities.router_replay
+
+
+def _on_a_cluster() -> bool:
+    """Whether workers run on the hosts of a Ray cluster, which may have other files and packages."""
+    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
 
 
 def _num_ranks(role: Mapping[Any, Any]) -> int | None:

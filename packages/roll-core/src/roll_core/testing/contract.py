@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
+from roll_core.config import schema_of
 from roll_core.errors import RollError, UnsupportedError
-from roll_core.plugins.targets import load_target
+from roll_core.spec.config import StrategyConfig
 from roll_core.spec.providers import ModelParallelism
 from roll_core.spec.train import Want
 from roll_core.testing.bench import Step
@@ -149,14 +150,14 @@ class ContractTests(Subject):
             if problems := [each for each in shown if each]:
                 raise AssertionError(f"{self.name} declares {kind}: {problems[0]}")
 
-    def shows(self, kind: str) -> str:
+    def shows(self, kind: ModelParallelism) -> str:
         """Why the variant that `parallelism` names does not show this kind; empty if it does."""
         variant = self.parallelism[kind]
         if variant not in self.variants:
             return f"parallelism names {variant!r}, the variants are {', '.join(self.variants)}"
         if max(self.sizes(variant)) < 2:
             return f"variant {variant!r} runs on one rank alone; see ranks_of"
-        schema = load_target(self.provider.config, owner=self.name)
+        schema = schema_of(self.provider, StrategyConfig, owner=self.name)
         sizes = schema.model_validate(dict(self.variants[variant])).parallel_sizes()
         if sizes.get(kind, 1) < 2:
             return f"variant {variant!r} has no {kind} above 1: parallel_sizes() of its configuration is {dict(sizes)}"

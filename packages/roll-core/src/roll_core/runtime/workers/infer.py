@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from roll_core.config import schema_of
 from roll_core.errors import RollError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
@@ -15,6 +16,7 @@ from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
 from roll_core.runtime.weight_sync import DeviceFacts, WeightReceiver
 from roll_core.runtime.workers.mesh import mesh_info
+from roll_core.spec.config import StrategyConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +66,7 @@ class InferWorker:
     ) -> None:
         owner = f"infer strategy {provider.name}"
         check_requirements(provider, owner=owner)
-        schema = load_target(provider.config, owner=owner)
+        schema = schema_of(provider, StrategyConfig, owner=owner)
         strategy_class = load_target(provider.target, owner=owner)
         self.model = model
         self.strategy: InferStrategy = strategy_class(schema.model_validate(dict(strategy_config)))
