@@ -10,8 +10,11 @@ from typing import get_args
 import pytest
 
 import roll_core
+from roll_core.errors import ContractError
 from roll_core.plugins.kinds import KINDS
+from roll_core.runtime.build import role_config
 from roll_core.spec import HOOK_API, checks, hooks, infer, pipeline, platform, providers, reward, tracker, train
+from roll_core.spec.config import RunConfig
 
 HOOKS = {
     "roll_platforms": [],
@@ -188,6 +191,25 @@ def _asked(node):
 
 def test_what_checks_get_and_yield():
     assert {name: [each.name for each in fields(getattr(checks, name))] for name in CHECKS} == CHECKS
+
+
+def test_kinds_of_roles_tasks_and_transports():
+    assert platform.ROLE_KINDS == ("train", "score", "generate", "reward")
+    assert providers.TASKS == ("causal_lm", "value", "reward", "flow")
+    assert providers.TRANSPORTS == ("shared", "shm", "cuda_ipc", "collective", "disk")
+
+
+@pytest.mark.parametrize(("field", "value"), [("kind", "infer"), ("task", "lm"), ("kind", None)])
+def test_a_role_of_an_unknown_kind_or_task_is_refused_where_it_is_made(field, value):
+    with pytest.raises(ContractError, match=f"RoleSpec 'actor_infer': {field} is {value!r}") as raised:
+        pipeline.RoleSpec(**{"name": "actor_infer", "kind": "generate", field: value})
+    known = platform.ROLE_KINDS if field == "kind" else providers.TASKS
+    assert all(each in str(raised.value) for each in known)
+
+
+def test_a_role_that_the_config_does_not_have_is_named():
+    with pytest.raises(ContractError, match="actor_infer"):
+        role_config(RunConfig(pipeline="x"), "actor_infer")
 
 
 def test_every_kind_of_record_has_a_hook():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.config.loading import strategy_config
 from roll_core.config.weight_ways import within_one_process
-from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
+from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.platform import values_of
 from roll_core.runtime.python_environments.spec import environment_spec
@@ -43,8 +43,11 @@ COLLECTIVE_TIMEOUT_S = 600.0
 
 
 def role_config(config: RunConfig, name: str) -> WorkerConfig:
-    """The config of a role by its dotted name."""
-    return config.roles()[name]
+    """The config of a role by its dotted name. Raises `ContractError` for a role that the config does not have."""
+    roles = config.roles()
+    if name not in roles:
+        raise ContractError(f"the pipeline's roles() has {name!r}, but the config's roles are {', '.join(roles)}")
+    return roles[name]
 
 
 def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:

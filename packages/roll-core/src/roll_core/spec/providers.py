@@ -8,13 +8,15 @@ at;
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Task = Literal["causal_lm", "value", "reward", "flow"]
 """What a model computes: next-token logprobs, a value per token, a score per sequence, a velocity field."""
+TASKS: tuple[Task, ...] = get_args(Task)
 
 Transport = Literal["shared", "shm", "cuda_ipc", "collective", "disk"]
 """How weights travel: the same memory, host shared memory, device memory handles, broadcast in buckets, files."""
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 ModelParallelism = Literal["tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"]
 """Ways to spread one replica of a model over ranks; each is a capability of train strategies by the same name."""
