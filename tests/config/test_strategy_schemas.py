@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from typing import get_args
 
 import pytest
 
@@ -12,8 +13,10 @@ from roll_core.plugins.registry import Registry
 from roll_core.spec.providers import (
     InferCapabilities,
     InferProvider,
+    ModelParallelism,
     PipelineProvider,
     RewardProvider,
+    TrainCapabilities,
     TrainProvider,
 )
 
@@ -38,6 +41,16 @@ def registry(tmp_path, monkeypatch):
 
                 def slots_per_worker(self):
                     return self.tensor_parallel_size * self.pipeline_parallel_size
+
+            class SpreadConfig(StrategyConfig):
+                sizes: dict[str, PositiveInt] = {}
+                together: PositiveInt | None = None
+
+                def parallel_sizes(self):
+                    return self.sizes
+
+                def ranks_per_replica(self):
+                    return self.together or super().ranks_per_replica()
 
             class JudgeConfig(RewardConfig):
                 reward: Literal["math_rule"]
@@ -64,10 +77,25 @@ def registry(tmp_path, monkeypatch):
             config=f"{MODULE}:EngineConfig",
             summary="",
             platforms=("gpu",),
-            capabilities=InferCapabilities(dtypes=("bf16", "fp16")),
+            capabilities=InferCapabilities(dtypes=("bf16", "fp16"), tensor_parallel=True),
         ),
+        InferProvider(name="one_slot", target=f"{MODULE}:Engine", config=f"{MODULE}:EngineConfig", summary=""),
         InferProvider(name="broken", target=f"{MODULE}:Engine", config=f"{MODULE}:Nothing", summary=""),
         TrainProvider(name="bare", target=f"{MODULE}:Bare", summary=""),
+        TrainProvider(name="alone", target=f"{MODULE}:Bare", config=f"{MODULE}:SpreadConfig", summary=""),
+        TrainProvider(
+            name="spread",
+            target=f"{MODULE}:Bare",
+            config=f"{MODULE}:SpreadConfig",
+            summary="",
+            capabilities=TrainCapabilities(
+                gradient_checkpointing=True,
+                tensor_parallel=True,
+                pipeline_parallel=True,
+                context_parallel=True,
+                expert_parallel=True,
+            ),
+        ),
         RewardProvider(
             name="math_rule", target=f"{MODULE}:Judge", config=f"{MODULE}:JudgeConfig", summary="a second one"
         ),
@@ -142,6 +170,62 @@ def test_slots_that_the_computed_size_does_not_divide_are_refused(check):
         """,
     )
     assert found == [("engines.one", "device_mapping has 7 slots, which is not a multiple of num_gpus_per_worker 2")]
+
+
+@pytest.mark.parametrize(
+    "more", ["", ", strategy_config: {tensor_parallel_size: 2}"], ids=["by the role", "by the strategy's own keys"]
+)
+def test_an_engine_that_does_not_spread_its_model_takes_one_slot(check, more):
+    slots = "" if more else "num_gpus_per_worker: 2, "
+    found = problems_of(
+        check,
+        f"engines: {{one: {{device_mapping: [0, 1], {slots}strategy_args: {{strategy_name: one_slot{more}}}}}}}\n",
+    )
+    assert [key for key, _ in found] == [
+        "engines.one.strategy_args.strategy_config" if more else "engines.one.num_gpus_per_worker"
+    ]
+
+
+@pytest.mark.parametrize("ranks", ["device_mapping=[0,1]", "world_size=2"])
+def test_several_ranks_without_data_parallelism_are_refused(check, ranks):
+    """They would train a model each, and nothing would keep the models equal."""
+    with pytest.raises(ConfigError) as raised:
+        check("", f"learner.{ranks}")
+    ((key, message),) = [(each.key, each.message) for each in raised.value.problems]
+    assert key == "learner." + ranks.partition("=")[0]
+    assert "found 2 ranks, but bare has no data parallelism" in message
+
+
+@pytest.mark.parametrize("kind", get_args(ModelParallelism))
+def test_each_kind_of_parallelism_has_to_be_declared(check, kind):
+    on = ["learner.device_mapping=[0,1]", f"learner.strategy_args.strategy_config.sizes.{kind}=2"]
+    at = "learner.strategy_args.strategy_config"
+    ranks = 1 if kind == "expert_parallel" else 2
+    config = check("", "learner.strategy_args.strategy_name=spread", *on[2 - ranks :]).learner
+    assert (config.ranks_per_replica or 1) == ranks
+    with pytest.raises(ConfigError) as raised:
+        check("", "learner.strategy_args.strategy_name=alone", *on[2 - ranks :])
+    assert [each.key for each in raised.value.problems] == [at]
+    assert kind in raised.value.problems[0].message
+
+
+def test_ranks_of_a_replica_beyond_what_is_declared_are_refused(check):
+    with pytest.raises(ConfigError) as raised:
+        check(
+            "",
+            "learner.strategy_args.strategy_name=alone",
+            "learner.device_mapping=[0,1]",
+            "learner.strategy_args.strategy_config.together=2",
+        )
+    assert [each.key for each in raised.value.problems] == ["learner.strategy_args.strategy_config"]
+
+
+def test_gradient_checkpointing_is_off_for_a_strategy_without_it(check):
+    assert check("").learner.model_args.disable_gradient_checkpointing is True
+    assert not check("", "learner.strategy_args.strategy_name=spread").learner.model_args.disable_gradient_checkpointing
+    with pytest.raises(ConfigError) as raised:
+        check("", "learner.model_args.disable_gradient_checkpointing=false")
+    assert [each.key for each in raised.value.problems] == ["learner.model_args.disable_gradient_checkpointing"]
 
 
 def test_strategy_config_is_judged_by_the_schema_that_the_strategy_brings(check):

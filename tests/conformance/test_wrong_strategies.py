@@ -33,6 +33,7 @@ PORTABLE_IMPORT = {
     "test_a_run_goes_on_from_the_references_state",
     "test_a_run_goes_on_from_its_own_portable_state",
 }
+RIGHT = {"Test_right", "Test_right_together", "Test_right_sgd", "Test_right_muon"}
 WRONG = {
     # what is summed, and over what
     "mean_of_microbatches": {
@@ -83,6 +84,29 @@ WRONG = {
         *BESIDE_TORCH,
         *PORTABLE_IMPORT,
     },
+    # with other optimizers
+    "sgd_mean_of_microbatches": {
+        "test_the_gradient_does_not_depend_on_microbatches",
+        "test_the_gradient_does_not_depend_on_calls",
+        "test_gradients_are_clipped_to_their_global_norm",
+    },
+    "sgd_momentum_lost": {"test_a_resumed_run_equals_an_uninterrupted_one"},
+    "sgd_instead_of_muon": {
+        "test_the_gradient_equals_the_reference",
+        "test_the_gradient_of_every_task_equals_the_reference",
+        *STEPS,
+    },
+    "muon_mean_of_microbatches": {
+        "test_the_gradient_does_not_depend_on_microbatches",
+        "test_the_gradient_does_not_depend_on_calls",
+        "test_gradients_are_clipped_to_their_global_norm",
+    },
+    "muon_forgotten_mask": {
+        "test_the_gradient_equals_the_reference",
+        "test_the_gradient_of_every_task_equals_the_reference",
+        "test_metrics_add_up_to_those_of_the_batch",
+        *STEPS,
+    },
     # state
     "stale_export": {
         "test_a_resumed_run_equals_an_uninterrupted_one",
@@ -125,7 +149,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", ["Test_right", "Test_right_together", "TestAcme", "TestAcmeInfer"])
+@pytest.mark.parametrize("name", [*sorted(RIGHT), "TestAcme", "TestAcmeInfer"])
 def test_right_strategies_pass(suites, name):
     assert suites.failed(name) == set(), suites.reasons(name)
     assert list(suites.tests[name].values()).count("passed") > 40
@@ -138,7 +162,7 @@ def test_a_mistake_fails_the_tests_that_are_there_for_it(suites, name):
 
 def test_every_wrong_strategy_has_its_line(suites):
     titles = {title for title in suites.tests if title.startswith("Test_")}
-    assert titles == {f"Test_{name}" for name in WRONG} | {"Test_right", "Test_right_together"}
+    assert titles == {f"Test_{name}" for name in WRONG} | RIGHT
 
 
 def test_skips_follow_what_is_declared(suites):

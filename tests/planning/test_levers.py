@@ -1,9 +1,12 @@
 """The smallest change that fits."""
 
+from dataclasses import replace
+
 from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.runtime.planning import make_plan
 from roll_core.runtime.planning.levers import changed, smallest_change
 from roll_core.runtime.planning.plan import PROCESS_BYTES
+from roll_core.spec.providers import TrainProvider
 
 LONG = (
     "prompt_length=200",
@@ -95,3 +98,13 @@ def test_a_change_keeps_the_rest(loaded):
     assert other.actor_infer.strategy_args.strategy_name == "hf_infer"
     assert other.actor_train == config.actor_train
     assert config.actor_infer.strategy_args.strategy_config == {}
+
+
+def test_checkpointing_is_not_proposed_to_a_strategy_without_it(loaded, registry, monkeypatch):
+    record = registry.find(TrainProvider, "hf_train")
+    without = replace(record, capabilities=replace(record.capabilities, gradient_checkpointing=False))
+    find = registry.find
+    monkeypatch.setattr(registry, "find", lambda kind, name: without if name == "hf_train" else find(kind, name))
+    _, found = proposal(loaded, registry, *LONG, host_bytes=PROCESS_BYTES)
+    assert found.changes
+    assert not [each for each in found.overrides if "disable_gradient_checkpointing" in each]

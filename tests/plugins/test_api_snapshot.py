@@ -1,11 +1,20 @@
 """The plugin API, literally. A change here is a change for every plugin: additions keep HOOK_API, removals need a
 warning release first (docs/plugins.md, "Versions")."""
 
+import ast
 import inspect
 from dataclasses import fields
+from pathlib import Path
+from typing import get_args
 
+import pytest
+
+import roll_core
+from roll_core.errors import ContractError
 from roll_core.plugins.kinds import KINDS
+from roll_core.runtime.build import role_config
 from roll_core.spec import HOOK_API, checks, hooks, infer, pipeline, platform, providers, reward, tracker, train
+from roll_core.spec.config import RunConfig
 
 HOOKS = {
     "roll_platforms": [],
@@ -43,7 +52,7 @@ CHECKS = {
 }
 CAPABILITIES = {
     "TrainCapabilities": [
-        "tasks", "dtypes", "packing", "gradient_checkpointing", "data_parallel", "tensor_parallel",
+        "tasks", "dtypes", "gradient_checkpointing", "data_parallel", "tensor_parallel",
         "pipeline_parallel", "context_parallel", "expert_parallel", "lora", "adapter_export", "offload", "topk",
         "portable_state", "router_replay", "any_world_size", "weight_transports",
     ],
@@ -160,8 +169,47 @@ def test_capabilities_and_their_fields():
     assert found == CAPABILITIES
 
 
+@pytest.mark.parametrize("record", CAPABILITIES)
+def test_every_capability_is_read_by_the_runtime_or_by_check(record):
+    """One that nothing reads would promise what nobody honours. Kinds of model parallelism are read by their names:
+    tests/config/test_strategy_schemas.py has each of them."""
+    read = set(get_args(providers.ModelParallelism)) if record == "TrainCapabilities" else set()
+    for folder in ("config", "runtime", "pipelines"):
+        for path in (Path(roll_core.__file__).parent / folder).rglob("*.py"):
+            read |= {name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for name in _asked(node)}
+    assert not set(CAPABILITIES[record]) - read
+
+
+def _asked(node):
+    """Names of capabilities that an expression reads."""
+    if isinstance(node, ast.Attribute):
+        of = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+        return [node.attr] if of in ("capabilities", "can") else []
+    asks = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"
+    return [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)] if asks else []
+
+
 def test_what_checks_get_and_yield():
     assert {name: [each.name for each in fields(getattr(checks, name))] for name in CHECKS} == CHECKS
+
+
+def test_kinds_of_roles_tasks_and_transports():
+    assert platform.ROLE_KINDS == ("train", "score", "generate", "reward")
+    assert providers.TASKS == ("causal_lm", "value", "reward", "flow")
+    assert providers.TRANSPORTS == ("shared", "shm", "cuda_ipc", "collective", "disk")
+
+
+@pytest.mark.parametrize(("field", "value"), [("kind", "infer"), ("task", "lm"), ("kind", None)])
+def test_a_role_of_an_unknown_kind_or_task_is_refused_where_it_is_made(field, value):
+    with pytest.raises(ContractError, match=f"RoleSpec 'actor_infer': {field} is {value!r}") as raised:
+        pipeline.RoleSpec(**{"name": "actor_infer", "kind": "generate", field: value})
+    known = platform.ROLE_KINDS if field == "kind" else providers.TASKS
+    assert all(each in str(raised.value) for each in known)
+
+
+def test_a_role_that_the_config_does_not_have_is_named():
+    with pytest.raises(ContractError, match="actor_infer"):
+        role_config(RunConfig(pipeline="x"), "actor_infer")
 
 
 def test_every_kind_of_record_has_a_hook():

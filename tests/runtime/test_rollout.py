@@ -122,11 +122,9 @@ class Moody(RewardFunction):
 
 
 def judge(*answers: str, weight: float = 1.0) -> list[Reward]:
-    provider = RewardProvider(
-        name="moody", target=f"{__name__}:Moody", summary="", config="roll_core.spec.config:RewardConfig"
-    )
+    provider = RewardProvider(name="moody", target=f"{__name__}:Moody", summary="")  # keys that all rewards have
     config = RewardConfig(reward="moody", weight=weight)
-    with mock.patch("roll_core.runtime.workers.reward.load_target", side_effect=[RewardConfig, Moody]):
+    with mock.patch("roll_core.runtime.workers.reward.load_target", side_effect=[Moody]):
         worker = RewardWorker(
             place=Place(rank=0, world_size=1),
             peers=Peers(),

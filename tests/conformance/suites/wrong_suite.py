@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
-from roll_wrong.plugin import WRONG
+from roll_wrong.optimizers import muon, sgd
+from roll_wrong.plugin import OPTIMIZERS, WRONG
 from safetensors.torch import load_file, save_file
 
 from roll_core.spec.model import ModelSpec
+from roll_core.spec.train import TrainingSpec
 from roll_core.testing import ReferenceModel, TrainStrategyConformance
+from roll_core.testing.losses import MAGNIFIED
 
 
 class BigramReference(ReferenceModel):
@@ -46,6 +49,29 @@ class Suite(TrainStrategyConformance):
     def reference_model(self, spec):
         return BigramReference(spec.path, spec.task)
 
+
+class Sgd(Suite):
+    """Of strategies that step with SGD: a step without weight decay is the gradient, magnified."""
+
+    gradient_training = TrainingSpec(learning_rate=MAGNIFIED, lr_scheduler_type="constant")
+
+    def optimizers(self, parameters, training):
+        return [sgd(parameters.values(), training)]
+
+
+class Muon(Suite):
+    """Of strategies that step with Muon: no setting of it steps by the gradient."""
+
+    gradient_training = None
+
+    def optimizers(self, parameters, training):
+        return muon(list(parameters.values()), training)
+
+
+for name in OPTIMIZERS:
+    title = f"Test_{name}"
+    base = Muon if "muon" in name else Sgd
+    globals()[title] = type(title, (base,), {"name": name, "__module__": __name__})
 
 for name in ("right", "right_together", *WRONG):
     title = f"Test_{name}"

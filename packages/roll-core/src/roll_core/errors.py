@@ -115,6 +115,10 @@ class PluginLoadError(PluginError, ImportError):
     """A plugin could not be imported or broke the contract while it was loaded; the cause is chained."""
 
 
+class ContractError(PluginError, ValueError):
+    """A plugin gave the plugin API a value that it does not have; names the field and the values that it has."""
+
+
 class UnknownProviderError(PluginError, LookupError):
     """A name in the config that no loaded plugin offers."""
 

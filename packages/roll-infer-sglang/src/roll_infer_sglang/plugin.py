@@ -22,6 +22,7 @@ CAPABILITIES = InferCapabilities(
     routed_experts=True,
     in_flight_update=True,
     endpoint=True,
+    tensor_parallel=True,
     device_weights=True,
     weight_transports=("cuda_ipc", "shm", "collective", "shared", "disk"),
 )

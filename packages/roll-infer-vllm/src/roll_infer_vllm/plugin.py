@@ -21,6 +21,7 @@ CAPABILITIES = InferCapabilities(
     prompt_logprobs=True,
     in_flight_update=True,
     endpoint=True,
+    tensor_parallel=True,
     device_weights=True,
     weight_transports=("cuda_ipc", "shm", "collective", "shared", "disk"),
 )

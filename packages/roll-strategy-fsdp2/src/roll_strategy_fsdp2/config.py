@@ -12,6 +12,8 @@ from roll_core.spec.config import Config, PositiveInt, StrategyConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from roll_core.spec.providers import ModelParallelism
+
 DType = Literal["fp32", "bf16"]
 
 
@@ -83,9 +85,13 @@ class FSDP2Config(StrategyConfig):
         """What the way is called."""
         return "ring_size" if self.ring_size > 1 else "ulysses_size"
 
-    def ranks_per_replica(self) -> int:
-        """Ranks that work on the same sequences."""
-        return self.tensor_model_parallel_size * self.context_size
+    @override
+    def parallel_sizes(self) -> Mapping[ModelParallelism, int]:
+        return {
+            "tensor_parallel": self.tensor_model_parallel_size,
+            "context_parallel": self.context_size,
+            "expert_parallel": self.ep_size,
+        }
 
     def replica_arithmetic(self) -> str:
         """Spelled out."""

@@ -20,6 +20,8 @@ from roll_core.spec.platform import EnvVar
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from roll_core.spec.providers import ModelParallelism
+
 TRANSFORMER_ENGINE = "it is a kernel of Transformer Engine that has not been tried here"
 DROPS = (
     "with it a token's logprobs would depend on what else is in its microbatch; moe_aux_loss_coeff keeps experts from"
@@ -179,9 +181,14 @@ class MegatronConfig(StrategyConfig):
             return len(runs(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size
         return self.virtual_pipeline_model_parallel_size or 1
 
-    def ranks_per_replica(self) -> int:
-        """TP × PP × CP."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+    @override
+    def parallel_sizes(self) -> Mapping[ModelParallelism, int]:
+        return {
+            "tensor_parallel": self.tensor_model_parallel_size,
+            "pipeline_parallel": self.pipeline_model_parallel_size,
+            "context_parallel": self.context_parallel_size,
+            "expert_parallel": self.expert_model_parallel_size,
+        }
 
     def replica_arithmetic(self) -> str:
         """Spelled out."""

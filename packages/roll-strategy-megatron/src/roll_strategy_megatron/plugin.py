@@ -15,7 +15,6 @@ ROLL_HOOK_API = 1
 CAPABILITIES = TrainCapabilities(
     tasks=("causal_lm", "value", "reward"),
     dtypes=("fp32", "bf16"),
-    packing=True,
     gradient_checkpointing=True,
     data_parallel=True,
     tensor_parallel=True,

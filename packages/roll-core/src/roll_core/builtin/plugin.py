@@ -27,7 +27,6 @@ ROLL_HOOK_API = 1
 
 HF_TRAIN = TrainCapabilities(
     tasks=("causal_lm", "value", "reward"),
-    packing=True,
     gradient_checkpointing=True,
     data_parallel=True,
     offload=True,
@@ -136,6 +135,7 @@ def roll_trackers() -> Iterator[TrackerProvider]:
     yield TrackerProvider(
         name="tensorboard",
         target="roll_core.builtin.trackers.tensorboard:TensorBoardTracker",
+        config="roll_core.builtin.options:TensorBoardOptions",
         summary="Event files for TensorBoard, in the run directory",
     )
 
@@ -172,11 +172,13 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
     yield PolicyLossProvider(
         name="ppo",
         target="roll_core.algorithms.policy_losses:ppo",
+        config="roll_core.builtin.options:PolicyLossOptions",
         summary="Clipped importance ratio, with clip-higher and dual clip",
     )
     yield PolicyLossProvider(
         name="vanilla",
         target="roll_core.algorithms.policy_losses:vanilla",
+        config="roll_core.builtin.options:PolicyLossOptions",
         summary="Log-probability times advantage",
     )
 

@@ -30,7 +30,7 @@ def run_configs(
     """
     registry = load_registry(disabled_plugins)
     further = FileCheck() if files else None
-    loaded = [load(path, overrides, registry, further) for path in configs]
+    loaded = [load(path, overrides, registry, further, needs=True) for path in configs]
     gc.set_threshold(*GC_THRESHOLDS)
     # Everything heavy comes after the checks: a mistake is reported within a second.
     from roll_core.runtime.ledger import process_age_s

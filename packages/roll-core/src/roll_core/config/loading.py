@@ -32,16 +32,24 @@ class LoadedConfig:
 
 
 def load(
-    path: str | PathLike[str], overrides: Sequence[str], registry: Registry, further: Further | None = None
+    path: str | PathLike[str],
+    overrides: Sequence[str],
+    registry: Registry,
+    further: Further | None = None,
+    *,
+    needs: bool = False,
 ) -> LoadedConfig:
     """Load the config at `path` with `key=value` overrides. Has no side effects and imports nothing heavy. `further`
     looks for mistakes that schemas cannot find.
+
+    With `needs`, a requirement (`Provider.needs`) that this environment does not meet is a mistake as well, unless the
+    role has an environment of its own or its workers run on the hosts of a cluster.
 
     Raises `ConfigError` with every mistake, each located where it was written, and `PluginError` if a plugin that is
     needed to judge the config cannot be loaded.
     """
     composed = compose(Path(path), overrides, registry)
-    config, pipeline = validate(composed, registry, further)
+    config, pipeline = validate(composed, registry, further, needs=needs)
     return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files)
 
 

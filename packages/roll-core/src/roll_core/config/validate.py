@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
@@ -23,9 +25,11 @@ from roll_core.config.nearest import suggest_key
 from roll_core.config.schema import paths, roles, schema_at
 from roll_core.config.weight_ways import without_a_way
 from roll_core.config.written import COMMAND_LINE, Place
-from roll_core.errors import ConfigError, ConfigProblem, PluginError, UnknownProviderError
+from roll_core.errors import ConfigError, ConfigProblem, MissingRequirementError, PluginError, UnknownProviderError
+from roll_core.plugins.requirements import check_requirements
+from roll_core.plugins.signatures import signature_problem
 from roll_core.plugins.targets import load_class
-from roll_core.spec.config import RewardConfig, RunConfig, StrategyConfig
+from roll_core.spec.config import Config, RewardConfig, RunConfig, StrategyConfig
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.providers import (
     AdvantageProvider,
@@ -65,10 +69,10 @@ Further = Callable[[type[RunConfig], "Mapping[Any, Any]"], Iterable[Finding]]
 
 
 def validate(
-    composed: Composed, registry: Registry, further: Further | None = None
+    composed: Composed, registry: Registry, further: Further | None = None, *, needs: bool
 ) -> tuple[RunConfig, PipelineProvider]:
     """The pipeline's config. Raises `ConfigError` with all problems in the order in which they stand in the files."""
-    return _Validation(composed, registry, further).run()
+    return _Validation(composed, registry, further, needs).run()
 
 
 def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
@@ -80,7 +84,9 @@ def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
 class _Validation:
     composed: Composed
     registry: Registry
-    further: Further | None = None
+    further: Further | None
+    needs: bool
+    """True if requirements must be met in this environment."""
     data: dict[Any, Any] = field(init=False)
     found: list[Finding] = field(default_factory=list)
     cause: BaseException | None = None
@@ -153,16 +159,28 @@ class _Validation:
                 return candidates[0]
         return provider
 
-    def _find(self, kind: type[P], name: str, path: KeyPath) -> P | None:
-        """The record of a name, or None after recording why there is none."""
+    def _find(
+        self, kind: type[P], name: str, path: KeyPath, role: Mapping[Any, Any] = MappingProxyType({})
+    ) -> P | None:
+        """The record of a name, or None after recording why there is none; and what would keep the part from working
+        in the processes of its role."""
         try:
-            return self.registry.find(kind, name)
+            provider = self.registry.find(kind, name)
         except PluginError as error:
             message, _, hint = str(error).partition("\n    ")
             self.found.append(Finding(path, message, hint))
             if isinstance(error, UnknownProviderError) and self.cause is None:
                 self.cause = error.__cause__
             return None
+        if problem := signature_problem(provider):
+            self.found.append(Finding(path, f"{self.registry.owner(provider)}: {problem}"))
+        if self.needs and role.get("environment") is None and not _on_a_cluster():
+            try:
+                check_requirements(provider, owner=self.registry.owner(provider))
+            except MissingRequirementError as error:
+                message, _, hint = str(error).partition(". Run: ")
+                self.found.append(Finding(path, message, hint and f"run: {hint}"))
+        return provider
 
     def _named_parts(self, schema: type[RunConfig]) -> None:
         for key, kind in NAMED_PARTS.items():
@@ -170,6 +188,8 @@ class _Validation:
             if key not in schema.model_fields or not isinstance(name, str):
                 continue
             provider = self._find(kind, name, (key,))
+            if isinstance(provider, PolicyLossProvider):
+                self._options(provider, ("pg_options",), self.data.get("pg_options"))
             reads_values = isinstance(provider, AdvantageProvider) and provider.needs_critic
             if reads_values and "critic" in schema.model_fields and self.data.get("critic") is None:
                 message = f"{name} reads a critic's values, but there is no role critic"
@@ -177,15 +197,35 @@ class _Validation:
         trackers = self.data.get("track_with", schema.model_fields["track_with"].default)
         single = isinstance(trackers, str)
         names = [trackers] if single else trackers if isinstance(trackers, list) else []
+        options = self.data.get("tracker_kwargs")
         for position, name in enumerate(names):
             if isinstance(name, str):
-                self._find(TrackerProvider, name, ("track_with",) if single else ("track_with", str(position)))
-        options = self.data.get("tracker_kwargs")
+                tracker = self._find(
+                    TrackerProvider, name, ("track_with",) if single else ("track_with", str(position))
+                )
+                if tracker is not None and isinstance(options, dict):
+                    self._options(tracker, ("tracker_kwargs", name), options.get(name))
         if isinstance(options, dict):
             for key in options:
                 if isinstance(key, str) and key not in names:
                     message = f"is not used: track_with names {', '.join(map(str, names)) or 'no tracker'}"
                     self.found.append(Finding(("tracker_kwargs", key), message, at_key=True))
+
+    def _options(self, record: Provider, path: KeyPath, given: Any) -> None:
+        """The keys of a part that is no role are those of the schema that it brings; without one it takes none."""
+        if isinstance(given, dict) and given:
+            owner = self.registry.owner(record)
+            self._by_schema(schema_of(record, Config, owner=owner), given, path, owner)
+
+    def _by_schema(self, schema: type[M], given: dict[Any, Any], path: KeyPath, owner: str) -> M | None:
+        """What stands at `path`, by the schema of the part that it belongs to; None after recording its mistakes."""
+        self.extra_paths += [(*path, *each) for each in paths(schema)]
+        valid, found = validate_all(schema, given, owner)
+        for each in found:
+            unknown = each.kind == "extra_forbidden" and len(each.path) == 1
+            known = sorted(schema.model_fields)
+            self.found.append(self._with_key_hint(each, known, path) if unknown else _under(path, each))
+        return valid
 
     def _reward(self, path: KeyPath, role: dict[Any, Any]) -> None:
         """Validate a reward by the schema of its provider, and put the result in its place."""
@@ -193,7 +233,7 @@ class _Validation:
         schema: type[RewardConfig] = RewardConfig
         owner = "roll-core"
         if isinstance(name, str):
-            provider = self._find(RewardProvider, name, (*path, "reward"))
+            provider = self._find(RewardProvider, name, (*path, "reward"), role)
             if provider is not None:
                 owner = self.registry.owner(provider)
                 schema = schema_of(provider, RewardConfig, owner=owner)
@@ -223,24 +263,19 @@ class _Validation:
         at_config = (*path, "strategy_args", "strategy_config")
         provider: TrainProvider | InferProvider | None
         if worker.kind == "generate":
-            provider = self._find(InferProvider, name, at_name)
+            provider = self._find(InferProvider, name, at_name, role)
         else:
-            provider = self._find(TrainProvider, name, at_name)
+            provider = self._find(TrainProvider, name, at_name, role)
         if provider is None:
             self._other_registry(worker, name, at_name)
             return
         self._suits(path, worker, role, provider)
         owner = self.registry.owner(provider)
         schema = schema_of(provider, StrategyConfig, owner=owner)
-        self.extra_paths += [(*at_config, *each) for each in paths(schema)]
         raw = arguments.get("strategy_config")
         if raw is not None and not isinstance(raw, dict):
             return
-        strategy, found = validate_all(schema, raw or {}, owner)
-        for each in found:
-            unknown = each.kind == "extra_forbidden" and len(each.path) == 1
-            known = sorted(schema.model_fields)
-            self.found.append(self._with_key_hint(each, known, at_config) if unknown else _under(at_config, each))
+        strategy = self._by_schema(schema, raw or {}, at_config, owner)
         if strategy is not None:
             self._slots(path, worker, role, provider, strategy)
             self._replicas(path, role, provider, strategy)
@@ -319,8 +354,12 @@ class _Validation:
         given = role.get("environment")
         at = (*path, "environment") if isinstance(given, str) else (*path, "environment", "python")
         python = given.get("python") if isinstance(given, dict) else given
-        elsewhere = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
-        if isinstance(python, str) and os.sep in python and not elsewhere and not Path(python).expanduser().exists():
+        if (
+            isinstance(python, str)
+            and os.sep in python
+            and not _on_a_cluster()
+            and not Path(python).expanduser().exists()
+        ):
             message = f"there is no {python}"
             self.found.append(Finding(at, message, "name an interpreter, or the folder of a virtual environment"))
 
@@ -361,6 +400,8 @@ class _Validation:
             hint = f"strategies that do: {', '.join(able)}"
             message = f"{provider.name} trains no adapters"
             self.found.append(Finding((*path, "model_args", "lora_target"), message, hint))
+        if isinstance(provider, TrainProvider) and not provider.capabilities.gradient_checkpointing:
+            self._no_gradient_checkpointing(path, worker, role, provider)
         if self.data.get("portable_checkpoints") is True and not _exports_state(worker, provider):
             message = f"{provider.name} does not export its training state, so portable_checkpoints cannot be honoured"
             self.found.append(Finding(at_name, message, "leave portable_checkpoints out"))
@@ -369,6 +410,20 @@ class _Validation:
             message = f"{provider.name} does not compute in {dtype}"
             hint = f"it computes in {', '.join(provider.capabilities.dtypes)}"
             self.found.append(Finding((*path, "model_args", "dtype"), message, hint))
+
+    def _no_gradient_checkpointing(
+        self, path: KeyPath, worker: type[WorkerConfig], role: dict[Any, Any], provider: TrainProvider
+    ) -> None:
+        """`disable_gradient_checkpointing` is true for a strategy that has none; asking for it is an error."""
+        raw, key = role.get("model_args"), "disable_gradient_checkpointing"
+        model = {} if raw is None else raw
+        if worker.kind != "train" or not isinstance(model, dict):
+            return
+        if model.get(key) is False:
+            message = f"found false, but {provider.name} does not checkpoint gradients"
+            self.found.append(Finding((*path, "model_args", key), message, "leave it out, or write true"))
+        elif key not in model:
+            role["model_args"] = model | {key: True}
 
     def _slots(
         self,
@@ -382,12 +437,16 @@ class _Validation:
         given = role.get("num_gpus_per_worker")
         computed = strategy.slots_per_worker()
         self._nodes(path, role, computed or given)
+        spreads = isinstance(provider, InferProvider) and provider.capabilities.tensor_parallel
         if computed is None:
-            if worker.kind != "generate" and type(given) is int and given > 1:
+            if not spreads and type(given) is int and given > 1:
                 message = f"found {given}, but a worker of {provider.name} takes 1 slot"
                 hint = "more workers are more slots in device_mapping"
                 self.found.append(Finding((*path, "num_gpus_per_worker"), message, hint))
             return
+        if computed > 1 and not spreads:
+            message = f"makes a worker take {computed} slots, but {provider.name} does not declare tensor_parallel"
+            self.found.append(Finding((*path, "strategy_args", "strategy_config"), message))
         if type(given) is int and given > 0 and given != computed:
             message = f"found {given}, but {provider.name}'s strategy_config makes it {computed}"
             self.found.append(Finding((*path, "num_gpus_per_worker"), message, f"leave it out, or write {computed}"))
@@ -426,10 +485,32 @@ class _Validation:
         elif computed > 1:
             role["ranks_per_replica"] = computed
         ranks = _num_ranks(role)
+        if isinstance(provider, TrainProvider):
+            self._explained(path, role, provider, strategy, ranks)
         if computed > 1 and ranks is not None and ranks % computed:
             message = f"{ranks} ranks are not a multiple of {strategy.replica_arithmetic()} = {computed}"
             hint = "the number of ranks is that product times data parallel"
             self.found.append(Finding((*path, "strategy_args", "strategy_config"), message, hint))
+
+    def _explained(
+        self, path: KeyPath, role: dict[Any, Any], provider: TrainProvider, strategy: StrategyConfig, ranks: int | None
+    ) -> None:
+        """Every rank has a share of the work by a kind of parallelism that the strategy declares. Otherwise ranks would
+        train models of their own that nothing keeps equal."""
+        can, sizes, replica = provider.capabilities, strategy.parallel_sizes(), strategy.ranks_per_replica()
+        at_config = (*path, "strategy_args", "strategy_config")
+        undeclared = [kind for kind, size in sizes.items() if size > 1 and not getattr(can, kind)]
+        for kind in undeclared:
+            message = f"asks for {kind} {sizes[kind]}, which {provider.name} does not declare"
+            self.found.append(Finding(at_config, message))
+        declared = prod(size for kind, size in sizes.items() if kind != "expert_parallel" and getattr(can, kind))
+        if replica > declared and not undeclared:
+            message = f"spreads a replica over {replica} ranks, but {provider.name} declares parallelism for {declared}"
+            self.found.append(Finding(at_config, message))
+        if ranks is not None and ranks > replica and not can.data_parallel:
+            key = "world_size" if role.get("device_mapping") is None else "device_mapping"
+            message = f"found {ranks} ranks, but {provider.name} has no data parallelism: a role has {replica} of them"
+            self.found.append(Finding((*path, key), message, "take a strategy that declares data_parallel"))
 
     def _spread(self, path: KeyPath, role: dict[Any, Any], strategy: StrategyConfig) -> None:
         """The model can be cut as the strategy is to cut it, as far as the model is known, and computed as it says."""
@@ -552,6 +633,11 @@ def _replays(provider: TrainProvider | InferProvider) -> bool:
     """Whether it does its part of router replay."""
     capabilities = provider.capabilities
     return capabilities.routed_experts if isinstance(capabilities, InferCapabilities) else capabilities.router_replay
+
+
+def _on_a_cluster() -> bool:
+    """Whether workers run on the hosts of a Ray cluster, which may have other files and packages."""
+    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
 
 
 def _num_ranks(role: Mapping[Any, Any]) -> int | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.config.loading import strategy_config
 from roll_core.config.weight_ways import within_one_process
-from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
+from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.platform import values_of
 from roll_core.runtime.python_environments.spec import environment_spec
@@ -43,8 +43,11 @@ COLLECTIVE_TIMEOUT_S = 600.0
 
 
 def role_config(config: RunConfig, name: str) -> WorkerConfig:
-    """The config of a role by its dotted name."""
-    return config.roles()[name]
+    """The config of a role by its dotted name. Raises `ContractError` for a role that the config does not have."""
+    roles = config.roles()
+    if name not in roles:
+        raise ContractError(f"the pipeline's roles() has {name!r}, but the config's roles are {', '.join(roles)}")
+    return roles[name]
 
 
 def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
@@ -332,6 +335,7 @@ def _check_support(
     if model.lora is not None and not provider.capabilities.lora:
         does = "serves" if role.kind == "generate" else "trains"
         raise UnsupportedError(f"{role.name}: strategy {provider.name} {does} no adapters (model_args.lora_target)")
+    check_gradient_checkpointing(role, provider, model)
     if model.router_replay and not _replays(provider):
         does = "return the experts that it chose" if role.kind == "generate" else "replay the engine's experts"
         raise UnsupportedError(f"{role.name}: strategy {provider.name} does not {does} (router_replay.mode)")
@@ -344,6 +348,15 @@ def _check_support(
     if tasks is not None and role.task not in tasks:
         raise UnsupportedError(
             f"{role.name}: needs a model of task {role.task}, but strategy {provider.name} has {', '.join(tasks)}"
+        )
+
+
+def check_gradient_checkpointing(role: RoleSpec, provider: TrainProvider | InferProvider, model: ModelSpec) -> None:
+    """Raise `UnsupportedError` where a strategy that has no gradient checkpointing is asked for it."""
+    if model.gradient_checkpointing and not getattr(provider.capabilities, "gradient_checkpointing", False):
+        raise UnsupportedError(
+            f"{role.name}: strategy {provider.name} does not checkpoint gradients; set"
+            f" {role.name}.model_args.disable_gradient_checkpointing: true"
         )
 
 

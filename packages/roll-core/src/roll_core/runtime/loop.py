@@ -21,7 +21,15 @@ from roll_core.config.secrets import Redactor
 from roll_core.errors import NonFiniteError, RollError, UnsupportedError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import group_specs, kept_apart, makes_room, model_spec, provider_of, slots_per_worker
+from roll_core.runtime.build import (
+    group_specs,
+    kept_apart,
+    makes_room,
+    model_spec,
+    provider_of,
+    role_config,
+    slots_per_worker,
+)
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.console import Console
 from roll_core.runtime.data import RunData
@@ -336,7 +344,7 @@ class _Driver:
         """Start every role, models before what depends on them."""
         config = self.config
         roles = self.pipeline.roles()
-        configs = {role.name: config.roles()[role.name] for role in roles}
+        configs = {role.name: role_config(config, role.name) for role in roles}
         places = place_roles(
             configs,
             platform,

@@ -314,8 +314,8 @@ class GroupInferRole(InferRole):
     async def start(self) -> None:
         """Make every engine ready."""
         await self.group.call("start")
-        for rank, url in enumerate(await self.group.call("endpoint")):
-            if url:
+        if self.capabilities.endpoint:
+            for rank, url in enumerate(await self.group.call("endpoint")):
                 log.info("%s rank %d serves OpenAI's API at %s", self.name, rank, url)
 
     async def revive(self) -> None:

@@ -10,6 +10,7 @@ Cross-field rules belong into `model_validator`s that raise `ValueError` with th
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -19,6 +20,8 @@ from roll_core.spec.platform import EnvVar, RoleKind  # noqa: TC001 - pydantic r
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+
+    from roll_core.spec.providers import ModelParallelism
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -88,9 +91,15 @@ class StrategyConfig(Config):
         handed on instead, unless they are required; `system_envs` win over both."""
         return ()
 
+    def parallel_sizes(self) -> Mapping[ModelParallelism, int]:
+        """Of a train strategy: ranks over which each kind of model parallelism spreads a replica, as configured:
+        `{"tensor_parallel": 2}`. `check` refuses a size above 1 of a kind that the provider does not declare."""
+        return {}
+
     def ranks_per_replica(self) -> int:
-        """Of a train strategy: ranks over which it spreads one replica of the model, a divisor of the role's."""
-        return 1
+        """Of a train strategy: ranks over which it spreads one replica of the model, a divisor of the role's. The
+        product of `parallel_sizes`, without that of experts: these are spread over the same ranks."""
+        return prod(size for kind, size in self.parallel_sizes().items() if kind != "expert_parallel")
 
     def replica_arithmetic(self) -> str:
         """The product that `ranks_per_replica` is, spelled out by keys, for error messages."""

@@ -14,6 +14,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from roll_core.errors import ContractError
+from roll_core.spec.platform import ROLE_KINDS, RoleKind
+from roll_core.spec.providers import TASKS, Task, TrainCapabilities
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
@@ -23,8 +27,6 @@ if TYPE_CHECKING:
 
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
-    from roll_core.spec.platform import RoleKind
-    from roll_core.spec.providers import Task, TrainCapabilities
     from roll_core.spec.train import LossFn
     from roll_core.types import (
         Completion,
@@ -55,6 +57,14 @@ class RoleSpec:
     model_from: str = ""
     """Name of the role whose model this one has where its own `model_args` name none. An engine with this is taken to
     get its weights by `publish_weights`, so that it may lose them while others use its slots."""
+
+    def __post_init__(self) -> None:
+        """Raises `ContractError` for a kind or task that there is not."""
+        for name, value, known in (("kind", self.kind, ROLE_KINDS), ("task", self.task, TASKS)):
+            if value not in known:
+                raise ContractError(
+                    f"RoleSpec {self.name!r}: {name} is {value!r}, expected one of {', '.join(map(repr, known))}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

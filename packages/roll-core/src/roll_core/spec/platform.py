@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 RoleKind = Literal["train", "score", "generate", "reward"]
+"""What a role does: trains a model, computes forward passes of one, generates, scores samples."""
+ROLE_KINDS: tuple[RoleKind, ...] = get_args(RoleKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

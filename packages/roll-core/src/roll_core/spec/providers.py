@@ -8,13 +8,18 @@ at;
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Task = Literal["causal_lm", "value", "reward", "flow"]
 """What a model computes: next-token logprobs, a value per token, a score per sequence, a velocity field."""
+TASKS: tuple[Task, ...] = get_args(Task)
 
 Transport = Literal["shared", "shm", "cuda_ipc", "collective", "disk"]
 """How weights travel: the same memory, host shared memory, device memory handles, broadcast in buckets, files."""
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+
+ModelParallelism = Literal["tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"]
+"""Ways to spread one replica of a model over ranks; each is a capability of train strategies by the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +28,14 @@ class TrainCapabilities:
 
     tasks: tuple[Task, ...] = ("causal_lm",)
     dtypes: tuple[str, ...] = ("fp32", "bf16")
-    packing: bool = False
-    """Computes flat microbatches without padding; otherwise it pads inside, which costs speed and changes nothing
-    else."""
     gradient_checkpointing: bool = False
+    """Computes activations again in the backward pass: honours `ModelSpec.gradient_checkpointing`. Without it the
+    runtime sets `disable_gradient_checkpointing`, and `check` refuses a config that asks for checkpointing."""
     data_parallel: bool = False
+    """Adds gradients up over replicas. Without it `check` refuses a role with more ranks than one replica has."""
     tensor_parallel: bool = False
+    """Each kind of model parallelism: `check` refuses a `strategy_config` whose `parallel_sizes` has a kind above 1
+    that is not declared."""
     pipeline_parallel: bool = False
     context_parallel: bool = False
     expert_parallel: bool = False
@@ -73,6 +80,7 @@ class InferCapabilities:
     endpoint: bool = False
     """Serves an OpenAI-compatible HTTP endpoint."""
     tensor_parallel: bool = False
+    """One worker spreads the model over several slots. Without it `check` refuses more than one slot per worker."""
     device_weights: bool = False
     """`update_weights` takes tensors that lie on the worker's own device; otherwise they are always on the host."""
     weight_transports: tuple[Transport, ...] = ()

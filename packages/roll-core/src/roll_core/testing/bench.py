@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll_core.config import schema_of
 from roll_core.data.pack import balance, pack, totals
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
+from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import MeshInfo
 
 if TYPE_CHECKING:
@@ -88,9 +90,7 @@ def make(case: Case) -> TrainStrategy:
     """The strategy, constructed but not built."""
     owner = f"train strategy {case.provider.name}"
     check_requirements(case.provider, owner=owner)
-    config: Any = {}
-    if case.provider.config:
-        config = load_target(case.provider.config, owner=owner).model_validate(dict(case.strategy_config))
+    config = schema_of(case.provider, StrategyConfig, owner=owner).model_validate(dict(case.strategy_config))
     strategy: TrainStrategy = load_target(case.provider.target, owner=owner)(config, case.training)
     return strategy
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from roll_core.config import schema_of
 from roll_core.errors import RollError, UnsupportedError
-from roll_core.plugins.targets import load_target
+from roll_core.spec.config import StrategyConfig
+from roll_core.spec.providers import ModelParallelism
 from roll_core.spec.train import Want
 from roll_core.testing.bench import Step
 from roll_core.testing.bounds import check_names, check_rows, check_same, check_same_run
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from roll_core.types import Floats
 
 TASKS: tuple[Task, ...] = ("causal_lm", "value", "reward")
-PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 SCORES = Want(logprobs=True)
 
 
@@ -139,7 +140,7 @@ class ContractTests(Subject):
         if self.provider.forward_only:
             return
         suites = [type(self), *(each for each in _below(ContractTests) if each.name == self.name)]
-        for kind in filter(lambda name: getattr(self.can, name), PARALLEL):
+        for kind in filter(lambda name: getattr(self.can, name), get_args(ModelParallelism)):
             shown = [suite().shows(kind) for suite in suites if kind in suite.parallelism]
             if not shown:
                 raise AssertionError(
@@ -149,18 +150,17 @@ class ContractTests(Subject):
             if problems := [each for each in shown if each]:
                 raise AssertionError(f"{self.name} declares {kind}: {problems[0]}")
 
-    def shows(self, kind: str) -> str:
+    def shows(self, kind: ModelParallelism) -> str:
         """Why the variant that `parallelism` names does not show this kind; empty if it does."""
         variant = self.parallelism[kind]
         if variant not in self.variants:
             return f"parallelism names {variant!r}, the variants are {', '.join(self.variants)}"
         if max(self.sizes(variant)) < 2:
             return f"variant {variant!r} runs on one rank alone; see ranks_of"
-        schema = load_target(self.provider.config, owner=self.name)
-        together = schema.model_validate(dict(self.variants[variant])).ranks_per_replica()
-        # Experts may be spread over ranks that share nothing else.
-        if kind != "expert_parallel" and together < 2:
-            return f"variant {variant!r} has every rank compute its sequences alone"
+        schema = schema_of(self.provider, StrategyConfig, owner=self.name)
+        sizes = schema.model_validate(dict(self.variants[variant])).parallel_sizes()
+        if sizes.get(kind, 1) < 2:
+            return f"variant {variant!r} has no {kind} above 1: parallel_sizes() of its configuration is {dict(sizes)}"
         return ""
 
     # -- ranks ---------------------------------------------------------------------------------------------------------

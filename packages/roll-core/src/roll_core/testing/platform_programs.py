@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from roll_core.plugins.targets import load_target
 from roll_core.spec.config import Dtype
-from roll_core.spec.platform import Probe, RoleKind
+from roll_core.spec.platform import ROLE_KINDS, Probe, RoleKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.spec.platform import Platform
 
-ROLE_KINDS: tuple[RoleKind, ...] = get_args(RoleKind)
 KNOWN_DTYPES: tuple[str, ...] = get_args(Dtype)
 UNKNOWN_DTYPE = "float3"
 DESCRIPTORS = Path("/proc/self/fd")

@@ -12,9 +12,10 @@ import re
 
 import pytest
 
+from roll_core.spec.platform import ROLE_KINDS
 from roll_core.spec.providers import PlatformProvider
 from roll_core.testing.packaging import PackagingTests
-from roll_core.testing.platform_programs import KNOWN_DTYPES, ROLE_KINDS, UNKNOWN_DTYPE, Answers, ask, compute, fill
+from roll_core.testing.platform_programs import KNOWN_DTYPES, UNKNOWN_DTYPE, Answers, ask, compute, fill
 from roll_core.testing.ranks import RankHost
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

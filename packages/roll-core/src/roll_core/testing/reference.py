@@ -18,7 +18,7 @@ from roll_core.spec.train import ParameterState, PortableState, TokenOutputs, Wa
 from roll_core.testing.bench import as_array
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from roll_core.spec.train import LossFn, TrainingSpec
     from roll_core.testing.bench import Arrays, Step
     from roll_core.types import Floats, TrainSequence
+
+    MakeOptimizers = Callable[[Mapping[str, nn.Parameter], TrainingSpec], Sequence[torch.optim.Optimizer]]
 
 
 class ReferenceModel(ABC):
@@ -68,11 +70,29 @@ class TransformersModel(ReferenceModel):
         return scores_L
 
 
+def adamw(parameters: Mapping[str, nn.Parameter], training: TrainingSpec) -> Sequence[torch.optim.Optimizer]:
+    """torch's AdamW, with weight decay on matrices alone: biases and norms are not decayed."""
+    matrices = [each for each in parameters.values() if each.ndim >= 2]
+    vectors = [each for each in parameters.values() if each.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": training.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=training.learning_rate,
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_epsilon,
+        foreach=False,
+    )
+    return [optimizer]
+
+
 class Reference:
     """Outputs, gradients and optimizer steps of a `ReferenceModel`, as the contract defines them."""
 
-    def __init__(self, model: ReferenceModel, task: str) -> None:
+    def __init__(self, model: ReferenceModel, task: str, optimizers: MakeOptimizers | None = None) -> None:
         self.model, self.task = model, task
+        self._optimizers = optimizers or adamw
         self.parameters = dict(model.module.named_parameters())
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)
@@ -129,43 +149,37 @@ class Reference:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def train(self, training: TrainingSpec, steps: Sequence[Step]) -> Iterator[ReferenceStep]:
-        """One optimizer step after the other, by torch's AdamW and transformers' schedules."""
+        """One optimizer step after the other, by torch's AdamW or the strategy's own optimizers, and transformers'
+        schedules."""
         from transformers import get_scheduler
 
-        matrices = [each for each in self.parameters.values() if each.ndim >= 2]
-        vectors = [each for each in self.parameters.values() if each.ndim < 2]  # biases and norms are not decayed
-        self.optimizer = optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": training.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=training.learning_rate,
-            betas=(training.adam_beta1, training.adam_beta2),
-            eps=training.adam_epsilon,
-            foreach=False,
-        )
-        schedule = get_scheduler(
-            training.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=training.warmup_steps,
-            num_training_steps=training.num_steps,
-            scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
-        )
+        self.optimizers = optimizers = self._optimizers(self.parameters, training)
+        schedules = [
+            get_scheduler(
+                training.lr_scheduler_type,
+                optimizer,
+                num_warmup_steps=training.warmup_steps,
+                num_training_steps=training.num_steps,
+                scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
+            )
+            for optimizer in optimizers
+        ]
         for step in steps:
             loss = self._backward(step.sequences, step.loss)
             limit = training.max_grad_norm or float("inf")
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit))
-            learning_rate = float(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
+            learning_rate = float(optimizers[0].param_groups[0]["lr"])
+            for each in (*optimizers, *schedules):
+                each.step()
+            self.model.module.zero_grad(set_to_none=True)
             yield ReferenceStep(loss=loss, grad_norm=norm, learning_rate=learning_rate)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Arrays]:
         """After steps of `train`: masters and moments, by kind and by name."""
-        held = {name: self.optimizer.state[each] for name, each in self.parameters.items()}
+        (optimizer,) = self.optimizers
+        held = {name: optimizer.state[each] for name, each in self.parameters.items()}
         moments = {kind: {name: as_array(each[kind]) for name, each in held.items()} for kind in MOMENTS}
         return {"master": self.weights(), **moments}
 

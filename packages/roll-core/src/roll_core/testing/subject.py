@@ -11,6 +11,7 @@ import pytest
 
 from roll_core.errors import PluginError
 from roll_core.spec.providers import PlatformProvider, TrainCapabilities, TrainProvider
+from roll_core.testing.losses import GRADIENT
 from roll_core.testing.models import LARGE, QWEN3, make_batch, write_checkpoint
 from roll_core.testing.part import Part, registry
 from roll_core.testing.ranks import RankHost, free_port
@@ -19,6 +20,9 @@ from roll_core.testing.threads import one_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    import torch
+    from torch import nn
 
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import Task
@@ -58,6 +62,19 @@ class Subject(Part):
     strategy that leaves something behind disturbs the tests after it."""
     vocab_size: ClassVar[int] = 61
     """Tokens are drawn from so many."""
+    gradient_training: ClassVar[TrainingSpec | None] = GRADIENT
+    """Settings under which one step moves each weight by `-MAGNIFIED` (1,000) times its gradient, so that gradients can
+    be read off exported weights. None if the strategy's optimizer has no such settings: a step, and the norm of its
+    gradient, are then compared instead."""
+
+    def optimizers(
+        self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec
+    ) -> Sequence[torch.optim.Optimizer]:
+        """What the strategy steps with, by plain torch on the reference's parameters: AdamW by default. The kit clips
+        the gradients and sets the learning rates; the first optimizer's is the one that steps report."""
+        from roll_core.testing.reference import adamw
+
+        return adamw(parameters, training)
 
     def model(self, task: Task, folder: Path) -> ModelSpec:
         """A small model of this task in float32; files go into `folder`. A checkpoint of transformers by default."""
@@ -210,7 +227,7 @@ class Subject(Part):
         """The reference for the case's model."""
         from roll_core.testing.reference import Reference
 
-        return Reference(self.reference_model(case.model), case.model.task)
+        return Reference(self.reference_model(case.model), case.model.task, self.optimizers)
 
     def batch(self, seed: int = 0) -> list[TrainSequence]:
         """Ragged sequences."""

@@ -12,7 +12,7 @@ from roll_core.spec.providers import (
 )
 
 ROLL_HOOK_API = 1
-TRAIN = TrainCapabilities(dtypes=("fp32",), packing=True, weight_transports=("shared", "shm", "collective"))
+TRAIN = TrainCapabilities(dtypes=("fp32",), weight_transports=("shared", "shm", "collective"))
 INFER = InferCapabilities(dtypes=("fp32",), free_seeds=True, weight_transports=("shared", "shm", "collective"))
 
 

@@ -61,7 +61,6 @@ class HFTrainStrategy(TrainStrategy):
 
     capabilities = TrainCapabilities(
         tasks=("causal_lm", "value", "reward"),
-        packing=True,
         gradient_checkpointing=True,
         data_parallel=True,
         offload=True,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import PlacementError, PluginError, RollError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import kept_apart, slots_per_worker
+from roll_core.runtime.build import kept_apart, role_config, slots_per_worker
 from roll_core.runtime.executors import choose_executor
 from roll_core.runtime.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
 from roll_core.runtime.platform import select_platform
@@ -79,7 +79,7 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
         if num_nodes is None:
             problems.append(str(error))
     per_node = slots_per_node(platform, config.num_gpus_per_node)
-    workers = {role.name: config.roles()[role.name] for role in pipeline.roles}
+    workers = {role.name: role_config(config, role.name) for role in pipeline.roles}
     places = place_roles(
         workers,
         platform,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
+from roll_core.config import schema_of
 from roll_core.config.model_keys import model_keys
 from roll_core.errors import InvalidCompletionError, RollError
 from roll_core.plugins.requirements import check_requirements
@@ -21,6 +22,7 @@ from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
 from roll_core.runtime.weight_sync import DeviceFacts, WeightReceiver
 from roll_core.runtime.workers.mesh import mesh_info
+from roll_core.spec.config import StrategyConfig
 from roll_core.types import Completion, CompletionOutput, FinishReason
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ class InferWorker:
     ) -> None:
         """`owner` names the strategy and its package in errors."""
         check_requirements(provider, owner=owner)
-        schema = load_target(provider.config, owner=owner)
+        schema = schema_of(provider, StrategyConfig, owner=owner)
         strategy_class = load_target(provider.target, owner=owner)
         self.model = model
         self.strategy: InferStrategy = strategy_class(schema.model_validate(dict(strategy_config)))

@@ -8,9 +8,11 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from roll_core.config import schema_of
 from roll_core.errors import RewardFailure
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
+from roll_core.spec.config import RewardConfig
 from roll_core.types import Reward
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class RewardWorker:
     ) -> None:
         """`owner` names the reward and its package in errors."""
         check_requirements(provider, owner=owner)
-        schema = load_target(provider.config, owner=owner)
+        schema = schema_of(provider, RewardConfig, owner=owner)
         function_class = load_target(provider.target, owner=owner)
         self.role = role
         self.config = schema.model_validate(dict(config))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll_core.config import schema_of
 from roll_core.data.pack import pack, pack_evenly
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
@@ -16,6 +17,7 @@ from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.portable_state import opened_portable_state, write_portable_state
 from roll_core.runtime.weight_sync import DeviceFacts, WeightSender
 from roll_core.runtime.workers.mesh import mesh_info
+from roll_core.spec.config import StrategyConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +91,7 @@ class TrainWorker:
     ) -> None:
         """`owner` names the strategy and its package in errors."""
         check_requirements(provider, owner=owner)
-        schema = load_target(provider.config, owner=owner)
+        schema = schema_of(provider, StrategyConfig, owner=owner)
         strategy_class = load_target(provider.target, owner=owner)
         self.role, self.place, self.limits, self.model = role, place, limits, model
         self.deterministic = deterministic

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from roll_core.config import schema_of
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
+from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import MeshInfo
 from roll_core.spec.weights import tensor_entry
 from roll_core.testing.infer.interrupting import settle
@@ -69,9 +71,7 @@ class Engine:
         self.setup = setup
         owner = f"infer strategy {setup.provider.name}"
         check_requirements(setup.provider, owner=owner)
-        config: Any = {}
-        if setup.provider.config:
-            config = load_target(setup.provider.config, owner=owner).model_validate(dict(setup.strategy_config))
+        config = schema_of(setup.provider, StrategyConfig, owner=owner).model_validate(dict(setup.strategy_config))
         self._runner = asyncio.Runner()
         strategy_class = load_target(setup.provider.target, owner=owner)
         self.strategy: InferStrategy = self.run(lambda: _construct(strategy_class, config))

@@ -15,7 +15,6 @@ ROLL_HOOK_API = 1
 ALONE = TrainCapabilities(
     tasks=("causal_lm", "value"),
     dtypes=("fp32",),
-    packing=True,
     offload=True,
     portable_state=True,
     topk=True,
@@ -24,7 +23,6 @@ ALONE = TrainCapabilities(
 TOGETHER = TrainCapabilities(
     tasks=("causal_lm", "value"),
     dtypes=("fp32",),
-    packing=True,
     data_parallel=True,
     offload=True,
     portable_state=True,
@@ -34,7 +32,6 @@ TOGETHER = TrainCapabilities(
 IN_LAYERS = TrainCapabilities(
     tasks=("causal_lm", "value"),
     dtypes=("fp32",),
-    packing=True,
     tensor_parallel=True,
     offload=True,
     portable_state=True,
@@ -44,12 +41,30 @@ IN_LAYERS = TrainCapabilities(
 WITHOUT_TOPK = TrainCapabilities(
     tasks=("causal_lm", "value"),
     dtypes=("fp32",),
-    packing=True,
     offload=True,
     portable_state=True,
     weight_transports=("shared", "shm"),
 )
+OWN_OPTIMIZER = TrainCapabilities(
+    tasks=("causal_lm", "value"),
+    dtypes=("fp32",),
+    topk=True,
+    weight_transports=("shared", "shm"),
+)
+OPTIMIZERS = {
+    name: "".join(part.capitalize() for part in name.split("_"))
+    for name in (
+        "right_sgd",
+        "right_muon",
+        "sgd_mean_of_microbatches",
+        "sgd_momentum_lost",
+        "sgd_instead_of_muon",
+        "muon_mean_of_microbatches",
+        "muon_forgotten_mask",
+    )
+}
 SPECIAL = {
+    **dict.fromkeys(OPTIMIZERS, OWN_OPTIMIZER),
     "right_together": TOGETHER,
     "mean_of_ranks": TOGETHER,
     "skips_alone": TOGETHER,
@@ -218,6 +233,7 @@ def roll_platforms():
 def roll_train_strategies():
     targets = {"right": "right:Right", "right_together": "right:RightTogether"}
     targets |= {name: f"wrong:{attribute}" for name, attribute in WRONG.items()}
+    targets |= {name: f"optimizers:{attribute}" for name, attribute in OPTIMIZERS.items()}
     for name, target in targets.items():
         yield TrainProvider(
             name=name,

@@ -47,11 +47,20 @@ class Right(TrainStrategy):
                 "gloo", init_method=address, rank=mesh.rank, world_size=mesh.world_size, timeout=wait
             )
         if self.training is not None:
-            self.optimizer = adamw(self.weights.values(), self.training)
+            self.optimizer = self.made_optimizer()
             self.factor = schedule(self.training)
             for each in self.weights.values():
-                first_and_second = moments(self.optimizer, each)
-                self.optimizer.state[each].update(zip(MOMENTS, map(put, first_and_second), strict=True))
+                self.kept(each)
+
+    def made_optimizer(self):
+        made = adamw(self.weights.values(), self.training)
+        for each in self.weights.values():
+            made.state[each].update(zip(MOMENTS, map(put, moments(made, each)), strict=True))
+        return made
+
+    def kept(self, each):
+        """What the optimizer keeps of a weight."""
+        return dict(zip(("first", "second"), moments(self.optimizer, each), strict=True))
 
     # -- computing
 
@@ -163,7 +172,7 @@ class Right(TrainStrategy):
         found = {name: each.detach() for name, each in self.weights.items()}
         if self.training is not None:
             for name, each in self.weights.items():
-                found[f"{name}.first"], found[f"{name}.second"] = moments(self.optimizer, each)
+                found |= {f"{name}.{kind}": one for kind, one in self.kept(each).items()}
         return found
 
     def save(self, path):
@@ -179,7 +188,7 @@ class Right(TrainStrategy):
         for name, each in self.restored().items():
             each.copy_(stored[name])
         for each in self.weights.values():
-            if self.training is not None:
+            if self.training is not None and "step" in self.optimizer.state[each]:
                 self.optimizer.state[each]["step"].fill_(float(self.steps))
         self.clear()
 

@@ -1,0 +1,183 @@
+"""Parts that a config names: their options, whether they can be called, and what they need to be installed."""
+
+import sys
+import textwrap
+
+import pytest
+
+from roll_core.config import load
+from roll_core.errors import ConfigError
+from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.registry import Registry
+from roll_core.spec.providers import (
+    AdvantageProvider,
+    InferCapabilities,
+    InferProvider,
+    PolicyLossProvider,
+    RewardProvider,
+    TrackerProvider,
+)
+
+MODULE = "acme_parts_of_a_test"
+PARTS = """
+raise SystemExit("a check imports no part")
+
+def estimator(batch): ...
+def estimator_of_two(batch, gamma): ...
+def loss(logprobs_T, micro, params): ...
+def loss_with_names(logprobs_T, micro, /, params=None, *more): ...
+def loss_of_two(logprobs_T, micro): ...
+def loss_by_name(logprobs_T, micro, params, *, clip): ...
+
+class Judge:
+    def __init__(self, config): ...
+    def score(self, request): ...
+
+class JudgeOfTexts(Judge):
+    def score(self, prompt, response): ...
+
+class Forgetful(Judge):
+    def __init__(self): ...
+"""
+OPTIONS = """
+from roll_core.spec.config import Config
+
+class BoardOptions(Config):
+    project: str = "roll"
+"""
+CONFIG = """\
+pipeline: rlvr
+prompt_length: 24
+response_length: 40
+rollout_batch_size: 16
+num_return_sequences_in_group: 4
+tokenizer: {kind: byte}
+track_with: []
+actor_train:
+  model_args: {dtype: fp32, random_init: {model_type: qwen3}}
+  training_args: {per_device_train_batch_size: 8}
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+actor_infer:
+  model_args: {dtype: fp32}
+  strategy_args: {strategy_name: hf_infer}
+rewards:
+  math: {reward: math_rule}
+"""
+
+
+@pytest.fixture
+def problems(tmp_path, monkeypatch):
+    """Keys and messages of a config's mistakes, with parts of a package that cannot be imported."""
+    (tmp_path / f"{MODULE}.py").write_text(PARTS)
+    (tmp_path / f"{MODULE}_options.py").write_text(OPTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def record(kind, name, attribute, **more):
+        return kind(name=name, target=f"{MODULE}:{attribute}", summary="", **more)
+
+    losses = ("loss", "loss_with_names", "loss_of_two", "loss_by_name", "elsewhere")
+    providers = (
+        *(record(AdvantageProvider, name, name) for name in ("estimator", "estimator_of_two")),
+        *(record(PolicyLossProvider, name, name) for name in losses),
+        record(PolicyLossProvider, "needy_loss", "loss", needs=("no-such-distribution>=2",)),
+        *(record(RewardProvider, name, name) for name in ("Judge", "JudgeOfTexts", "Forgetful")),
+        record(TrackerProvider, "bare_board", "Board"),
+        record(TrackerProvider, "board", "Board", config=f"{MODULE}_options:BoardOptions"),
+        record(
+            InferProvider,
+            "needy",
+            "Engine",
+            needs=("no-such-distribution>=2",),
+            capabilities=InferCapabilities(weight_transports=("shared",)),
+        ),
+    )
+    acme = Plugin(
+        package="roll-acme", version="2.1", entry_point="acme", target=MODULE, state="loaded", providers=providers
+    )
+    registry = Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), acme])
+    file = tmp_path / "run.yaml"
+    file.write_text(textwrap.dedent(CONFIG))
+
+    def problems(*overrides, needs=False):
+        try:
+            load(file, overrides, registry, needs=needs)
+        except ConfigError as error:
+            return [(each.key, each.message) for each in error.problems]
+        return []
+
+    yield problems
+    sys.modules.pop(f"{MODULE}_options", None)
+
+
+def keys(found):
+    return [key for key, _ in found]
+
+
+def test_an_option_that_the_policy_loss_does_not_have_is_a_mistake(problems):
+    assert keys(problems("pg_options.log_ratio_clmap=10")) == ["pg_options.log_ratio_clmap"]
+    assert keys(problems("pg_options.log_ratio_clamp=-1")) == ["pg_options.log_ratio_clamp"]
+    assert not problems("pg_options.log_ratio_clamp=10")
+
+
+def test_a_part_without_a_schema_takes_no_options(problems):
+    assert keys(problems("pg_variant=loss", "pg_options.beta=1")) == ["pg_options.beta"]
+    assert not problems("pg_variant=loss")
+    found = problems("track_with=[bare_board]", "tracker_kwargs.bare_board.project=x")
+    assert keys(found) == ["tracker_kwargs.bare_board.project"]
+
+
+def test_an_option_that_the_tracker_does_not_have_is_a_mistake(problems):
+    assert not problems("track_with=[board]", "tracker_kwargs.board.project=x")
+    found = problems("track_with=[board]", "tracker_kwargs.board.projekt=x", "tracker_kwargs.board.project=1")
+    assert sorted(keys(found)) == ["tracker_kwargs.board.project", "tracker_kwargs.board.projekt"]
+    assert keys(problems("track_with=tensorboard", "tracker_kwargs.tensorboard.flush_sec=3")) == [
+        "tracker_kwargs.tensorboard.flush_sec"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("adv_estimator=estimator_of_two", "missing a required argument: 'gamma'"),
+        ("pg_variant=loss_of_two", "too many positional arguments"),
+        ("pg_variant=loss_by_name", "missing a required argument: 'clip'"),
+        ("rewards.math.reward=JudgeOfTexts", "missing a required argument: 'response'"),
+        ("rewards.math.reward=Forgetful", "too many positional arguments"),
+    ],
+)
+def test_a_part_that_cannot_be_called_as_its_contract_is_a_mistake(problems, override, why):
+    ((key, message),) = problems(override)
+    assert key == override.partition("=")[0]
+    assert "roll-acme 2.1" in message
+    assert why in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "adv_estimator=estimator",
+        "pg_variant=loss",
+        "pg_variant=loss_with_names",
+        "pg_variant=elsewhere",
+        "rewards.math.reward=Judge",
+    ],
+)
+def test_a_part_that_can_be_called_or_not_be_read_is_none(problems, override):
+    assert not problems(override)
+
+
+def test_a_requirement_that_is_not_installed_is_a_mistake_where_the_part_would_run(problems):
+    needy = ("actor_infer.strategy_args.strategy_name=needy", "pg_variant=needy_loss")
+    found = problems(*needy, needs=True)
+    assert sorted(keys(found)) == ["actor_infer.strategy_args.strategy_name", "pg_variant"]
+    assert all("no-such-distribution is not installed, wanted >=2" in message for _, message in found)
+    assert not problems(*needy)
+    elsewhere = f"actor_infer.environment={sys.executable}"
+    assert keys(problems(*needy, elsewhere, needs=True)) == ["pg_variant"]
+
+
+def test_on_a_cluster_requirements_are_left_to_its_hosts(problems, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    assert not problems("pg_variant=needy_loss", needs=True)
