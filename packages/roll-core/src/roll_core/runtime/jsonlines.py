@@ -63,18 +63,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def copy_lines(source: Path, target: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Write the objects of `source` that `keep` accepts to `target`, in one act; returns how many. Both may be the same
-    file."""
-    kept = 0
+def copy_lines(source: Path, target: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Write what `change` makes of the objects of `source` to `target`, in one act; None drops an object. Both may
+    be the same file."""
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     with temporary.open("wb") as stream:
         for row in read_lines(source):
-            if keep(row):
-                stream.write(encode(row).encode("utf-8", errors="backslashreplace") + b"\n")
-                kept += 1
+            if (changed := change(row)) is not None:
+                stream.write(encode(changed).encode("utf-8", errors="backslashreplace") + b"\n")
     os.replace(temporary, target)
-    return kept
+
+
+def up_to(step: int) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+    """For `copy_lines`: keeps the objects whose `step` is at most `step`."""
+    return lambda row: row if isinstance(row.get("step"), int) and row["step"] <= step else None
 
 
 def encode(row: Mapping[str, Any]) -> str:
