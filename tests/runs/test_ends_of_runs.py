@@ -150,7 +150,7 @@ def test_an_evaluation_that_sigterm_cut_short_is_made_up_by_the_resumed_run(loca
     resumed = runs.ok(config | {"resume_from_checkpoint": "auto"})
     whole = runs.ok(config | {"exp_name": "whole"})
     assert runs.timeless(resumed) == runs.timeless(whole)
-    assert [row for row in read_lines(resumed.run_dir.samples)] == [row for row in read_lines(whole.run_dir.samples)]
+    assert list(read_lines(resumed.run_dir.samples)) == list(read_lines(whole.run_dir.samples))
     weights, expected = (load_file(each.run_dir.export / "model.safetensors") for each in (resumed, whole))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
