@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
 from roll_core.config.secrets import Redactor
-from roll_core.errors import NonFiniteError, RollError, UnsupportedError, WorkerDiedError
+from roll_core.errors import NonFiniteError, RollError, RunFileError, UnsupportedError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.build import group_specs, kept_apart, makes_room, provider_of, slots_per_worker
@@ -45,6 +46,7 @@ from roll_core.runtime.rollout.liveness import Patience
 from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import ActiveRun
 from roll_core.runtime.run_dir import RunDir, find_checkpoint
+from roll_core.runtime.run_files import explained, writing
 from roll_core.runtime.samples import SamplesFile
 from roll_core.runtime.saving import RunSaver
 from roll_core.runtime.stopping import StopSignals
@@ -108,7 +110,8 @@ def execute(
     config = loaded.config
     redactor = Redactor.of(os.environ, config.model_dump(mode="json"))
     run_dir = RunDir.create(config.output_dir, config.exp_name)
-    run_dir.config.write_text(redactor.text(dump(config)), encoding="utf-8")
+    with writing(run_dir.config):
+        run_dir.config.write_text(redactor.text(dump(config)), encoding="utf-8")
     facts = RunFacts(
         name=run_dir.name,
         pipeline=config.pipeline,
@@ -132,13 +135,14 @@ def execute(
     )
     error: BaseException | None = None
     with run_logging(run_dir.log, console.warn, redactor) as logs:
-        driver.adopt_logs = logs.adopt
+        driver.adopt_logs, driver.file_checks = logs.adopt, [logs.check]
         try:
             driver.stop.run(driver.main())
         except (KeyboardInterrupt, SystemExit, Exception) as raised:
-            error = raised
+            error = explained(raised, run_dir.path)
             log.debug("the run ended early", exc_info=raised)
-        known = advise(error, registry) if isinstance(error, Exception) else None
+        unexplained = isinstance(error, Exception) and not isinstance(error, RunFileError)
+        known = advise(error, registry) if error is not None and unexplained else None
         advice = known.told(beside=str(error)) if known is not None else ""
         outcome = record.finish(error, advice=advice, time_rows=[_row(row) for row in ledger.rows()])
         with ledger.stage("report"):
@@ -185,6 +189,8 @@ class _Driver:
     redactor: Redactor
     stop: StopSignals
     adopt_logs: Callable[[], None] = lambda: None
+    file_checks: list[Callable[[], None]] = field(default_factory=list)
+    """Raise `RunFileError` if a file that the run writes to is lost. Called at every step and at the end."""
     plan: Plan | None = None
     """What it was expected to take."""
     steps_done: int = 0
@@ -218,7 +224,8 @@ class _Driver:
         resumed_step = checkpoint.step if checkpoint is not None else 0
         with ledger.stage("data"):
             data = RunData(config)
-            tokenizer = prepare_tokenizer(config, data, self.run_dir.tokenizer)
+            with writing(self.run_dir.tokenizer):
+                tokenizer = prepare_tokenizer(config, data, self.run_dir.tokenizer)
         async with contextlib.AsyncExitStack() as stack:
             samples = SamplesFile(
                 self.run_dir.samples,
@@ -262,6 +269,7 @@ class _Driver:
                 resumed_step=resumed_step,
             )
             stack.callback(metrics_file.close)
+            self.file_checks += [samples.check, metrics_file.check]
             if resumed_step >= num_steps:  # no step follows that would have these
                 self.last_metrics.update(*read_metrics(self.run_dir.metrics)[-1:])
             trackers = stack.enter_context(Trackers.opened(self._tracker_factories()))
@@ -275,6 +283,7 @@ class _Driver:
                     await self._steps(run, num_steps, executor, guards, saver, metrics_file, trackers, events)
                 await self._export(run)
                 await self._measure_memory(run)
+                self._check_files()
             except BaseException as error:
                 failure = error
                 raise
@@ -331,11 +340,19 @@ class _Driver:
             self._record(run.step, metrics, metrics_file, trackers)
             self.console.step(run.step, metrics)
             events.step_finished(run, run.step, metrics)
+            self._check_files()
             if self.stop.asked or (config.save_steps and (run.step % config.save_steps == 0 or last)):
                 await saver.save(evaluation_due=self.evaluation_due)
         if self.evaluation_due:
             await saver.finish()
             raise self.stop.saved(f"step {run.step} is saved; its evaluation and the export are left to do")
+
+    def _check_files(self) -> None:
+        for check in self.file_checks:
+            check()
+        for path in (self.run_dir.config, self.run_dir.record):
+            if not path.is_file():
+                raise RunFileError(f"{path} was deleted while the run was in progress")
 
     def _check_work_is_left(self, checkpoint: Checkpoint | None, num_steps: int, guards: Guards) -> None:
         """A run that was killed behind its last step still owes what follows it: the evaluation, the export."""
@@ -449,7 +466,12 @@ class _Driver:
         name = self.pipeline.export_role()
         if self.config.export_model and name:
             with self.ledger.stage("export"):
-                await run.train_role(name).export(self.run_dir.export)
+                try:
+                    with writing(self.run_dir.export):
+                        await run.train_role(name).export(self.run_dir.export)
+                except RunFileError:
+                    shutil.rmtree(self.run_dir.export, ignore_errors=True)  # a part of a model is of no use
+                    raise
 
     async def _measure_memory(self, run: ActiveRun) -> None:
         """Into the record, beside what was predicted. Rewards have no model and are not asked. All is done and exported

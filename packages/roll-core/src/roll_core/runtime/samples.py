@@ -53,6 +53,10 @@ class SamplesFile:
             self._written[split] = self._written.get(split, 0) + 1
             self._writer.write(self._row(step, split, sample))
 
+    def check(self) -> None:
+        """Raise `RunFileError` if the file was deleted or replaced."""
+        self._writer.check()
+
     def close(self) -> None:
         """Close the file; may be called more than once."""
         self._writer.close()

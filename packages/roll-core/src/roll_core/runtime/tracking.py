@@ -59,6 +59,10 @@ class MetricsFile:
         copy_lines(self._path, self._path, lambda row: _joined(row, metrics) if row["step"] == step else row)
         self._writer = LineWriter(self._path)
 
+    def check(self) -> None:
+        """Raise `RunFileError` if the file was deleted or replaced."""
+        self._writer.check()
+
     def close(self) -> None:
         """Close the file; may be called more than once."""
         self._writer.close()
