@@ -1,6 +1,7 @@
 """How the commands end: output, exit codes, and one message for a mistake."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -184,3 +185,48 @@ def test_a_key_without_a_value_and_a_command_without_a_config_are_told_how(comma
             cli.main([command, *words])
         assert ended.value.code == 2
         assert says in capsys.readouterr().err
+
+
+BUSY = """
+import sys, threading, torch
+from roll_core.cli import main as cli
+
+def multiply():
+    a = torch.randn(1000, 1000)
+    while True:
+        a @ a
+
+def run(words):
+    threading.Thread(target=multiply, daemon=True).start()
+    {ends}
+
+cli.COMMANDS["run"] = run
+sys.argv[1:] = ["run"]
+cli.command_line()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ("raise KeyboardInterrupt", 130),
+        ("return 0", 0),
+        ("raise OSError('unexpected')", 1),
+        # The interpreter notes that this one was not handled, and would end by SIGINT whatever follows.
+        ("exec('raise KeyboardInterrupt')", 130),
+    ],
+)
+def test_a_worker_thread_inside_an_operation_of_torch_does_not_abort_the_process(ends, code):
+    done = subprocess.run([sys.executable, "-c", BUSY.format(ends=ends)], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert "terminate called" not in done.stderr
+
+
+def test_sigterm_before_a_run_begins_says_so_and_exits_with_75(monkeypatch, capsys):
+    from roll_core.cli import run
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(run, "run_configs", lambda *words: os.kill(os.getpid(), signal.SIGTERM))
+    assert cli.main(["run", "run.yaml"]) == 75
+    assert "SIGTERM" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before

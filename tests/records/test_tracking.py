@@ -176,3 +176,26 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_a_tracker(caplog: pytest.Lo
     with pytest.raises(KeyError, match="the run's own"), opened([], a="close"):
         raise KeyError("the run's own")
     assert "tracker a failed to close" in caplog.text
+
+
+@pytest.mark.parametrize(("steps", "lost"), [((1, 2, 3, 4), None), ((0, 1, 4), "2–3"), ((1,), "2–4"), ((), "1–4")])
+def test_a_gap_in_the_metrics_before_a_resumed_run_is_warned_of(tmp_path, caplog, steps, lost) -> None:
+    history = tmp_path / "history.jsonl"
+    history.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in steps) + '{"step": 5, "lo')
+    with caplog.at_level("WARNING"):
+        MetricsFile(tmp_path / "m.jsonl", history=history, resumed_step=4).close()
+    assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == list(steps)
+    said = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert [record.args[-1] for record in said] == ([lost] if lost else [])
+
+
+def test_what_is_logged_again_for_the_resumed_step_joins_its_line(tmp_path: Path) -> None:
+    history = tmp_path / "history.jsonl"
+    history.write_text('{"step": 1, "time": 7.5, "loss": 1.0, "time/step": 2.0}\n')
+    file = MetricsFile(tmp_path / "m.jsonl", history=history, resumed_step=1)
+    file.log(1, {"val/loss": 0.5, "time/step": 1.5, "time/evaluation": 1.0})
+    file.log(2, {"loss": 0.9})
+    file.close()
+    first, second = (json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines())
+    assert first == {"step": 1, "time": 7.5, "loss": 1.0, "time/step": 3.5, "val/loss": 0.5, "time/evaluation": 1.0}
+    assert (second["step"], second["loss"]) == (2, 0.9)

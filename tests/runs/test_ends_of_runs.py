@@ -1,5 +1,6 @@
 """How runs end when they are stopped, and what they leave behind."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -17,7 +18,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from roll_core.builtin.hf.train import HFTrainStrategy
+from roll_core.errors import GuardTrippedError
 from roll_core.pipelines.rlvr import RLVRPipeline
+from roll_core.runtime.jsonlines import read_lines
 
 
 def start(runs, config) -> subprocess.Popen:
@@ -117,13 +121,66 @@ def test_sigterm_saves_the_step_in_progress_and_the_resumed_run_equals_the_unint
     assert json.loads(resumed.run_dir.record.read_text(encoding="utf-8"))["resumed_step"] == done
     whole = runs.ok(steady | {"max_steps": done + 3, "exp_name": "whole"})
     for one, other in zip(runs.timeless(resumed), runs.timeless(whole), strict=True):
-        # The evaluation of the step that was in progress is left out, and the weights that it would have published are
-        # published later.
-        left_out = ("weight_sync", "val") if one["step"] == done else ("weight_sync",)
-        one, other = ({k: v for k, v in each.items() if not k.startswith(left_out)} for each in (one, other))
+        # A new engine is sent the weights once more.
+        one, other = ({k: v for k, v in each.items() if not k.startswith("weight_sync")} for each in (one, other))
         assert one == other
     weights, expected = (load_file(each.run_dir.export / "model.safetensors") for each in (resumed, whole))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("step", [2, 4], ids=["middle", "last"])
+def test_an_evaluation_that_sigterm_cut_short_is_made_up_by_the_resumed_run(local_runs, monkeypatch, step):
+    runs, evaluate = local_runs, RLVRPipeline.evaluate
+    config = runs.rlvr(
+        max_steps=4, eval_steps=2, validation={"data_args": {"file_name": str(runs.folder / "val.jsonl")}}
+    )
+
+    async def stopped(pipeline, run):
+        if run.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(3600)
+        return await evaluate(pipeline, run)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(RLVRPipeline, "evaluate", stopped)
+        first = runs.run(config)
+    assert (first.outcome, first.steps_done, first.error.exit_code) == ("preempted", step, 75)
+    assert signal.getsignal(signal.SIGTERM) == before
+    resumed = runs.ok(config | {"resume_from_checkpoint": "auto"})
+    whole = runs.ok(config | {"exp_name": "whole"})
+    assert runs.timeless(resumed) == runs.timeless(whole)
+    assert list(read_lines(resumed.run_dir.samples)) == list(read_lines(whole.run_dir.samples))
+    weights, expected = (load_file(each.run_dir.export / "model.safetensors") for each in (resumed, whole))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("spec", [True, "auto"])
+def test_what_follows_the_last_checkpoint_is_done_by_the_next_run(local_runs, monkeypatch, spec):
+    runs = local_runs
+    held_out = {"data_args": {"file_name": str(runs.folder / "val.jsonl")}}
+    config = runs.sft(max_steps=4, save_steps=2, eval_steps=2, validation=held_out)
+
+    def killed(worker, path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFTrainStrategy, "export_model", killed)
+        assert runs.run(config).outcome != "finished"
+    second = runs.ok(config | {"resume_from_checkpoint": spec})
+    record = record_of(second.run_dir.path)
+    assert (record["outcome"], record["resumed_step"], record["steps_done"]) == ("finished", 4, 4)
+    assert second.run_dir.report.is_file()
+    whole = runs.ok(config | {"exp_name": "whole"})
+    assert runs.timeless(second) == runs.timeless(whole)
+    assert second.metrics["val/loss"] == whole.metrics["val/loss"]
+    weights, expected = (load_file(each.run_dir.export / "model.safetensors") for each in (second, whole))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+    third = runs.run(config | {"resume_from_checkpoint": spec})
+    assert isinstance(third.error, GuardTrippedError)
+    assert third.error.guard == "zero_steps"
+    assert str(second.run_dir.path) in str(third.error)
 
 
 def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(local_runs):

@@ -1,7 +1,5 @@
 """`python -m roll_core` is `roll-core`, with the working directory on the path."""
 
-import sys
+from roll_core.cli.main import command_line
 
-from roll_core.cli.main import main
-
-sys.exit(main())
+command_line()

@@ -333,6 +333,11 @@ class RunDirectoryError(RollError, OSError):
     exit_code = 2
 
 
+class RunFileError(RollError, OSError):
+    """A file of a run that cannot be written or was lost: a full disk, a run directory deleted in mid-run; names the
+    file."""
+
+
 class RecordingError(RollError, ValueError):
     """Recorded rollouts that are missing, damaged, or not those that the config would have had."""
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import math
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core import __version__
-from roll_core.errors import RollError
+from roll_core.errors import RollError, RunInterruptedError, RunPreemptedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import NoReturn
 
 USAGE = """roll-core [--version] [--help] COMMAND ...
 
@@ -31,6 +36,28 @@ commands:
   checkpoint convert RUN OUT        from a checkpoint to a model that transformers loads
 
 roll-core COMMAND --help says more."""
+
+
+def command_line() -> NoReturn:
+    """`main` as a process: what `roll-core` and `python -m roll_core` call.
+
+    Before Python 3.14 a daemon thread that returns from native code while the interpreter shuts down aborts the process
+    (`terminate called without an active exception`, exit code -6): worker threads are daemons, and an interrupted run
+    does not wait for a long operation of torch. Python also replaces the exit code 130 by a death from SIGINT if Ctrl-C
+    broke off an `exec`. Both are avoided by leaving without the shutdown.
+    """
+    try:
+        code = main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if code == RunInterruptedError.exit_code or any(thread.daemon for thread in threading.enumerate()):
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RollError as error:
         _complain(str(error))
         return error.exit_code
+    except _TerminatedError as error:
+        _complain(str(error))
+        return error.exit_code
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130
@@ -73,9 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     parser = _parser("run", "One run per config, in order: a later one may start from what an earlier one left.")
     configs, overrides, disabled, files = _configs(parser, words)
-    from roll_core.cli.run import run_configs
+    previous = signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        from roll_core.cli.run import run_configs
 
-    return run_configs(configs, overrides, disabled, files=files)
+        return run_configs(configs, overrides, disabled, files=files)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _check(words: list[str]) -> int:
@@ -224,6 +258,16 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "checkpoint": _checkpoint,
 }
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM before the run handles it. No `Exception`, which an import could swallow."""
+
+    exit_code = RunPreemptedError.exit_code
+
+
+def _on_sigterm(number: int, frame: object) -> None:
+    raise _TerminatedError("stopped by SIGTERM before the run began; there was nothing to save")
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -22,8 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from roll_core.errors import CheckpointError, RollError, chain
+from roll_core.errors import CheckpointError, RollError
 from roll_core.runtime.manifest import MANIFEST, STEP, read_manifest, verify, write_flushed, write_manifest
+from roll_core.runtime.run_files import disk_is_full
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -140,7 +140,7 @@ class CheckpointStore:
             self._publish(working, step)
         except BaseException as error:
             shutil.rmtree(working, ignore_errors=True)
-            if _disk_is_full(error):
+            if disk_is_full(error):
                 raise CheckpointError(self._full(step)) from error
             if isinstance(error, OSError) and not isinstance(error, RollError):
                 raise CheckpointError(f"checkpoint of step {step} could not be written: {error}") from error
@@ -235,15 +235,6 @@ def _abandoned(path: Path, host: str, pid: int) -> bool:
     with contextlib.suppress(OSError):
         return time.time() - path.stat().st_mtime > _FOREIGN_AGE_S
     return False
-
-
-def _disk_is_full(error: BaseException | None) -> bool:
-    """Libraries wrap the system's error: it is looked for in the whole chain, and at last by its words."""
-    return any(
-        (isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT))
-        or (isinstance(each, Exception) and "no space left on device" in str(each).lower())
-        for each in chain(error)
-    )
 
 
 def _enumerate(problems: list[str], limit: int = 3) -> str:

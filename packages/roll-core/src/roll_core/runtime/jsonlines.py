@@ -12,6 +12,8 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from roll_core.runtime.run_files import check_in_place, writing
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
@@ -27,14 +29,21 @@ class LineWriter:
     def __init__(self, path: Path) -> None:
         """Open `path`, which goes on where it ends; a last line that was cut off is closed first."""
         self.path = path
-        self._stream = path.open("ab+")
-        if _cut_off(self._stream.seek(0, os.SEEK_END), path):
-            self._stream.write(b"\n")
+        with writing(path):
+            self._stream = path.open("ab+", buffering=0)
+            if _cut_off(self._stream.seek(0, os.SEEK_END), path):
+                self._stream.write(b"\n")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one object."""
-        self._stream.write(encode(row).encode("utf-8", errors="backslashreplace") + b"\n")
-        self._stream.flush()
+        """Append one object. Raises `RunFileError`."""
+        line = encode(row).encode("utf-8", errors="backslashreplace") + b"\n"
+        with writing(self.path):
+            while line:  # a disk that fills up takes a part
+                line = line[self._stream.write(line) :]
+
+    def check(self) -> None:
+        """Raise `RunFileError` if the file was deleted or replaced."""
+        check_in_place(self._stream, self.path)
 
     def close(self) -> None:
         """Close the file; may be called more than once."""
@@ -63,18 +72,21 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def copy_lines(source: Path, target: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Write the objects of `source` that `keep` accepts to `target`, in one act; returns how many. Both may be the same
-    file."""
-    kept = 0
+def copy_lines(source: Path, target: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Write what `change` makes of the objects of `source` to `target`, in one act; None drops an object. Both may
+    be the same file."""
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    with temporary.open("wb") as stream:
-        for row in read_lines(source):
-            if keep(row):
-                stream.write(encode(row).encode("utf-8", errors="backslashreplace") + b"\n")
-                kept += 1
-    os.replace(temporary, target)
-    return kept
+    with writing(target):
+        with temporary.open("wb") as stream:
+            for row in read_lines(source):
+                if (changed := change(row)) is not None:
+                    stream.write(encode(changed).encode("utf-8", errors="backslashreplace") + b"\n")
+        os.replace(temporary, target)
+
+
+def up_to(step: int) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+    """For `copy_lines`: keeps the objects whose `step` is at most `step`."""
+    return lambda row: row if isinstance(row.get("step"), int) and row["step"] <= step else None
 
 
 def encode(row: Mapping[str, Any]) -> str:

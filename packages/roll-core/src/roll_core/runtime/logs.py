@@ -6,13 +6,15 @@ import contextlib
 import logging
 import os
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.config.secrets import Redactor
+from roll_core.errors import RunFileError
+from roll_core.runtime.run_files import check_in_place, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 _OURS = ("roll", "__main__")
 """Loggers whose names begin so are ours or a plugin's: `roll_core`, `roll_infer_vllm`."""
@@ -31,7 +33,8 @@ _FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 class RunLogging:
     """Handlers of one run; see `run_logging`."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: _LogFile) -> None:
+        self._file = file
         self._taken: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
 
     def adopt(self) -> None:
@@ -42,6 +45,12 @@ class RunLogging:
                 self._taken.append((library, list(library.handlers), library.propagate))
                 library.handlers.clear()
                 library.propagate = True
+
+    def check(self) -> None:
+        """Raise `RunFileError` if a message could not be written, or if the file was deleted or replaced."""
+        if self._file.error is not None:
+            raise self._file.error
+        check_in_place(self._file.stream, Path(self._file.baseFilename))
 
     def _give_back(self) -> None:
         for library, handlers, propagate in reversed(self._taken):
@@ -60,7 +69,8 @@ def run_logging(log_file: Path, show: Callable[[str], None], redactor: Redactor 
     redactor = redactor or Redactor.of(os.environ)
     root, ours = logging.getLogger(), logging.getLogger("roll_core")
     level, our_level = root.level, ours.level
-    file_handler = logging.FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
+    with writing(log_file):
+        file_handler = _LogFile(log_file, encoding="utf-8", errors="backslashreplace")
     file_handler.setFormatter(_Formatter(redactor, _FORMAT))
     file_handler.addFilter(
         lambda record: record.levelno >= logging.WARNING or record.name.partition(".")[0] not in _CHATTY
@@ -68,7 +78,7 @@ def run_logging(log_file: Path, show: Callable[[str], None], redactor: Redactor 
     console_handler = _Show(show)
     console_handler.setFormatter(_Brief(redactor))
     console_handler.addFilter(lambda record: record.levelno >= (logging.WARNING if _is_ours(record) else logging.ERROR))
-    run = RunLogging()
+    run = RunLogging(file_handler)
     handlers: list[logging.Handler] = [file_handler, console_handler]
     added = {name: value for name, value in _QUIET_ENVIRONMENT.items() if name not in os.environ}
     showed = warnings.showwarning
@@ -93,6 +103,25 @@ def run_logging(log_file: Path, show: Callable[[str], None], redactor: Redactor 
             os.environ.pop(name, None)
         if captured:
             logging.captureWarnings(False)
+
+
+class _LogFile(logging.FileHandler):
+    """Keeps the first error of the disk for `RunLogging.check`, where other handlers print a traceback."""
+
+    error: RunFileError | None = None
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        try:
+            with writing(Path(self.baseFilename)):
+                raise
+        except RunFileError as error:
+            self.error = self.error or error
+        except Exception:
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of what is still in the buffer
+            super().close()
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

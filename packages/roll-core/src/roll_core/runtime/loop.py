@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
 from roll_core.config.secrets import Redactor
-from roll_core.errors import NonFiniteError, RollError, UnsupportedError, WorkerDiedError
+from roll_core.errors import NonFiniteError, RollError, RunFileError, UnsupportedError, WorkerDiedError
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.build import (
@@ -47,18 +48,19 @@ from roll_core.runtime.platform import select_platform
 from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.record import RunFacts, RunRecord
 from roll_core.runtime.report import write_report
-from roll_core.runtime.resuming import check_fits, load_run
+from roll_core.runtime.resuming import check_fits, finished_run, load_run
 from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
 from roll_core.runtime.rollout.drafts import stop_finder
 from roll_core.runtime.rollout.liveness import Patience
 from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import ActiveRun
 from roll_core.runtime.run_dir import RunDir, find_checkpoint
+from roll_core.runtime.run_files import explained, writing
 from roll_core.runtime.samples import SamplesFile
 from roll_core.runtime.saving import RunSaver
 from roll_core.runtime.stopping import StopSignals
 from roll_core.runtime.tokenizer import prepare_tokenizer
-from roll_core.runtime.tracking import MetricsFile, Trackers
+from roll_core.runtime.tracking import MetricsFile, Trackers, read_metrics
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
 
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
 
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
+    from roll_core.runtime.checkpoints import Checkpoint
     from roll_core.runtime.executors.base import Executor
     from roll_core.runtime.planning.plan import Plan
     from roll_core.runtime.record import Outcome
@@ -116,7 +119,8 @@ def execute(
     config = loaded.config
     redactor = Redactor.of(os.environ, config.model_dump(mode="json"))
     run_dir = RunDir.create(config.output_dir, config.exp_name)
-    run_dir.config.write_text(redactor.text(dump(config)), encoding="utf-8")
+    with writing(run_dir.config):
+        run_dir.config.write_text(redactor.text(dump(config)), encoding="utf-8")
     facts = RunFacts(
         name=run_dir.name,
         pipeline=config.pipeline,
@@ -127,11 +131,8 @@ def execute(
         started=started,
     )
     record = RunRecord(run_dir.record, facts, redactor)
-    with ledger.stage("load libraries"):
-        pipeline: Pipeline[Any] = load_target(loaded.pipeline.target, owner=f"pipeline {config.pipeline}")(config)
     driver = _Driver(
         config=config,
-        pipeline=pipeline,
         pipeline_record=loaded.pipeline,
         registry=registry,
         run_dir=run_dir,
@@ -143,17 +144,19 @@ def execute(
     )
     error: BaseException | None = None
     with run_logging(run_dir.log, console.warn, redactor) as logs:
-        driver.adopt_logs = logs.adopt
+        driver.adopt_logs, driver.file_checks = logs.adopt, [logs.check]
         try:
             driver.stop.run(driver.main())
         except (KeyboardInterrupt, SystemExit, Exception) as raised:
-            error = raised
+            error = explained(raised, run_dir.path)
             log.debug("the run ended early", exc_info=raised)
-        known = advise(error, registry) if isinstance(error, Exception) else None
+        unexplained = isinstance(error, Exception) and not isinstance(error, RunFileError)
+        known = advise(error, registry) if error is not None and unexplained else None
         advice = known.told(beside=str(error)) if known is not None else ""
         outcome = record.finish(error, advice=advice, time_rows=[_row(row) for row in ledger.rows()])
         with ledger.stage("report"):
             report = _report(run_dir)
+    driver.stop.close()
     console.finish(
         outcome=outcome,
         rows=ledger.rows(),
@@ -185,7 +188,7 @@ class _Driver:
     """The parts of a run while it goes on."""
 
     config: RunConfig
-    pipeline: Pipeline[Any]
+    pipeline: Pipeline[Any] = field(init=False)
     pipeline_record: PipelineProvider
     registry: Registry
     run_dir: RunDir
@@ -195,10 +198,14 @@ class _Driver:
     redactor: Redactor
     stop: StopSignals
     adopt_logs: Callable[[], None] = lambda: None
+    file_checks: list[Callable[[], None]] = field(default_factory=list)
+    """Raise `RunFileError` if a file that the run writes to is lost. Called at every step and at the end."""
     plan: Plan | None = None
     """What it was expected to take."""
     steps_done: int = 0
     last_metrics: dict[str, float] = field(default_factory=dict)
+    evaluation_due: bool = False
+    """SIGTERM cut the evaluation of the last step short, in this run or in the run that is resumed."""
 
     async def main(self) -> None:
         """Everything between the first line and the last."""
@@ -210,6 +217,7 @@ class _Driver:
 
             transformers.utils.logging.disable_progress_bar()
             self.adopt_logs()
+            self.pipeline = load_target(self.pipeline_record.target, owner=f"pipeline {config.pipeline}")(config)
         # A Ray that the user names may have its devices on other hosts than the driver's.
         elsewhere = os.environ.get("RAY_ADDRESS", "local") not in ("", "local") and config.executor != "local"
         platform = select_platform(self.registry, config.platform, elsewhere=elsewhere)
@@ -225,7 +233,8 @@ class _Driver:
         resumed_step = checkpoint.step if checkpoint is not None else 0
         with ledger.stage("data"):
             data = RunData(config)
-            tokenizer = prepare_tokenizer(config, data, self.run_dir.tokenizer)
+            with writing(self.run_dir.tokenizer):
+                tokenizer = prepare_tokenizer(config, data, self.run_dir.tokenizer)
         async with contextlib.AsyncExitStack() as stack:
             samples = SamplesFile(
                 self.run_dir.samples,
@@ -252,25 +261,26 @@ class _Driver:
                 steps_asked=num_steps,
                 platform=platform.name,
                 resumed_step=resumed_step,
+                steps_done=resumed_step,
                 resumed_from=str(checkpoint.path) if checkpoint is not None else "",
             )
-            guards.check(
-                "zero_steps",
-                resumed_step < num_steps,
-                f"step {resumed_step} of {num_steps} is done: nothing is left to do",
-            )
+            self._check_work_is_left(checkpoint, num_steps, guards)
             with ledger.stage("build roles"):
                 executor = await self._build(run, platform, stack)
                 await self.pipeline.setup(run)
             if checkpoint is not None:
                 with ledger.stage("resume"):
-                    await load_run(run, self.pipeline, checkpoint, self.registry)
+                    saved = await load_run(run, self.pipeline, checkpoint, self.registry)
+                    self.evaluation_due = saved.evaluation_due and bool(config.eval_steps)
             metrics_file = MetricsFile(
                 self.run_dir.metrics,
                 history=history / self.run_dir.metrics.name if history else None,
                 resumed_step=resumed_step,
             )
             stack.callback(metrics_file.close)
+            self.file_checks += [samples.check, metrics_file.check]
+            if resumed_step >= num_steps:  # no step follows that would have these
+                self.last_metrics.update(*read_metrics(self.run_dir.metrics)[-1:])
             trackers = stack.enter_context(Trackers.opened(self._tracker_factories()))
             trackers.log_config(self.redactor.value(config.model_dump(mode="json")))
             events = Events(self.registry)
@@ -282,6 +292,7 @@ class _Driver:
                     await self._steps(run, num_steps, executor, guards, saver, metrics_file, trackers, events)
                 await self._export(run)
                 await self._measure_memory(run)
+                self._check_files()
             except BaseException as error:
                 failure = error
                 raise
@@ -304,11 +315,12 @@ class _Driver:
         self.steps_done = guards.step = run.step
         self.stop.defer = True
         self.console.start(total_steps=num_steps, done=run.step)
-        if config.eval_steps and run.step == 0:
+        if config.eval_steps and (run.step == 0 or self.evaluation_due):
             ledger.start_step()
-            if metrics := await self._evaluate(run):
+            metrics = await self._evaluate(run)
+            if metrics and not self.evaluation_due:
                 metrics |= await run.engine_metrics()
-                self._record(0, metrics | ledger.step_times(), metrics_file, trackers)
+                self._record(run.step, metrics | ledger.step_times(), metrics_file, trackers)
         while run.step < num_steps:
             if self.stop.asked:
                 # Whoever asked did so before this step was saved, or while it was.
@@ -337,8 +349,30 @@ class _Driver:
             self._record(run.step, metrics, metrics_file, trackers)
             self.console.step(run.step, metrics)
             events.step_finished(run, run.step, metrics)
+            self._check_files()
             if self.stop.asked or (config.save_steps and (run.step % config.save_steps == 0 or last)):
-                await saver.save()
+                await saver.save(evaluation_due=self.evaluation_due)
+        if self.evaluation_due:
+            await saver.finish()
+            raise self.stop.saved(f"step {run.step} is saved; its evaluation and the export are left to do")
+
+    def _check_files(self) -> None:
+        for check in self.file_checks:
+            check()
+        for path in (self.run_dir.config, self.run_dir.record):
+            if not path.is_file():
+                raise RunFileError(f"{path} was deleted while the run was in progress")
+
+    def _check_work_is_left(self, checkpoint: Checkpoint | None, num_steps: int, guards: Guards) -> None:
+        """A run that was killed behind its last step still owes what follows it: the evaluation, the export."""
+        step = checkpoint.step if checkpoint is not None else 0
+        done = f"step {step} of {num_steps} is done"
+        if checkpoint is None or step > num_steps:
+            guards.check("zero_steps", step < num_steps, f"{done}: nothing is left to do")
+        elif step == num_steps:
+            finished = finished_run(checkpoint, self.run_dir)
+            guards.check("zero_steps", finished is None, f"{done}, and {finished} finished: nothing is left to do")
+            log.info("%s: what follows the last step is left to do", done)
 
     async def _build(self, run: ActiveRun, platform: Platform, stack: contextlib.AsyncExitStack) -> Executor:
         """Start every role, models before what depends on them."""
@@ -418,8 +452,9 @@ class _Driver:
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
         with self.ledger.stage("evaluation"):
             found = await self.stop.unless_asked(self.pipeline.evaluate(run))
-            if found is None:
-                log.info("the evaluation after step %d is left out: the run is to end", run.step)
+            self.evaluation_due = found is None
+            if self.evaluation_due:
+                log.info("SIGTERM: the evaluation of step %d is left to the run that resumes", run.step)
             metrics = dict(found or {}) | run.take_metrics()
         if metrics:
             self.console.evaluated(
@@ -442,7 +477,12 @@ class _Driver:
         name = self.pipeline.export_role()
         if self.config.export_model and name:
             with self.ledger.stage("export"):
-                await run.train_role(name).export(self.run_dir.export)
+                try:
+                    with writing(self.run_dir.export):
+                        await run.train_role(name).export(self.run_dir.export)
+                except RunFileError:
+                    shutil.rmtree(self.run_dir.export, ignore_errors=True)  # a part of a model is of no use
+                    raise
 
     async def _measure_memory(self, run: ActiveRun) -> None:
         """Into the record, beside what was predicted. Rewards have no model and are not asked. All is done and exported

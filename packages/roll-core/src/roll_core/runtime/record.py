@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from roll_core.config.secrets import Redactor
-from roll_core.errors import RunPreemptedError
+from roll_core.errors import RunFileError, RunPreemptedError
 from roll_core.runtime.jsonlines import safe
+from roll_core.runtime.run_files import writing
 from roll_core.runtime.versions import versions
 
 if TYPE_CHECKING:
@@ -132,8 +133,29 @@ class RunRecord:
             told = {"advice": advice} if advice else {}
             self._data["error"] = {"type": type(error).__name__, "message": str(error), **told}
         self._data.update(outcome=outcome, ended=round(time.time(), 3), time=[dict(row) for row in time_rows] or None)
-        self._write()
+        try:
+            self._write()
+        except RunFileError as lost:
+            if not self._overwrite():
+                logger.error("the end of the run is not in its record: %s", lost)
         return outcome
+
+    def _overwrite(self) -> bool:
+        """For a full disk: write the end into the space that the record has already. Drops indents, and the longest
+        parts if needed."""
+        try:
+            space = self._path.stat().st_size
+            for left_out in ((), ("time",), ("time", "guards"), ("time", "guards", "plugins", "argv")):
+                text = json.dumps(
+                    safe(self._redactor.value({k: v for k, v in self._data.items() if k not in left_out})), default=str
+                ).encode()
+                if len(text) <= space:
+                    with self._path.open("r+b", buffering=0) as stream:
+                        stream.write(text.ljust(space))
+                    return True
+        except OSError as error:
+            logger.debug("the record cannot be overwritten: %s", error)
+        return False
 
     def _write(self) -> None:
         text = json.dumps(safe(self._redactor.value(self._data)), ensure_ascii=False, indent=1, default=str)
@@ -173,13 +195,14 @@ def is_abandoned(record: Mapping[str, Any]) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file in one act: readers see the old text or the new one."""
+    """Replace the file in one act: readers see the old text or the new one. Raises `RunFileError`."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

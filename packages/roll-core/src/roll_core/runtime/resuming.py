@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, CheckpointMismatchError
+from roll_core.runtime.record import read_record
+from roll_core.runtime.run_dir import experiment_runs
 from roll_core.spec.providers import TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
     from typing import Self
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.checkpoints import Checkpoint
     from roll_core.runtime.roles import GroupTrainRole
     from roll_core.runtime.run import ActiveRun
+    from roll_core.runtime.run_dir import RunDir
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import Pipeline
 
@@ -45,6 +49,8 @@ class SavedRun:
     pipeline: str
     pipeline_state: Mapping[str, Any]
     roles: Mapping[str, SavedRole]
+    evaluation_due: bool = False
+    """SIGTERM cut the evaluation of this step short. The run that resumes evaluates before its first step."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
@@ -55,6 +61,7 @@ class SavedRun:
                 pipeline=state["pipeline"],
                 pipeline_state=state["pipeline_state"],
                 roles={name: SavedRole(**role) for name, role in state["roles"].items()},
+                evaluation_due=bool(state.get("evaluation_due")),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{checkpoint.path}: its state is not that of a run: {error!r}") from error
@@ -94,8 +101,23 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) ->
             )
 
 
-async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint, registry: Registry) -> None:
-    """Bring roles and pipeline to where the checkpoint was written."""
+def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
+    """The run that finished at the step of `checkpoint`: it wrote the checkpoint or resumed from it. None if every such
+    run ended before it was finished.
+
+    Searches the experiment of the checkpoint and the experiment of the run `current`.
+    """
+    writer = checkpoint.path.parent.parent
+    for run in (run for experiment in {writer.parent, current.experiment} for run in experiment_runs(experiment)):
+        record = read_record(run.record)
+        at_step = record.get("outcome") == "finished" and record.get("steps_done") == checkpoint.step
+        if at_step and (run.path == writer or record.get("resumed_from") == str(checkpoint.path)):
+            return run.path
+    return None
+
+
+async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint, registry: Registry) -> SavedRun:
+    """Bring roles and pipeline to where the checkpoint was written. Returns what it says of the run."""
     saved = SavedRun.of(checkpoint)
     trained = {name for name, role in run.train_roles.items() if role.trains}
     if missing := trained - saved.roles.keys():
@@ -107,6 +129,7 @@ async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoi
     pipeline.load_state(saved.pipeline_state)
     run.step = checkpoint.step
     log.info("resumed from %s at step %d", checkpoint.path, checkpoint.step)
+    return saved
 
 
 def _needs_portable(saved: SavedRole, here: GroupTrainRole, registry: Registry) -> bool:

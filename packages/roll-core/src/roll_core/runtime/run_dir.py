@@ -70,8 +70,8 @@ class RunDir:
     @classmethod
     def latest(cls, experiment: Path) -> RunDir | None:
         """The newest run of an experiment; None where there is none."""
-        numbers = _numbers(experiment)
-        return cls(experiment / f"{max(numbers):03d}") if numbers else None
+        runs = experiment_runs(experiment)
+        return runs[-1] if runs else None
 
     @property
     def experiment(self) -> Path:
@@ -181,20 +181,24 @@ def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
     path = Path(place).expanduser().absolute()
     if CheckpointStore(path).list():
         return [CheckpointStore(path)]
-    numbers = sorted(_numbers(path))
-    if numbers and not _is_run(path):
-        return [CheckpointStore(path / f"{number:03d}" / "checkpoints") for number in numbers]
+    runs = experiment_runs(path)
+    if runs and not _is_run(path):
+        return [CheckpointStore(run.checkpoints) for run in runs]
     return [CheckpointStore(RunDir.open(path).checkpoints)]
+
+
+def experiment_runs(experiment: Path) -> list[RunDir]:
+    """The runs of an experiment, oldest first."""
+    return [RunDir(experiment / f"{number:03d}") for number in sorted(_numbers(experiment))]
 
 
 def _newest_of_experiment(experiment: Path, current: RunDir | None) -> Checkpoint | None:
     all_damaged: CheckpointError | None = None
-    for number in sorted(_numbers(experiment), reverse=True):
-        path = experiment / f"{number:03d}"
-        if current is not None and path == current.path:
+    for run in reversed(experiment_runs(experiment)):
+        if run == current:
             continue
         try:
-            found = CheckpointStore(path / "checkpoints").latest_good()
+            found = CheckpointStore(run.checkpoints).latest_good()
         except CheckpointError as error:  # an older run may still have a good one
             all_damaged = all_damaged or error
             continue

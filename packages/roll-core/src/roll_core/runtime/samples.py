@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from roll_core.runtime.jsonlines import LineWriter, copy_lines
+from roll_core.runtime.jsonlines import LineWriter, copy_lines, up_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class SamplesFile:
     ) -> None:
         """`decode` makes text of token ids. `ids` records the ids too. `history` is as for `MetricsFile`."""
         if history is not None:
-            copy_lines(history, path, lambda row: isinstance(row.get("step"), int) and row["step"] <= resumed_step)
+            copy_lines(history, path, up_to(resumed_step))
         self._writer = LineWriter(path)
         self._decode = decode
         self._per_step, self._per_group, self._ids = per_step, per_group, ids
@@ -52,6 +52,10 @@ class SamplesFile:
             in_group[sample.group_id] = in_group.get(sample.group_id, 0) + 1
             self._written[split] = self._written.get(split, 0) + 1
             self._writer.write(self._row(step, split, sample))
+
+    def check(self) -> None:
+        """Raise `RunFileError` if the file was deleted or replaced."""
+        self._writer.check()
 
     def close(self) -> None:
         """Close the file; may be called more than once."""

@@ -37,12 +37,12 @@ class RunSaver:
         self._run, self._pipeline, self._store = run, pipeline, store
         self._finishing: asyncio.Task[None] | None = None
 
-    async def save(self) -> None:
+    async def save(self, *, evaluation_due: bool = False) -> None:
         """Write a checkpoint of the run as it is after `run.step` steps, or as much of it as cannot wait. Raises
         `CheckpointError`, and what any rank raises, also of the checkpoint before."""
         with self._run.stage("checkpoint"):
             await self._wait()
-            await self._save()
+            await self._save(evaluation_due)
 
     async def finish(self) -> None:
         """Wait until the last checkpoint is complete. Raises what `save` does."""
@@ -56,13 +56,14 @@ class RunSaver:
             finished, self._finishing = self._finishing, None
             finished.result()
 
-    async def _save(self) -> None:
+    async def _save(self, evaluation_due: bool) -> None:
         run = self._run
         trained = {name: role for name, role in run.train_roles.items() if role.trains}
         saved = SavedRun(
             pipeline=run.config.pipeline,
             pipeline_state=dict(self._pipeline.state()),
             roles={name: _saved_role(role, run.config.portable_checkpoints) for name, role in trained.items()},
+            evaluation_due=evaluation_due,
         )
         async with AsyncExitStack() as writing:
             path = await writing.enter_async_context(self._store.writing_aside(run.step, asdict(saved)))

@@ -5,6 +5,9 @@
     SIGTERM ─► the step in progress ends ─► checkpoint ─► end                                 RunPreemptedError
        └─ a second one, or `grace_s` have passed ───────────────► the run is cancelled        RunInterruptedError
 
+Before the run, `roll_core.cli.main` handles SIGTERM. After the run, SIGTERM is ignored until the record and the report
+are written.
+
 A scheduler that wants its machine back sends SIGTERM, and SIGKILL some time later.
 """
 
@@ -14,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import RunInterruptedError, RunPreemptedError
@@ -39,6 +43,8 @@ class StopSignals:
         self._task: asyncio.Task[Any] | None = None
         self._error: BaseException | None = None
         """What the run is cancelled for."""
+        self._before: Any = None
+        """The handler of SIGTERM before the run."""
 
     @property
     def asked(self) -> bool:
@@ -48,7 +54,15 @@ class StopSignals:
     def run(self, main: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine to its end. Raises `RunInterruptedError` if a signal ended it, and the exception of a
         background task or callback that failed. Either way workers are closed and the record is written."""
-        asyncio.run(self._guarded(main))
+        self._before = _handler(signal.SIGTERM)
+        try:
+            asyncio.run(self._guarded(main))
+        finally:
+            _handle(signal.SIGTERM, signal.SIG_IGN)
+
+    def close(self) -> None:
+        """Nothing is left to be written: SIGTERM does what it did before the run."""
+        _handle(signal.SIGTERM, self._before)
 
     def saved(self, what: str) -> RunPreemptedError:
         """The error to end the run with, now that all that was asked for is done."""
@@ -125,3 +139,13 @@ class StopSignals:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def _handler(number: int) -> Any:
+    """What handles a signal now; None outside the main thread, which alone may change it."""
+    return signal.getsignal(number) if threading.current_thread() is threading.main_thread() else None
+
+
+def _handle(number: int, handler: Any) -> None:
+    if handler is not None and _handler(number) is not None:
+        signal.signal(number, handler)

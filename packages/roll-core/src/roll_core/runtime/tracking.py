@@ -11,10 +11,10 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from roll_core.errors import TrackerError
-from roll_core.runtime.jsonlines import LineWriter, copy_lines, number, read_lines
+from roll_core.runtime.jsonlines import LineWriter, copy_lines, number, read_lines, up_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
     from types import TracebackType
 
@@ -32,20 +32,61 @@ class MetricsFile:
     def __init__(self, path: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
         """A resumed run begins with the lines of `history` (the metrics of the run it continues, or `path` itself)
         up to `resumed_step`, so that every step stands there once."""
+        self._path = path
+        self._copied: set[int] = set()
         if history is not None:
-            copy_lines(history, path, lambda row: isinstance(row.get("step"), int) and row["step"] <= resumed_step)
+            copy_lines(history, path, up_to(resumed_step))
+            self._copied = {row["step"] for row in read_lines(path)}
+            if lost := set(range(1, resumed_step + 1)) - self._copied:
+                logger.warning(
+                    "%s lacks %d of the %d steps before this run: %s. The curves of this run have the same gap.",
+                    history,
+                    len(lost),
+                    resumed_step,
+                    ranges(lost),
+                )
         self._writer = LineWriter(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record step `step`. Metrics cannot be called `step` or `time`."""
+        """Record step `step`, or add to the line that was copied for it. Metrics cannot be called `step` or `time`."""
         for name in _RESERVED:
             if name in metrics:
                 raise ValueError(f"a metric cannot be called {name!r}: metrics.jsonl has a field of that name")
-        self._writer.write({"step": step, "time": round(time.time(), 3), **metrics})
+        if step not in self._copied:
+            self._writer.write({"step": step, "time": round(time.time(), 3), **metrics})
+            return
+        self._writer.close()
+        copy_lines(self._path, self._path, lambda row: _joined(row, metrics) if row["step"] == step else row)
+        self._writer = LineWriter(self._path)
+
+    def check(self) -> None:
+        """Raise `RunFileError` if the file was deleted or replaced."""
+        self._writer.check()
 
     def close(self) -> None:
         """Close the file; may be called more than once."""
         self._writer.close()
+
+
+def _joined(row: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
+    """A line and further metrics of its step; seconds are added up."""
+    seconds = {
+        name: value + earlier
+        for name, value in metrics.items()
+        if name.startswith("time/") and (earlier := number(row.get(name))) is not None
+    }
+    return {**row, **metrics, **seconds}
+
+
+def ranges(steps: Iterable[int]) -> str:
+    """`1–3, 5`."""
+    found: list[list[int]] = []
+    for step in sorted(steps):
+        if found and found[-1][-1] == step - 1:
+            found[-1] = [found[-1][0], step]
+        else:
+            found.append([step, step])
+    return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in found)
 
 
 def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:

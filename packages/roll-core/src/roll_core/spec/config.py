@@ -608,7 +608,7 @@ class GuardsConfig(Config):
     non_finite: GuardConfig = GuardConfig()
     """A loss, gradient or logprob is NaN or infinite."""
     zero_steps: GuardConfig = GuardConfig()
-    """The run has nothing to do: it asks for no step, or was resumed at or behind its last one."""
+    """The run has nothing to do: it asks for no step, or a run from the checkpoint has finished all of them."""
     staleness: GuardConfig = GuardConfig()
     """A group is trained on more steps after it was begun than `async_generation_ratio` allows."""
     token_round_trip: GuardConfig = GuardConfig()

@@ -1,15 +1,23 @@
-"""Metrics for TensorBoard, by its own event writer: no torch, no TensorFlow."""
+"""Metrics for TensorBoard, in its own record format: no torch, no TensorFlow.
+
+TensorBoard's `EventFileWriter` is not used: it writes on a thread, which prints a traceback if the disk is full, and
+`close` does not report it.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from tensorboard.compat import tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary import text_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from roll_core.spec.tracker import Tracker
 
@@ -18,10 +26,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+_NUMBERS = itertools.count()
+"""Of the event files of this process."""
+
+
 class TensorBoardTracker(Tracker):
     """Writes event files into `tensorboard/` of the run directory.
 
-    Options: `log_dir`, another place for them; `flush_secs` (30), the longest that a step stays in memory.
+    Options: `log_dir`, another place for them; `flush_secs` (30), the time between two flushes.
     """
 
     def __init__(self, run_dir: Path, run_name: str, options: Mapping[str, Any]) -> None:
@@ -31,22 +43,30 @@ class TensorBoardTracker(Tracker):
                 f"tracker_kwargs.tensorboard takes log_dir and flush_secs, not {', '.join(sorted(unknown))}"
             )
         log_dir = options.get("log_dir") or run_dir / "tensorboard"
-        self._writer = EventFileWriter(str(log_dir), flush_secs=int(options.get("flush_secs", 30)))
+        self._flush_secs, self._flushed = int(options.get("flush_secs", 30)), 0.0
+        tf.io.gfile.makedirs(str(log_dir))
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        self._writer = RecordWriter(tf.io.gfile.GFile(os.path.join(log_dir, name), "wb"))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One event with a scalar for each metric."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._write(step, Summary(value=values))
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """The config as YAML, under the Text tab."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         indented = "".join(f"    {line}\n" for line in text.splitlines())  # a code block, as Markdown has it
-        self._write(0, text_pb("config", indented))
+        self._write(Event(wall_time=time.time(), step=0, summary=text_pb("config", indented)))
 
     def close(self) -> None:
         """Write what is still in memory."""
+        self._writer.flush()
         self._writer.close()
 
-    def _write(self, step: int, summary: Summary) -> None:
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+    def _write(self, event: Event) -> None:
+        self._writer.write(event.SerializeToString())
+        if time.monotonic() - self._flushed >= self._flush_secs:
+            self._writer.flush()
+            self._flushed = time.monotonic()

@@ -20,6 +20,7 @@ import numpy as np
 from roll_core.errors import RecordingError, RunDirectoryError
 from roll_core.runtime.rollout.groups import BatchFacts, Verdicts
 from roll_core.runtime.rollout.saved import array_from, group_from, saved_array, saved_group
+from roll_core.runtime.tracking import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -139,7 +140,7 @@ class Recording:
         missing = [step for step in steps if step not in self.steps]
         if missing:
             raise RecordingError(
-                f"{self.run} has recorded rollouts of the steps {_ranges(self.steps)}; step {missing[0]} is asked for"
+                f"{self.run} has recorded rollouts of the steps {ranges(self.steps)}; step {missing[0]} is asked for"
             )
         step = steps[0] if steps else min(self.steps)
         terms.check(self._head(step)[0], self.steps[step])
@@ -220,14 +221,3 @@ def _take_over(file: Path, target: Path) -> None:
         os.link(file, target)
     except OSError:  # another file system, or one without links
         shutil.copyfile(file, target)
-
-
-def _ranges(steps: Mapping[int, Path]) -> str:
-    """`1–3, 5`."""
-    found: list[list[int]] = []
-    for step in steps:
-        if found and found[-1][-1] == step - 1:
-            found[-1] = [found[-1][0], step]
-        else:
-            found.append([step, step])
-    return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in found)

@@ -1,0 +1,118 @@
+"""A full disk and a run directory that is deleted: one error that names the file, exit code 1, a closed record."""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from roll_core.builtin.hf.train import HFTrainStrategy
+from roll_core.errors import RunFileError
+from roll_core.pipelines.sft import SFTPipeline
+from roll_core.runtime.jsonlines import LineWriter
+from roll_core.runtime.record import RunFacts, RunRecord, read_record
+from roll_core.runtime.tracking import MetricsFile
+
+FULL = Path("/dev/full")
+"""Every write to it fails as on a full disk."""
+
+pytestmark = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+
+
+def full(*arguments, **keys):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_for(name, patch):
+    """Files of that name cannot be written by `Path.write_text`."""
+    write = Path.write_text
+
+    def write_text(path, *arguments, **keys):
+        return full() if name in path.name else write(path, *arguments, **keys)
+
+    patch.setattr(Path, "write_text", write_text)
+
+
+def export_part(strategy, path):
+    (path / "config.json").write_text("{}")
+    full()
+
+
+def log_to_full(*arguments):
+    with contextlib.closing(LineWriter(FULL)) as file:
+        file.write({"step": 1})
+
+
+FAULTS = {
+    "log.txt": lambda patch: patch.setattr(logging.FileHandler, "_open", lambda handler: FULL.open("a")),
+    "metrics.jsonl": lambda patch: patch.setattr(MetricsFile, "log", log_to_full),
+    "tokenizer": lambda patch: patch.setattr("roll_core.runtime.loop.prepare_tokenizer", full),
+    "tensorboard": lambda patch: patch.setattr(RecordWriter, "write", full),
+    "export": lambda patch: patch.setattr(HFTrainStrategy, "export_model", export_part),
+    "report.html": lambda patch: full_for(".report.html", patch),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_full_disk_ends_a_run_with_one_error_and_a_closed_record(local_runs, monkeypatch, capfd, name):
+    config = local_runs.sft(max_steps=2, eval_steps=1, track_with=["tensorboard"])
+    FAULTS[name](monkeypatch)
+    result = local_runs.run(config)
+    record = read_record(result.run_dir.record)
+    if name == "report.html":  # the run itself is complete
+        assert (result.outcome, record["outcome"]) == ("finished", "finished")
+        assert "report.html" in local_runs.screen.getvalue()
+        return
+    assert isinstance(result.error, RunFileError)
+    assert result.error.exit_code == 1
+    assert (FULL.name if name == "metrics.jsonl" else name) in str(result.error)
+    assert "output_dir" in str(result.error)
+    assert (result.outcome, record["outcome"], record["error"]["type"]) == ("failed", "failed", "RunFileError")
+    assert not result.run_dir.export.exists()
+    assert not any("Traceback" in said for said in (local_runs.screen.getvalue(), *capfd.readouterr()))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
+def test_a_disk_that_is_full_from_the_start_is_an_error_that_names_the_file(local_runs, monkeypatch, name):
+    full_for(name, monkeypatch)
+    with pytest.raises(RunFileError, match=name):
+        local_runs.run(local_runs.sft())
+
+
+def test_a_record_is_closed_in_the_space_that_it_has(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    facts = RunFacts(name="x/001", pipeline="sft", plugins=[{"name": f"plugin-{i}"} for i in range(20)])
+    record = RunRecord(path, facts)
+    size = path.stat().st_size
+    full_for(".run.json", monkeypatch)
+    with pytest.raises(RunFileError):
+        record.update(executor="local")
+    rows = [{"stage": f"stage {i}", "seconds": 1.0} for i in range(200)]
+    assert record.finish(RunFileError("no space"), time_rows=rows) == "failed"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert (found["outcome"], found["error"]["message"], len(found["plugins"])) == ("failed", "no space", 20)
+    assert path.stat().st_size == size
+
+
+@pytest.mark.parametrize("lost", ["", "metrics.jsonl", "log.txt", "config.yaml"])
+def test_a_run_whose_files_are_deleted_fails(local_runs, monkeypatch, lost):
+    step = SFTPipeline.step
+
+    async def step_and_delete(pipeline, run):
+        await step(pipeline, run)
+        if run.step == 1:
+            (run.dir / lost).unlink() if lost else shutil.rmtree(run.dir)
+
+    monkeypatch.setattr(SFTPipeline, "step", step_and_delete)
+    result = local_runs.run(local_runs.sft(max_steps=4, save_steps=1))
+    assert isinstance(result.error, RunFileError)
+    assert (result.outcome, result.steps_done, result.error.exit_code) == ("failed", 2, 1)
+    assert lost in str(result.error)
+    assert result.run_dir.path.exists() == bool(lost)
+    if lost:
+        assert read_record(result.run_dir.record)["outcome"] == "failed"
