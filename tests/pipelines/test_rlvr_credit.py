@@ -102,7 +102,9 @@ class FakeRun:
         return self.groups
 
 
-def sample(group: int, index: int, reward: float | None, length: int = 2, finish: str = "stop") -> Sample:
+def sample(
+    group: int, index: int, reward: float | None, length: int = 2, finish: str = "stop", tag: str = ""
+) -> Sample:
     return Sample(
         id=f"{group}/{index}",
         group_id=str(group),
@@ -112,13 +114,16 @@ def sample(group: int, index: int, reward: float | None, length: int = 2, finish
         loss_mask=np.ones(length, dtype=bool),
         versions=np.zeros(length, dtype=np.int32),
         finish_reason=finish,
+        tag=tag,
         reward=Reward(value=reward) if reward is not None else Reward(value=None, failure="broke"),
     )
 
 
-def groups_of(*rewards: tuple[float | None, ...]) -> list[Group]:
+def groups_of(*rewards: tuple[float | None, ...], tags: str = "") -> list[Group]:
+    """One group for each tuple of rewards; `tags` has a letter for each."""
     return [
-        Group(id=str(g), samples=tuple(sample(g, i, r) for i, r in enumerate(group))) for g, group in enumerate(rewards)
+        Group(id=str(g), samples=tuple(sample(g, i, r, tag=tags[g : g + 1]) for i, r in enumerate(group)))
+        for g, group in enumerate(rewards)
     ]
 
 
@@ -161,6 +166,30 @@ def test_a_step_whose_rewards_all_failed_learns_nothing_and_says_so():
 def test_a_step_without_any_spread_trips_the_guard():
     run, _ = step(groups_of((1.0, 1.0), (0.0, 0.0)))
     assert [guard for guard, _ in run.tripped] == ["all_groups_filtered"]
+
+
+@pytest.mark.parametrize("statistics", ["batch", "running"])
+def test_tags_of_one_reward_are_normalised_together_and_rewards_apart(statistics):
+    # Tags a and b belong to "easy": rewards 1, 1, 0, 0 have the mean 1/2. Tag c alone is "hard": 5 and 3 have 4.
+    rewards = {
+        "easy": {"reward": "function", "tag_included": ["a", "b"]},
+        "hard": {"reward": "function", "tag_included": ["c"]},
+    }
+    _, sequences = step(
+        groups_of((1.0, 1.0), (0.0, 0.0), (5.0, 3.0), tags="abc"),
+        rewards=rewards,
+        adv_estimator="reinforce",
+        norm_mean_type=statistics,
+        norm_std_type=statistics,
+    )
+    easy, hard = (1 / 3) ** 0.5, 2**0.5  # unbiased: sum of squares 1 over 3, and 2 over 1
+    expected = [0.5 / easy, 0.5 / easy, -0.5 / easy, -0.5 / easy, 1 / hard, -1 / hard]
+    assert [each.advantages[-1] for each in sequences] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_only_reward_is_one_domain_whatever_the_tags():
+    _, sequences = step(groups_of((1.0, 1.0), (0.0, 0.0), tags="ab"), adv_estimator="reinforce", norm_mean_type="batch")
+    assert [each.advantages[-1] for each in sequences] == pytest.approx([0.5, 0.5, -0.5, -0.5])
 
 
 def test_rloo_compares_with_the_others_of_the_group():
@@ -235,6 +264,41 @@ def test_a_critic_warms_up_before_the_policy_learns():
     )
     assert len(critic.updates) == 1
     assert sequences == []
+
+
+PPO = {"adv_estimator": "gae", "critic": {"training_args": {"per_device_train_batch_size": 4}}}
+BAND = {"filters": [{"enabled": True, "ratio_low": 0.5, "ratio_high": 2.0}]}
+
+
+def test_a_critic_learns_from_every_response_token_that_has_a_return():
+    """The policy's masks leave out 0/1, which was cut, and its band the second token of 1/0. 1/1 has no reward."""
+    groups = groups_of((1.0, 0.0), (1.0, None))
+    groups[0] = Group(id="0", samples=(groups[0].samples[0], sample(0, 1, 0.0, finish="length")))
+    odd = replace(groups[1].samples[0], logprobs=np.array([-0.5, -9.0], dtype=np.float32))
+    groups[1] = Group(id="1", samples=(odd, groups[1].samples[1]))
+    actor, critic = FakeRole(logprob=-0.5), FakeRole(value=0.4)
+    _, sequences = step(
+        groups, {"actor_train": actor, "critic": critic}, max_len_mask=True, train_infer_correction=BAND, **PPO
+    )
+    assert [(each.id, each.loss_mask.tolist()[2:]) for each in sequences] == [
+        ("0/0", [True] * 2),
+        ("1/0", [True, False]),
+    ]
+    (learnt,) = critic.updates
+    assert [each.id for each in learnt[0]] == ["0/0", "0/1", "1/0"]
+    assert all(each.loss_mask.tolist()[2:] == [True, True] for each in learnt[0])
+    # gamma 1, lambda 0.95, value 0.4: 0.95 of the last token's advantage reaches the first.
+    for each, reward in zip(learnt[0], (1.0, 0.0, 1.0), strict=True):
+        assert each.returns[2:] == pytest.approx([0.4 + 0.95 * (reward - 0.4), reward], abs=1e-6)
+
+
+def test_a_critic_learns_where_the_policy_has_nothing_left():
+    groups = [Group(id="0", samples=tuple(sample(0, i, float(i), finish="length") for i in range(2)))]
+    critic = FakeRole()
+    run, sequences = step(groups, {"critic": critic}, max_len_mask=True, **PPO)
+    assert sequences == []
+    assert [len(each[0]) for each in critic.updates] == [2]
+    assert [guard for guard, _ in run.tripped] == ["all_groups_filtered"]
 
 
 def test_masked_samples_still_count_in_their_groups_statistics():

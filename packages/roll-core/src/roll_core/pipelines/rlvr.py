@@ -123,8 +123,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             experience = await self._score(run, experience)
         with run.stage("advantages"):
             experience = self._credit(run, experience)
+            chosen = self._chosen(run, experience)
         with run.stage("train"):
-            await self._train(run, experience)
+            await self._train(run, experience, chosen)
 
     @override
     async def evaluate(self, run: Run) -> Mapping[str, float]:
@@ -175,8 +176,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         """From scores to advantages; samples that the masks leave out still count in their group's statistics."""
         config = self.config
         groups_S, mask_T, segments_T = experience.groups_S, experience.mask_T, experience.segments_T
-        domains = [sample.tag for sample in experience.samples]
-        scores_S = self.normaliser(experience.scores_S.float(), groups_S, domains)
+        tags = [sample.tag for sample in experience.samples]
+        entries = domains(config.rewards, set(tags))
+        scores_S = self.normaliser(experience.scores_S.float(), groups_S, [entries.get(tag, tag) for tag in tags])
         kl_coef = self.kl.coef
         kl_T = self._penalty(run, experience) if config.add_token_level_kl else None
         rewards_T = token_rewards(
@@ -212,10 +214,14 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             bool((drawn_N != 0).any()) or config.use_kl_loss,
             f"step {run.step + 1}: every advantage is 0; all answers of each prompt have the same reward",
         )
-        credited = experience.with_flat(advantages=advantages_T, returns=found.returns_T).keep(self._kept(experience))
-        if not config.correction.enabled or not credited.sequences:
-            return credited
-        corrected, metrics = correct(credited, config.correction)
+        return experience.with_flat(advantages=advantages_T, returns=found.returns_T)
+
+    def _chosen(self, run: Run, experience: Experience) -> Experience:
+        """What the policy learns from: the samples and tokens that masks and corrections keep."""
+        chosen = experience.keep(self._kept(experience))
+        if not self.config.correction.enabled or not chosen.sequences:
+            return chosen
+        corrected, metrics = correct(chosen, self.config.correction)
         run.log(metrics)
         return corrected
 
@@ -240,7 +246,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return kl_T
 
     def _kept(self, experience: Experience) -> torch.Tensor:
-        """Which samples take part in the loss."""
+        """Which samples take part in the policy's loss."""
         config = self.config
         kept_S = torch.ones(len(experience.samples), dtype=torch.bool)
         if config.max_len_mask:
@@ -258,22 +264,21 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             kept_S &= error_max_len_clip(experience.scores_S, lengths_S, threshold=threshold)
         return kept_S
 
-    async def _train(self, run: Run, experience: Experience) -> None:
+    async def _train(self, run: Run, experience: Experience, chosen: Experience) -> None:
+        """The critic learns the returns of the whole experience, the policy from what was chosen of it."""
         config = self.config
-        sequences = experience.sequences
-        if not sequences:
-            run.guard("all_groups_filtered", False, f"step {run.step + 1}: the masks leave no sample to learn from")
-            return
         num_tokens = 0
         if config.critic is not None:
             objective = ValueObjective(value_clip=config.value_clip)
             critic = run.train_role("critic")
-            update = await critic.update(without_experts(sequences), objective, epochs=config.ppo_epochs)
+            update = await critic.update(without_experts(experience.sequences), objective, epochs=config.ppo_epochs)
             run.log(update.named("critic"))
             num_tokens += update.num_tokens
-        if run.step >= config.critic_warmup:
+        if run.step >= config.critic_warmup and not chosen.sequences:
+            run.guard("all_groups_filtered", False, f"step {run.step + 1}: the masks leave no sample to learn from")
+        elif run.step >= config.critic_warmup:
             update = await run.train_role("actor_train").update(
-                sequences, self.policy_objective, epochs=config.ppo_epochs, max_length=config.response_length
+                chosen.sequences, self.policy_objective, epochs=config.ppo_epochs, max_length=config.response_length
             )
             run.log(update.named("actor"))
             run.guard("non_finite", update.num_not_finite == 0, skipped(run, update))
