@@ -38,7 +38,7 @@ class FakeRole:
 
     def __init__(self, logprob: float = 0.0, value: float = 0.0) -> None:
         self.logprob, self.value = logprob, value
-        self.updates = []
+        self.updates, self.shuffle_seeds = [], []
 
     async def score(self, sequences, *, logprobs=False, entropy=False, values=False, temperature=1.0, base=False):
         assert not base, "there is a reference"
@@ -50,8 +50,9 @@ class FakeRole:
             logprobs=rows(self.logprob) if logprobs else None, values=rows(self.value) if values else None
         )
 
-    async def update(self, sequences, loss, *, epochs=1, max_length=1):
+    async def update(self, sequences, loss, *, epochs=1, max_length=1, shuffle_seed=None):
         self.updates.append((list(sequences), loss, epochs, max_length))
+        self.shuffle_seeds.append(shuffle_seed)
         return UpdateResult(metrics={"loss": 0.0}, num_steps=1, num_skipped=0, num_tokens=10)
 
 
@@ -117,6 +118,11 @@ def sample(
         tag=tag,
         reward=Reward(value=reward) if reward is not None else Reward(value=None, failure="broke"),
     )
+
+
+class FakeRunOfTwoDomains(FakeRun):
+    def prompts(self, data):
+        return [replace(each, tag="ab"[i % 2]) for i, each in enumerate(super().prompts(data))]
 
 
 def groups_of(*rewards: tuple[float | None, ...], tags: str = "") -> list[Group]:
@@ -299,6 +305,29 @@ def test_a_critic_learns_where_the_policy_has_nothing_left():
     assert sequences == []
     assert [len(each[0]) for each in critic.updates] == [2]
     assert [guard for guard, _ in run.tripped] == ["all_groups_filtered"]
+
+
+def test_optimizer_steps_of_several_domains_are_shuffled_by_seed_and_step_alone():
+    rewards = {name: {"reward": "function"} for name in "ab"}
+
+    def seeds(run: FakeRun, steps, **given) -> list[int | None]:
+        run.groups = groups_of((1.0, 0.0), (1.0, 0.0), tags="ab")
+        run.roles = {"actor_train": FakeRole(logprob=-0.5), "critic": FakeRole()}
+        pipeline = RLVRPipeline(config(**PPO, **given))
+        pipeline.num_steps(run)
+        asyncio.run(pipeline.setup(run))
+        for run.step in steps:
+            asyncio.run(pipeline.step(run))
+        assert run.roles["critic"].shuffle_seeds == run.roles["actor_train"].shuffle_seeds
+        return run.roles["actor_train"].shuffle_seeds
+
+    found = seeds(FakeRunOfTwoDomains(), range(4), rewards=rewards)
+    assert len(set(found)) == 4
+    assert None not in found
+    assert seeds(FakeRunOfTwoDomains(), [3], rewards=rewards) == found[3:]
+    assert seeds(FakeRunOfTwoDomains(), [3], rewards=rewards, seed=1) != found[3:]
+    # Prompts of one domain come in random order as they are.
+    assert seeds(FakeRun(), range(2)) == [None, None]
 
 
 def test_masked_samples_still_count_in_their_groups_statistics():

@@ -88,6 +88,10 @@ def test_engines_say_in_each_step_what_they_did(runs, monkeypatch):
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
+    """With rows of two tags, whose groups the optimizer steps shuffle."""
+    rows = [json.loads(line) for line in (runs.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    tagged = "".join(json.dumps(row | {"tag": "ab"[i % 2]}) + "\n" for i, row in enumerate(rows))
+    (runs.folder / "train.jsonl").write_text(tagged, encoding="utf-8")
     recipe = RECIPES["ppo"] | {"norm_mean_type": "running", "norm_std_type": "running"}
     whole = runs.ok(runs.rlvr(exp_name="whole", max_steps=4, **recipe))
     first = runs.ok(runs.rlvr(exp_name="halves", max_steps=4, save_steps=2, **recipe))

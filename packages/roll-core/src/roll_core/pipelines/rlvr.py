@@ -29,6 +29,7 @@ from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder
 from roll_core.pipelines.sampling import sampling_params
 from roll_core.pipelines.validation import Validation
+from roll_core.runtime.rollout.groups import stable_seed
 from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
 from roll_core.spec.pipeline import Pipeline, RolloutPlan, Run
 
@@ -267,18 +268,27 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     async def _train(self, run: Run, experience: Experience, chosen: Experience) -> None:
         """The critic learns the returns of the whole experience, the policy from what was chosen of it."""
         config = self.config
+        # Prompts of one domain come in random order; several domains come one after the other.
+        several = len(self.order.counts) > 1
+        shuffle_seed = stable_seed(config.seed, "optimizer steps", run.step) if several else None
         num_tokens = 0
         if config.critic is not None:
             objective = ValueObjective(value_clip=config.value_clip)
             critic = run.train_role("critic")
-            update = await critic.update(without_experts(experience.sequences), objective, epochs=config.ppo_epochs)
+            update = await critic.update(
+                without_experts(experience.sequences), objective, epochs=config.ppo_epochs, shuffle_seed=shuffle_seed
+            )
             run.log(update.named("critic"))
             num_tokens += update.num_tokens
         if run.step >= config.critic_warmup and not chosen.sequences:
             run.guard("all_groups_filtered", False, f"step {run.step + 1}: the masks leave no sample to learn from")
         elif run.step >= config.critic_warmup:
             update = await run.train_role("actor_train").update(
-                chosen.sequences, self.policy_objective, epochs=config.ppo_epochs, max_length=config.response_length
+                chosen.sequences,
+                self.policy_objective,
+                epochs=config.ppo_epochs,
+                max_length=config.response_length,
+                shuffle_seed=shuffle_seed,
             )
             run.log(update.named("actor"))
             run.guard("non_finite", update.num_not_finite == 0, skipped(run, update))
