@@ -1,13 +1,17 @@
 """From judged samples to advantages, against numbers worked out by hand."""
 
 import asyncio
+import re
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from roll_core.algorithms.advantages import gae, grpo, reinforce, rloo
 from roll_core.pipelines.config import RLVRConfig
@@ -224,6 +228,91 @@ def test_kl_in_the_reward_is_charged_where_it_arises():
     assert sequences[1].advantages == pytest.approx([0, 0, -0.06, -0.03], abs=1e-6)
     assert run.metrics["kl/mean"] == pytest.approx(0.3)
     assert run.metrics["kl/coef"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "mean"),
+    [
+        ({}, (0.1 + 0.4) / 2),
+        ({"target_kl_agg_mode": "seq-mean-token-mean"}, (0.1 + 0.4) / 2),
+        ({"target_kl_agg_mode": "token-mean"}, (1 * 0.1 + 3 * 0.4) / 4),
+    ],
+)
+def test_the_kl_that_adapts_its_weight_is_averaged_as_the_config_says(given, mean):
+    """One token at a KL of 0.1, three at 0.4. verl and ROLL average each sequence first."""
+    reference = FakeRole()
+
+    async def score(sequences, **want):
+        rows = zip(sequences, (-0.6, -0.9), strict=True)
+        return ScoredSequences(logprobs=[np.where(s.loss_mask, logprob, 0).astype(np.float32) for s, logprob in rows])
+
+    reference.score = score
+    run = FakeRun([Group(id="0", samples=(sample(0, 0, 1.0, length=1), sample(0, 1, 0.0, length=3)))])
+    run.roles = {"actor_train": FakeRole(logprob=-0.5), "reference": reference}
+    kl = {"add_token_level_kl": True, "init_kl_coef": 0.1, "target_kl": 0.3, "kl_horizon": 100, "reference": {}}
+    pipeline = RLVRPipeline(config(adv_estimator="reinforce", **kl, **given))
+    pipeline.num_steps(run)
+    asyncio.run(pipeline.setup(run))
+    asyncio.run(pipeline.step(run))
+    assert run.metrics["kl/mean"] == pytest.approx(mean, abs=1e-6)
+    assert pipeline.kl.coef == pytest.approx(0.1 * (1 + (mean / 0.3 - 1) * 2 / 100))
+
+
+class NoisyRole(FakeRole):
+    """Logprobs that differ from token to token."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(seed)
+
+    async def score(self, sequences, **want):
+        rows = [np.where(s.loss_mask, -self.rng.random(len(s)), 0).astype(np.float32) for s in sequences]
+        return ScoredSequences(logprobs=rows)
+
+
+def documented_recipe(name: str) -> dict[str, Any]:
+    """The keys that docs/algorithms.md gives; `...` is what a config fills in."""
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {re.escape(name)} \(.*\) \| (.*) \|$", page, re.MULTILINE)
+    keys = [key.partition(": ") for key in re.findall(r"`(.*?)`", row)]
+    return {key: {} if value == "..." else yaml.safe_load(value) for key, _, value in keys}
+
+
+def whitened(rows: list[list[float]]) -> list[list[float]]:
+    """verl's `masked_whiten`: over all response tokens of the batch, with the unbiased variance."""
+    tokens = [value for row in rows for value in row]
+    mean = sum(tokens) / len(tokens)
+    variance = sum((value - mean) ** 2 for value in tokens) / (len(tokens) - 1)
+    return [[(value - mean) / (variance + 1e-8) ** 0.5 for value in row] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["REINFORCE++", "REINFORCE++-baseline"])
+def test_the_documented_recipe_gives_the_papers_advantages(name):
+    """As verl's `compute_reinforce_plus_plus_{,baseline_}outcome_advantage`: the KL is charged token by token, then the
+    returns are whitened; the baseline of the other is the group's mean, and its KL is in the loss."""
+    scores, lengths, beta = (1.0, 0.0, 1.0, 1.0), (3, 5, 2, 4), 0.1
+    samples = [sample(i // 2, i % 2, scores[i], length=lengths[i]) for i in range(4)]
+    groups = [Group(id=str(g), samples=tuple(samples[2 * g : 2 * g + 2])) for g in range(2)]
+    recipe = documented_recipe(name)
+    roles = {"actor_train": NoisyRole(0), "reference": NoisyRole(1)}
+    _, sequences = step(groups, roles, init_kl_coef=beta, **recipe)
+
+    returns = []
+    for i, each in enumerate(sequences):
+        if name == "REINFORCE++-baseline":
+            group = scores[i // 2 * 2 : i // 2 * 2 + 2]
+            returns.append([scores[i] - sum(group) / 2] * lengths[i])
+            continue
+        kl = (each.old_logprobs - each.ref_logprobs)[2:].tolist()
+        to_go, running = [], scores[i]
+        for t in reversed(range(lengths[i])):
+            running = running - beta * kl[t]
+            to_go.append(running)
+        returns.append(to_go[::-1])
+    for each, expected in zip(sequences, whitened(returns), strict=True):
+        assert each.advantages[2:] == pytest.approx(expected, abs=1e-5)
+    if name == "REINFORCE++-baseline":
+        assert (recipe["use_kl_loss"], recipe["kl_loss_penalty"]) == (True, "k2")
 
 
 def test_the_kl_coefficient_of_a_step_is_the_one_before_it_adapts():

@@ -22,10 +22,9 @@ RECIPES = {
     "rloo": {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum"},
     "reinforce++": {
         "adv_estimator": "reinforce",
-        "norm_mean_type": "batch",
-        "norm_std_type": "batch",
         "add_token_level_kl": True,
         "reference": REFERENCE,
+        "whiten_advantages": True,
         "target_kl": 0.1,
         "loss_agg_mode": "token-mean",
     },

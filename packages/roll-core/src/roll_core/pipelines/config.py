@@ -259,6 +259,9 @@ class RLVRConfig(_Judged):
     """Weight of the KL in the reward; its start where `target_kl` adapts it."""
     target_kl: PositiveFloat | None = None
     """KL that the weight is adapted to; it is fixed where this is not given."""
+    target_kl_agg_mode: Literal["seq-mean-token-mean", "token-mean"] = "seq-mean-token-mean"
+    """The KL that is compared with `target_kl`: mean over sequences of the mean over tokens, or mean over all tokens.
+    The metric `kl/mean` is the same number."""
     kl_horizon: PositiveInt = 10000
     """Samples over which the weight adapts."""
 

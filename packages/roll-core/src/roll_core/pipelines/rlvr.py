@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from roll_core.algorithms.kl import KLController, approx_kl
+from roll_core.algorithms.kl import KLController, approx_kl, mean_kl
 from roll_core.algorithms.losses import PolicyObjective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
 from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, token_rewards
@@ -241,7 +241,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             k3_clamp=config.k3_clamp,
         )
         kl_T = torch.where(mask_T, per_token_T, 0.0)
-        mean = float(kl_T.sum() / mask_T.sum().clamp(min=1))
+        mean = mean_kl(kl_T, mask_T, experience.segments_T, config.target_kl_agg_mode)
         run.log({"kl/mean": mean, "kl/coef": self.kl.coef})
         self.kl.update(mean, len(experience.samples))
         return kl_T
