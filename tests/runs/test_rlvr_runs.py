@@ -1,6 +1,7 @@
 """Whole runs of the rlvr pipeline, on both executors."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -61,6 +62,9 @@ def test_every_recipe_trains(runs, recipe):
         assert first == pytest.approx(0.0, abs=1e-4)
     if "critic" in RECIPES[recipe]:
         assert lines[0]["critic/loss"] > 0
+    # Two optimizer steps a batch by a loss without a ratio: the config's warning is in the log.
+    warned = re.search(r":\d+:\d+: pg_variant: ", result.run_dir.log.read_text(encoding="utf-8"))
+    assert bool(warned) == (recipe == "dr. grpo")
 
 
 @pytest.mark.on_ray

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def check_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str]) -> int:
-    """Check each config with the same overrides. Mistakes go to stderr, a line for each good config to stdout."""
+    """Check each config with the same overrides. Mistakes and warnings go to stderr, a line for each good config to
+    stdout."""
     registry = load_registry(disabled_plugins)
     mistakes = 0
     for config in configs:
@@ -31,6 +32,8 @@ def check_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_pl
             mistakes += 1
             sys.stderr.write(f"{config}: {error}\n")
         else:
+            for each in loaded.warnings:
+                sys.stderr.write(f"{each.where}: warning: {each.key}: {each.message}\n")
             sys.stdout.write(f"{config}: ok: {summary(loaded)}\n")
     if mistakes:
         sys.stderr.write(f"{mistakes} mistake{'' if mistakes == 1 else 's'}\n")

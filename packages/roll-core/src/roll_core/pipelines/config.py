@@ -395,6 +395,31 @@ class RLVRConfig(_Judged):
             raise ValueError("grpo subtracts the group's mean: leave norm_mean_type out, or take reinforce")
         return self
 
+    @override
+    def warnings(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        if self.use_kl_loss and self.kl_loss_coef and self.kl_loss_penalty == "k1":
+            found["kl_loss_penalty"] = (
+                "the gradient of k1 in the loss is zero in expectation, whatever the reference: it adds noise and no"
+                " pull towards the reference. Write k2 or k3; k1 is for the KL in the reward (kl_penalty)"
+            )
+        num_steps = self.steps_per_batch(self.actor_train)
+        if self.pg_variant == "vanilla" and num_steps > 1:
+            found["pg_variant"] = (
+                f"vanilla has no importance ratio, and the policy takes {num_steps} optimizer steps on each batch"
+                f" (ppo_epochs {self.ppo_epochs}): all but the first are off-policy without a correction. Write ppo, or"
+                " make it one step"
+            )
+        others = [name for name, reward in self.rewards.items() if not (reward.zero_or_one and reward.weight == 1)]
+        written = self.model_fields_set & {"difficulty_low_threshold", "difficulty_high_threshold"}
+        if self.difficulty_mask and others and not written:
+            found["difficulty_mask"] = (
+                "keeps groups whose mean reward lies between 0 and 1, which suits rewards of 0 and 1. Other values of"
+                f" rewards.{others[0]} need other thresholds: of rewards of -1 and 1 it leaves out every group of which"
+                " half or less is right. Write difficulty_low_threshold and difficulty_high_threshold"
+            )
+        return found
+
     @property
     @override
     def replays_experts(self) -> bool:

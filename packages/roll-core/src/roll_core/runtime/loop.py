@@ -135,6 +135,8 @@ def execute(
     error: BaseException | None = None
     with run_logging(run_dir.log, console.warn, redactor) as logs:
         driver.adopt_logs = logs.adopt
+        for each in loaded.warnings:
+            log.warning("%s", each)
         try:
             driver.stop.run(driver.main())
         except (KeyboardInterrupt, SystemExit, Exception) as raised:

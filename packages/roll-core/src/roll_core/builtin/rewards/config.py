@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,8 @@ from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, Re
 
 class MathRuleConfig(RewardConfig):
     """`reward: math_rule`: 1 if the final answer equals the ground truth mathematically, else 0."""
+
+    zero_or_one: ClassVar[bool] = True
 
     reward: Literal["math_rule"]
     ground_truth: str = "ground_truth"
