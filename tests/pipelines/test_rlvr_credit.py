@@ -16,6 +16,7 @@ import yaml
 from roll_core.algorithms.advantages import gae, grpo, reinforce, rloo
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.pipelines.experience import Experience, sample_metrics
+from roll_core.pipelines.plans import rlvr as plan
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.spec.pipeline import Prompt, ScoredSequences, UpdateResult
 from roll_core.types import Group, Reward, Sample
@@ -385,6 +386,16 @@ def test_a_critic_learns_from_every_response_token_that_has_a_return():
     # gamma 1, lambda 0.95, value 0.4: 0.95 of the last token's advantage reaches the first.
     for each, reward in zip(learnt[0], (1.0, 0.0, 1.0), strict=True):
         assert each.returns[2:] == pytest.approx([0.4 + 0.95 * (reward - 0.4), reward], abs=1e-6)
+
+
+@pytest.mark.parametrize(("given", "passes"), [({}, 3), ({"critic_epochs": 1}, 1), ({"critic_epochs": 4}, 4)])
+def test_a_critic_passes_over_a_batch_as_often_as_the_policy_or_as_told(given, passes):
+    roles = {"actor_train": FakeRole(logprob=-0.5), "critic": FakeRole()}
+    step(groups_of((1.0, 0.0), (1.0, 0.0)), roles, ppo_epochs=3, **PPO, **given)
+    assert [roles[name].updates[0][2] for name in ("actor_train", "critic")] == [3, passes]
+    # One optimizer step for each pass: what the learning rate's schedule counts.
+    planned = {role.name: role.num_steps for role in plan(config(ppo_epochs=3, **PPO, **given)).roles}
+    assert (planned["actor_train"], planned["critic"]) == (3 * 3, 3 * passes)
 
 
 def test_a_critic_learns_where_the_policy_has_nothing_left():

@@ -32,12 +32,16 @@ def check_configs(configs: Sequence[Path], overrides: Sequence[str], disabled_pl
             mistakes += 1
             sys.stderr.write(f"{config}: {error}\n")
         else:
-            for each in loaded.warnings:
-                sys.stderr.write(f"{each.where}: warning: {each.key}: {each.message}\n")
+            sys.stderr.writelines(f"{line}\n" for line in warnings_of(loaded))
             sys.stdout.write(f"{config}: ok: {summary(loaded)}\n")
     if mistakes:
         sys.stderr.write(f"{mistakes} mistake{'' if mistakes == 1 else 's'}\n")
     return 2 if mistakes else 0
+
+
+def warnings_of(loaded: LoadedConfig) -> list[str]:
+    """A line for each warning."""
+    return [f"{each.where}: warning: {each.key}: {each.message}" for each in loaded.warnings]
 
 
 def summary(loaded: LoadedConfig) -> str:

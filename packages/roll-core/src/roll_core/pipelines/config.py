@@ -67,6 +67,8 @@ class SFTConfig(_Judged):
     """Generates answers for an evaluation by `rewards`; without it the evaluation is the held-out loss alone."""
     train_on_prompt: bool = False
     """Also learn the prompts' tokens."""
+    shuffle: bool = True
+    """Visit the rows of each epoch in a random order; false visits them in the order of the files."""
     overlong: Literal["drop", "truncate"] = "drop"
     """Rows longer than prompt_length + response_length: leave them out, or cut the response. Both are counted."""
 
@@ -272,6 +274,8 @@ class RLVRConfig(_Judged):
 
     value_clip: PositiveFloat | None = None
     """Clip range of the critic's update."""
+    critic_epochs: PositiveInt | None = None
+    """The critic's passes over a batch; `ppo_epochs` where not given."""
     critic_warmup: NonNegativeInt = 0
     """Steps in which only the critic is trained."""
     force_disable_old_logprobs_recompute: bool = False
@@ -473,7 +477,11 @@ class RLVRConfig(_Judged):
     def steps_per_batch(self, role: WorkerConfig) -> int:
         """Optimizer steps of `role` in one pipeline step."""
         samples = self.rollout_batch_size * self.num_return_sequences_in_group
-        return self.ppo_epochs * samples // sequences_per_step(role)[0]
+        return self.epochs(role) * samples // sequences_per_step(role)[0]
+
+    def epochs(self, role: WorkerConfig) -> int:
+        """Passes of `role` over a batch."""
+        return self.critic_epochs or self.ppo_epochs if role is self.critic else self.ppo_epochs
 
     def sampling_defaults(self) -> dict[str, Any]:
         """`generating_args` of the rollouts with the length filled in."""

@@ -276,7 +276,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             objective = ValueObjective(value_clip=config.value_clip)
             critic = run.train_role("critic")
             update = await critic.update(
-                without_experts(experience.sequences), objective, epochs=config.ppo_epochs, shuffle_seed=shuffle_seed
+                without_experts(experience.sequences),
+                objective,
+                epochs=config.epochs(config.critic),
+                shuffle_seed=shuffle_seed,
             )
             run.log(update.named("critic"))
             num_tokens += update.num_tokens
