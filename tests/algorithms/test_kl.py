@@ -47,6 +47,14 @@ def test_the_gradient_of_k2_is_that_of_the_divergence():
     assert torch.allclose(estimate, exact, atol=1e-6)
 
 
+def test_the_gradient_of_k1_is_zero_in_expectation_whatever_the_reference():
+    logits = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    logp = logits.log_softmax(-1)
+    k1 = approx_kl(logp, torch.tensor([0.2, 0.5, 0.3]).log(), "k1")
+    (gradient,) = torch.autograd.grad((logp.exp().detach() * k1).sum(), logits)
+    assert torch.allclose(gradient, torch.zeros(3), atol=1e-6)
+
+
 def test_k3_is_never_negative_and_zero_for_equal_policies():
     gaps = torch.linspace(-30, 30, 1001)
     assert (approx_kl(gaps, torch.zeros_like(gaps), "k3") >= 0).all()

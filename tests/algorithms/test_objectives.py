@@ -149,6 +149,23 @@ def test_the_value_clip_by_hand(micro_of):
     assert values.grad.tolist() == pytest.approx([-0.8 / 3, 0, 2 / 3])
 
 
+def test_the_share_of_clipped_values_does_not_count_rounding(micro_of):
+    """Of 4,096 values none is beyond the clip range, then 64 are."""
+    rng = torch.Generator().manual_seed(0)
+    old, values, returns = torch.randn(3, 4096, generator=rng)
+    values = torch.where((values - old).abs() < 1.9, values, old + 0.2)
+
+    def value_clipfrac() -> float:
+        micro = micro_of([[1] * 4096], returns=[returns.tolist()], values=[old.tolist()])
+        out = ValueObjective(value_clip=2.0)(TokenOutputs(values_T=values), micro)
+        return float(out.metrics["value_clipfrac"])
+
+    assert value_clipfrac() == 0.0
+    # At its target, too far from where it was: the clipped value's loss is the larger.
+    values[:64] = returns[:64] = old[:64] + 3.0
+    assert value_clipfrac() == pytest.approx(64 / 4096)
+
+
 def test_the_sft_objective_by_hand(micro_of):
     # three tokens of response with probability 1/2, 1/4, 1/8: nll (1 + 2 + 3) ln 2 / 3 = 2 ln 2, perplexity 4
     micro = micro_of([[0, 1, 1], [0, 1]])

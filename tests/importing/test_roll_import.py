@@ -13,6 +13,7 @@ from roll_core.builtin.importing.roll import import_roll
 from roll_core.builtin.importing.rules import STATUSES
 from roll_core.cli.main import main
 from roll_core.config import load
+from roll_core.pipelines.config import ImportanceWeightConfig
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.providers import InferProvider, TrainProvider
 
@@ -310,6 +311,130 @@ def test_a_routers_loss_goes_to_the_strategy_that_adds_it(
     role = found.config["sft_train"]
     assert (role["strategy_args"].get("strategy_config") or None) == strategy_config
     assert role["model_args"].get("moe_aux_loss_coef") == left
+
+
+MATH = "worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker"
+RLVR = """\
+pretrain: /models/policy
+prompt_length: 2048
+response_length: 4096
+rollout_batch_size: 8
+num_return_sequences_in_group: 2
+adv_estimator: reinforce
+actor_train:
+  data_args: {file_name: rows.jsonl, messages: messages}
+  training_args: {per_device_train_batch_size: 8}
+  strategy_args: {strategy_name: hf_train}
+  device_mapping: list(range(0,1))
+actor_infer:
+  generating_args: {temperature: 1.0, top_p: 1.0, top_k: -1}
+  strategy_args: {strategy_name: hf_infer}
+  device_mapping: list(range(1,2))
+"""
+ONE = f"rewards: {{math: {{{MATH}}}}}\n"
+TWO = f"rewards: {{math: {{{MATH}}}, logic: {{{MATH}}}}}\n"
+KL = "add_token_level_kl: true\nreference: {strategy_args: {strategy_name: hf_infer}}\ntarget_kl: 0.1\n"
+CRITIC = (
+    "adv_estimator: gae\n"
+    "critic: {training_args: {per_device_train_batch_size: 8}, strategy_args: {strategy_name: hf_train}}\n"
+)
+ASYNC = "async_generation_ratio: 1\n"
+SFT = (
+    "pretrain: m\nsequence_length: 8\n"
+    "sft_train: {strategy_args: {strategy_name: hf_train}, data_args: {file_name: rows.jsonl}}\n"
+)
+
+
+def imported(text, folder):
+    """The entries by key, and the config as roll-core loads it."""
+    folder.mkdir(exist_ok=True)
+    file, out = folder / "theirs.yaml", folder / "ours.yaml"
+    file.write_text(text)
+    assert main(["import", "roll", str(file), "-o", str(out)]) == 0
+    registry = load_registry()
+    found = import_roll(file, registry).entries
+    return {each.key or each.to[0]: each for each in found}, load(out, (), registry).config
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "status"),
+    [
+        (RLVR + ONE + "whiten_advantages: true\n", "whiten_advantages", "kept"),
+        (RLVR + ONE + "whiten_advantages: true\nmax_len_mask: true\n", "whiten_advantages", "differs"),
+        (RLVR + TWO + "whiten_advantages: true\n", "whiten_advantages", "differs"),
+        (RLVR + TWO + "whiten_rewards: true\n", "whiten_rewards", "differs"),
+        (RLVR + TWO + "whiten_advantages: false\nwhiten_rewards: false\n", "whiten_advantages", "kept"),
+        (RLVR + ONE, "actor_infer.generating_args.temperature", "kept"),
+        (
+            RLVR.replace("temperature: 1.0", "temperature: 0.6") + ONE,
+            "actor_infer.generating_args.temperature",
+            "differs",
+        ),
+        (RLVR + ONE + "loss_agg_mode: seq-mean-token-sum-norm\n", "loss_agg_mode", "differs"),
+        (RLVR + ONE + "loss_agg_mode: seq-mean-token-mean\n", "loss_agg_mode", "kept"),
+        (RLVR + ONE + KL, "target_kl", "kept"),
+        (RLVR + TWO + KL, "target_kl", "differs"),
+    ],
+)
+def test_a_key_whose_result_differs_is_told_with_how(text, key, status, tmp_path):
+    found = imported(text, tmp_path)[0][key]
+    assert (found.status, found.to) == (status, (key,))
+    assert bool(found.note) == (status == "differs")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (RLVR + ONE, {"response_length": 4096}),
+        # ROLL forgets response_length where there is a sequence_length: 8192 - 2048.
+        (RLVR + ONE + "sequence_length: 8192\n", {"response_length": 6144, "prompt_length": 2048}),
+        (SFT + "prompt_length: 2\nresponse_length: 4\n", {"response_length": 8, "prompt_length": 8}),
+        (RLVR.replace("adv_estimator: reinforce\n", CRITIC) + ONE + "ppo_epochs: 3\n", {"critic_epochs": 1}),
+        (RLVR.replace("adv_estimator: reinforce\n", CRITIC) + ONE, {"critic_epochs": None}),
+        (RLVR + ONE + "ppo_epochs: 3\n", {"critic_epochs": None}),
+        (SFT, {"shuffle": False}),
+        (RLVR + ONE, {"train_infer_correction.is_weight.enabled": None}),
+        (RLVR + ONE + ASYNC, {"train_infer_correction.is_weight.enabled": False}),
+        (RLVR + ONE + "is_use_additional_prompts: true\n", {"train_infer_correction.is_weight.enabled": False}),
+        (
+            RLVR + ONE + ASYNC + "train_infer_correction: {is_weight: {enabled: true}}\n",
+            {"train_infer_correction.is_weight.enabled": True},
+        ),
+        (
+            RLVR + ONE + ASYNC + "train_infer_correction: {is_weight: {upper_bound: 2.0}}\n",
+            {"train_infer_correction.is_weight": ImportanceWeightConfig(enabled=False, upper_bound=2.0)},
+        ),
+    ],
+)
+def test_the_new_config_has_rolls_meaning_where_a_key_says_it(text, expected, tmp_path):
+    entries, config = imported(text, tmp_path)
+    assert {path: dug(config, path) for path in expected} == expected
+    if "8192" in text:
+        assert entries["response_length"].status == "dead"
+
+
+def test_an_engine_in_eight_bits_is_not_corrected_for_as_roll_does_not(registry, tmp_path):
+    quantised = RLVR.replace("strategy_name: hf_infer", "strategy_name: vllm, strategy_config: {quantization: fp8}")
+    _, config = imported(quantised + ONE, tmp_path)
+    assert config.actor_infer.weight_format == "fp8"
+    assert config.correction.is_weight.enabled is False
+
+
+def test_a_default_of_rolls_whose_result_differs_is_told_with_how(tmp_path):
+    silent = RLVR.replace("generating_args: {temperature: 1.0, top_p: 1.0, top_k: -1}", "generating_args: {top_k: 5}")
+    found = imported(silent + ONE, tmp_path / "silent")[0]
+    differs = imported(RLVR.replace("temperature: 1.0", "temperature: 0.95") + ONE, tmp_path / "told")[0]
+    note = differs["actor_infer.generating_args.temperature"].note
+    assert note
+    assert note in found["actor_infer.generating_args.temperature"].note
+    assert found["actor_infer.generating_args.temperature"].status == "added"
+
+
+def test_warnings_of_the_new_config_are_in_the_report(tmp_path, capsys):
+    masked = RLVR + "rewards: {judge: {worker_cls: my.Worker}}\ndifficulty_mask: true\n"
+    (tmp_path / "theirs.yaml").write_text(masked)
+    assert main(["import", "roll", str(tmp_path / "theirs.yaml"), "-o", str(tmp_path / "ours.yaml")]) == 0
+    assert re.search(r"ours\.yaml:\d+:1: warning: difficulty_mask: ", capsys.readouterr().out)
 
 
 def test_an_unknown_key_is_told_with_the_nearest_one(registry):

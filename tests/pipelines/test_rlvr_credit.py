@@ -1,17 +1,22 @@
 """From judged samples to advantages, against numbers worked out by hand."""
 
 import asyncio
+import re
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from roll_core.algorithms.advantages import gae, grpo, reinforce, rloo
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.pipelines.experience import Experience, sample_metrics
+from roll_core.pipelines.plans import rlvr as plan
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.spec.pipeline import Prompt, ScoredSequences, UpdateResult
 from roll_core.types import Group, Reward, Sample
@@ -38,7 +43,7 @@ class FakeRole:
 
     def __init__(self, logprob: float = 0.0, value: float = 0.0) -> None:
         self.logprob, self.value = logprob, value
-        self.updates = []
+        self.updates, self.shuffle_seeds = [], []
 
     async def score(self, sequences, *, logprobs=False, entropy=False, values=False, temperature=1.0, base=False):
         assert not base, "there is a reference"
@@ -50,8 +55,9 @@ class FakeRole:
             logprobs=rows(self.logprob) if logprobs else None, values=rows(self.value) if values else None
         )
 
-    async def update(self, sequences, loss, *, epochs=1, max_length=1):
+    async def update(self, sequences, loss, *, epochs=1, max_length=1, shuffle_seed=None):
         self.updates.append((list(sequences), loss, epochs, max_length))
+        self.shuffle_seeds.append(shuffle_seed)
         return UpdateResult(metrics={"loss": 0.0}, num_steps=1, num_skipped=0, num_tokens=10)
 
 
@@ -102,7 +108,9 @@ class FakeRun:
         return self.groups
 
 
-def sample(group: int, index: int, reward: float | None, length: int = 2, finish: str = "stop") -> Sample:
+def sample(
+    group: int, index: int, reward: float | None, length: int = 2, finish: str = "stop", tag: str = ""
+) -> Sample:
     return Sample(
         id=f"{group}/{index}",
         group_id=str(group),
@@ -112,13 +120,21 @@ def sample(group: int, index: int, reward: float | None, length: int = 2, finish
         loss_mask=np.ones(length, dtype=bool),
         versions=np.zeros(length, dtype=np.int32),
         finish_reason=finish,
+        tag=tag,
         reward=Reward(value=reward) if reward is not None else Reward(value=None, failure="broke"),
     )
 
 
-def groups_of(*rewards: tuple[float | None, ...]) -> list[Group]:
+class FakeRunOfTwoDomains(FakeRun):
+    def prompts(self, data):
+        return [replace(each, tag="ab"[i % 2]) for i, each in enumerate(super().prompts(data))]
+
+
+def groups_of(*rewards: tuple[float | None, ...], tags: str = "") -> list[Group]:
+    """One group for each tuple of rewards; `tags` has a letter for each."""
     return [
-        Group(id=str(g), samples=tuple(sample(g, i, r) for i, r in enumerate(group))) for g, group in enumerate(rewards)
+        Group(id=str(g), samples=tuple(sample(g, i, r, tag=tags[g : g + 1]) for i, r in enumerate(group)))
+        for g, group in enumerate(rewards)
     ]
 
 
@@ -163,6 +179,30 @@ def test_a_step_without_any_spread_trips_the_guard():
     assert [guard for guard, _ in run.tripped] == ["all_groups_filtered"]
 
 
+@pytest.mark.parametrize("statistics", ["batch", "running"])
+def test_tags_of_one_reward_are_normalised_together_and_rewards_apart(statistics):
+    # Tags a and b belong to "easy": rewards 1, 1, 0, 0 have the mean 1/2. Tag c alone is "hard": 5 and 3 have 4.
+    rewards = {
+        "easy": {"reward": "function", "tag_included": ["a", "b"]},
+        "hard": {"reward": "function", "tag_included": ["c"]},
+    }
+    _, sequences = step(
+        groups_of((1.0, 1.0), (0.0, 0.0), (5.0, 3.0), tags="abc"),
+        rewards=rewards,
+        adv_estimator="reinforce",
+        norm_mean_type=statistics,
+        norm_std_type=statistics,
+    )
+    easy, hard = (1 / 3) ** 0.5, 2**0.5  # unbiased: sum of squares 1 over 3, and 2 over 1
+    expected = [0.5 / easy, 0.5 / easy, -0.5 / easy, -0.5 / easy, 1 / hard, -1 / hard]
+    assert [each.advantages[-1] for each in sequences] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_only_reward_is_one_domain_whatever_the_tags():
+    _, sequences = step(groups_of((1.0, 1.0), (0.0, 0.0), tags="ab"), adv_estimator="reinforce", norm_mean_type="batch")
+    assert [each.advantages[-1] for each in sequences] == pytest.approx([0.5, 0.5, -0.5, -0.5])
+
+
 def test_rloo_compares_with_the_others_of_the_group():
     # Three samples with 1, 0, 0: 1 - 0 = 1; 0 - 1/2 = -1/2 twice.
     groups = groups_of((1.0, 0.0, 0.0))
@@ -189,6 +229,91 @@ def test_kl_in_the_reward_is_charged_where_it_arises():
     assert sequences[1].advantages == pytest.approx([0, 0, -0.06, -0.03], abs=1e-6)
     assert run.metrics["kl/mean"] == pytest.approx(0.3)
     assert run.metrics["kl/coef"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "mean"),
+    [
+        ({}, (0.1 + 0.4) / 2),
+        ({"target_kl_agg_mode": "seq-mean-token-mean"}, (0.1 + 0.4) / 2),
+        ({"target_kl_agg_mode": "token-mean"}, (1 * 0.1 + 3 * 0.4) / 4),
+    ],
+)
+def test_the_kl_that_adapts_its_weight_is_averaged_as_the_config_says(given, mean):
+    """One token at a KL of 0.1, three at 0.4. verl and ROLL average each sequence first."""
+    reference = FakeRole()
+
+    async def score(sequences, **want):
+        rows = zip(sequences, (-0.6, -0.9), strict=True)
+        return ScoredSequences(logprobs=[np.where(s.loss_mask, logprob, 0).astype(np.float32) for s, logprob in rows])
+
+    reference.score = score
+    run = FakeRun([Group(id="0", samples=(sample(0, 0, 1.0, length=1), sample(0, 1, 0.0, length=3)))])
+    run.roles = {"actor_train": FakeRole(logprob=-0.5), "reference": reference}
+    kl = {"add_token_level_kl": True, "init_kl_coef": 0.1, "target_kl": 0.3, "kl_horizon": 100, "reference": {}}
+    pipeline = RLVRPipeline(config(adv_estimator="reinforce", **kl, **given))
+    pipeline.num_steps(run)
+    asyncio.run(pipeline.setup(run))
+    asyncio.run(pipeline.step(run))
+    assert run.metrics["kl/mean"] == pytest.approx(mean, abs=1e-6)
+    assert pipeline.kl.coef == pytest.approx(0.1 * (1 + (mean / 0.3 - 1) * 2 / 100))
+
+
+class NoisyRole(FakeRole):
+    """Logprobs that differ from token to token."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(seed)
+
+    async def score(self, sequences, **want):
+        rows = [np.where(s.loss_mask, -self.rng.random(len(s)), 0).astype(np.float32) for s in sequences]
+        return ScoredSequences(logprobs=rows)
+
+
+def documented_recipe(name: str) -> dict[str, Any]:
+    """The keys that docs/algorithms.md gives; `...` is what a config fills in."""
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {re.escape(name)} \(.*\) \| (.*) \|$", page, re.MULTILINE)
+    keys = [key.partition(": ") for key in re.findall(r"`(.*?)`", row)]
+    return {key: {} if value == "..." else yaml.safe_load(value) for key, _, value in keys}
+
+
+def whitened(rows: list[list[float]]) -> list[list[float]]:
+    """verl's `masked_whiten`: over all response tokens of the batch, with the unbiased variance."""
+    tokens = [value for row in rows for value in row]
+    mean = sum(tokens) / len(tokens)
+    variance = sum((value - mean) ** 2 for value in tokens) / (len(tokens) - 1)
+    return [[(value - mean) / (variance + 1e-8) ** 0.5 for value in row] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["REINFORCE++", "REINFORCE++-baseline"])
+def test_the_documented_recipe_gives_the_papers_advantages(name):
+    """As verl's `compute_reinforce_plus_plus_{,baseline_}outcome_advantage`: the KL is charged token by token, then the
+    returns are whitened; the baseline of the other is the group's mean, and its KL is in the loss."""
+    scores, lengths, beta = (1.0, 0.0, 1.0, 1.0), (3, 5, 2, 4), 0.1
+    samples = [sample(i // 2, i % 2, scores[i], length=lengths[i]) for i in range(4)]
+    groups = [Group(id=str(g), samples=tuple(samples[2 * g : 2 * g + 2])) for g in range(2)]
+    recipe = documented_recipe(name)
+    roles = {"actor_train": NoisyRole(0), "reference": NoisyRole(1)}
+    _, sequences = step(groups, roles, init_kl_coef=beta, **recipe)
+
+    returns = []
+    for i, each in enumerate(sequences):
+        if name == "REINFORCE++-baseline":
+            group = scores[i // 2 * 2 : i // 2 * 2 + 2]
+            returns.append([scores[i] - sum(group) / 2] * lengths[i])
+            continue
+        kl = (each.old_logprobs - each.ref_logprobs)[2:].tolist()
+        to_go, running = [], scores[i]
+        for t in reversed(range(lengths[i])):
+            running = running - beta * kl[t]
+            to_go.append(running)
+        returns.append(to_go[::-1])
+    for each, expected in zip(sequences, whitened(returns), strict=True):
+        assert each.advantages[2:] == pytest.approx(expected, abs=1e-5)
+    if name == "REINFORCE++-baseline":
+        assert (recipe["use_kl_loss"], recipe["kl_loss_penalty"]) == (True, "k2")
 
 
 def test_the_kl_coefficient_of_a_step_is_the_one_before_it_adapts():
@@ -235,6 +360,74 @@ def test_a_critic_warms_up_before_the_policy_learns():
     )
     assert len(critic.updates) == 1
     assert sequences == []
+
+
+PPO = {"adv_estimator": "gae", "critic": {"training_args": {"per_device_train_batch_size": 4}}}
+BAND = {"filters": [{"enabled": True, "ratio_low": 0.5, "ratio_high": 2.0}]}
+
+
+def test_a_critic_learns_from_every_response_token_that_has_a_return():
+    """The policy's masks leave out 0/1, which was cut, and its band the second token of 1/0. 1/1 has no reward."""
+    groups = groups_of((1.0, 0.0), (1.0, None))
+    groups[0] = Group(id="0", samples=(groups[0].samples[0], sample(0, 1, 0.0, finish="length")))
+    odd = replace(groups[1].samples[0], logprobs=np.array([-0.5, -9.0], dtype=np.float32))
+    groups[1] = Group(id="1", samples=(odd, groups[1].samples[1]))
+    actor, critic = FakeRole(logprob=-0.5), FakeRole(value=0.4)
+    _, sequences = step(
+        groups, {"actor_train": actor, "critic": critic}, max_len_mask=True, train_infer_correction=BAND, **PPO
+    )
+    assert [(each.id, each.loss_mask.tolist()[2:]) for each in sequences] == [
+        ("0/0", [True] * 2),
+        ("1/0", [True, False]),
+    ]
+    (learnt,) = critic.updates
+    assert [each.id for each in learnt[0]] == ["0/0", "0/1", "1/0"]
+    assert all(each.loss_mask.tolist()[2:] == [True, True] for each in learnt[0])
+    # gamma 1, lambda 0.95, value 0.4: 0.95 of the last token's advantage reaches the first.
+    for each, reward in zip(learnt[0], (1.0, 0.0, 1.0), strict=True):
+        assert each.returns[2:] == pytest.approx([0.4 + 0.95 * (reward - 0.4), reward], abs=1e-6)
+
+
+@pytest.mark.parametrize(("given", "passes"), [({}, 3), ({"critic_epochs": 1}, 1), ({"critic_epochs": 4}, 4)])
+def test_a_critic_passes_over_a_batch_as_often_as_the_policy_or_as_told(given, passes):
+    roles = {"actor_train": FakeRole(logprob=-0.5), "critic": FakeRole()}
+    step(groups_of((1.0, 0.0), (1.0, 0.0)), roles, ppo_epochs=3, **PPO, **given)
+    assert [roles[name].updates[0][2] for name in ("actor_train", "critic")] == [3, passes]
+    # One optimizer step for each pass: what the learning rate's schedule counts.
+    planned = {role.name: role.num_steps for role in plan(config(ppo_epochs=3, **PPO, **given)).roles}
+    assert (planned["actor_train"], planned["critic"]) == (3 * 3, 3 * passes)
+
+
+def test_a_critic_learns_where_the_policy_has_nothing_left():
+    groups = [Group(id="0", samples=tuple(sample(0, i, float(i), finish="length") for i in range(2)))]
+    critic = FakeRole()
+    run, sequences = step(groups, {"critic": critic}, max_len_mask=True, **PPO)
+    assert sequences == []
+    assert [len(each[0]) for each in critic.updates] == [2]
+    assert [guard for guard, _ in run.tripped] == ["all_groups_filtered"]
+
+
+def test_optimizer_steps_of_several_domains_are_shuffled_by_seed_and_step_alone():
+    rewards = {name: {"reward": "function"} for name in "ab"}
+
+    def seeds(run: FakeRun, steps, **given) -> list[int | None]:
+        run.groups = groups_of((1.0, 0.0), (1.0, 0.0), tags="ab")
+        run.roles = {"actor_train": FakeRole(logprob=-0.5), "critic": FakeRole()}
+        pipeline = RLVRPipeline(config(**PPO, **given))
+        pipeline.num_steps(run)
+        asyncio.run(pipeline.setup(run))
+        for run.step in steps:
+            asyncio.run(pipeline.step(run))
+        assert run.roles["critic"].shuffle_seeds == run.roles["actor_train"].shuffle_seeds
+        return run.roles["actor_train"].shuffle_seeds
+
+    found = seeds(FakeRunOfTwoDomains(), range(4), rewards=rewards)
+    assert len(set(found)) == 4
+    assert None not in found
+    assert seeds(FakeRunOfTwoDomains(), [3], rewards=rewards) == found[3:]
+    assert seeds(FakeRunOfTwoDomains(), [3], rewards=rewards, seed=1) != found[3:]
+    # Prompts of one domain come in random order as they are.
+    assert seeds(FakeRun(), range(2)) == [None, None]
 
 
 def test_masked_samples_still_count_in_their_groups_statistics():

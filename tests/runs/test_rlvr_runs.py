@@ -1,6 +1,7 @@
 """Whole runs of the rlvr pipeline, on both executors."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -22,10 +23,9 @@ RECIPES = {
     "rloo": {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum"},
     "reinforce++": {
         "adv_estimator": "reinforce",
-        "norm_mean_type": "batch",
-        "norm_std_type": "batch",
         "add_token_level_kl": True,
         "reference": REFERENCE,
+        "whiten_advantages": True,
         "target_kl": 0.1,
         "loss_agg_mode": "token-mean",
     },
@@ -62,6 +62,9 @@ def test_every_recipe_trains(runs, recipe):
         assert first == pytest.approx(0.0, abs=1e-4)
     if "critic" in RECIPES[recipe]:
         assert lines[0]["critic/loss"] > 0
+    # Two optimizer steps a batch by a loss without a ratio: the config's warning is in the log.
+    warned = re.search(r":\d+:\d+: pg_variant: ", result.run_dir.log.read_text(encoding="utf-8"))
+    assert bool(warned) == (recipe == "dr. grpo")
 
 
 @pytest.mark.on_ray
@@ -88,6 +91,10 @@ def test_engines_say_in_each_step_what_they_did(runs, monkeypatch):
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
+    """With rows of two tags, whose groups the optimizer steps shuffle."""
+    rows = [json.loads(line) for line in (runs.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    tagged = "".join(json.dumps(row | {"tag": "ab"[i % 2]}) + "\n" for i, row in enumerate(rows))
+    (runs.folder / "train.jsonl").write_text(tagged, encoding="utf-8")
     recipe = RECIPES["ppo"] | {"norm_mean_type": "running", "norm_std_type": "running"}
     whole = runs.ok(runs.rlvr(exp_name="whole", max_steps=4, **recipe))
     first = runs.ok(runs.rlvr(exp_name="halves", max_steps=4, save_steps=2, **recipe))

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,6 +118,41 @@ def test_an_update_takes_as_many_steps_as_the_product_says_and_counts_tokens_onc
     # 12 sequences at 1.0 each, summed over the two ranks, averaged over steps; the maximum is taken over ranks.
     assert result.metrics["loss"] == 12.0
     assert result.metrics["ratio/max"] == 1.0
+
+
+def steps_of(sequences, *, epochs=1, shuffle_seed=None, per_device=4):
+    """Ids of the sequences of each optimizer step."""
+    group = FakeTrainGroup([DataRank()])
+    role = train_role(group, per_device)
+    asyncio.run(role.update(sequences, SFTObjective(), epochs=epochs, shuffle_seed=shuffle_seed))
+    return [shares[0] for shares in group.updates]
+
+
+def groups_of_two(count: int) -> list[TrainSequence]:
+    return [replace(sequence(i, 3), group=i // 2) for i in range(2 * count)]
+
+
+def test_optimizer_steps_go_through_the_groups_in_a_seeded_order_that_each_epoch_has_of_its_own():
+    sequences = groups_of_two(8)
+    steps = steps_of(sequences, epochs=2, shuffle_seed=7)
+    assert steps == steps_of(sequences, epochs=2, shuffle_seed=7)
+    for epoch in (steps[:4], steps[4:]):
+        assert sorted(int(name) for step in epoch for name in step) == list(range(16))
+        for step in epoch:  # whole groups, in the order in which they were given
+            assert [int(name) // 2 for name in step[::2]] == [int(name) // 2 for name in step[1::2]]
+            assert step == sorted(step, key=int)
+    orders = {tuple(map(tuple, steps_of(sequences, shuffle_seed=seed))) for seed in range(20)}
+    assert len(orders) == 20
+    # Sequences of the second half, of which a last step had four in the order given.
+    last = [sum(int(name) >= 8 for name in order[-1]) for order in orders]
+    assert {0, 2, 4} == set(last)
+
+
+def test_without_a_seed_steps_follow_the_order_and_one_step_is_the_same_with_any():
+    sequences = groups_of_two(4)
+    assert steps_of(sequences) == [[str(i) for i in range(4)], [str(i) for i in range(4, 8)]]
+    assert steps_of(sequences, per_device=8, shuffle_seed=3) == [[str(i) for i in range(8)]]
+    assert steps_of([], shuffle_seed=3) == []
 
 
 def test_a_step_at_the_start_of_a_warm_up_is_no_new_version_but_a_learning_rate_of_zero_is():

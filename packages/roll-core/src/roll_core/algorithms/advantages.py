@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 def reinforce(batch: AdvantageInput) -> AdvantageOutput:
     """The discounted return to go, `A_t = G_t = r_t + gamma * G_{t+1}` (Williams 1992; Sutton & Barto §13.3).
 
-    Baselines come from the normalisation stage: with `norm_mean_type: batch` and `norm_std_type: batch` this is
-    REINFORCE++ (arXiv:2501.03262), with `norm_mean_type: group` and no `norm_std_type` it is Dr. GRPO's advantage
-    (arXiv:2503.20783).
+    Baselines come from the normalisation stage: with `norm_mean_type: group` and no `norm_std_type` this is Dr. GRPO's
+    advantage (arXiv:2503.20783). With the KL in the reward of each token, and advantages whitened over the batch
+    (`whiten_advantages`), it is REINFORCE++ (arXiv:2501.03262 eq. 8-10).
     """
     rewards_N, segments_N = _masked_rewards(batch)
     returns_T = _scatter(reverse_discounted_sum(rewards_N, segments_N, batch.gamma), batch)

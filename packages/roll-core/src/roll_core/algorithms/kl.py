@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from roll_core.algorithms._segments import counts_by, dense, sums_by
 from roll_core.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 KLKind = Literal["k1", "k2", "k3", "abs"]
 """Names after Schulman, "Approximating KL divergence" (2020). ROLL calls k1 `kl` and k2 `mse`; others call k3
 `low_var_kl`."""
+
+KLMean = Literal["seq-mean-token-mean", "token-mean"]
+"""Config key `target_kl_agg_mode`, in the names of `loss_agg_mode`."""
 
 LOG_RATIO_CLAMP = 20.0
 """Largest |log-ratio| that is exponentiated: exp(20) is about 5e8. Beyond it the gradient is 0."""
@@ -54,6 +58,16 @@ def approx_kl(
     return (torch.expm1(-gap_T) + gap_T).clamp(-k3_clamp, k3_clamp)
 
 
+def mean_kl(kl_T: Tensor, mask_T: Tensor, segments_T: Tensor, mode: KLMean) -> float:
+    """The number that `KLController` compares with its target: over masked tokens, or over sequences of the mean over
+    their masked tokens. Sequences without a masked token do not count; 0 if there are none."""
+    if mode == "token-mean":
+        return float(torch.where(mask_T, kl_T, 0.0).sum() / mask_T.sum().clamp(min=1))
+    segments_N, num_sequences = dense(segments_T[mask_T])
+    means_S = sums_by(kl_T[mask_T].double(), segments_N, num_sequences) / counts_by(segments_N, num_sequences)
+    return float(means_S.mean()) if num_sequences else 0.0
+
+
 class KLController:
     """The weight of the KL penalty in the reward: fixed, or adapted to keep the KL near a target (arXiv:1909.08593
     §2.2).
@@ -65,7 +79,7 @@ class KLController:
         self.coef, self.target, self.horizon = init_coef, target, horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """`coef *= 1 + clip(kl / target - 1, ±0.2) * num_samples / horizon`, with the measured mean KL of a token.
+        """`coef *= 1 + clip(kl / target - 1, ±0.2) * num_samples / horizon`, with the measured `mean_kl`.
 
         Raises `NonFiniteError`: a NaN would stay in the weight for ever.
         """

@@ -129,7 +129,8 @@ class ValueObjective:
         }
         if self.value_clip is not None:
             old_T = torch.where(mask_T, _given("values at the start of the update", micro.values_T), 0.0)
-            near_T = old_T + (values_T - old_T).clamp(-self.value_clip, self.value_clip)
+            # Bounds rather than a clamped difference: what is within them stays bit for bit as it is.
+            near_T = values_T.clamp(old_T - self.value_clip, old_T + self.value_clip)
             clipped_T = (near_T - returns_T).square()
             metrics["value_clipfrac"] = aggregate((clipped_T > squares_T).float(), micro, "token-mean")
             squares_T = torch.maximum(squares_T, clipped_T)

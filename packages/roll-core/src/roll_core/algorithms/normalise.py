@@ -77,7 +77,8 @@ class RewardNormaliser:
         self._running: dict[str, RunningMoments] = {}
 
     def __call__(self, rewards_S: Tensor, groups_S: Tensor, domains: Sequence[str] | None = None) -> Tensor:
-        """Normalised rewards, float32. `groups_S` are any integers; `domains` names each sequence's, all one if None.
+        """Normalised rewards, float32. `groups_S` are any integers; `domains` names each sequence's entry of `rewards`
+        in the config, all one if None.
 
         Failures are not among `rewards_S`: they belong to no statistics. Raises `NonFiniteError`.
         """

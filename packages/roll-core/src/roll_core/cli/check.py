@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def check_configs(
     configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str], *, files: bool = True
 ) -> int:
-    """Check each config with the same overrides, and with `files` what it names. Mistakes go to stderr, a line for each
-    good config to stdout."""
+    """Check each config with the same overrides, and with `files` what it names. Mistakes and warnings go to stderr, a
+    line for each good config to stdout."""
     registry = load_registry(disabled_plugins)
     further = FileCheck() if files else None
     mistakes = 0
@@ -36,12 +36,18 @@ def check_configs(
             mistakes += 1
             sys.stderr.write(f"{config}: {error}\n")
         else:
+            sys.stderr.writelines(f"{line}\n" for line in warnings_of(loaded))
             sys.stdout.write(f"{config}: ok: {summary(loaded)}\n")
         for reason in further.take_unchecked() if further is not None else ():
             sys.stdout.write(f"{config}: not checked: {reason}\n")
     if mistakes:
         sys.stderr.write(f"{mistakes} mistake{'' if mistakes == 1 else 's'}\n")
     return 2 if mistakes else 0
+
+
+def warnings_of(loaded: LoadedConfig) -> list[str]:
+    """A line for each warning."""
+    return [f"{each.where}: warning: {each.key}: {each.message}" for each in loaded.warnings]
 
 
 def summary(loaded: LoadedConfig) -> str:

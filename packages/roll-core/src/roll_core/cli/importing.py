@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from roll_core.builtin.importing.roll import import_roll
 from roll_core.builtin.importing.rules import STATUSES
 from roll_core.builtin.importing.writing import written
-from roll_core.cli.check import summary
+from roll_core.cli.check import summary, warnings_of
 from roll_core.config import load
 from roll_core.config.validate import schema_of
 from roll_core.errors import ConfigError, PluginError, RunDirectoryError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 HEADINGS = {
     "kept": "kept",
+    "differs": "kept, but the result differs",
     "renamed": "renamed",
     "changed": "changed",
     "added": "added: ROLL does it without being told",
@@ -55,36 +56,43 @@ def import_config(
     provider = registry.find(PipelineProvider, imported.pipeline)
     schema = schema_of(provider, RunConfig, owner=registry.owner(provider))
     text = written(imported.config, schema, heading=f"Imported from {file.name} by roll-core import roll.")
-    verdict, problems = _checked(text, out or Path("imported.yaml"), registry)
+    verdict, problems, warnings = _checked(text, out or Path("imported.yaml"), registry)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     if as_json:
-        sys.stdout.write(json.dumps(_plain(file, out, imported, text, verdict, problems), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_plain(file, out, imported, text, verdict, problems, warnings), indent=2) + "\n")
     else:
         if out is None:
             sys.stdout.write(text)
         (sys.stdout if out is not None else sys.stderr).write(
-            _report(file, out, imported, verdict, problems, verbose=verbose)
+            _report(file, out, imported, verdict, problems, warnings, verbose=verbose)
         )
     return 1 if problems else 0
 
 
-def _checked(text: str, name: Path, registry: Registry) -> tuple[str, list[str]]:
-    """What `roll-core check` says of the new config: a line if it is good, else every mistake."""
+def _checked(text: str, name: Path, registry: Registry) -> tuple[str, list[str], list[str]]:
+    """What `roll-core check` says of the new config: a line if it is good, else every mistake; and every warning."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name.name
         file.write_text(text, encoding="utf-8")
         try:
-            return summary(load(file, (), registry)), []
+            loaded = load(file, (), registry)
         except ConfigError as error:
-            return "", [str(each).replace(str(file), str(name)) for each in error.problems]
+            return "", [str(each).replace(str(file), str(name)) for each in error.problems], []
         except PluginError as error:
-            return "", [str(error)]
+            return "", [str(error)], []
+        return summary(loaded), [], [each.replace(str(file), str(name)) for each in warnings_of(loaded)]
 
 
 def _plain(
-    file: Path, out: Path | None, imported: Imported, text: str, verdict: str, problems: list[str]
+    file: Path,
+    out: Path | None,
+    imported: Imported,
+    text: str,
+    verdict: str,
+    problems: list[str],
+    warnings: list[str],
 ) -> dict[str, object]:
     return {
         "input": str(file),
@@ -92,18 +100,26 @@ def _plain(
         "pipeline": imported.pipeline,
         "ok": not problems,
         "check": verdict or problems,
+        "warnings": warnings,
         "keys": [asdict(each) for each in imported.entries],
         "config": text,
     }
 
 
 def _report(
-    file: Path, out: Path | None, imported: Imported, verdict: str, problems: list[str], *, verbose: bool
+    file: Path,
+    out: Path | None,
+    imported: Imported,
+    verdict: str,
+    problems: list[str],
+    warnings: list[str],
+    *,
+    verbose: bool,
 ) -> str:
     counts = Counter(each.status for each in imported.entries)
     counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
     lines = [f"{file}: {imported.pipeline}, {counted}"]
-    for status in ("unsupported", "unknown", "changed", "renamed", "added", "dead", "not needed", "kept"):
+    for status in ("unsupported", "unknown", "differs", "changed", "renamed", "added", "dead", "not needed", "kept"):
         entries = [each for each in imported.entries if each.status == status]
         if not entries:
             continue
@@ -117,7 +133,7 @@ def _report(
     if problems:
         lines += [f"{name} is refused by roll-core check:", *(f"  {problem}" for problem in problems)]
     else:
-        lines.append(f"{name}: ok: {verdict}")
+        lines += [*warnings, f"{name}: ok: {verdict}"]
     return "\n".join(lines) + "\n"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.compose import compose
 from roll_core.config.validate import schema_of, validate
+from roll_core.errors import ConfigProblem
 from roll_core.spec.config import StrategyConfig
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class LoadedConfig:
     pipeline: PipelineProvider
     sources: tuple[Path, ...]
     """The files it was composed of, the one that was asked for first."""
+    warnings: tuple[ConfigProblem, ...] = ()
+    """What is valid but probably not meant, see `RunConfig.warnings`."""
 
 
 def load(
@@ -50,7 +53,11 @@ def load(
     """
     composed = compose(Path(path), overrides, registry)
     config, pipeline = validate(composed, registry, further, needs=needs)
-    return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files)
+    warnings = tuple(
+        ConfigProblem(str(composed.written.key(tuple(key.split(".")))), key, reason)
+        for key, reason in config.warnings().items()
+    )
+    return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files, warnings=warnings)
 
 
 def strategy_config(provider: TrainProvider | InferProvider, keys: dict[str, object], *, owner: str) -> StrategyConfig:

@@ -72,6 +72,8 @@ class SFTConfig(_Judged):
     """Generates answers for an evaluation by `rewards`; without it the evaluation is the held-out loss alone."""
     train_on_prompt: bool = False
     """Also learn the prompts' tokens."""
+    shuffle: bool = True
+    """Visit the rows of each epoch in a random order; false visits them in the order of the files."""
     overlong: Literal["drop", "truncate"] = "drop"
     """Rows longer than prompt_length + response_length: leave them out, or cut the response. Both are counted."""
 
@@ -265,6 +267,9 @@ class RLVRConfig(_Judged):
     """Weight of the KL in the reward; its start where `target_kl` adapts it."""
     target_kl: PositiveFloat | None = None
     """KL that the weight is adapted to; it is fixed where this is not given."""
+    target_kl_agg_mode: Literal["seq-mean-token-mean", "token-mean"] = "seq-mean-token-mean"
+    """The KL that is compared with `target_kl`: mean over sequences of the mean over tokens, or mean over all tokens.
+    The metric `kl/mean` is the same number."""
     kl_horizon: PositiveInt = 10000
     """Samples over which the weight adapts."""
 
@@ -275,6 +280,8 @@ class RLVRConfig(_Judged):
 
     value_clip: PositiveFloat | None = None
     """Clip range of the critic's update."""
+    critic_epochs: PositiveInt | None = None
+    """The critic's passes over a batch; `ppo_epochs` where not given."""
     critic_warmup: NonNegativeInt = 0
     """Steps in which only the critic is trained."""
     force_disable_old_logprobs_recompute: bool = False
@@ -398,6 +405,31 @@ class RLVRConfig(_Judged):
             raise ValueError("grpo subtracts the group's mean: leave norm_mean_type out, or take reinforce")
         return self
 
+    @override
+    def warnings(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        if self.use_kl_loss and self.kl_loss_coef and self.kl_loss_penalty == "k1":
+            found["kl_loss_penalty"] = (
+                "the gradient of k1 in the loss is zero in expectation, whatever the reference: it adds noise and no"
+                " pull towards the reference. Write k2 or k3; k1 is for the KL in the reward (kl_penalty)"
+            )
+        num_steps = self.steps_per_batch(self.actor_train)
+        if self.pg_variant == "vanilla" and num_steps > 1:
+            found["pg_variant"] = (
+                f"vanilla has no importance ratio, and the policy takes {num_steps} optimizer steps on each batch"
+                f" (ppo_epochs {self.ppo_epochs}): all but the first are off-policy without a correction. Write ppo, or"
+                " make it one step"
+            )
+        others = [name for name, reward in self.rewards.items() if not (reward.zero_or_one and reward.weight == 1)]
+        written = self.model_fields_set & {"difficulty_low_threshold", "difficulty_high_threshold"}
+        if self.difficulty_mask and others and not written:
+            found["difficulty_mask"] = (
+                "keeps groups whose mean reward lies between 0 and 1, which suits rewards of 0 and 1. Other values of"
+                f" rewards.{others[0]} need other thresholds: of rewards of -1 and 1 it leaves out every group of which"
+                " half or less is right. Write difficulty_low_threshold and difficulty_high_threshold"
+            )
+        return found
+
     @property
     @override
     def replays_experts(self) -> bool:
@@ -451,7 +483,11 @@ class RLVRConfig(_Judged):
     def steps_per_batch(self, role: WorkerConfig) -> int:
         """Optimizer steps of `role` in one pipeline step."""
         samples = self.rollout_batch_size * self.num_return_sequences_in_group
-        return self.ppo_epochs * samples // sequences_per_step(role)[0]
+        return self.epochs(role) * samples // sequences_per_step(role)[0]
+
+    def epochs(self, role: WorkerConfig) -> int:
+        """Passes of `role` over a batch."""
+        return self.critic_epochs or self.ppo_epochs if role is self.critic else self.ppo_epochs
 
     def sampling_defaults(self) -> dict[str, Any]:
         """`generating_args` of the rollouts with the length filled in."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from roll_core.algorithms.kl import KLController, approx_kl
+from roll_core.algorithms.kl import KLController, approx_kl, mean_kl
 from roll_core.algorithms.losses import PolicyObjective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
 from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, token_rewards
@@ -29,6 +29,7 @@ from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder
 from roll_core.pipelines.sampling import sampling_params
 from roll_core.pipelines.validation import Validation
+from roll_core.runtime.rollout.groups import stable_seed
 from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
 from roll_core.spec.pipeline import Pipeline, RolloutPlan, Run
 
@@ -125,8 +126,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             experience = await self._score(run, experience)
         with run.stage("advantages"):
             experience = self._credit(run, experience)
+            chosen = self._chosen(run, experience)
         with run.stage("train"):
-            await self._train(run, experience)
+            await self._train(run, experience, chosen)
 
     @override
     async def evaluate(self, run: Run) -> Mapping[str, float]:
@@ -177,8 +179,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         """From scores to advantages; samples that the masks leave out still count in their group's statistics."""
         config = self.config
         groups_S, mask_T, segments_T = experience.groups_S, experience.mask_T, experience.segments_T
-        domains = [sample.tag for sample in experience.samples]
-        scores_S = self.normaliser(experience.scores_S.float(), groups_S, domains)
+        tags = [sample.tag for sample in experience.samples]
+        entries = domains(config.rewards, set(tags))
+        scores_S = self.normaliser(experience.scores_S.float(), groups_S, [entries.get(tag, tag) for tag in tags])
         kl_coef = self.kl.coef
         kl_T = self._penalty(run, experience) if config.add_token_level_kl else None
         rewards_T = token_rewards(
@@ -215,10 +218,14 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             f"no reward signal at {{steps}}: all {config.num_return_sequences_in_group} responses of each prompt"
             " scored the same",
         )
-        credited = experience.with_flat(advantages=advantages_T, returns=found.returns_T).keep(self._kept(experience))
-        if not config.correction.enabled or not credited.sequences:
-            return credited
-        corrected, metrics = correct(credited, config.correction)
+        return experience.with_flat(advantages=advantages_T, returns=found.returns_T)
+
+    def _chosen(self, run: Run, experience: Experience) -> Experience:
+        """What the policy learns from: the samples and tokens that masks and corrections keep."""
+        chosen = experience.keep(self._kept(experience))
+        if not self.config.correction.enabled or not chosen.sequences:
+            return chosen
+        corrected, metrics = correct(chosen, self.config.correction)
         run.log(metrics)
         return corrected
 
@@ -237,13 +244,13 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             k3_clamp=config.k3_clamp,
         )
         kl_T = torch.where(mask_T, per_token_T, 0.0)
-        mean = float(kl_T.sum() / mask_T.sum().clamp(min=1))
+        mean = mean_kl(kl_T, mask_T, experience.segments_T, config.target_kl_agg_mode)
         run.log({"kl/mean": mean, "kl/coef": self.kl.coef})
         self.kl.update(mean, len(experience.samples))
         return kl_T
 
     def _kept(self, experience: Experience) -> torch.Tensor:
-        """Which samples take part in the loss."""
+        """Which samples take part in the policy's loss."""
         config = self.config
         kept_S = torch.ones(len(experience.samples), dtype=torch.bool)
         if config.max_len_mask:
@@ -261,28 +268,39 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             kept_S &= error_max_len_clip(experience.scores_S, lengths_S, threshold=threshold)
         return kept_S
 
-    async def _train(self, run: Run, experience: Experience) -> None:
+    async def _train(self, run: Run, experience: Experience, chosen: Experience) -> None:
+        """The critic learns the returns of the whole experience, the policy from what was chosen of it."""
         config = self.config
-        sequences = experience.sequences
-        if not sequences:
-            run.guard("all_groups_filtered", False, "nothing to learn from at {steps}: the masks leave no sample")
-            return
+        # Prompts of one domain come in random order; several domains come one after the other.
+        several = len(self.order.counts) > 1
+        shuffle_seed = stable_seed(config.seed, "optimizer steps", run.step) if several else None
         num_tokens = 0
         if config.critic is not None:
             objective = ValueObjective(value_clip=config.value_clip)
             critic = run.train_role("critic")
-            update = await critic.update(without_experts(sequences), objective, epochs=config.ppo_epochs)
+            update = await critic.update(
+                without_experts(experience.sequences),
+                objective,
+                epochs=config.epochs(config.critic),
+                shuffle_seed=shuffle_seed,
+            )
             run.log(update.named("critic"))
             num_tokens += update.num_tokens
-        if run.step >= config.critic_warmup:
+        if run.step >= config.critic_warmup and not chosen.sequences:
+            run.guard("all_groups_filtered", False, "nothing to learn from at {steps}: the masks leave no sample")
+        elif run.step >= config.critic_warmup:
             update = await run.train_role("actor_train").update(
-                sequences, self.policy_objective, epochs=config.ppo_epochs, max_length=config.response_length
+                chosen.sequences,
+                self.policy_objective,
+                epochs=config.ppo_epochs,
+                max_length=config.response_length,
+                shuffle_seed=shuffle_seed,
             )
             run.log(update.named("actor"))
             run.guard("non_finite", update.num_not_finite == 0, skipped(run, update))
             run.guard(
                 "zero_gradient",
-                update.metrics["grad_norm"] != 0 or not experience.has_advantages,
+                update.metrics["grad_norm"] != 0 or not chosen.has_advantages,
                 "the gradient was exactly zero at {steps}, though the advantages were not",
             )
             self._check_gap(run, update.metrics.get("logprob_gap"))

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: learn the responses, look at held-out rows now and then.
 
-for batch in rows, in an order drawn anew for each epoch:
+for batch in rows, in a random order of each epoch, or as they stand in the files (`shuffle: false`):
     one optimizer step on the masked negative log-likelihood
 """
 
@@ -36,7 +36,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
         self.rows = run.sequences(
             config.sft_train.data_args, overlong=config.overlong, on_prompt=config.train_on_prompt
         )
-        self.order = RowOrder(len(self.rows), seed=config.seed)
+        self.order = RowOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
         self._read_held_out(run)
         batches_per_epoch = math.ceil(len(self.rows) / sequences_per_step(config.sft_train)[0])
         epochs = config.sft_train.training_args.num_train_epochs

@@ -145,6 +145,8 @@ def execute(
     error: BaseException | None = None
     with run_logging(run_dir.log, console.warn, redactor) as logs:
         driver.adopt_logs, driver.file_checks = logs.adopt, [logs.check]
+        for each in loaded.warnings:
+            log.warning("%s", each)
         try:
             driver.stop.run(driver.main())
         except (KeyboardInterrupt, SystemExit, Exception) as raised:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from typing_extensions import override
 
 from roll_core.data.pack import balance, totals
@@ -168,14 +169,22 @@ class GroupTrainRole(TrainRole):
 
     @override
     async def update(
-        self, sequences: Sequence[TrainSequence], loss: LossFn, *, epochs: int = 1, max_length: int = 1
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        epochs: int = 1,
+        max_length: int = 1,
+        shuffle_seed: int | None = None,
     ) -> UpdateResult:
         per_step: list[LossMetrics] = []
         num_skipped = num_overflows = 0
         async with self._turn(TRAINED):
-            for _ in range(epochs):
-                for batch in even_chunks(sequences, self.sequences_per_step):
-                    metrics, stats = await self._step(batch, loss, max_length)
+            for epoch in range(epochs):
+                order = group_order(sequences, None if shuffle_seed is None else [shuffle_seed, epoch])
+                for chunk in even_chunks(order, self.sequences_per_step):
+                    # In the order given, so that the only step of an epoch does not depend on the seed.
+                    metrics, stats = await self._step([sequences[i] for i in sorted(chunk)], loss, max_length)
                     num_skipped += stats.skipped
                     num_overflows += stats.overflow
                     per_step.append(metrics | {"grad_norm": stats.grad_norm, "lr": stats.learning_rate})
@@ -428,7 +437,16 @@ class GroupInferRole(InferRole):
         return join_readings(readings)
 
 
-def even_chunks(sequences: Sequence[TrainSequence], size: int) -> list[Sequence[TrainSequence]]:
+def group_order(sequences: Sequence[TrainSequence], seed: Sequence[int] | None) -> Sequence[int]:
+    """Indices of `sequences`, their groups shuffled as wholes by `seed`; in order if it is None."""
+    if seed is None:
+        return range(len(sequences))
+    groups = sorted({each.group for each in sequences})
+    places = dict(zip(groups, np.random.default_rng(seed).permutation(len(groups)).tolist(), strict=True))
+    return sorted(range(len(sequences)), key=lambda i: places[sequences[i].group])
+
+
+def even_chunks(sequences: Sequence[T], size: int) -> list[Sequence[T]]:
     """As few chunks of at most `size` as will do, of sizes that differ by one at most, in order.
 
     Where failed rewards thin a batch out, no optimizer step is left with a handful of sequences.

@@ -461,6 +461,8 @@ class RewardConfig(WorkerConfig):
     """`rewards.<domain>`: one judge. Schemas of other rewards subclass this."""
 
     kind: ClassVar[RoleKind] = "reward"
+    zero_or_one: ClassVar[bool] = False
+    """True if every value is 0 or 1, before `weight`."""
 
     reward: str
     """Name of the reward, see `roll-core plugins`."""
@@ -740,6 +742,13 @@ class RunConfig(Config):
     def replays_experts(self) -> bool:
         """Whether the routers of `policy_role` repeat, in training, what they chose in the engine."""
         return False
+
+    def warnings(self) -> Mapping[str, str]:
+        """Dotted keys of this config that are valid but probably not meant, each with the reason and the way out.
+
+        `roll-core check` prints them with the place of the key, a run logs them. Called on a valid config.
+        """
+        return {}
 
     def roles(self) -> dict[str, WorkerConfig]:
         """Every role of this config by dotted name, `actor_train` or `rewards.math`, in the order of the schema."""

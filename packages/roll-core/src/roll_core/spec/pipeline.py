@@ -203,11 +203,19 @@ class TrainRole(ABC):
 
     @abstractmethod
     async def update(
-        self, sequences: Sequence[TrainSequence], loss: LossFn, *, epochs: int = 1, max_length: int = 1
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        epochs: int = 1,
+        max_length: int = 1,
+        shuffle_seed: int | None = None,
     ) -> UpdateResult:
-        """Optimizer steps over `sequences` in order, `sequences_per_step` at a time, `epochs` times.
+        """Optimizer steps over `sequences`, `sequences_per_step` at a time, `epochs` times.
 
-        `max_length` is `Totals.max_length`. A last step takes what is left over.
+        `max_length` is `Totals.max_length`. A last step takes what is left over. Steps go through `sequences` in order.
+        With `shuffle_seed` each epoch goes through their groups in a random order of its own instead: the same order
+        for the same seed. An epoch of one step is the same with any seed.
         """
 
     @property

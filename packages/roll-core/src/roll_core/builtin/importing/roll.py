@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from roll_core.builtin.importing.roll_keys import DEFAULTS, NULL_MEANS_SOMETHING, RLVR, SFT, STRATEGIES
+from roll_core.builtin.importing.roll_keys import DEFAULTS, DIFFERS, NULL_MEANS_SOMETHING, RLVR, SFT, STRATEGIES
 from roll_core.builtin.importing.roll_pipelines import recognise
 from roll_core.builtin.importing.rules import Each, Key, Outcome, Rule, value_at
 from roll_core.builtin.importing.strategies import refusals
@@ -126,6 +126,8 @@ class _Import:
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     entries: dict[KeyPath, Entry] = field(default_factory=dict)
+    eight_bits: bool = False
+    """True if the engine takes weights in 8 bits."""
 
     def run(self) -> Imported:
         self.config["pipeline"] = self.pipeline
@@ -245,7 +247,10 @@ class _Import:
         refused = refusals(schema, {key: each for key, each in keys.items() if key not in stay})
         for path, reason in refused.items():
             self._withdraw((role, "strategy_args", "strategy_config", *path), "unsupported", reason)
-        self._slots(role, schema, {key: each for key, each in keys.items() if key not in stay})
+        taken = {key: each for key, each in keys.items() if key not in stay}
+        self._slots(role, schema, taken)
+        if role == GENERATES:
+            self.eight_bits = schema.model_construct(**taken).weight_format() != "dtype"
 
     def _slots(self, role: str, schema: type[StrategyConfig], keys: dict[str, Any]) -> None:
         given = self.config[role].get("num_gpus_per_worker")
@@ -268,10 +273,13 @@ class _Import:
     def _add(self) -> list[Entry]:
         """What ROLL does without being told, where roll-core does something else."""
         added: list[tuple[KeyPath, object, str]] = [
-            (path, value, "ROLL's default") for path, value in DEFAULTS[self.pipeline].items()
+            (path, value, f"ROLL's default{f'; {DIFFERS[path]}' if path in DIFFERS else ''}")
+            for path, value in DEFAULTS[self.pipeline].items()
         ]
         trained = TRAINED[self.pipeline]
         source = self.source
+        if self.pipeline == "rlvr":
+            added += self._weights_and_epochs()
         if not source.get("use_kl_loss"):
             added = [each for each in added if each[0] != ("kl_loss_coef",)]
         if source.get("dual_clip_loss"):
@@ -287,10 +295,21 @@ class _Import:
                 added.append((("validation", "data_args", name), value, f"ROLL reads every row as {trained}'s"))
         entries = []
         for path, value, note in added:
-            role_is_there = len(path) == 1 or path[0] in self.config
+            role_is_there = path[0] not in (GENERATES, trained, "validation") or path[0] in self.config
             if role_is_there and not _has(self.config, path) and _put(self.config, path, value):
                 entries.append(Entry("", "", "added", (".".join(path),), f"{show(value, path[-1])}: {note}"))
         return entries
+
+    def _weights_and_epochs(self) -> list[tuple[KeyPath, object, str]]:
+        """What roll-core does by itself in rlvr, and ROLL does not."""
+        added: list[tuple[KeyPath, object, str]] = []
+        config = self.config
+        if config.get("async_generation_ratio") or config.get("is_use_additional_prompts") or self.eight_bits:
+            note = "as in ROLL, tokens of other weights are not weighed; leave it out to weigh them by importance"
+            added.append((("train_infer_correction", "is_weight", "enabled"), False, note))
+        if "critic" in config and self.source.get("ppo_epochs", 1) != 1:
+            added.append((("critic_epochs",), 1, "ROLL's critic passes once over a batch, whatever ppo_epochs says"))
+        return added
 
 
 def _with_values(path: KeyPath, value: Any, outcome: Outcome) -> Outcome:

@@ -12,6 +12,7 @@ from roll_core.builtin.importing.rules import (
     Table,
     change,
     dead,
+    differs,
     each,
     keep,
     refused,
@@ -74,7 +75,8 @@ DATA: Table = {
 }
 
 GENERATING: Table = {
-    **each("temperature top_p top_k repetition_penalty stop_strings", keep()),
+    "temperature": change("kept; in `actor_infer` it is that of training's logprobs too", values.temperature),
+    **each("top_p top_k repetition_penalty stop_strings", keep()),
     "num_beams": unsupported("answers are drawn, not searched for", 1),
     "max_new_tokens": dead("ROLL overwrites it by what prompt_length leaves"),
     "max_length": unneeded("response_length decides"),
@@ -186,10 +188,11 @@ RUN: Table = {
     "exp_name": change("kept; other characters than letters, digits, `.`, `_`, `-` become `-`", values.exp_name),
     **each(
         "seed output_dir pretrain save_steps max_ckpt_to_keep logging_steps eval_steps val_batch_size max_grad_norm"
-        " rpc_timeout model_update_buffer_size_mb response_length",
+        " rpc_timeout model_update_buffer_size_mb",
         keep(),
     ),
     "prompt_length": change("kept", values.prompt_length),
+    "response_length": change("kept where there is no `sequence_length`", values.response_length),
     "sequence_length": change("→ `response_length`, less `prompt_length`; in sft both", values.sequence_length),
     "val_sequence_length": change("→ `validation.generating_args.max_new_tokens`", values.val_sequence_length),
     "val_prompt_length": change("`prompt_length` holds for evaluations too", values.val_prompt_length),
@@ -244,15 +247,22 @@ RLVR: Table = {
     "adv_estimator": change("kept; `gigpo`, `step_reinforce` → `reinforce`", values.adv_estimator),
     **each("norm_mean_type norm_std_type", change("kept, but for grpo, which takes the group's", values.norm_type)),
     **each(
-        "gamma lambd reward_clip advantage_clip whiten_rewards whiten_advantages value_clip critic_warmup pg_clip"
-        " use_pg_clip_range pg_clip_low pg_clip_high dual_clip_loss entropy_loss_coef loss_agg_mode use_kl_loss"
+        "gamma lambd reward_clip advantage_clip value_clip critic_warmup pg_clip"
+        " use_pg_clip_range pg_clip_low pg_clip_high dual_clip_loss entropy_loss_coef use_kl_loss"
         " kl_loss_coef add_token_level_kl init_kl_coef kl_horizon force_disable_old_logprobs_recompute max_len_mask"
         " difficulty_mask difficulty_low_threshold difficulty_high_threshold error_max_len_clip"
         " error_max_len_threshold",
         keep(),
     ),
+    **each(
+        "whiten_rewards whiten_advantages",
+        change("kept; ROLL whitens each domain by itself, without samples that masks leave out", values.whiten),
+    ),
+    "loss_agg_mode": change(
+        "kept; ROLL's `seq-mean-token-sum-norm` does not divide by the number of sequences", values.loss_agg_mode
+    ),
     "kl_penalty": change("`kl` → `k1`, `mse` → `k2`; `full` is refused", values.kl_penalty),
-    "target_kl": change("kept with `add_token_level_kl`", values.target_kl),
+    "target_kl": change("kept with `add_token_level_kl`; ROLL adapts domain by domain", values.target_kl),
     "train_infer_correction": {
         "is_weight": {
             **each("enabled weight_type upper_bound", keep()),
@@ -314,7 +324,7 @@ STRATEGIES: dict[str, Table] = {
         ),
         "virtual_pipeline_model_parallel_size": change("kept; 1 is none", values.virtual_pipeline),
         "lr_scheduler_kwargs": rename("role:training_args.lr_scheduler_kwargs"),
-        "moe_aux_loss_coeff": keep(values.BY_SEQUENCE),
+        "moe_aux_loss_coeff": differs(values.BY_SEQUENCE),
         "moe_aux_loss_coef": rename("moe_aux_loss_coeff", values.BY_SEQUENCE),
         "moe_token_drop_policy": refused("no token may be dropped"),
         "moe_expert_capacity_factor": refused("no token may be dropped"),
@@ -345,8 +355,15 @@ DEFAULTS: dict[str, dict[tuple[str, ...], object]] = {
         ("validation", "generating_args", "top_k"): 50,
     },
     "sft": {
+        ("shuffle",): False,
         ("sft_train", "data_args", "prompt"): "instruction",
         ("sft_train", "data_args", "response"): "output",
     },
 }
 """ROLL's, where ours is another. Written only where the role is there."""
+
+DIFFERS: dict[tuple[str, ...], str] = {
+    ("actor_infer", "generating_args", "temperature"): values.AT_TEMPERATURE,
+    ("shuffle",): "rows as they stand in the files; ROLL also leaves out what fills no batch at the end of each epoch",
+}
+"""Of these: what is another result all the same."""

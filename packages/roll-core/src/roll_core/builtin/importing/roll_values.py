@@ -28,10 +28,15 @@ def exp_name(value: Any, key: Key) -> Outcome:
     return Outcome("changed", ((key.path, name),), "it names a directory: letters, digits, `.`, `_` and `-`")
 
 
+def response_length(value: Any, key: Key) -> Outcome:
+    """Only read where there is no `sequence_length` (roll/configs/base_config.py)."""
+    if key.at("sequence_length") is not None:
+        return Outcome("dead", (), "ROLL reads it only where there is no sequence_length")
+    return Outcome("kept", ((key.path, value),))
+
+
 def sequence_length(value: Any, key: Key) -> Outcome:
-    """Prompt and response together; `response_length` is what is left of it (roll/configs/base_config.py)."""
-    if key.at("response_length") is not None:
-        return Outcome("not needed", (), "prompt_length and response_length say it")
+    """Prompt and response together; responses get what prompt_length leaves of it (roll/configs/base_config.py)."""
     if not isinstance(value, int):
         return Outcome("kept", ((key.path, value),))
     if key.pipeline == "sft":
@@ -45,7 +50,7 @@ def sequence_length(value: Any, key: Key) -> Outcome:
 
 def prompt_length(value: Any, key: Key) -> Outcome:
     """sft reads `sequence_length` alone, where it is given (roll/pipeline/sft/sft_pipeline.py)."""
-    if key.pipeline == "sft" and key.at("response_length") is None:
+    if key.pipeline == "sft" and key.at("sequence_length") is not None:
         return Outcome("dead", (), "ROLL's sft looks at sequence_length alone")
     return Outcome("kept", ((key.path, value),))
 
@@ -184,7 +189,52 @@ def target_kl(value: Any, key: Key) -> Outcome:
     """Only the coefficient of the KL in the reward is adapted."""
     if not key.at("add_token_level_kl"):
         return Outcome("not needed", (), "it adapts the KL in the reward, and there is none")
-    return Outcome("kept", ((key.path, value),))
+    if not has_domains(key):
+        return Outcome("kept", ((key.path, value),))
+    note = "ROLL adapts the coefficient by the KL of each domain, one after the other; here by that of the whole batch"
+    return Outcome("differs", ((key.path, value),), note)
+
+
+def has_domains(key: Key) -> bool:
+    """True if there are several, which ROLL treats one after the other (roll/pipeline/rlvr/rlvr_pipeline.py)."""
+    rewards = key.at("rewards")
+    return isinstance(rewards, Mapping) and len(rewards) > 1
+
+
+SAMPLE_MASKS = ("max_len_mask", "difficulty_mask", "error_max_len_clip")
+
+
+def whiten(value: Any, key: Key) -> Outcome:
+    """Each domain by itself, over the samples that masks keep (compute_advantage in roll/utils/functionals.py)."""
+    masks = [name for name in SAMPLE_MASKS if key.at(name)]
+    scopes = ["each domain by itself"] if has_domains(key) else []
+    if masks:
+        scopes.append(f"only the samples that {' and '.join(masks)} {'keep' if masks[1:] else 'keeps'}")
+    if not (value and scopes):
+        return Outcome("kept", ((key.path, value),))
+    return Outcome("differs", ((key.path, value),), f"ROLL whitens {', '.join(scopes)}; here the whole batch")
+
+
+def loss_agg_mode(value: Any, key: Key) -> Outcome:
+    """agg_loss in roll/utils/functionals.py."""
+    if value != "seq-mean-token-sum-norm":
+        return Outcome("kept", ((key.path, value),))
+    note = (
+        "ROLL divides the sum over all tokens of a step by sequence_length - 1; here it is divided by response_length"
+        " and by the number of sequences, as in Dr. GRPO. Gradients are smaller here by a factor of that order before"
+        " they are clipped"
+    )
+    return Outcome("differs", ((key.path, value),), note)
+
+
+AT_TEMPERATURE = "logprobs and entropy in training are at this temperature, which was sampled at; ROLL's are at 1"
+
+
+def temperature(value: Any, key: Key) -> Outcome:
+    """ROLL's trainers compute from logits as they are (op_compute_log_probs of roll/distributed/strategy)."""
+    if key.path[0] != "actor_infer" or not isinstance(value, (int, float)) or value in (0, 1):
+        return Outcome("kept", ((key.path, value),))
+    return Outcome("differs", ((key.path, value),), AT_TEMPERATURE)
 
 
 def pg_variant(value: Any, key: Key) -> Outcome:

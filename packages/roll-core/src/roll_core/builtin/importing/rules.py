@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
     from roll_core.config.source import KeyPath
 
-Status = Literal["kept", "renamed", "changed", "added", "not needed", "dead", "unsupported", "unknown"]
-"""As it was; under another name; with another value; written where the other trainer has another default; does nothing
-here that is not done anyway; does nothing there either; cannot be done here; known to neither."""
+Status = Literal["kept", "differs", "renamed", "changed", "added", "not needed", "dead", "unsupported", "unknown"]
+"""As it was; as it was, but the result differs; under another name; with another value; written where the other trainer
+has another default; does nothing here that is not done anyway; does nothing there either; cannot be done here; known to
+neither."""
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 Writes = tuple[tuple["KeyPath", Any], ...]
@@ -106,6 +107,11 @@ def each(names: str, rule: Rule) -> dict[str, Rule]:
 def keep(note: str = "") -> Rule:
     """Same name, same meaning."""
     return Rule(f"kept{_because(note)}", lambda value, key: Outcome("kept", ((key.path, value),), note))
+
+
+def differs(note: str) -> Rule:
+    """Same name and value, another result."""
+    return Rule(f"kept, with another result: {note}", lambda value, key: Outcome("differs", ((key.path, value),), note))
 
 
 def rename(to: str, note: str = "") -> Rule:

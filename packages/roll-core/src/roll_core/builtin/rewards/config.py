@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 from typing_extensions import override
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 class MathRuleConfig(RewardConfig):
     """`reward: math_rule`: 1 if the final answer equals the ground truth mathematically, else 0."""
+
+    zero_or_one: ClassVar[bool] = True
 
     reward: Literal["math_rule"]
     ground_truth: str = "ground_truth"

@@ -1,0 +1,74 @@
+"""What `roll-core check` says of configs that are valid but probably not meant."""
+
+from pathlib import Path
+
+import pytest
+
+from roll_core.cli import main as cli
+from roll_core.config import load
+from roll_core.plugins.loader import load_plugins
+from roll_core.plugins.registry import Registry
+
+REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])
+CONFIG = """\
+pipeline: rlvr
+rollout_batch_size: 4
+num_return_sequences_in_group: 4
+actor_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+  training_args: {per_device_train_batch_size: 16}
+actor_infer: {strategy_args: {strategy_name: hf_infer}}
+reference: {strategy_args: {strategy_name: hf_infer}}
+use_kl_loss: true
+rewards:
+  math: {reward: math_rule}
+"""
+HALVES = "actor_train.training_args.per_device_train_batch_size=8"
+FUNCTION = "rewards.math={reward: function, function: 'mine:score'}"
+K1, VANILLA, MASK = "kl_loss_penalty: k1\n", "pg_variant: vanilla\n", "difficulty_mask: true\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("added", "overrides", "warned"),
+    [
+        ("", [], ""),
+        (K1, [], "run.yaml:13:1 kl_loss_penalty"),
+        (K1, ["kl_loss_penalty=k2"], ""),
+        (K1, ["kl_loss_coef=0"], ""),
+        (K1, ["use_kl_loss=false", "add_token_level_kl=true"], ""),
+        ("", ["kl_loss_penalty=k1"], "command line kl_loss_penalty"),
+        (VANILLA, [], ""),
+        (VANILLA, ["ppo_epochs=2"], "run.yaml:13:1 pg_variant"),
+        (VANILLA, [HALVES], "run.yaml:13:1 pg_variant"),
+        ("", [HALVES, "ppo_epochs=2"], ""),
+        (MASK, [], ""),
+        (MASK, [FUNCTION], "run.yaml:13:1 difficulty_mask"),
+        (MASK, ["rewards.math.weight=2"], "run.yaml:13:1 difficulty_mask"),
+        (MASK, [FUNCTION, "difficulty_low_threshold=-1.0"], ""),
+        (MASK, [FUNCTION, "difficulty_mask=false"], ""),
+    ],
+)
+def test_a_warning_stands_where_its_key_is_written(added, overrides, warned):
+    Path("run.yaml").write_text(CONFIG + added, encoding="utf-8")
+    loaded = load("run.yaml", overrides, REGISTRY)
+    assert [f"{each.where} {each.key}" for each in loaded.warnings] == ([warned] if warned else [])
+    assert all(each.message for each in loaded.warnings)
+
+
+def test_check_prints_every_warning_and_the_config_is_good(capsys):
+    Path("run.yaml").write_text(CONFIG + K1 + VANILLA + MASK, encoding="utf-8")
+    assert cli.main(["check", "run.yaml", "ppo_epochs=2", FUNCTION]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("run.yaml: ok: rlvr")
+    assert [line.split(": ")[:3] for line in shown.err.splitlines()] == [
+        ["run.yaml:13:1", "warning", "kl_loss_penalty"],
+        ["run.yaml:14:1", "warning", "pg_variant"],
+        ["run.yaml:15:1", "warning", "difficulty_mask"],
+    ]
