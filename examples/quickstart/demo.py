@@ -11,9 +11,12 @@ The same by hand:
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import make_data
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -28,12 +31,11 @@ def accuracies(run: Path) -> list[float]:
 
 def main(overrides: list[str]) -> int:
     """Both runs; the exit code of the first that fails."""
-    subprocess.run([sys.executable, str(HERE / "make_data.py")], cwd=REPOSITORY, check=True)
+    make_data.main(HERE / "data")
     configs = [str((HERE / name).relative_to(REPOSITORY)) for name in ("sft.yaml", "grpo.yaml")]
-    # `python -m` puts the repository on the path, where the reward's module is.
-    run = subprocess.run([sys.executable, "-m", "roll_core", "run", *configs, *overrides], cwd=REPOSITORY, check=False)
-    if run.returncode:
-        return run.returncode
+    code = roll_core("run", *configs, *overrides)
+    if code:
+        return code
     print()
     for name, run_dir in (("SFT", "quickstart-sft"), ("GRPO", "quickstart-grpo")):
         scores = accuracies(REPOSITORY / "output" / run_dir / "latest")
@@ -41,5 +43,21 @@ def main(overrides: list[str]) -> int:
     return 0
 
 
+def roll_core(*arguments: str) -> int:
+    """Run `roll-core` to its end and return its exit code, also if the user or a scheduler stops it."""
+    # A terminal sends Ctrl-C to both processes: this one waits until the run is closed and its report is written.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    # `python -m` puts the repository on the path, where the reward's module is.
+    run = subprocess.Popen([sys.executable, "-m", "roll_core", *arguments], cwd=REPOSITORY)
+    signal.signal(signal.SIGTERM, lambda *_: run.terminate())
+    code = run.wait()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return code if code >= 0 else 128 - code
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -11,12 +11,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import make_data
 from demo import HERE, REPOSITORY, accuracies
 
 
 def main(count: int) -> None:
     """One row per seed, as Markdown."""
-    subprocess.run([sys.executable, str(HERE / "make_data.py")], cwd=REPOSITORY, check=True)
+    make_data.main(HERE / "data")
     print("| seed | after SFT | after GRPO | seconds, both |")
     print("|---|---|---|---|")
     for seed in range(1, count + 1):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import string
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from roll_core.data.datasets import read_rows
-from roll_core.data.encode import encode_prompts, encode_sft, tokenizer_texts
-from roll_core.data.templates import control_tokens, load_template
+from roll_core.data.encode import Encoder, encode_prompts, encode_sft, tokenizer_texts
+from roll_core.data.templates import chat_template_of, control_tokens, load_template
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
@@ -103,6 +106,77 @@ def test_every_answer_of_a_chat_is_learnt_and_nothing_else(load, arguments, whol
     rows, data, tokenizer = load([{"chat": CHAT}], messages="chat", **arguments)
     ((sequence,), _) = encode_sft(rows, data, tokenizer, prompt_length=200, response_length=200)
     assert learnt(sequence, tokenizer) == (whole, own)
+
+
+@pytest.mark.parametrize("template", ["plain", "chatml", "qwen", "llama3"])
+def test_prompts_with_history_are_the_beginning_of_the_conversation(load, template):
+    rows, data, tokenizer = load([{"chat": CHAT[:3]}, {"chat": CHAT}], messages="chat", template=template)
+    prompts, _ = encode_prompts(rows, data, tokenizer, prompt_length=200)
+    encoder = Encoder(tokenizer, data)
+    tokens, written = encoder.conversation(CHAT, "")
+    own = tokenizer("ciao", add_special_tokens=False)["input_ids"]
+    history = len(tokens) - len(own) - (1 if template == "plain" else 2)
+    assert written[history:].all()
+    assert [each.tokens.tolist() for each in prompts] == [tokens[:history].tolist()] * 2
+
+
+@pytest.fixture(scope="module")
+def covering(tmp_path_factory):
+    """Tokenizers that cover every template and `string.printable`, by kind."""
+    control = [token for name in SINGLE for token in control_tokens(name)]
+    return {
+        kind: make_tokenizer(
+            TokenizerConfig(kind=kind, alphabet=string.printable, vocab_size=300),
+            ["a hello hello\n\nuser assistant"] * 9,
+            tmp_path_factory.mktemp(kind),
+            control_tokens=control,
+        )
+        for kind in ("char", "byte", "bpe")
+    }
+
+
+def chats():
+    def turns(count):
+        return st.lists(st.text(string.printable, max_size=12), min_size=count, max_size=count)
+
+    def chat(system, contents):
+        asked = [{"role": "system", "content": system}] if system is not None else []
+        return asked + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+    return st.builds(chat, st.none() | st.text(string.printable, max_size=9), st.integers(1, 5).flatmap(turns))
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+@pytest.mark.parametrize("template", SINGLE)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(chat=chats())
+def test_an_exported_template_gives_the_tokens_of_the_named_one(covering, template, kind, chat):
+    tokenizer = covering[kind]
+    named = Encoder(tokenizer, DataArguments(messages="chat", template=template))
+    tokenizer.chat_template = chat_template_of(template, tokenizer)
+    native = Encoder(tokenizer, DataArguments(messages="chat"))
+    try:
+        text, tokens = native.prompt(chat, "")
+        assert (text, tokens.tolist()) == (named.prompt(chat, "")[0], named.prompt(chat, "")[1].tolist())
+        served = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert tokens.tolist() == served
+        learnt = [*chat, {"role": "assistant", "content": "hello"}]
+        for one, other in zip(native.conversation(learnt, ""), named.conversation(learnt, ""), strict=True):
+            assert one.tolist() == other.tolist()
+    finally:
+        tokenizer.chat_template = None
+
+
+@pytest.mark.parametrize("columns", [{"messages": "chat"}, {"system": "system"}])
+def test_chats_need_a_template_and_prompts_do_not(load, columns):
+    row = {"prompt": "48+43", "response": "91", "system": "Add.", "chat": CHAT}
+    rows, data, tokenizer = load([row], **columns)
+    for encode in (encode_prompts, encode_sft):
+        lengths = {"prompt_length": 99} | ({"response_length": 99} if encode is encode_sft else {})
+        with pytest.raises(DataError, match=r"data_args\.template"):
+            encode(rows, data, tokenizer, **lengths)
+    bare, data, tokenizer = load([row])
+    assert encode_prompts(bare, data, tokenizer, prompt_length=99)[0][0].text == "48+43"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(load):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import resource
@@ -122,6 +123,28 @@ def test_the_limit_of_open_files(
     found = only(host.open_files(situation))
     assert found.level == level
     assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("variables", "load", "level"),
+    [
+        ({}, 0.5, "ok"),
+        ({}, 5.0, "note"),
+        ({"OMP_NUM_THREADS": "4"}, 0.5, "ok"),
+        ({"OMP_NUM_THREADS": "5"}, 0.5, "warning"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, 0.5, "warning"),
+    ],
+)
+def test_threads_and_other_programs(
+    situation: Situation, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], load: float, level: str
+) -> None:
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(host, "usable_cores", lambda: 4)
+    assert only(host.threads(situation)).level == level
 
 
 @pytest.mark.parametrize(("free", "level"), [(GIB // 2, "error"), (10 * GIB, "warning"), (60 * GIB, "ok")])

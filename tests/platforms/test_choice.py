@@ -163,6 +163,32 @@ def test_a_role_without_slots_talks_as_hosts_do() -> None:
     assert backend(world_size=2) == "gloo"
 
 
+@pytest.mark.parametrize(
+    ("exported", "of_the_run", "threads"), [("", "", 2), ("1", "", 1), ("6,2", "", 6), ("1", "3", 3), ("some", "", 2)]
+)
+def test_the_users_number_of_threads_counts_on_every_host(
+    monkeypatch: pytest.MonkeyPatch, exported: str, of_the_run: str, threads: int
+) -> None:
+    from roll_core.pipelines.config import SFTConfig
+    from roll_core.plugins.registry import load_registry
+    from roll_core.runtime.build import group_specs
+    from roll_core.spec.pipeline import RoleSpec
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if exported:
+        monkeypatch.setenv("OMP_NUM_THREADS", exported)
+    role = {"data_args": {"file_name": "x"}, "strategy_args": {"strategy_name": "hf_train"}, "world_size": 2}
+    keys: dict[str, Any] = {"pipeline": "sft", "pretrain": "model", "sft_train": role}
+    if of_the_run:
+        keys["system_envs"] = {"OMP_NUM_THREADS": of_the_run}
+    config = SFTConfig.model_validate(keys)
+    places = place_roles(config.roles(), Board(), num_gpus_per_node=2, cores=4)
+    roles = [RoleSpec(name="sft_train", kind="train", num_steps=1)]
+    (spec,) = group_specs(roles, config, load_registry(), Board(), places, Path("tokenizer"))
+    assert {place.num_threads for place in spec.places} == {threads}
+    assert {place.threads_of(8) for place in spec.places} == {threads if threads != 2 else 4}
+
+
 def test_what_a_strategy_wants_for_its_workers_gives_way_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     from roll_core.builtin.hf.config import HFTrainConfig
     from roll_core.pipelines.config import SFTConfig

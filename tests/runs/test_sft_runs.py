@@ -160,3 +160,21 @@ def test_a_model_that_the_run_before_has_not_written_is_named(local_runs):
     result = local_runs.run(config)
     assert isinstance(result.error, ModelError)
     assert str(result.error).startswith("there is no directory output/before/latest/export: mend the path")
+
+
+def test_reinforcement_learning_renders_chats_as_the_fine_tuning_before_it(local_runs):
+    runs = local_runs
+    rows = [{"prompt": f"{n}+1", "response": str(n + 1), "ground_truth": str(n + 1), "how": "Add."} for n in range(8)]
+    (runs.folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sft = runs.sft(max_steps=1, tokenizer={"kind": "byte"}, prompt_length=80)
+    del sft["validation"]
+    sft["sft_train"]["training_args"]["per_device_train_batch_size"] = 8
+    sft["sft_train"]["data_args"] |= {"system": "how", "template": "chatml"}
+    trained = runs.ok(sft)
+    rlvr = runs.rlvr(max_steps=1, pretrain=str(trained.run_dir.export), prompt_length=80, tokenizer=None)
+    rlvr["actor_train"]["data_args"] |= {"system": "how"}
+    del rlvr["actor_train"]["model_args"]["random_init"]
+    found = runs.ok(rlvr)
+    sample = json.loads(found.run_dir.samples.read_text(encoding="utf-8").splitlines()[0])
+    asked = sample["prompt"].removeprefix("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n")
+    assert asked.removesuffix("+1<|im_end|>\n<|im_start|>assistant\n").isdecimal()

@@ -189,6 +189,7 @@ def roll_checks() -> Iterator[CheckProvider]:
     for name, module, summary in (
         ("operating_system", "host", "Linux, and a kernel that is not too old"),
         ("shared_memory", "host", "Space in /dev/shm, through which processes hand weights to each other"),
+        ("threads", "host", "Threads of a step on this host, and whether other programs use the cores"),
         ("open_files", "host", "How many files and connections a process may have open"),
         ("disk", "host", "Free space where runs are written"),
         ("python", "software", "The interpreter's version"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from roll_core.cli.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import RollError
 from roll_core.plugins.registry import load_registry
+from roll_core.runtime import openmp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +30,7 @@ def run_configs(
 
     Returns the exit code: 0 only if every run did the steps that were asked for.
     """
+    os.environ.update(openmp.environment(os.environ))  # read when torch is loaded
     registry = load_registry(disabled_plugins)
     further = FileCheck() if files else None
     loaded = [load(path, overrides, registry, further, needs=True) for path in configs]

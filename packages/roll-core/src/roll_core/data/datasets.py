@@ -137,6 +137,11 @@ def text_of(row: Row, column: str, rows: Rows) -> str:
     return value
 
 
+def are_chats(data: DataArguments) -> bool:
+    """True if rows have roles to tell apart: a column of messages, or a system message before the prompt."""
+    return data.messages is not None or data.system is not None
+
+
 def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) -> list[Message]:
     """The row as chat messages: with `response` the last one is the assistant's, without it is not."""
     if data.messages is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll_core.data.datasets import Row, Rows, messages_of, stored_messages
+from roll_core.data.datasets import Row, Rows, are_chats, messages_of, stored_messages
 from roll_core.data.templates import Segment, Template, load_template, texts_of
 from roll_core.errors import DataError
 from roll_core.types import TrainSequence
@@ -47,11 +47,11 @@ class Counts:
 
 
 class Encoder:
-    """A tokenizer and a template. Encodes text without losing any of it."""
+    """A tokenizer and the template of the rows. Encodes text without losing any of it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> None:
         self.tokenizer = tokenizer
-        self.template: Template = load_template(template, tokenizer)
+        self.template: Template = load_template(data.template, tokenizer, chats=are_chats(data))
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token, so a response could not end")
         first = tokenizer("", add_special_tokens=True)["input_ids"][:1]
@@ -116,7 +116,7 @@ def encode_prompts(
     """Rows as prompts, in their order; those longer than `prompt_length` tokens are left out. Ids are the rows'."""
     from roll_core.spec.pipeline import Prompt
 
-    encoder = Encoder(tokenizer, data.template)
+    encoder = Encoder(tokenizer, data)
     counts = Counts()
     prompts: list[Prompt] = []
     for row in rows:
@@ -159,7 +159,7 @@ def encode_sft(
     than `response_length` leaves it out (`drop`) or is cut at its end (`truncate`). `on_prompt` also learns what the
     model only reads, except for the first token.
     """
-    encoder = Encoder(tokenizer, data.template)
+    encoder = Encoder(tokenizer, data)
     counts = Counts()
     sequences: list[TrainSequence] = []
     for row in rows:

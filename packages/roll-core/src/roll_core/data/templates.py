@@ -7,6 +7,7 @@ writes, and each is encoded alone. A template that rewrites earlier turns when l
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,10 +44,31 @@ class Template(Protocol):
         ...
 
 
-def load_template(name: str, tokenizer: PreTrainedTokenizerBase) -> Template:
-    """A template by its name in `data_args.template`. Raises `DataError` where the tokenizer lacks its tokens."""
+def load_template(name: str, tokenizer: PreTrainedTokenizerBase, *, chats: bool = False) -> Template:
+    """A template by its name in `data_args.template`.
+
+    Raises `DataError` if the tokenizer lacks the template's tokens, or if `native` has to render `chats` and the
+    tokenizer has no chat template.
+    """
     if name == "native":
-        return JinjaTemplate(tokenizer) if tokenizer.chat_template else Plain()
+        if tokenizer.chat_template:
+            return JinjaTemplate(tokenizer)
+        if chats:
+            raise DataError(
+                "the rows are chats (data_args.messages or data_args.system), but the tokenizer has no chat template:"
+                " set data_args.template to the one that the model was trained with"
+                f" ({', '.join(name for name in NAMED if name != 'plain')}), or to plain, which only joins the contents"
+            )
+        return Plain(tokenizer.eos_token)
+    return _named(name, tokenizer)
+
+
+def chat_template_of(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A named template as the text of `tokenizer.chat_template`; both give the same tokens. Raises `DataError`."""
+    return _named(name, tokenizer).jinja()
+
+
+def _named(name: str, tokenizer: PreTrainedTokenizerBase) -> Plain | Turns:
     if name not in NAMED:
         raise DataError(f"unknown chat template {name!r}; there are native, {', '.join(NAMED)}")
     vocabulary = tokenizer.get_vocab()
@@ -69,14 +91,27 @@ class Plain:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """All contents."""
-        return "".join(each["content"] for each in messages)
+        return _joined(self.segments(messages), self.eos_token)
+
+    def jinja(self) -> str:
+        """The same as a Jinja template for `tokenizer.chat_template`."""
+        return (
+            "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+            "{% endfor %}"
+        )
 
     def segments(self, messages: Sequence[Message]) -> list[Segment]:
-        """One for each message."""
-        return [
-            Segment(each["content"], written=each["role"] == "assistant", ends=each["role"] == "assistant")
-            for each in messages
-        ]
+        """What is read up to each answer, and the answers."""
+        found: list[Segment] = []
+        pending = ""
+        for each in messages:
+            if each["role"] == "assistant":
+                found += [Segment(pending, written=False)] if pending else []
+                found.append(Segment(each["content"], written=True, ends=True))
+                pending = ""
+            else:
+                pending += each["content"]
+        return [*found, Segment(pending, written=False)] if pending else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +130,25 @@ class Turns:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """All turns and the opening of the assistant's."""
-        return "".join(each.text for each in self._read(messages)) + self.opening.format(role="assistant")
+        awaited: Message = {"role": "assistant", "content": ""}
+        *read, _ = self.segments([*messages, awaited])
+        return _joined(read, self.eos_token)
+
+    def jinja(self) -> str:
+        """The same as a Jinja template for `tokenizer.chat_template`."""
+        before, after = (json.dumps(part) for part in self.opening.split("{role}"))
+        closing, between = json.dumps(self.closing), json.dumps(self.between)
+        eos = "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}" if self.closing != self.eos_token else ""
+        system = (
+            f"{{% if messages[0]['role'] != 'system' %}}"
+            f"{{{{ {before} ~ 'system' ~ {after} ~ {json.dumps(self.system)} ~ {closing} ~ {between} }}}}{{% endif %}}"
+        )
+        return (
+            f"{{{{ {json.dumps(self.first)} }}}}{system if self.system else ''}"
+            f"{{% for m in messages %}}{{{{ {before} ~ m['role'] ~ {after} ~ m['content'] ~ {closing} }}}}{eos}"
+            f"{{{{ {between} }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{{{ {before} ~ 'assistant' ~ {after} }}}}{{% endif %}}"
+        )
 
     def segments(self, messages: Sequence[Message]) -> list[Segment]:
         """What is read up to each answer, and the answers."""
@@ -126,15 +179,15 @@ class Turns:
         return found
 
 
-def _chatml(eos_token: str | None) -> Template:
+def _chatml(eos_token: str | None) -> Turns:
     return Turns(eos_token, "<|im_start|>{role}\n", "<|im_end|>", "\n")
 
 
-def _qwen(eos_token: str | None) -> Template:
+def _qwen(eos_token: str | None) -> Turns:
     return Turns(eos_token, "<|im_start|>{role}\n", "<|im_end|>", "\n", system="You are a helpful assistant.")
 
 
-def _llama3(eos_token: str | None) -> Template:
+def _llama3(eos_token: str | None) -> Turns:
     opening = "<|start_header_id|>{role}<|end_header_id|>\n\n"
     return Turns(eos_token, opening, "<|eot_id|>", first="<|begin_of_text|>")
 
@@ -148,7 +201,7 @@ def texts_of(messages: Sequence[Message], name: str) -> list[str]:
     return texts
 
 
-NAMED: dict[str, Callable[[str | None], Template]] = {
+NAMED: dict[str, Callable[[str | None], Plain | Turns]] = {
     "plain": Plain,
     "chatml": _chatml,
     "qwen": _qwen,
@@ -207,6 +260,10 @@ class JinjaTemplate:
         except (TemplateError, ValueError, TypeError) as error:
             raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
         return str(text)
+
+
+def _joined(segments: Sequence[Segment], eos_token: str | None) -> str:
+    return "".join(each.text + (eos_token or "") if each.ends else each.text for each in segments)
 
 
 def _common(one: str, other: str) -> str:

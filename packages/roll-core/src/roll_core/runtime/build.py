@@ -6,12 +6,14 @@ What the workers need is imported where it is made: `roll-core plan` asks here t
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.loading import strategy_config
 from roll_core.config.weight_ways import within_one_process
 from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
+from roll_core.runtime.openmp import wanted_threads
 from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.platform import values_of
 from roll_core.runtime.python_environments.spec import environment_spec
@@ -185,20 +187,29 @@ def group_specs(
             args = _model_args(role, worker, config, registry, platform, tokenizer)
             on_slots = any(place.slots for place in places[role.name])
             args["backend"] = platform.collective_backend if on_slots else HOST_BACKEND
+        env = {**_variables(worker, args["provider"]), **config.system_envs, **worker.system_envs}
         specs.append(
             GroupSpec(
                 role=role.name,
                 kind=role.kind,
                 target=WORKERS[role.kind],
                 args={"role": role.name, **args},
-                places=places[role.name],
-                env={**_variables(worker, args["provider"]), **config.system_envs, **worker.system_envs},
+                places=_with_wanted_threads(places[role.name], env),
+                env=env,
                 environment=_environment(worker, args["provider"], registry),
                 timeout_s=config.rpc_timeout,
                 survives=_survives(role),
             )
         )
     return specs
+
+
+def _with_wanted_threads(places: Sequence[Place], env: Mapping[str, str]) -> tuple[Place, ...]:
+    """Places with `OMP_NUM_THREADS` of their workers' variables or the user's environment as their threads."""
+    if not (wanted := wanted_threads(os.environ | env)):
+        return tuple(places)
+    changed = [replace(place, wanted_threads=wanted) for place in places]
+    return tuple(replace(place, num_threads=place.threads_of(place.num_threads)) for place in changed)
 
 
 def _survives(role: RoleSpec) -> Survival:

@@ -48,9 +48,13 @@ class Place:
     """Host threads for computation. Roles that share slots take turns, so each gets the full share of its slots."""
     slots_in_use: int = 0
     """Slots of its node that some role uses, which share the host's cores; 0 for a worker that needs but one thread."""
+    wanted_threads: int = 0
+    """`OMP_NUM_THREADS` where the user gives it; 0 for the share of the host's cores."""
 
     def threads_of(self, cores: int) -> int:
-        """Its share of a host with so many cores, at least 1."""
+        """Its share of a host with so many cores, at least 1; on every host what the user wants."""
+        if self.wanted_threads and self.slots_in_use:
+            return self.wanted_threads
         return max(1, cores * max(1, len(self.slots)) // self.slots_in_use) if self.slots_in_use else 1
 
 

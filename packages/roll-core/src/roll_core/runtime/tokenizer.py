@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.config.model_keys import is_hub_id
+from roll_core.data.datasets import are_chats
 from roll_core.data.encode import tokenizer_texts
-from roll_core.data.templates import control_tokens
+from roll_core.data.templates import chat_template_of, control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, ModelError
 
@@ -19,9 +21,13 @@ if TYPE_CHECKING:
     from roll_core.runtime.data import RunData
     from roll_core.spec.config import DataArguments, RunConfig
 
+log = logging.getLogger(__name__)
+
 
 def prepare_tokenizer(config: RunConfig, data: RunData, directory: Path) -> PreTrainedTokenizerBase:
-    """Make or load the tokenizer and write it into `directory`, from where every worker loads it.
+    """Make or load the tokenizer and write it into `directory`, from where every worker and each export loads it.
+
+    If the training data name a chat template, the tokenizer has it from here on.
 
     Raises `ConfigError` where neither a tokenizer nor a model to take it from is named, and `ModelError` where the
     model is not there or has none.
@@ -29,7 +35,17 @@ def prepare_tokenizer(config: RunConfig, data: RunData, directory: Path) -> PreT
     sources = _data_of(config)
     if config.tokenizer is not None:
         control = [token for source in sources for token in control_tokens(source.template)]
-        return make_tokenizer(config.tokenizer, _texts(data, sources), directory, control_tokens=control)
+        tokenizer = make_tokenizer(config.tokenizer, _texts(data, sources), directory, control_tokens=control)
+    else:
+        tokenizer = _load(config)
+    if sources:
+        _adopt_template(tokenizer, sources[0])
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def _load(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the run's first model with a path."""
     path = _model_path(config)
     if not Path(path).is_dir() and not is_hub_id(path):
         raise ModelError(f"there is no directory {path}: mend the path, or let the run that writes it come first")
@@ -43,8 +59,20 @@ def prepare_tokenizer(config: RunConfig, data: RunData, directory: Path) -> PreT
             f"{path} has no tokenizer that can be loaded: {first_line};"
             " give tokenizer.kind, or a directory or hub id of a model with its tokenizer"
         ) from error
-    tokenizer.save_pretrained(directory)
     return tokenizer
+
+
+def _adopt_template(tokenizer: PreTrainedTokenizerBase, trained: DataArguments) -> None:
+    """Make the named template of the training data the tokenizer's own, so that an export renders chats as in training.
+
+    `plain` prompts without roles are no chats: they say nothing about the model's template.
+    """
+    if trained.template == "native" or (trained.template == "plain" and not are_chats(trained)):
+        return
+    template = chat_template_of(trained.template, tokenizer)
+    if tokenizer.chat_template not in (None, template):
+        log.info("data_args.template %s replaces the chat template of the model's tokenizer", trained.template)
+    tokenizer.chat_template = template
 
 
 def _model_path(config: RunConfig) -> str:

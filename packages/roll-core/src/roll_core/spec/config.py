@@ -256,7 +256,8 @@ class DataArguments(Config):
     id: str = "id"
     """Column with the row's id; the row's number where it is missing."""
     template: str = "native"
-    """Chat template: `native` is the tokenizer's own (plain text where it has none), else a name from the docs."""
+    """Chat template: `native` is the tokenizer's own (without one, prompts stay as they are and chats are an error),
+    else a name from the docs. A named template is exported with the tokenizer."""
     domain_interleave_probs: dict[str, NonNegativeFloat] = {}
     """Share of each domain in a batch, by tag or by the entry of `rewards` that judges its tags; equal to their shares
     in the data where empty."""

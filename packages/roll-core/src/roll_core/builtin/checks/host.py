@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll_core.runtime.host import usable_cores
+from roll_core.runtime.openmp import environment, wanted_threads
 from roll_core.spec.checks import CheckResult
 
 if TYPE_CHECKING:
@@ -67,6 +70,25 @@ def shared_memory(_: Situation) -> Iterator[CheckResult]:
         remedy="docker run --shm-size=10g (or --ipc=host); in Kubernetes an emptyDir of medium Memory; else remove what"
         " a killed program left there",
     )
+
+
+def threads(_: Situation) -> Iterator[CheckResult]:
+    """Threads of a step on this host, how long they spin, and whether others keep the cores busy."""
+    cores, wanted = usable_cores(), wanted_threads(os.environ)
+    spinning = ", ".join(f"{name}={value}" for name, value in environment(os.environ).items())
+    number = f"OMP_NUM_THREADS={wanted}" if wanted else "OMP_NUM_THREADS not set"
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    found = f"{cores} usable cores, load {busy:.1f}; {number}; threads wait by {spinning}"
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "active":
+        remedy = "unset OMP_WAIT_POLICY: one other busy program can make steps ten times as long"
+        yield CheckResult(level="warning", found=found, wanted="threads that stop spinning", remedy=remedy)
+    elif wanted > cores:
+        remedy = "unset OMP_NUM_THREADS, or set it to the number of cores"
+        yield CheckResult(level="warning", found=found, wanted=f"at most {cores} threads", remedy=remedy)
+    elif busy > cores:
+        yield CheckResult(level="note", found=f"{found}; other programs use the cores, so steps on a CPU are slower")
+    else:
+        yield CheckResult(level="ok", found=found)
 
 
 def open_files(_: Situation) -> Iterator[CheckResult]:

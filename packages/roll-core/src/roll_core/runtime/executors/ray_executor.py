@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import UnsupportedError, WorkerDiedError
+from roll_core.runtime import openmp
 from roll_core.runtime.concurrency import gather
 from roll_core.runtime.executors.base import Executor, Member, Peers, WorkerGroup
 from roll_core.runtime.executors.calls import collect
@@ -174,7 +176,12 @@ class RayExecutor(Executor):
         node = self._reservation.nodes[place.node]
         configured = {**environment_of(self._platform, spec.kind, place.local_indices), **spec.env}
         devices = [node.device_ids[at] for at in place.local_indices if node.device_ids]
-        env = {"OMP_NUM_THREADS": str(place.num_threads), **configured, **self._identity(spec, place, devices)}
+        env = {
+            "OMP_NUM_THREADS": str(place.num_threads),
+            **openmp.environment(os.environ),
+            **configured,
+            **self._identity(spec, place, devices),
+        }
         crash_file = self._instance.scratch / f"{spec.role}-{place.rank}.crash"
         options = {
             "num_cpus": 0,
