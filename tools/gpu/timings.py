@@ -344,24 +344,26 @@ def _varlen(device: str, query: Any, key: Any, value: Any, lengths: tuple[int, .
         return found
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     longest = max(lengths)
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    repeated = [each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (k, v)]
+
+    def rows() -> list[Any]:
+        """`[T, H, D]` views of the same leaves, so that each backward pass ends where ours does."""
+        return [each[0].transpose(0, 1) for each in (query, key, value)]
+
     if importlib.util.find_spec("torch.nn.attention.varlen"):
         from torch.nn.attention.varlen import varlen_attn
 
-        found["torch varlen_attn"] = lambda: (
-            varlen_attn(q, *repeated, bounds, bounds, longest, longest, is_causal=True)
-            .sum()
-            .backward(retain_graph=True)
-        )
+        def by_torch() -> None:
+            args = (*rows(), bounds, bounds, longest, longest)
+            varlen_attn(*args, window_size=(-1, 0), enable_gqa=True).sum().backward()
+
+        found["torch varlen_attn"] = by_torch
     if importlib.util.find_spec("flash_attn"):
         from flash_attn import flash_attn_varlen_func
 
-        found["flash_attn_varlen_func"] = lambda: (
-            flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, causal=True)
-            .sum()
-            .backward(retain_graph=True)
-        )
+        def by_flash() -> None:
+            flash_attn_varlen_func(*rows(), bounds, bounds, longest, longest, causal=True).sum().backward()
+
+        found["flash_attn_varlen_func"] = by_flash
     return found
 
 
