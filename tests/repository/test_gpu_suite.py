@@ -1,0 +1,81 @@
+"""`./run gpu`: parts that fail or hang do not stop the next, results are there after each, a rehearsal passes."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SUITE = REPOSITORY / "tools" / "gpu" / "suite.py"
+
+
+@pytest.fixture(scope="module")
+def suite():
+    spec = importlib.util.spec_from_file_location("gpu_suite", SUITE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def part(suite, code, **fields):
+    return suite.Part(name="some part", command=("-c", code), deadline_s=30.0, **fields)
+
+
+def run(suite, tmp_path, code, **fields):
+    return suite.run_part(part(suite, code, **fields), "cuda", os.environ, tmp_path)
+
+
+def test_a_part_that_fails_or_hangs_is_told_from_one_that_passes(suite, tmp_path):
+    figures = "import json; print('said before'); print(json.dumps({'figures': {'n': 3}}))"
+    assert run(suite, tmp_path, figures)["figures"] == {"n": 3}
+    assert run(suite, tmp_path, figures)["status"] == "passed"
+    failed = run(suite, tmp_path, f"{figures}; raise SystemExit(1)")
+    assert (failed["status"], failed["exit_code"], failed["figures"]) == ("failed", 1, {"n": 3})
+    assert run(suite, tmp_path, f"raise SystemExit({suite.NOT_RUN})")["status"] == "not run"
+    assert run(suite, tmp_path, "", modules=("no_such_module",))["status"] == "not installed"
+
+
+def test_a_part_that_hangs_is_killed_with_its_children(suite, tmp_path):
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    hanging = suite.Part(name="hangs", command=("-c", code), deadline_s=1.0)
+    assert suite.run_part(hanging, "cuda", os.environ, tmp_path)["status"] == "timed out"
+
+
+def test_what_only_a_gpu_can_show_never_passes_on_a_cpu(suite, tmp_path):
+    entry = suite.run_part(part(suite, "", needs_gpu="two GPUs"), "cpu", os.environ, tmp_path)
+    assert (entry["status"], entry["why"]) == ("needs a GPU", "two GPUs")
+
+
+def test_results_are_there_after_each_part(suite, tmp_path):
+    results = suite.Results(tmp_path, "cpu")
+    for number in (1, 2):
+        results.add(part(suite, ""), {"status": "passed", "seconds": 1.0, "figures": {"number": number}})
+        assert len(json.loads(results.json.read_text())["parts"]) == number
+        assert results.markdown.read_text().count("| some part |") == number
+
+
+def test_every_part_is_in_the_docs(suite):
+    page = (REPOSITORY / "docs" / "gpu.md").read_text(encoding="utf-8")
+    listed = {
+        row.partition("`")[2].partition("`")[0].removesuffix(" …") for row in page.splitlines() if "| `" in row[:3]
+    }
+    assert all(any(each.name.startswith(name) for name in listed) for each in suite.PARTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_rehearsal_passes_with_the_systems_own_python(suite, tmp_path):
+    """The environment's Python stands in for the machine's: packages and their plugins are found by path alone."""
+    command = [sys.executable, str(SUITE), "--device", "cpu", "--system-python", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+    entries = {each["part"]: each for each in json.loads((tmp_path / "cpu-rehearsal.json").read_text())["parts"]}
+    assert set(entries) == {each.name for each in suite.PARTS}
+    for each in suite.PARTS:
+        allowed = {"needs a GPU"} if each.needs_gpu else {"passed", "not installed"} if each.modules else {"passed"}
+        assert entries[each.name]["status"] in allowed, entries[each.name]

@@ -1,0 +1,469 @@
+"""What `./run gpu` checks: each function is one process, whose last line is JSON with its figures and aims.
+
+    python tools/gpu/programs.py NAME --device cuda|cpu [arguments]
+
+On a CPU the same code runs with tiny shapes. Exit codes: 0 passed, 1 failed, 77 not run here (the reason is printed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from multiprocessing.connection import Connection
+
+    from roll_core.builtin.hf.engine import HFInferStrategy
+    from roll_core.builtin.hf.train import HFTrainStrategy
+    from roll_core.spec.model import ModelSpec
+    from roll_core.types import TrainSequence
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+NOT_RUN = 77
+QUICK_TESTS = "test_split_of or test_logprobs or test_greedy or test_its_record or test_what_was_published"
+"""Tests of each kit that a rehearsal runs."""
+
+
+class MissedError(Exception):
+    """A check that found what it must not find."""
+
+
+def qwen3(size: str) -> dict[str, Any]:
+    """A config of Qwen3's architecture: `tiny`, `small` (55 M), `0.6B` or `1.7B`."""
+    hidden, intermediate, layers, heads, kv_heads, head, vocabulary = {
+        "tiny": (64, 192, 2, 4, 2, 16, 512),
+        "small": (512, 2048, 12, 8, 8, 64, 8192),
+        "0.6B": (1024, 3072, 28, 16, 8, 128, 151_936),
+        "1.7B": (2048, 6144, 28, 16, 8, 128, 151_936),
+    }[size]
+    return {
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    }
+
+
+def model_spec(size: str, dtype: str = "bf16", **fields: Any) -> ModelSpec:
+    """Random weights."""
+    from roll_core.spec.model import ModelSpec
+
+    return ModelSpec(random_init=qwen3(size), dtype=dtype, **fields)
+
+
+def make_trainer(model: ModelSpec, device: str, **training: Any) -> HFTrainStrategy:
+    """`hf_train`, built on the device."""
+    from roll_core.builtin.hf.config import HFTrainConfig
+    from roll_core.builtin.hf.train import HFTrainStrategy
+    from roll_core.spec.model import MeshInfo
+    from roll_core.spec.train import TrainingSpec
+
+    strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(**{"learning_rate": 1e-4, "num_steps": 100, **training}))
+    strategy.build(model, MeshInfo(role="actor_train", device=torch_device(device)))
+    return strategy
+
+
+async def start_engine(model: ModelSpec, device: str, **config: Any) -> HFInferStrategy:
+    """`hf_infer`, started on the device."""
+    from roll_core.builtin.hf.config import HFInferConfig
+    from roll_core.builtin.hf.engine import HFInferStrategy
+    from roll_core.spec.model import MeshInfo
+
+    engine = HFInferStrategy(HFInferConfig(**config))
+    await engine.start(model, MeshInfo(role="actor_infer", device=torch_device(device)))
+    return engine
+
+
+def torch_device(device: str) -> str:
+    """The first device of the kind."""
+    return "cuda:0" if device == "cuda" else "cpu"
+
+
+def make_sequences(count: int, length: int, vocabulary: int) -> list[TrainSequence]:
+    """Random tokens, every token but a sequence's first one trained."""
+    import numpy as np
+
+    from roll_core.types import TrainSequence
+
+    rng = np.random.default_rng(0)
+    return [
+        TrainSequence(id=str(i), tokens=rng.integers(3, vocabulary, length), loss_mask=np.arange(length) > 0)
+        for i in range(count)
+    ]
+
+
+def used_bytes(device: str) -> int:
+    """Bytes that torch holds on the device."""
+    import torch
+
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def report(figures: Mapping[str, Any], aims: Iterable[tuple[str, float, str, bool]] = (), **more: Any) -> None:
+    """Print the part's JSON line. An aim is what, value, aim and whether it was met."""
+    rows = [dict(zip(("what", "value", "aim", "met"), each, strict=True)) for each in aims]
+    print(json.dumps({"figures": dict(figures), "aims": rows, **more}), flush=True)
+
+
+def not_run(why: str) -> int:
+    """Report that this machine cannot run the part."""
+    report({}, why=why)
+    return NOT_RUN
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def probe(device: str) -> int:
+    """Platform, devices, a matrix product, and what `roll-core doctor` finds."""
+    import torch
+
+    from roll_core.plugins.registry import load_registry
+    from roll_core.runtime.platform import select_platform
+
+    platform = select_platform(load_registry(), None)
+    if platform.device_type != device:
+        raise MissedError(f"the platform chosen is {platform.name}, and the device asked for is {device}")
+    ones = torch.ones(64, 64, device=torch_device(device))
+    if float((ones @ ones).sum()) != 64.0**3:
+        raise MissedError("a product of ones is wrong on this device")
+    done = subprocess.run(
+        [sys.executable, "-m", "roll_core", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    findings = json.loads(done.stdout)["findings"]
+    wrong = [f"{each['check']}: {each['found']}" for each in findings if each["level"] in ("error", "warning")]
+    report({"platform": platform.name, "devices": platform.device_count(), "doctor": "; ".join(wrong) or "no remarks"})
+    return 0
+
+
+def kit(device: str, select: str) -> int:
+    """A conformance kit, by pytest; failed tests are in the result by name."""
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "report.xml"
+        chosen = f"Test{select}" if device == "cuda" else f"Test{select} and ({QUICK_TESTS})"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={file}"]
+        command += [str(HERE / "kits.py"), "-k", chosen]
+        subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "ROLL_GPU_PLATFORM": device}, check=False)
+        cases = list(ElementTree.parse(file).getroot().iter("testcase")) if file.is_file() else []
+    outcome = {case: [child.tag for child in case] for case in cases}
+    failed = sorted({str(case.get("name")) for case, tags in outcome.items() if {"failure", "error"} & set(tags)})
+    skipped = sum("skipped" in tags for tags in outcome.values())
+    passed = len(cases) - len(failed) - skipped
+    report({"passed": passed, "failed": len(failed), "skipped": skipped}, failed_tests=failed)
+    if not passed and not failed:
+        return not_run("no test of the kit ran")
+    return 1 if failed else 0
+
+
+def quickstart(device: str) -> int:
+    """SFT and GRPO of the quick start; the accuracies of a CPU are 0.44 and 0.97."""
+    examples = REPOSITORY / "examples" / "quickstart"
+    subprocess.run([sys.executable, str(examples / "make_data.py")], cwd=REPOSITORY, check=True)
+    rehearsal = [] if device == "cuda" else ["max_steps=2", "eval_steps=2"]
+    scores = {}
+    with tempfile.TemporaryDirectory() as output:
+        pretrain = [f"pretrain={output}/quickstart-sft/latest/export"]
+        for name, more in (("sft", []), ("grpo", pretrain)):
+            command = [sys.executable, "-m", "roll_core", "run", str(examples / f"{name}.yaml"), f"output_dir={output}"]
+            subprocess.run(
+                [*command, f"platform={device}", "executor=local", *rehearsal, *more], cwd=REPOSITORY, check=True
+            )
+            lines = (Path(output) / f"quickstart-{name}" / "latest" / "metrics.jsonl").read_text(encoding="utf-8")
+            found = [json.loads(line).get("val/score/mean") for line in lines.splitlines()]
+            scores[name] = [score for score in found if score is not None][-1]
+    aims = [
+        ("accuracy after SFT", scores["sft"], "0.35 to 0.55", 0.35 <= scores["sft"] <= 0.55),
+        ("accuracy after GRPO", scores["grpo"], ">= 0.92", scores["grpo"] >= 0.92),
+    ]
+    report({} if device == "cuda" else {"steps": 2}, aims if device == "cuda" else ())
+    return 0 if device != "cuda" or all(each[-1] for each in aims) else 1
+
+
+def transport(device: str, which: str) -> int:
+    """Weights of a trainer in an engine, proven: in one process, or in two on one device."""
+    if which == "nccl":
+        import torch
+
+        if torch.cuda.device_count() < 2:
+            return not_run("needs two GPUs: NCCL takes one process per GPU")
+        which = "collective"
+    seconds, num_bytes = sync_once(device, which, "small" if device == "cuda" else "tiny", rounds=3)
+    report({"seconds": min(seconds), "MB": num_bytes / 1e6})
+    return 0
+
+
+def offload(device: str) -> int:
+    """Bytes that `offload` and `sleep` return, and that everything comes back bit for bit."""
+    import torch
+
+    from roll_core.algorithms.losses import SFTObjective
+    from roll_core.data.pack import pack
+
+    trainer = make_trainer(model_spec("small"), device)
+    trainer.forward_backward(pack(make_sequences(4, 128, 8192), max_tokens=512), SFTObjective())
+    trainer.optimizer_step()
+    before = {name: tensor.clone().cpu() for name, tensor in trainer.export_weights()}
+    loaded = used_bytes(device)
+    trainer.offload(("weights", "grads", "optimizer"))
+    torch.cuda.empty_cache()
+    left = used_bytes(device)
+    trainer.onload(("weights", "grads", "optimizer"))
+    for name, tensor in trainer.export_weights():
+        if not torch.equal(tensor.cpu(), before[name]):
+            raise MissedError(f"{name} changed on its way to the host and back")
+    trainer.close()
+    del trainer
+
+    async def sleeping() -> tuple[int, int]:
+        engine = await start_engine(model_spec("small"), device, kv_cache_gib=1.0)
+        awake = used_bytes(device)
+        await engine.sleep()
+        torch.cuda.empty_cache()
+        asleep = used_bytes(device)
+        await engine.stop()
+        return awake, asleep
+
+    awake, asleep = asyncio.run(sleeping())
+    shares = {"offload returns": 1 - left / loaded, "sleep returns": 1 - asleep / awake}
+    report(
+        {"loaded MB": loaded / 1e6, "awake MB": awake / 1e6}, [(k, v, ">= 0.95", v >= 0.95) for k, v in shares.items()]
+    )
+    return 0 if min(shares.values()) >= 0.95 else 1
+
+
+def numerics(device: str) -> int:
+    """Logprobs in bf16 beside fp32, the engine beside the trainer, and matrices in fp8 beside fp32."""
+    import numpy as np
+    import torch
+
+    from roll_core.data.pack import pack
+    from roll_core.modeling.eight_bits import quantise_rows
+    from roll_core.spec.train import Want
+    from roll_core.types import GenerateRequest, SamplingParams
+
+    size = "small" if device == "cuda" else "tiny"
+    sequences = make_sequences(8, 64, 500)
+    (micro,) = pack(sequences, max_tokens=8 * 64)
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        trainer = make_trainer(model_spec(size, dtype), device)
+        found[dtype] = trainer.forward(micro, Want(logprobs=True)).logprobs_T.float().cpu().numpy()
+        trainer.close()
+
+    async def engine_logprobs() -> Any:
+        engine = await start_engine(model_spec(size, "fp32"), device, kv_cache_gib=0.25)
+        requests = [
+            GenerateRequest(
+                id=each.id,
+                prompt_ids=each.tokens,
+                params=SamplingParams(max_new_tokens=1, ignore_eos=True),
+                prompt_logprobs=True,
+            )
+            for each in sequences
+        ]
+        completions = await asyncio.gather(*[engine.generate(each) for each in requests])
+        await engine.stop()
+        return np.concatenate([each.prompt_logprobs for each in completions])
+
+    trained = micro.loss_mask_T.numpy()
+    engine = asyncio.run(engine_logprobs())
+    weight = torch.randn(512, 512, device=torch_device(device))
+    matrix, scale = quantise_rows(weight)
+    rounded = float(((matrix.float() * scale - weight).norm() / weight.norm()).cpu())
+    gaps = {
+        "bf16 - fp32": float(np.abs(found["bf16"] - found["fp32"])[trained].mean()),
+        "engine - trainer, fp32": float(np.abs(engine - found["fp32"])[trained].mean()),
+        "fp8 matrix, relative": rounded,
+    }
+    bounds = {"bf16 - fp32": 0.05, "engine - trainer, fp32": 1e-3, "fp8 matrix, relative": 0.05}
+    report({}, [(what, gaps[what], f"<= {bounds[what]:g}", gaps[what] <= bounds[what]) for what in gaps])
+    return 0 if all(gaps[what] <= bounds[what] for what in gaps) else 1
+
+
+def planner(device: str) -> int:
+    """Predicted beside measured peak memory of an SFT run."""
+    import yaml
+
+    size, length = ("small", 512) if device == "cuda" else ("tiny", 64)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = [{"prompt": "a" * (length // 2), "response": "b" * (length // 2)} for _ in range(16)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        config = {
+            "pipeline": "sft",
+            "output_dir": name,
+            "exp_name": "planned",
+            "platform": device,
+            "executor": "local",
+            "tokenizer": {"kind": "byte"},
+            "prompt_length": length,
+            "response_length": length,
+            "max_steps": 2,
+            "save_steps": 0,
+            "export_model": False,
+            "track_with": [],
+            "sft_train": {
+                "model_args": {"dtype": "bf16" if device == "cuda" else "fp32", "random_init": qwen3(size)},
+                "training_args": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+                "data_args": {"file_name": str(folder / "rows.jsonl")},
+                "strategy_args": {"strategy_name": "hf_train"},
+                "device_mapping": [0],
+            },
+        }
+        (folder / "sft.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        subprocess.run([sys.executable, "-m", "roll_core", "run", str(folder / "sft.yaml")], check=True)
+        record = json.loads((folder / "planned" / "latest" / "run.json").read_text(encoding="utf-8"))
+    row = record["memory"][0]
+    kind = "device_" if device == "cuda" else ""
+    predicted, measured = row[f"{kind}predicted_bytes"], row[f"{kind}measured_bytes"]
+    figures = {"predicted MB": (predicted or 0) / 1e6, "measured MB": (measured or 0) / 1e6}
+    error = (predicted - measured) / measured if predicted and measured else float("nan")
+    report(figures, [("error", error, "within 0.15", abs(error) <= 0.15)] if device == "cuda" else ())
+    return 0 if device != "cuda" or abs(error) <= 0.15 else 1
+
+
+def extensions(device: str) -> int:
+    """Seconds to compile the decoding kernels on first use, and ahead of time."""
+    from roll_core.builtin.hf.kernels.decode import CUDA_EXTENSION, EXTENSION
+
+    extension = CUDA_EXTENSION if device == "cuda" else EXTENSION
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["TORCH_EXTENSIONS_DIR"] = name
+        begun = time.monotonic()
+        extension.load()
+        just_in_time = time.monotonic() - begun
+        ahead = Path(name) / "ahead"
+        ahead.mkdir()
+        begun = time.monotonic()
+        extension.build_ahead(ahead)
+        report({"on first use, s": just_in_time, "ahead of time, s": time.monotonic() - begun})
+    return 0
+
+
+# -- weight sync between processes -------------------------------------------------------------------------------------
+
+
+def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[float], int]:
+    """Seconds of each publish from `hf_train` to `hf_infer` with its proof, and the bytes of the weights."""
+    from roll_core.runtime.weight_sync import WeightSender
+    from roll_core.runtime.weight_sync.plan import SyncPlan
+    from roll_core.runtime.weight_sync.proof import verify
+    from roll_core.spec.weights import entry_bytes
+
+    trainer = make_trainer(model_spec(size), device)
+    sender = WeightSender(trainer, role="actor_train", rank=0, device=torch_device(device))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child: Any = None
+    if which == "shared":  # the tensors themselves change hands, which takes one process
+        child = threading.Thread(target=_receive, args=(theirs, device, size), daemon=True)
+    else:
+        child = context.Process(target=_receive, args=(theirs, device, size), daemon=True)
+    child.start()
+    if ours.recv() != "ready":
+        raise MissedError("the engine did not start")
+    seconds, num_bytes = [], 0
+    for version in range(rounds):
+        plan = SyncPlan(version=version, transport=which, num_receivers=1, deadline_s=120.0)  # type: ignore[arg-type]
+        begun = time.perf_counter()
+        offer = sender.prepare(plan)
+        _pass(ours, which, (plan, offer))
+        sent = offer.manifest if which == "shared" else sender.send(plan).manifest  # type: ignore[union-attr]
+        outcome = _take(ours, which)
+        if outcome.failure is not None:
+            raise outcome.failure
+        verify(sent, outcome.receipt)
+        seconds.append(time.perf_counter() - begun)
+        num_bytes = sum(entry_bytes(entry) for entry in sent.tensors)
+    _pass(ours, which, None)
+    child.join(30)
+    sender.close()
+    trainer.close()
+    return seconds, num_bytes
+
+
+_here: list[Any] = []
+"""What two threads of one process pass by reference."""
+
+
+def _pass(pipe: Connection, which: str, value: Any) -> None:
+    if which == "shared":
+        _here.append(value)
+        pipe.send("look")
+    else:
+        pipe.send(value)
+
+
+def _take(pipe: Connection, which: str) -> Any:
+    found = pipe.recv()
+    return _here.pop() if which == "shared" and found == "look" else found
+
+
+def _receive(pipe: Connection, device: str, size: str) -> None:
+    """The engine's end: start, then take in every publish until None comes."""
+
+    async def serve() -> None:
+        from roll_core.runtime.weight_sync import WeightReceiver
+
+        engine = await start_engine(model_spec(size), device, kv_cache_gib=0.25)
+        receiver = WeightReceiver(engine, role="actor_infer", rank=0, device=torch_device(device))
+        pipe.send("ready")
+        loop = asyncio.get_running_loop()
+        while True:
+            found = await loop.run_in_executor(None, pipe.recv)
+            shared = found == "look"
+            if shared:
+                found = _here.pop()
+            if found is None:
+                break
+            outcome = await receiver.receive(*found)
+            _pass(pipe, "shared" if shared else "", outcome)
+        receiver.close()
+        await engine.stop()
+
+    asyncio.run(serve())
+
+
+def main(programs: Sequence[Callable[..., int]]) -> int:
+    """Run the function that the first argument names."""
+    by_name = {each.__name__: each for each in programs}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=by_name)
+    parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
+    arguments, rest = parser.parse_known_args()
+    options = {key.removeprefix("--"): value for key, value in zip(rest[::2], rest[1::2], strict=True)} if rest else {}
+    try:
+        return by_name[arguments.name](arguments.device, **options)
+    except MissedError as error:
+        report({}, why=str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main([probe, kit, quickstart, transport, offload, numerics, planner, extensions]))
