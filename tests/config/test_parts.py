@@ -6,9 +6,10 @@ import textwrap
 import pytest
 
 from roll_core.config import load
-from roll_core.errors import ConfigError
+from roll_core.errors import ConfigError, PluginLoadError
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
+from roll_core.plugins.targets import check_part
 from roll_core.spec.providers import (
     AdvantageProvider,
     InferCapabilities,
@@ -169,6 +170,13 @@ def test_a_part_that_cannot_be_called_as_its_contract_is_a_mistake(problems, ove
     assert key == override.partition("=")[0]
     assert "roll-acme 2.1" in message
     assert why in message
+
+
+@pytest.mark.usefixtures("problems")
+def test_plugins_check_refuses_a_part_that_cannot_be_called():
+    record = AdvantageProvider(name="x", target=f"{MODULE}:estimator_of_two", summary="")
+    with pytest.raises(PluginLoadError, match="missing a required argument: 'gamma'"):
+        check_part(record, owner="advantage estimator 'x' of roll-acme 2.1")
 
 
 @pytest.mark.parametrize(
