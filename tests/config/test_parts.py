@@ -6,9 +6,10 @@ import textwrap
 import pytest
 
 from roll_core.config import load
-from roll_core.errors import ConfigError
+from roll_core.errors import ConfigError, PluginLoadError
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
+from roll_core.plugins.targets import check_part
 from roll_core.spec.providers import (
     AdvantageProvider,
     InferCapabilities,
@@ -16,6 +17,8 @@ from roll_core.spec.providers import (
     PolicyLossProvider,
     RewardProvider,
     TrackerProvider,
+    TrainCapabilities,
+    TrainProvider,
 )
 
 MODULE = "acme_parts_of_a_test"
@@ -40,10 +43,16 @@ class Forgetful(Judge):
     def __init__(self): ...
 """
 OPTIONS = """
-from roll_core.spec.config import Config
+from roll_core.spec.config import Config, StrategyConfig
 
 class BoardOptions(Config):
     project: str = "roll"
+
+class SpreadConfig(StrategyConfig):
+    tensor_size: int = 1
+
+    def parallel_sizes(self):
+        return {"tensor_parallel": self.tensor_size}
 """
 CONFIG = """\
 pipeline: rlvr
@@ -84,6 +93,15 @@ def problems(tmp_path, monkeypatch):
         record(PolicyLossProvider, "needy_loss", "loss", needs=("no-such-distribution>=2",)),
         *(record(RewardProvider, name, name) for name in ("Judge", "JudgeOfTexts", "Forgetful")),
         record(TrackerProvider, "bare_board", "Board"),
+        record(
+            TrainProvider,
+            "spread_train",
+            "Trainer",
+            config=f"{MODULE}_options:SpreadConfig",
+            capabilities=TrainCapabilities(
+                gradient_checkpointing=True, data_parallel=True, tensor_parallel=True, weight_transports=("shm",)
+            ),
+        ),
         record(TrackerProvider, "board", "Board", config=f"{MODULE}_options:BoardOptions"),
         record(
             InferProvider,
@@ -154,6 +172,13 @@ def test_a_part_that_cannot_be_called_as_its_contract_is_a_mistake(problems, ove
     assert why in message
 
 
+@pytest.mark.usefixtures("problems")
+def test_plugins_check_refuses_a_part_that_cannot_be_called():
+    record = AdvantageProvider(name="x", target=f"{MODULE}:estimator_of_two", summary="")
+    with pytest.raises(PluginLoadError, match="missing a required argument: 'gamma'"):
+        check_part(record, owner="advantage estimator 'x' of roll-acme 2.1")
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -181,3 +206,33 @@ def test_a_requirement_that_is_not_installed_is_a_mistake_where_the_part_would_r
 def test_on_a_cluster_requirements_are_left_to_its_hosts(problems, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     assert not problems("pg_variant=needy_loss", needs=True)
+
+
+SPREAD = ("actor_train.device_mapping=list(range(0,16))", "actor_train.strategy_args.strategy_name=spread_train")
+AT = "actor_train.strategy_args.strategy_config"
+
+
+def test_batches_are_counted_by_replicas(problems):
+    assert not problems(*SPREAD, f"{AT}.tensor_size=4")  # 64 samples, 8 × 4 replicas
+    ((key, message),) = problems(*SPREAD)  # 8 × 16 replicas
+    assert key == ""
+    assert "data parallel 16 = 128" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "wrong"),
+    [
+        (f"+{AT}={{tensor_sise: 4}}", f"{AT}.tensor_sise"),
+        (f"+{AT}={{tensor_size: four}}", f"{AT}.tensor_size"),
+        (f"+{AT}=4", AT),
+        (f"+{AT}={{tensor_size: '${{nowhere}}'}}", f"{AT}.tensor_size"),
+        ("actor_train.strategy_args.strategy_name=spread_trian", "actor_train.strategy_args.strategy_name"),
+    ],
+)
+def test_a_mistake_that_hides_the_number_of_replicas_is_the_only_one(problems, override, wrong):
+    assert keys(problems(*SPREAD, override)) == [wrong]
+
+
+def test_a_batch_that_divides_for_no_number_of_replicas_is_a_mistake_all_the_same(problems):
+    found = problems(*SPREAD, f"{AT}.tensor_sise=4", "actor_train.training_args.per_device_train_batch_size=3")
+    assert sorted(keys(found)) == ["", f"{AT}.tensor_sise"]

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from roll_core.field_docs import document_fields
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -285,3 +287,6 @@ class WeightReceipt:
     """Name to digest, for every tensor that it holds."""
     role: str = ""
     rank: int = 0
+
+
+document_fields(__name__)

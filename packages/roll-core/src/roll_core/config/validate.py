@@ -268,15 +268,21 @@ class _Validation:
             provider = self._find(TrainProvider, name, at_name, role)
         if provider is None:
             self._other_registry(worker, name, at_name)
+            _suppose_one_replica(role)
             return
         self._suits(path, worker, role, provider)
         owner = self.registry.owner(provider)
         schema = schema_of(provider, StrategyConfig, owner=owner)
         raw = arguments.get("strategy_config")
         if raw is not None and not isinstance(raw, dict):
+            _suppose_one_replica(role)
             return
         strategy = self._by_schema(schema, raw or {}, at_config, owner)
-        if strategy is not None:
+        hidden = any(each[: len(at_config)] == at_config for each in self.composed.broken)
+        if hidden or strategy is None:
+            if _spreads(schema):
+                _suppose_one_replica(role)
+        else:
             self._slots(path, worker, role, provider, strategy)
             self._replicas(path, role, provider, strategy)
             if worker.kind == "generate" or path == (self.policy_role,):
@@ -649,6 +655,20 @@ def _num_ranks(role: Mapping[Any, Any]) -> int | None:
         return len(parse_device_mapping(mapping))
     except ValueError:  # told where the role itself is validated
         return None
+
+
+def _spreads(schema: type[StrategyConfig]) -> bool:
+    """Whether a strategy's configuration can spread a replica over several ranks."""
+    base = StrategyConfig
+    return schema.ranks_per_replica is not base.ranks_per_replica or schema.parallel_sizes is not base.parallel_sizes
+
+
+def _suppose_one_replica(role: dict[Any, Any]) -> None:
+    """Where nothing tells how many ranks share a replica: all of them. A batch that does not divide then divides for no
+    other number of replicas either, so that arithmetic reports no mistake that is none."""
+    ranks = _num_ranks(role)
+    if ranks is not None and role.get("ranks_per_replica") is None:
+        role["ranks_per_replica"] = ranks
 
 
 def _replaces(other: Provider, refused: Provider, platform: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
 
 from roll_core.spec.config import (
@@ -16,18 +16,15 @@ from roll_core.spec.config import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    RewardConfig,
-    RunConfig,
+    RewardRunConfig,
     ScoreWorkerConfig,
     TrainWorkerConfig,
-    ValidationConfig,
     WorkerConfig,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Rewards = dict[str, SerializeAsAny[RewardConfig]]
 NormType = Literal["batch", "group", "running"]
 Level = Literal["token", "segment", "geometric", "sequence"]
 
@@ -50,18 +47,7 @@ def sequences_per_step(role: WorkerConfig) -> tuple[int, str]:
     )
 
 
-class _Judged(RunConfig):
-    """What pipelines share that generate answers and have them judged."""
-
-    rewards: Rewards = Field(default_factory=dict)
-    """Judges by domain; a row's tag chooses its judge, and the only one there is judges every row."""
-    validation: ValidationConfig | None = None
-    """Held-out prompts; none where not given."""
-    val_batch_size: PositiveInt = 1024
-    """Prompts that are answered at once in an evaluation."""
-
-
-class SFTConfig(_Judged):
+class SFTConfig(RewardRunConfig):
     """`pipeline: sft`: supervised fine-tuning on prompts and responses."""
 
     row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"sft_train": ("prompt", "response"), "validation": ("prompt",)}
@@ -152,7 +138,7 @@ class RouterReplayConfig(Config):
         return self.mode != "disable"
 
 
-class RLVRConfig(_Judged):
+class RLVRConfig(RewardRunConfig):
     """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and their kin)."""
 
     policy_role: ClassVar[str] = "actor_train"

@@ -27,7 +27,6 @@ from roll_core.pipelines.filters import domains, group_filter
 from roll_core.pipelines.messages import skipped
 from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder
-from roll_core.pipelines.sampling import sampling_params
 from roll_core.pipelines.validation import Validation
 from roll_core.runtime.rollout.groups import stable_seed
 from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
@@ -55,8 +54,8 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             seed=config.seed,
             domains=domains(config.rewards, {prompt.tag for prompt in prompts}),
         )
-        self.sampling = sampling_params(
-            config.actor_infer.generating_args, default_max_new_tokens=config.response_length
+        self.sampling = config.actor_infer.generating_args.sampling_params(
+            default_max_new_tokens=config.response_length
         )
         # Greedy draws have no temperature to divide by; their logprobs are those of the model itself.
         self.temperature = self.sampling.temperature or 1.0

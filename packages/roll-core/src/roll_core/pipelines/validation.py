@@ -6,8 +6,6 @@ import statistics
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from roll_core.pipelines.sampling import sampling_params
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -25,7 +23,7 @@ class Validation:
         """`role` generates with the weights of `source`, `batch_size` prompts at once."""
         self.role, self.source, self.batch_size = role, source, batch_size
         self.num_answers = validation.generating_args.num_return_sequences
-        self.params = sampling_params(validation.generating_args, default_max_new_tokens=config.response_length)
+        self.params = validation.generating_args.sampling_params(default_max_new_tokens=config.response_length)
         self.prompts = run.prompts(validation.data_args)
 
     async def evaluate(self, run: Run) -> Mapping[str, float]:

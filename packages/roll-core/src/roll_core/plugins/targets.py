@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import PluginLoadError
+from roll_core.plugins.signatures import signature_problem
 from roll_core.spec.known_errors import KnownError
 from roll_core.spec.providers import FragmentProvider, KnownErrorsProvider
 
@@ -71,7 +72,7 @@ def check_part(record: Provider, *, owner: str) -> None:
     """Import everything that a record points at, and hold it against the contract of its kind.
 
     Raises `PluginLoadError` for what cannot be imported, is no subclass of the contract's class, lacks an abstract
-    method, or declares other capabilities than the record does.
+    method, cannot be called as the contract says, or declares other capabilities than the record does.
     """
     if isinstance(record, FragmentProvider):
         data_file(record.target, owner=owner)
@@ -79,6 +80,8 @@ def check_part(record: Provider, *, owner: str) -> None:
     if isinstance(record, KnownErrorsProvider):
         known_errors(record, owner=owner)
         return
+    if problem := signature_problem(record):
+        raise PluginLoadError(f"{owner}: {problem}")
     contract = _contract(record)
     part = load_target(record.target, owner=owner)
     if contract is None:

@@ -1,7 +1,7 @@
 """The whole plugin API: what a plugin offers (`hooks`, `providers`) and the contracts of what it offers.
 
-A plugin imports from here and from `roll_core.{errors,types,algorithms,data,testing}`, and from nothing else of the
-core.
+A plugin imports from here and from `roll_core.{errors,types,algorithms,data,modeling,testing}`, and from nothing else
+of the core.
 Import the modules by name (`from roll_core.spec.train import TrainStrategy`): nothing heavy is loaded by this package.
 """
 

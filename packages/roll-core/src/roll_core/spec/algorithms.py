@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from roll_core.field_docs import document_fields
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -73,3 +75,6 @@ class PolicyLoss(Protocol):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """`(loss_T, per-token metrics)`; the runtime masks and aggregates both."""
         ...
+
+
+document_fields(__name__)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from roll_core.field_docs import document_fields
+
 if TYPE_CHECKING:
     from roll_core.spec.config import RunConfig
     from roll_core.spec.platform import Platform
@@ -46,3 +48,6 @@ class Situation:
 
 
 Check = Callable[[Situation], Iterable[CheckResult]]
+
+
+document_fields(__name__)

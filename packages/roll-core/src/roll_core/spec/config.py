@@ -13,7 +13,15 @@ import re
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    field_validator,
+    model_validator,
+)
 
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.platform import EnvVar, RoleKind  # noqa: TC001 - pydantic reads the annotation
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from roll_core.spec.providers import ModelParallelism
+    from roll_core.types import SamplingParams
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -289,6 +298,23 @@ class GeneratingArguments(Config):
     seed: int | None = None
     """For repeatable evaluation; rollouts are seeded by the run."""
 
+    def sampling_params(self, *, default_max_new_tokens: int) -> SamplingParams:
+        """The same as a request has it: what `Run.rollout`, `RolloutPlan` and `GenerateRequest` take.
+        `default_max_new_tokens`, such as `response_length`, where `max_new_tokens` is not given."""
+        from roll_core.types import SamplingParams
+
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            max_new_tokens=self.max_new_tokens or default_max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            stop=tuple(self.stop_strings),
+            seed=self.seed,
+        )
+
 
 class StrategyArguments(Config):
     """`strategy_args`: how a role computes."""
@@ -491,6 +517,10 @@ class RewardConfig(WorkerConfig):
         `TimeoutError` if the answer takes longer than `timeout_s`.
         """
         return {}
+
+
+Rewards = dict[str, SerializeAsAny[RewardConfig]]
+"""Reward configs by domain; saved with the keys of their own schemas."""
 
 
 class TokenizerConfig(Config):
@@ -761,3 +791,14 @@ class RunConfig(Config):
             elif isinstance(value, dict):
                 found.update({f"{name}.{k}": v for k, v in value.items() if isinstance(v, WorkerConfig)})
         return found
+
+
+class RewardRunConfig(RunConfig):
+    """What pipelines share that generate responses and score them by `rewards`. Base of their schemas."""
+
+    rewards: Rewards = Field(default_factory=dict)
+    """Judges by domain; a row's tag chooses its judge, and the only one there is judges every row."""
+    validation: ValidationConfig | None = None
+    """Held-out prompts; none where not given."""
+    val_batch_size: PositiveInt = 1024
+    """Prompts that are answered at once in an evaluation."""

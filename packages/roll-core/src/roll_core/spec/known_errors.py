@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from roll_core.field_docs import document_fields
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownError:
@@ -30,3 +32,6 @@ class KnownError:
 
     def __post_init__(self) -> None:
         re.compile(self.pattern)
+
+
+document_fields(__name__)

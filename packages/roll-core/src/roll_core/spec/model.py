@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll_core.field_docs import document_fields
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -87,3 +89,6 @@ class MeshInfo:
     sampling_seed: int = 0
     """63 bits for what is drawn for requests without a seed: others for each worker that generates, and each time it
     starts. With the same ones two replicas, or a resumed run and the one before it, would draw the same numbers."""
+
+
+document_fields(__name__)

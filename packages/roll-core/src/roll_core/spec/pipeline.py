@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from roll_core.errors import ContractError
+from roll_core.field_docs import document_fields
 from roll_core.spec.platform import ROLE_KINDS, RoleKind
 from roll_core.spec.providers import TASKS, Task, TrainCapabilities
 
@@ -161,7 +162,10 @@ class RolloutPlan:
 
 class Rollouts(ABC):
     """Batches of judged groups, one after the other, as a plan wants them. Groups are in prompt order; which groups a
-    batch has does not depend on which were finished first, unless the plan says so."""
+    batch has does not depend on which were finished first, unless the plan says so.
+
+    Coroutines, to be awaited: `batch`.
+    """
 
     @abstractmethod
     async def batch(self) -> list[Group]:
@@ -179,7 +183,10 @@ class Rollouts(ABC):
 
 
 class TrainRole(ABC):
-    """A role with a train strategy: it trains, or (kind `score`) only computes."""
+    """A role with a train strategy: it trains, or (kind `score`) only computes.
+
+    Coroutines, to be awaited: `score`, `update`.
+    """
 
     name: str
     config: WorkerConfig
@@ -230,7 +237,10 @@ class TrainRole(ABC):
 
 
 class InferRole(ABC):
-    """A role with an infer strategy: requests are spread over its replicas."""
+    """A role with an infer strategy: requests are spread over its replicas.
+
+    Coroutines, to be awaited: `generate`.
+    """
 
     name: str
     config: WorkerConfig
@@ -250,7 +260,10 @@ class InferRole(ABC):
 
 
 class Run(ABC):
-    """A run, as its pipeline and the event hooks see it."""
+    """A run, as its pipeline and the event hooks see it.
+
+    Coroutines, to be awaited: `publish_weights`, `rollout`. Everything else returns at once.
+    """
 
     config: RunConfig
     dir: Path
@@ -328,7 +341,10 @@ class Run(ABC):
 
 
 class Pipeline(ABC, Generic[ConfigT]):
-    """The algorithmic program of a run. Everything stateful that a resumed run needs is in `state`."""
+    """The algorithmic program of a run. Everything stateful that a resumed run needs is in `state`.
+
+    Coroutines, awaited by the runtime: `setup`, `step`, `evaluate`.
+    """
 
     def __init__(self, config: ConfigT) -> None:
         """Keep the config; touch nothing."""
@@ -336,7 +352,8 @@ class Pipeline(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def roles(self) -> Sequence[RoleSpec]:
-        """The roles to build, trained ones first. Called once, after `plan`."""
+        """The roles to build, trained ones first. Called once, after `num_steps`. Where `PipelineProvider.plan` names a
+        function, its plan has the same roles."""
 
     @abstractmethod
     def num_steps(self, run: Run) -> int:
@@ -364,3 +381,6 @@ class Pipeline(ABC, Generic[ConfigT]):
     def export_role(self) -> str:
         """Name of the role whose model is exported at the end; empty for none."""
         return ""
+
+
+document_fields(__name__)

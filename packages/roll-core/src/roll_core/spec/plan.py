@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll_core.field_docs import document_fields
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -195,3 +197,6 @@ class MemoryAnswer:
     uses: tuple[Use, ...]
     levers: tuple[Lever, ...] = field(default=())
     """The least painful first."""
+
+
+document_fields(__name__)

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from roll_core.field_docs import document_fields
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -82,3 +84,6 @@ class Platform(ABC):
     @abstractmethod
     def memory(self, local_index: int) -> Mapping[str, int]:
         """Bytes `total` and `used` of a slot, by whatever process. Raises `UnsupportedError` where nobody counts."""
+
+
+document_fields(__name__)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from roll_core.field_docs import document_fields
+
 Task = Literal["causal_lm", "value", "reward", "flow"]
 """What a model computes: next-token logprobs, a value per token, a score per sequence, a velocity field."""
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -190,3 +192,6 @@ class CheckProvider(Provider):
 class KnownErrorsProvider(Provider):
     """Offers errors that people meet, with remedies; `target` is a tuple of `roll_core.spec.known_errors.KnownError`,
     imported when a run has failed."""
+
+
+document_fields(__name__)

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from roll_core.field_docs import document_fields
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -47,3 +49,6 @@ class RewardFunction(ABC):
 
     def close(self) -> None:
         """Give everything back; called once or several times."""
+
+
+document_fields(__name__)

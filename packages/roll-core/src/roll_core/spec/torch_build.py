@@ -7,6 +7,8 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll_core.field_docs import document_fields
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
@@ -48,3 +50,6 @@ def _strings(tree: ast.Module) -> dict[str, str]:
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             found.update({target.id: value.value for target in targets if isinstance(target, ast.Name)})
     return found
+
+
+document_fields(__name__)

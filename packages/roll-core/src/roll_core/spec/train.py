@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from roll_core.field_docs import document_fields
 from roll_core.types import DataRank, Totals
 
 if TYPE_CHECKING:
@@ -362,3 +363,6 @@ class TrainStrategy(ABC):
 
     def close(self) -> None:
         """Give everything back. Called once or several times, also after an error."""
+
+
+document_fields(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +16,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.spec.providers import InferProvider, PlatformProvider, TrainProvider
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from roll_core.plugins.registry import Registry
     from roll_core.spec.model import ModelSpec
@@ -47,6 +48,22 @@ class Part:
     def strategy_config(self, variant: str) -> Mapping[str, Any]:
         """The strategy's own configuration, as `strategy_args.strategy_config` has it."""
         return self.variants[variant]
+
+    @pytest.fixture(autouse=True)
+    def _no_collection_before_the_report(self) -> Iterator[None]:
+        """Collect no garbage until pytest has reported the test.
+
+        Python 3.11 parses source to show a traceback. If a collection during that finalizes something that itself shows
+        a traceback (a task whose exception nobody retrieved), pytest ends with `SystemError: AST constructor recursion
+        depth mismatch` instead of the failure.
+        """
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
     def reference_model(self, spec: ModelSpec) -> ReferenceModel:
         """What computes the same by other means. transformers by default."""

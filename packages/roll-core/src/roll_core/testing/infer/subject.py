@@ -6,6 +6,7 @@ stored with; one that failed leaves none behind: the next test starts another.
 
 from __future__ import annotations
 
+import gc
 import pickle
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -173,7 +174,10 @@ class InferSubject(Part):
     def _on_one_thread(cls) -> Iterator[None]:
         with one_thread():
             yield
-            cls._stop_shared()
+            try:
+                cls._stop_shared()
+            finally:
+                gc.collect()  # an error here is reported while garbage may be collected, see `Part`
 
     @classmethod
     def _stop_shared(cls) -> None:

@@ -1,0 +1,45 @@
+"""The kit's failures are shown, whatever a broken part leaves behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+LEAVES_GARBAGE = """\
+import gc
+import traceback
+
+from roll_core.testing.part import Part
+
+
+class ShowsATraceback:
+    def __del__(self):
+        try:
+            raise KeyError(["a"][0] + "b")
+        except KeyError as error:
+            "".join(traceback.format_exception(error))
+
+
+class TestBroken(Part):
+    def test_it(self):
+        gc.set_threshold(50, 2, 2)  # parsing this file collects
+        for _ in range(2000):
+            each = ShowsATraceback()
+            each.itself = each
+        raise AssertionError("the part is broken")
+
+
+"""
+
+
+def test_garbage_that_shows_a_traceback_does_not_hide_a_failure(tmp_path):
+    """As tasks do whose exception nobody retrieved. Python 3.11 cannot parse the test's source while it collects it."""
+    file = tmp_path / "test_broken.py"
+    more = "".join(
+        f"def f{i}(a, b):\n    return [a + b * {i} for _ in range(3)] if a else {{1: (a, b)}}\n" for i in range(3000)
+    )
+    file.write_text(LEAVES_GARBAGE + more, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-c", "/dev/null", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the part is broken" in done.stdout
