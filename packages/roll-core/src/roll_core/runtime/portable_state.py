@@ -94,7 +94,7 @@ def read_portable_index(folder: Path) -> PortableIndex:
         return PortableIndex(
             step_count=int(found["step_count"]),
             adapters=found["adapters"],
-            model=_model_spec(found["model"]),
+            model=saved_model(found["model"]),
             shapes={name: tuple(each["shape"]) for name, each in parameters.items()},
             files={name: each["file"] for name, each in parameters.items()},
             buffers=tuple(found.get("buffers", ())),
@@ -158,7 +158,8 @@ def _describe(model: ModelSpec, folder: Path) -> None:
         log.info("the portable state goes without a description of the model: %s", error)
 
 
-def _model_spec(found: Mapping[str, Any]) -> ModelSpec:
+def saved_model(found: Mapping[str, Any]) -> ModelSpec:
+    """A model from what `asdict` made of it. Raises `KeyError`, `TypeError`."""
     lora: dict[str, Any] | None = found["lora"]
     if lora is None:
         return ModelSpec(**found)

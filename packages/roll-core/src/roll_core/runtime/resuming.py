@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, CheckpointMismatchError
@@ -37,6 +37,9 @@ class SavedRole:
     weight_version: int
     portable: bool = False
     """Whether there is, beside them, the state that all strategies read."""
+    model: Mapping[str, Any] | None = None
+    """The `ModelSpec` as a mapping. With `strategy_config` it is what one needs to build the role without its run."""
+    strategy_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.strategy} × {self.world_size}"
