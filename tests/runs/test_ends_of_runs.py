@@ -203,6 +203,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     done = max(steps_of(checkpoints, "step-*"))
     assert done >= max(saved) - 1
     resumed = runs.ok(config | {"max_steps": done + 2, "resume_from_checkpoint": True})
+    assert steps_of(checkpoints, ".step-*") == []
     assert record_of(resumed.run_dir.path)["resumed_step"] == done
     whole = runs.ok(config | {"max_steps": done + 2, "exp_name": "whole"})
     assert runs.timeless(resumed) == runs.timeless(whole)

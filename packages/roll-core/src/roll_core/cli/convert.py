@@ -112,7 +112,7 @@ def _model_of(checkpoint: Checkpoint, role: SavedRole, base_model: str | None, *
         )
     try:
         model = saved_model(role.model)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint.path}: its model cannot be read: {error!r}") from error
     if base_model is not None:
         model = replace(model, path=base_model, random_init=None)

@@ -45,7 +45,7 @@ from roll_core.runtime.rollout.drafts import stop_finder
 from roll_core.runtime.rollout.liveness import Patience
 from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import ActiveRun
-from roll_core.runtime.run_dir import RunDir, find_checkpoint
+from roll_core.runtime.run_dir import RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.run_files import explained, writing
 from roll_core.runtime.samples import SamplesFile
 from roll_core.runtime.saving import RunSaver
@@ -218,6 +218,8 @@ class _Driver:
             exp_name=config.exp_name,
             current=self.run_dir,
         )
+        if config.resume_from_checkpoint is not False:
+            sweep_checkpoints(self.run_dir.experiment, checkpoint)
         if checkpoint is not None:
             check_fits(checkpoint, config, self.registry)
         history = checkpoint.path.parent.parent if checkpoint is not None else None

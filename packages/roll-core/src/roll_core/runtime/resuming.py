@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, CheckpointMismatchError
+from roll_core.runtime.manifest import is_inside
 from roll_core.runtime.record import read_record
 from roll_core.runtime.run_dir import experiment_runs
 from roll_core.spec.providers import TrainProvider
@@ -60,14 +61,29 @@ class SavedRun:
         """Raises `CheckpointError` where it cannot be read."""
         state = checkpoint.state()
         try:
-            return cls(
+            saved = cls(
                 pipeline=state["pipeline"],
                 pipeline_state=state["pipeline_state"],
                 roles={name: SavedRole(**role) for name, role in state["roles"].items()},
-                evaluation_due=bool(state.get("evaluation_due")),
+                evaluation_due=state.get("evaluation_due", False),
             )
+            _check_types(saved, dict)
+            for name, role in saved.roles.items():
+                _check_types(role, dict, type(None))
+                if not is_inside(name) or "/" in name:
+                    raise TypeError(f"{name!r:.100} is no name of a role")
+            return saved
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{checkpoint.path}: its state is not that of a run: {error!r}") from error
+
+
+def _check_types(record: SavedRun | SavedRole, *others: type) -> None:
+    """Raise `TypeError` unless fields hold what their annotations say: `str`, `int`, `bool`, or one of `others`."""
+    known = {"str": (str,), "int": (int,), "bool": (bool,)}
+    for each in fields(record):
+        value = getattr(record, each.name)
+        if type(value) not in known.get(str(each.type), others):
+            raise TypeError(f"{each.name} is {value!r:.100}")
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) -> None:
