@@ -8,20 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, CheckpointMismatchError
 from roll_core.runtime.manifest import is_inside
-from roll_core.runtime.record import read_record
-from roll_core.runtime.run_dir import experiment_runs
 from roll_core.spec.providers import TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
     from typing import Self
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.checkpoints import Checkpoint
     from roll_core.runtime.roles import GroupTrainRole
     from roll_core.runtime.run import ActiveRun
-    from roll_core.runtime.run_dir import RunDir
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import Pipeline
 
@@ -118,21 +114,6 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) ->
                 " portable_checkpoints=true, and change the strategy at the next checkpoint, which will have one; or"
                 " leave resume_from_checkpoint out and start from an export of that run"
             )
-
-
-def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
-    """The run that finished at the step of `checkpoint`: it wrote the checkpoint or resumed from it. None if every such
-    run ended before it was finished.
-
-    Searches the experiment of the checkpoint and the experiment of the run `current`.
-    """
-    writer = checkpoint.path.parent.parent
-    for run in (run for experiment in {writer.parent, current.experiment} for run in experiment_runs(experiment)):
-        record = read_record(run.record)
-        at_step = record.get("outcome") == "finished" and record.get("steps_done") == checkpoint.step
-        if at_step and (run.path == writer or record.get("resumed_from") == str(checkpoint.path)):
-            return run.path
-    return None
 
 
 async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint, registry: Registry) -> SavedRun:
