@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -265,6 +265,41 @@ def test_without_a_portable_state_it_says_what_to_set(tmp_path, capsys):
         pass
     assert main(["checkpoint", "convert", str(store.directory / "step-1"), str(tmp_path / "out")]) == 2
     assert "portable_checkpoints=true" in capsys.readouterr().err
+
+
+def saved_by_itself(folder, strategy, **changed):
+    """A checkpoint as a run writes it by default: in the strategy's own format."""
+    role = {"strategy": "hf_train", "world_size": 1, "weight_version": 1, "model": asdict(strategy.spec)} | changed
+    store = CheckpointStore(folder / "checkpoints")
+    with store.writing(1, {"pipeline": "sft", "pipeline_state": {}, "roles": {"sft_train": role}}) as path:
+        (path / "sft_train" / "rank-0").mkdir(parents=True)
+        strategy.save(path / "sft_train" / "rank-0")
+    return store.directory / "step-1"
+
+
+@pytest.mark.parametrize("adapters", [None, "merged", "adapter"])
+def test_a_default_checkpoint_becomes_what_the_strategy_would_have_exported(stored, tmp_path, adapters):
+    lora = adapters and LoraSpec(targets=("all-linear",), rank=4, alpha=8.0, export=adapters)
+    strategy = trained(replace(stored(), dtype="bf16", lora=lora))
+    checkpoint = saved_by_itself(tmp_path, strategy, world_size=8)
+    strategy.export_model(tmp_path / "export")
+    moved = (tmp_path / "model-causal_lm").rename(tmp_path / "moved")
+    words = ["checkpoint", "convert", str(checkpoint), str(tmp_path / "out"), "--base-model", str(moved)]
+    assert main(words) == 0
+    file = "adapter_model.safetensors" if adapters == "adapter" else "model.safetensors"
+    found, expected = (load_file(tmp_path / name / file) for name in ("out", "export"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+
+
+def test_a_setting_of_the_strategy_is_changed_for_one_rank(stored, tmp_path, capsys):
+    checkpoint = saved_by_itself(tmp_path, trained(stored()), strategy_config={"tensor_parallel": 2})
+    words = ["checkpoint", "convert", str(checkpoint), str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "tensor_parallel" in capsys.readouterr().err
+    assert main([*words, "--set", "async_save_ckpt"]) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_there_already_is_left_alone(tmp_path, capsys):

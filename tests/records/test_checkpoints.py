@@ -1,5 +1,6 @@
 import asyncio
 import errno
+import hashlib
 import json
 import os
 import socket
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll_core.cli.checkpoint import list_checkpoints
 from roll_core.errors import CheckpointError, WorkerTimeoutError
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.manifest import read_manifest, verify
+from roll_core.runtime.resuming import SavedRun
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
@@ -99,6 +102,17 @@ def test_what_a_living_process_or_another_host_writes_is_left_alone(tmp_path: Pa
     assert not forgotten.exists()
 
 
+def test_what_an_earlier_process_with_the_same_id_left_is_swept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    earlier = tmp_path / f".step-3.tmp-{socket.gethostname()}-{os.getpid()}-0a0b0c0d"
+    earlier.mkdir()
+    with store.writing(4, {}) as path:
+        assert not earlier.exists()
+        CheckpointStore(tmp_path / ".." / tmp_path.name).sweep()
+        assert path.is_dir()
+    assert visible(store) == ["step-4"]
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step in (2, 9, 10, 100):
@@ -178,6 +192,86 @@ def test_a_manifest_that_is_not_one_is_damage(tmp_path: Path, manifest: str) -> 
     assert len(verify(path)) == 1
     with pytest.raises(CheckpointError, match="every checkpoint"):
         store.latest_good()
+
+
+HOSTILE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.just(10**400)
+    | st.just("../" * 9 + "etc/passwd"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.just("/etc/passwd"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def forge(path: Path, name: str, found: object) -> None:
+    """Write JSON as the manifest, with the digest of itself, or as the state, with its digest in the manifest."""
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    if name == "state.json":
+        content = json.dumps(found).encode()
+        (path / name).write_bytes(content)
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        found = manifest
+    if isinstance(found, dict):
+        found = {key: value for key, value in found.items() if key != "sha256"}
+        found["sha256"] = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_forged_manifests_and_states_are_damage_and_nothing_worse(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    role = {"strategy": "hf_train", "world_size": 1, "weight_version": 1}
+    store = CheckpointStore(tmp_path_factory.mktemp("c"))
+    with store.writing(1, {"pipeline": "sft", "pipeline_state": {}, "roles": {"sft_train": role}}) as path:
+        (path / "weights").write_bytes(b"x")
+    path = store.directory / "step-1"
+    name = data.draw(st.sampled_from(["manifest.json", "state.json"]))
+    found = json.loads((path / name).read_text(encoding="utf-8"))
+    places = [found, *(each for each in found.values() if isinstance(each, dict))]
+    places += [each for place in places[1:] for each in place.values() if isinstance(each, dict)]
+    place = data.draw(st.sampled_from(places))
+    place[data.draw(st.sampled_from(sorted(place) or [""]) | st.text())] = data.draw(HOSTILE)
+    forge(path, name, data.draw(st.sampled_from([found, found, found, found.get("files")])))
+    for digests in (True, False):
+        assert all(isinstance(problem, str) for problem in verify(path, digests=digests))
+    assert list_checkpoints(store.directory, as_json=data.draw(st.booleans()), digests=True) in (0, 1)
+    try:
+        saved = SavedRun.of(CheckpointStore.open(path))
+    except CheckpointError:
+        return
+    assert all("/" not in name and name not in ("", "..") for name in saved.roles)
+    assert all(type(role.world_size) is int and type(role.strategy) is str for role in saved.roles.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("files", None),
+        ("files", []),
+        ("files", {"state.json": None}),
+        ("files", {"state.json": {"bytes": "1", "sha256": ""}}),
+        ("files", {"../secret": {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}}),
+        ("files", {"/etc/hostname": {"bytes": 1, "sha256": ""}}),
+        ("files", {"a" * 5000: {"bytes": 1, "sha256": ""}}),
+        ("step", None),
+        ("step", True),
+        ("step", 10**400),
+        ("created", "now"),
+        ("created", 1e300),
+    ],
+)
+def test_a_forged_field_of_a_manifest_is_a_checkpoint_error(tmp_path: Path, key: str, value: object) -> None:
+    path = save(CheckpointStore(tmp_path / "c"), 1)
+    (tmp_path / "c" / "secret").write_bytes(b"x")
+    forge(path, "manifest.json", json.loads((path / "manifest.json").read_text(encoding="utf-8")) | {key: value})
+    with pytest.raises(CheckpointError, match="is damaged"):
+        CheckpointStore.open(path)
 
 
 def test_state_must_be_json(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import yaml
 from safetensors.torch import load_file
 
 from roll_core.builtin.hf.train import HFTrainStrategy
+from roll_core.cli.main import main
 from roll_core.errors import GuardTrippedError
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.runtime.jsonlines import read_lines
@@ -162,11 +163,13 @@ def test_what_follows_the_last_checkpoint_is_done_by_the_next_run(local_runs, mo
     config = runs.sft(max_steps=4, save_steps=2, eval_steps=2, validation=held_out)
 
     def killed(worker, path):
-        raise KeyboardInterrupt
+        raise OSError("killed")
 
     with monkeypatch.context() as patch:
         patch.setattr(HFTrainStrategy, "export_model", killed)
-        assert runs.run(config).outcome != "finished"
+        first = runs.run(config)
+    assert first.outcome == "failed"
+    assert main(["checkpoint", "convert", str(first.run_dir.path), str(runs.folder / "converted")]) == 0
     second = runs.ok(config | {"resume_from_checkpoint": spec})
     record = record_of(second.run_dir.path)
     assert (record["outcome"], record["resumed_step"], record["steps_done"]) == ("finished", 4, 4)
@@ -174,8 +177,10 @@ def test_what_follows_the_last_checkpoint_is_done_by_the_next_run(local_runs, mo
     whole = runs.ok(config | {"exp_name": "whole"})
     assert runs.timeless(second) == runs.timeless(whole)
     assert second.metrics["val/loss"] == whole.metrics["val/loss"]
-    weights, expected = (load_file(each.run_dir.export / "model.safetensors") for each in (second, whole))
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    expected = load_file(whole.run_dir.export / "model.safetensors")
+    for folder in (second.run_dir.export, runs.folder / "converted"):
+        weights = load_file(folder / "model.safetensors")
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
     third = runs.run(config | {"resume_from_checkpoint": spec})
     assert isinstance(third.error, GuardTrippedError)
@@ -198,6 +203,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     done = max(steps_of(checkpoints, "step-*"))
     assert done >= max(saved) - 1
     resumed = runs.ok(config | {"max_steps": done + 2, "resume_from_checkpoint": True})
+    assert steps_of(checkpoints, ".step-*") == []
     assert record_of(resumed.run_dir.path)["resumed_step"] == done
     whole = runs.ok(config | {"max_steps": done + 2, "exp_name": "whole"})
     assert runs.timeless(resumed) == runs.timeless(whole)

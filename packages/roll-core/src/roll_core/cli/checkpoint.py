@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+ROLE = ("strategy", "world_size", "weight_version", "portable")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -33,8 +34,7 @@ class Row:
     size_bytes: int | None
     pipeline: str | None
     roles: dict[str, dict[str, Any]]
-    """Trained roles by name, with `strategy`, `world_size`, `weight_version` and `portable`: what a run must have to go
-    on."""
+    """Trained roles by name, with the keys of `ROLE`: what a run must have to go on."""
     problems: list[str]
     """What is wrong with it; empty if it is intact, as far as was looked."""
     digests_read: bool
@@ -118,7 +118,7 @@ def _row(checkpoint: Checkpoint, *, digests: bool) -> Row:
         created=created,
         size_bytes=size_bytes,
         pipeline=saved.pipeline if saved else None,
-        roles={name: asdict(role) for name, role in saved.roles.items()} if saved else {},
+        roles={name: {key: getattr(role, key) for key in ROLE} for name, role in saved.roles.items()} if saved else {},
         problems=problems,
         digests_read=digests,
     )

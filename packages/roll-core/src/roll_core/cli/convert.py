@@ -1,34 +1,63 @@
-"""`roll-core checkpoint convert`: from the portable state of a checkpoint to a directory that transformers loads."""
+"""`roll-core checkpoint convert`: from a checkpoint to a directory that transformers loads.
+
+portable state              ─► master weights in the model that the state describes         no strategy is needed
+the strategy's own files    ─► its worker in this process, one rank: build, load, export    the strategy is needed
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import shutil
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import CheckpointMismatchError, NoCheckpointError, RunDirectoryError
+import yaml
+from pydantic import ValidationError
+
+from roll_core.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    NoCheckpointError,
+    RunDirectoryError,
+    UnsupportedError,
+)
 from roll_core.modeling.export import write_model
 from roll_core.modeling.model import empty_model, load_model
 from roll_core.modeling.portable_state import check_same, stored_buffers
 from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.portable_state import FOLDER, MODEL, opened_portable_state, read_portable_index
+from roll_core.runtime.host import usable_cores
+from roll_core.runtime.portable_state import FOLDER, MODEL, opened_portable_state, read_portable_index, saved_model
 from roll_core.runtime.resuming import SavedRun
 from roll_core.runtime.run_dir import checkpoint_stores
+from roll_core.spec.config import WorkerConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from roll_core.runtime.checkpoints import Checkpoint
     from roll_core.runtime.portable_state import PortableIndex
+    from roll_core.runtime.resuming import SavedRole
+    from roll_core.spec.model import ModelSpec
     from roll_core.spec.train import PortableState
 
 
-def convert_checkpoint(place: Path, out: Path, *, role: str | None, base_model: str | None) -> int:
+def convert_checkpoint(
+    place: Path,
+    out: Path,
+    *,
+    role: str | None = None,
+    base_model: str | None = None,
+    platform: str | None = None,
+    trust_remote_code: bool = False,
+    settings: Sequence[str] = (),
+) -> int:
     """Write the model of a role as it was at a checkpoint, or at the newest good one of a run, into `out`, which must
-    not hold anything. Digests are compared first. Returns the exit code."""
+    not hold anything. Digests are compared first. `settings` are `key=value` of the strategy's config. Returns the exit
+    code."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(f"{out} is there already; name a directory that is not, or an empty one")
     checkpoint = _good(place)
@@ -36,7 +65,12 @@ def convert_checkpoint(place: Path, out: Path, *, role: str | None, base_model: 
     working = out.absolute().parent / f".{out.name}.{secrets.token_hex(4)}"
     try:
         working.mkdir(parents=True)
-        _write(checkpoint.path / name / FOLDER, working, base_model)
+        saved = SavedRun.of(checkpoint).roles[name]
+        if saved.portable:
+            _write(checkpoint.path / name / FOLDER, working, base_model)
+        else:
+            model = _model_of(checkpoint, saved, base_model, trust_remote_code=trust_remote_code)
+            asyncio.run(_export(checkpoint.path / name, name, saved, model, working, platform, settings))
         os.replace(working, out)
     finally:
         shutil.rmtree(working, ignore_errors=True)
@@ -60,19 +94,113 @@ def _good(place: Path) -> Checkpoint:
 
 
 def _role(checkpoint: Checkpoint, asked: str | None) -> str:
-    saved = SavedRun.of(checkpoint).roles
-    portable = [name for name, role in saved.items() if role.portable]
-    if not portable:
-        raise CheckpointMismatchError(
-            f"{checkpoint.path} holds no portable state: go on with that run, under its own strategies and with"
-            " portable_checkpoints=true, and convert its next checkpoint"
-        )
-    if asked is None and len(portable) == 1:
-        return portable[0]
-    if asked not in portable:
-        found = f"no role {asked!r} with a portable state" if asked else "several roles"
-        raise CheckpointMismatchError(f"{checkpoint.path} holds {found}: give --role {' or '.join(portable)}")
+    saved = list(SavedRun.of(checkpoint).roles)
+    if asked is None and len(saved) == 1:
+        return saved[0]
+    if asked not in saved:
+        found = f"no role {asked!r}" if asked else "several roles" if saved else "no role"
+        raise CheckpointMismatchError(f"{checkpoint.path} holds {found}: give --role {' or '.join(saved)}")
     return asked
+
+
+def _model_of(checkpoint: Checkpoint, role: SavedRole, base_model: str | None, *, trust_remote_code: bool) -> ModelSpec:
+    """The role's model, with what of it has moved. Raises `CheckpointError`."""
+    if role.model is None:
+        raise CheckpointMismatchError(
+            f"{checkpoint.path} does not say what model it is of: resume that run with portable_checkpoints=true, and"
+            " convert its next checkpoint"
+        )
+    try:
+        model = saved_model(role.model)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint.path}: its model cannot be read: {error!r}") from error
+    if base_model is not None:
+        model = replace(model, path=base_model, random_init=None)
+    tokenizer = checkpoint.path.parent.parent / "tokenizer"
+    return replace(
+        model,
+        trust_remote_code=trust_remote_code,  # a checkpoint does not decide that code is run
+        tokenizer=str(tokenizer) if tokenizer.is_dir() else model.tokenizer,
+    )
+
+
+async def _export(
+    folder: Path,
+    name: str,
+    role: SavedRole,
+    model: ModelSpec,
+    out: Path,
+    platform_name: str | None,
+    settings: Sequence[str],
+) -> None:
+    """Build the strategy that wrote `folder`, load it and let it export. One rank, in this process."""
+    from roll_core.config import strategy_config
+    from roll_core.plugins.registry import load_registry
+    from roll_core.runtime.build import COLLECTIVE_TIMEOUT_S, WORKERS
+    from roll_core.runtime.executors import make_executor
+    from roll_core.runtime.executors.base import GroupSpec
+    from roll_core.runtime.placement import Place
+    from roll_core.runtime.platform import select_platform, values_of
+    from roll_core.runtime.roles import GroupTrainRole
+    from roll_core.runtime.workers.train import BatchLimits
+    from roll_core.spec.providers import TrainProvider
+    from roll_core.spec.train import TrainingSpec
+
+    registry = load_registry()
+    provider = registry.find(TrainProvider, role.strategy)
+    if role.world_size != 1 and not provider.capabilities.any_world_size:
+        raise CheckpointMismatchError(
+            f"{folder} was written by {role}, and {role.strategy} reads it with that number of ranks only: resume that"
+            " run with portable_checkpoints=true, and convert its next checkpoint"
+        )
+    platform = select_platform(registry, platform_name)
+    if provider.platforms and platform.name not in provider.platforms:
+        raise UnsupportedError(
+            f"{role.strategy} runs on {', '.join(provider.platforms)}, not on {platform.name}: give --platform"
+        )
+    if why := platform.supports(model.dtype):
+        raise UnsupportedError(f"{name}: the model's dtype is {model.dtype}: {why}; give --platform")
+    config = {**role.strategy_config, **dict(_setting(each) for each in settings)}
+    try:
+        schema = strategy_config(provider, config, owner=provider.name)
+    except ValidationError as error:
+        mistakes = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise CheckpointMismatchError(f"{role.strategy} does not take this strategy_config: {mistakes}") from error
+    place = Place(
+        rank=0, world_size=1, slots=(0,), local_indices=(0,), device=platform.device(0), num_threads=usable_cores()
+    )
+    spec = GroupSpec(
+        role=name,
+        kind="train",
+        target=WORKERS["train"],
+        places=(place,),
+        args={
+            "role": name,
+            "provider": provider,
+            "strategy_config": config,
+            "training": TrainingSpec(learning_rate=1.0),
+            "model": model,
+            "limits": BatchLimits(train_sequences=1, infer_sequences=1),
+            "backend": platform.collective_backend,
+            "timeout_s": COLLECTIVE_TIMEOUT_S,
+            "deterministic": False,
+        },
+        env=values_of(schema.worker_environment()),
+    )
+    async with make_executor("local", platform, slots_per_node=1) as executor:
+        groups = await executor.start([spec])
+        trained = GroupTrainRole(name, WorkerConfig(), groups[name], trains=True)
+        await trained.start()
+        await trained.load(folder, role.weight_version)
+        await trained.export(out)
+
+
+def _setting(word: str) -> tuple[str, Any]:
+    """`key=value` as YAML reads the value."""
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise CheckpointMismatchError(f"found {word!r}, expected KEY=VALUE of the strategy's config")
+    return key, yaml.safe_load(value)
 
 
 def _write(folder: Path, out: Path, base_model: str | None) -> None:

@@ -33,7 +33,7 @@ commands:
   import roll FILE [-o OUT]         a config of alibaba/ROLL in roll-core's words, and what became of each key
   report RUN                        write the report of a run directory again
   checkpoint list | verify RUN...   which checkpoints there are, and whether they are intact
-  checkpoint convert RUN OUT        from a checkpoint to a model that transformers loads
+  checkpoint convert RUN OUT        from a checkpoint of any strategy to a model that transformers loads
 
 roll-core COMMAND --help says more."""
 
@@ -207,17 +207,38 @@ def _checkpoint(words: list[str]) -> int:
     for each in (listing, verifying):
         each.add_argument("--json", action="store_true", help="everything, for programs")
     converting = actions.add_parser(
-        "convert", help="write a role's model for transformers (portable_checkpoints)", allow_abbrev=False
+        "convert",
+        help="write a role's model for transformers",
+        description="Write the model of a role as a directory that transformers loads. The run's hardware is not"
+        " needed: unless the checkpoint is portable, its strategy is built in this process, with one rank.",
+        allow_abbrev=False,
     )
     converting.add_argument("place", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint, or a run's newest")
     converting.add_argument("out", metavar="OUT", type=Path, help="directory to be made")
     converting.add_argument("--role", help="whose model, where several are trained")
-    converting.add_argument("--base-model", metavar="DIR", help="where the model beneath adapters is now, if it moved")
+    converting.add_argument("--base-model", metavar="DIR", help="where the model is now that the run began from")
+    converting.add_argument("--platform", help="platform to build the strategy on; found out if not given")
+    converting.add_argument("--trust-remote-code", action="store_true", help="run code that the base model brings")
+    converting.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="change a key of strategy_config that needs several ranks: tensor_model_parallel_size=1; may be repeated",
+    )
     options = parser.parse_args(words)
     if options.action == "convert":
         from roll_core.cli.convert import convert_checkpoint
 
-        return convert_checkpoint(options.place, options.out, role=options.role, base_model=options.base_model)
+        return convert_checkpoint(
+            options.place,
+            options.out,
+            role=options.role,
+            base_model=options.base_model,
+            platform=options.platform,
+            trust_remote_code=options.trust_remote_code,
+            settings=options.set,
+        )
     from roll_core.cli.checkpoint import list_checkpoints, verify_checkpoints
 
     if options.action == "list":

@@ -35,6 +35,8 @@ T = TypeVar("T")
 STATE = "state.json"
 
 _WORKING = re.compile(r"\.step-\d+\.(?:tmp|old)-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
+_MINE: set[str] = set()
+"""Names of the working directories that this process writes at the moment."""
 _FOREIGN_AGE_S = 24 * 3600.0
 """A working directory of another host, of whose processes nothing is known, is swept when it is so old."""
 
@@ -62,7 +64,7 @@ class Checkpoint:
         file = self.path / STATE
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         if not isinstance(found, dict):
             raise CheckpointError(f"{file} holds no mapping")
@@ -132,6 +134,7 @@ class CheckpointStore:
         self.sweep()
         working = self._working(step, "tmp")
         try:
+            _MINE.add(working.name)
             working.mkdir(parents=True)
             write_flushed(working / STATE, json.dumps(state, ensure_ascii=False, allow_nan=False, indent=1))
             yield working
@@ -145,6 +148,8 @@ class CheckpointStore:
             if isinstance(error, OSError) and not isinstance(error, RollError):
                 raise CheckpointError(f"checkpoint of step {step} could not be written: {error}") from error
             raise
+        finally:
+            _MINE.discard(working.name)
         self._retire()
 
     @contextlib.asynccontextmanager
@@ -231,7 +236,8 @@ def _fsync(directory: Path) -> None:
 
 def _abandoned(path: Path, host: str, pid: int) -> bool:
     if host == socket.gethostname():
-        return pid != os.getpid() and not psutil.pid_exists(pid)
+        # In a container that is started again the process often has the id that the killed one had.
+        return path.name not in _MINE if pid == os.getpid() else not psutil.pid_exists(pid)
     with contextlib.suppress(OSError):
         return time.time() - path.stat().st_mtime > _FOREIGN_AGE_S
     return False

@@ -46,19 +46,19 @@ from roll_core.runtime.planning.comparing import compared, plan_of_run
 from roll_core.runtime.planning.models import vocab_size_of
 from roll_core.runtime.platform import select_platform
 from roll_core.runtime.publishing import Publishing
-from roll_core.runtime.record import RunFacts, RunRecord
+from roll_core.runtime.record import RunFacts, RunRecord, finished_run
 from roll_core.runtime.report import write_report
-from roll_core.runtime.resuming import check_fits, finished_run, load_run
+from roll_core.runtime.resuming import check_fits, load_run
 from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
 from roll_core.runtime.rollout.drafts import stop_finder
 from roll_core.runtime.rollout.liveness import Patience
 from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import ActiveRun
-from roll_core.runtime.run_dir import RunDir, find_checkpoint
+from roll_core.runtime.run_dir import RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.run_files import explained, writing
 from roll_core.runtime.samples import SamplesFile
 from roll_core.runtime.saving import RunSaver
-from roll_core.runtime.stopping import StopSignals
+from roll_core.runtime.stopping import StopSignals, ignoring_sigterm
 from roll_core.runtime.tokenizer import prepare_tokenizer
 from roll_core.runtime.tracking import MetricsFile, Trackers, read_metrics
 from roll_core.spec.config import RewardConfig
@@ -152,13 +152,13 @@ def execute(
         except (KeyboardInterrupt, SystemExit, Exception) as raised:
             error = explained(raised, run_dir.path)
             log.debug("the run ended early", exc_info=raised)
-        unexplained = isinstance(error, Exception) and not isinstance(error, RunFileError)
-        known = advise(error, registry) if error is not None and unexplained else None
-        advice = known.told(beside=str(error)) if known is not None else ""
-        outcome = record.finish(error, advice=advice, time_rows=[_row(row) for row in ledger.rows()])
-        with ledger.stage("report"):
-            report = _report(run_dir)
-    driver.stop.close()
+        with ignoring_sigterm():
+            unexplained = isinstance(error, Exception) and not isinstance(error, RunFileError)
+            known = advise(error, registry) if error is not None and unexplained else None
+            advice = known.told(beside=str(error)) if known is not None else ""
+            outcome = record.finish(error, advice=advice, time_rows=[_row(row) for row in ledger.rows()])
+            with ledger.stage("report"):
+                report = _report(run_dir)
     console.finish(
         outcome=outcome,
         rows=ledger.rows(),
@@ -229,6 +229,8 @@ class _Driver:
             exp_name=config.exp_name,
             current=self.run_dir,
         )
+        if config.resume_from_checkpoint is not False:
+            sweep_checkpoints(self.run_dir.experiment, checkpoint)
         if checkpoint is not None:
             check_fits(checkpoint, config, self.registry)
         history = checkpoint.path.parent.parent if checkpoint is not None else None

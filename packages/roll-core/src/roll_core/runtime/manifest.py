@@ -9,7 +9,8 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from roll_core.errors import CheckpointError
 
@@ -24,6 +25,8 @@ FORMAT = 2
 STEP = re.compile(r"step-(\d+)")
 """The name of a checkpoint in its run."""
 _CHUNK_BYTES = 1 << 20
+_LATEST = 253_402_300_799 - 86_400
+"""The last day that Python's dates know, in seconds since 1970."""
 
 
 def write_manifest(folder: Path, step: int, stop: threading.Event | None = None) -> None:
@@ -56,15 +59,39 @@ def read_manifest(path: Path) -> Manifest:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{MANIFEST} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("format"), int):
+    if not isinstance(found, dict) or type(found.get("format")) is not int:
         raise CheckpointError(f"{MANIFEST} is not one of ours")
     if found["format"] != FORMAT:
         raise CheckpointError(f"{MANIFEST} has format {found['format']}, this ROLL reads format {FORMAT}")
     if found.pop("sha256", None) != _self_digest(found):
         raise CheckpointError(f"{MANIFEST} does not have the digest that it records of itself")
-    return Manifest(step=found["step"], created=found["created"], files=found["files"])
+    step, created, files = found.get("step"), found.get("created"), found.get("files")
+    if not _is_size(step):
+        raise CheckpointError(f"{MANIFEST}: step is {step!r:.100}, expected a number ≥ 0")
+    if not isinstance(created, int | float) or not 0 <= created <= _LATEST:
+        raise CheckpointError(f"{MANIFEST}: created is {created!r:.100}, expected seconds since 1970")
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{MANIFEST}: files is {files!r:.100}, expected a mapping")
+    for name, entry in files.items():
+        if not is_inside(name):
+            raise CheckpointError(f"{MANIFEST}: the file {name!r:.100} is not inside the checkpoint")
+        if not isinstance(entry, dict) or not _is_size(entry.get("bytes")) or not isinstance(entry.get("sha256"), str):
+            raise CheckpointError(f"{MANIFEST}: {name!r:.100} is {entry!r:.100}, expected bytes and sha256")
+    return Manifest(step=step, created=created, files=files)
+
+
+def is_inside(name: object) -> bool:
+    """True if `name` is a path that stays inside the directory it is relative to."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _is_size(found: object) -> TypeGuard[int]:
+    return type(found) is int and 0 <= found < 2**63
 
 
 def verify(path: Path, *, digests: bool = True) -> list[str]:
@@ -83,9 +110,13 @@ def verify(path: Path, *, digests: bool = True) -> list[str]:
         problems.append(f"it is the checkpoint of step {manifest.step} by its {MANIFEST}")
     for name, entry in manifest.files.items():
         file = path / name
-        if not file.is_file():
+        try:
+            size = file.stat().st_size if file.is_file() else None
+        except OSError:  # a name that no file can have
+            size = None
+        if size is None:
             problems.append(f"{name} is missing")
-        elif (size := file.stat().st_size) != entry["bytes"]:
+        elif size != entry["bytes"]:
             problems.append(f"{name} has {size} bytes instead of {entry['bytes']}")
         else:
             whole.append(name)

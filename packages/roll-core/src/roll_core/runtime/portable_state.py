@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError
+from roll_core.runtime.manifest import is_inside
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState
 
@@ -91,15 +92,17 @@ def read_portable_index(folder: Path) -> PortableIndex:
         if found["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {found['format']}; this version reads {FORMAT}")
         parameters: Mapping[str, Any] = found["parameters"]
+        if outside := [each["file"] for each in parameters.values() if not is_inside(each["file"])]:
+            raise CheckpointError(f"{folder}: the file {outside[0]!r:.100} is not inside the checkpoint")
         return PortableIndex(
             step_count=int(found["step_count"]),
             adapters=found["adapters"],
-            model=_model_spec(found["model"]),
+            model=saved_model(found["model"]),
             shapes={name: tuple(each["shape"]) for name, each in parameters.items()},
             files={name: each["file"] for name, each in parameters.items()},
             buffers=tuple(found.get("buffers", ())),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{folder}: cannot be read: {error!r}") from error
@@ -158,7 +161,8 @@ def _describe(model: ModelSpec, folder: Path) -> None:
         log.info("the portable state goes without a description of the model: %s", error)
 
 
-def _model_spec(found: Mapping[str, Any]) -> ModelSpec:
+def saved_model(found: Mapping[str, Any]) -> ModelSpec:
+    """A model from what `asdict` made of it. Raises `KeyError`, `TypeError`."""
     lora: dict[str, Any] | None = found["lora"]
     if lora is None:
         return ModelSpec(**found)

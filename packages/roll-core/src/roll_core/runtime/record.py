@@ -25,13 +25,16 @@ import psutil
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RunFileError, RunPreemptedError
 from roll_core.runtime.jsonlines import safe
+from roll_core.runtime.run_dir import experiment_runs
 from roll_core.runtime.run_files import writing
 from roll_core.runtime.versions import versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from roll_core.runtime.checkpoints import Checkpoint
     from roll_core.runtime.guards import GuardEvent
+    from roll_core.runtime.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +179,21 @@ def read_record(path: Path) -> dict[str, Any]:
         logger.debug("no record in %s: %s", path, error)
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
+    """The run that finished at the step of `checkpoint`: it wrote the checkpoint or resumed from it. None if every such
+    run ended before it was finished.
+
+    Searches the experiment of the checkpoint and the experiment of the run `current`.
+    """
+    writer = checkpoint.path.parent.parent
+    for run in (run for experiment in {writer.parent, current.experiment} for run in experiment_runs(experiment)):
+        record = read_record(run.record)
+        at_step = record.get("outcome") == "finished" and record.get("steps_done") == checkpoint.step
+        if at_step and (run.path == writer or record.get("resumed_from") == str(checkpoint.path)):
+            return run.path
+    return None
 
 
 def is_abandoned(record: Mapping[str, Any]) -> bool:

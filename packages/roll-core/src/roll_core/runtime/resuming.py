@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, CheckpointMismatchError
-from roll_core.runtime.record import read_record
-from roll_core.runtime.run_dir import experiment_runs
+from roll_core.runtime.manifest import is_inside
 from roll_core.spec.providers import TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
     from typing import Self
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.checkpoints import Checkpoint
     from roll_core.runtime.roles import GroupTrainRole
     from roll_core.runtime.run import ActiveRun
-    from roll_core.runtime.run_dir import RunDir
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import Pipeline
 
@@ -37,6 +34,9 @@ class SavedRole:
     weight_version: int
     portable: bool = False
     """Whether there is, beside them, the state that all strategies read."""
+    model: Mapping[str, Any] | None = None
+    """The `ModelSpec` as a mapping. With `strategy_config` it is what one needs to build the role without its run."""
+    strategy_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.strategy} × {self.world_size}"
@@ -57,14 +57,29 @@ class SavedRun:
         """Raises `CheckpointError` where it cannot be read."""
         state = checkpoint.state()
         try:
-            return cls(
+            saved = cls(
                 pipeline=state["pipeline"],
                 pipeline_state=state["pipeline_state"],
                 roles={name: SavedRole(**role) for name, role in state["roles"].items()},
-                evaluation_due=bool(state.get("evaluation_due")),
+                evaluation_due=state.get("evaluation_due", False),
             )
+            _check_types(saved, dict)
+            for name, role in saved.roles.items():
+                _check_types(role, dict, type(None))
+                if not is_inside(name) or "/" in name:
+                    raise TypeError(f"{name!r:.100} is no name of a role")
+            return saved
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{checkpoint.path}: its state is not that of a run: {error!r}") from error
+
+
+def _check_types(record: SavedRun | SavedRole, *others: type) -> None:
+    """Raise `TypeError` unless fields hold what their annotations say: `str`, `int`, `bool`, or one of `others`."""
+    known = {"str": (str,), "int": (int,), "bool": (bool,)}
+    for each in fields(record):
+        value = getattr(record, each.name)
+        if type(value) not in known.get(str(each.type), others):
+            raise TypeError(f"{each.name} is {value!r:.100}")
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) -> None:
@@ -99,21 +114,6 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) ->
                 " portable_checkpoints=true, and change the strategy at the next checkpoint, which will have one; or"
                 " leave resume_from_checkpoint out and start from an export of that run"
             )
-
-
-def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
-    """The run that finished at the step of `checkpoint`: it wrote the checkpoint or resumed from it. None if every such
-    run ended before it was finished.
-
-    Searches the experiment of the checkpoint and the experiment of the run `current`.
-    """
-    writer = checkpoint.path.parent.parent
-    for run in (run for experiment in {writer.parent, current.experiment} for run in experiment_runs(experiment)):
-        record = read_record(run.record)
-        at_step = record.get("outcome") == "finished" and record.get("steps_done") == checkpoint.step
-        if at_step and (run.path == writer or record.get("resumed_from") == str(checkpoint.path)):
-            return run.path
-    return None
 
 
 async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint, registry: Registry) -> SavedRun:

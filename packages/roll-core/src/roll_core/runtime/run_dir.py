@@ -187,6 +187,14 @@ def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
     return [CheckpointStore(RunDir.open(path).checkpoints)]
 
 
+def sweep_checkpoints(experiment: Path, checkpoint: Checkpoint | None) -> None:
+    """Remove half-written checkpoints of killed processes from all runs of an experiment, and from the run of
+    `checkpoint`. What a living process writes stays."""
+    elsewhere = {checkpoint.path.parent} if checkpoint is not None else set()
+    for directory in elsewhere | {run.checkpoints for run in experiment_runs(experiment)}:
+        CheckpointStore(directory).sweep()
+
+
 def experiment_runs(experiment: Path) -> list[RunDir]:
     """The runs of an experiment, oldest first."""
     return [RunDir(experiment / f"{number:03d}") for number in sorted(_numbers(experiment))]

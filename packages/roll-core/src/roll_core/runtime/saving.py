@@ -12,6 +12,7 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.runtime.concurrency import gather
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.checkpoints import CheckpointStore
     from roll_core.runtime.roles import GroupTrainRole
     from roll_core.runtime.run import ActiveRun
+    from roll_core.spec.model import ModelSpec
     from roll_core.spec.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
@@ -111,4 +113,14 @@ def _saved_role(role: GroupTrainRole, portable: bool) -> SavedRole:
         world_size=role.group.world_size,
         weight_version=role.weight_version,
         portable=portable,
+        model=_found_again(role.group.spec.args["model"]),
+        strategy_config=role.group.spec.args["strategy_config"],
     )
+
+
+def _found_again(model: ModelSpec) -> dict[str, Any]:
+    """The model with paths that hold in every working directory, and after `latest` points to another run."""
+    paths = {"path": model.path, "tokenizer": model.tokenizer}
+    return asdict(model) | {
+        key: str(Path(path).resolve()) for key, path in paths.items() if path and Path(path).is_dir()
+    }

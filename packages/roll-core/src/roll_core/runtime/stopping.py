@@ -24,7 +24,7 @@ from roll_core.errors import RunInterruptedError, RunPreemptedError
 from roll_core.runtime.concurrency import end_on_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,8 +43,6 @@ class StopSignals:
         self._task: asyncio.Task[Any] | None = None
         self._error: BaseException | None = None
         """What the run is cancelled for."""
-        self._before: Any = None
-        """The handler of SIGTERM before the run."""
 
     @property
     def asked(self) -> bool:
@@ -54,15 +52,11 @@ class StopSignals:
     def run(self, main: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine to its end. Raises `RunInterruptedError` if a signal ended it, and the exception of a
         background task or callback that failed. Either way workers are closed and the record is written."""
-        self._before = _handler(signal.SIGTERM)
+        before = _handler(signal.SIGTERM)
         try:
             asyncio.run(self._guarded(main))
         finally:
-            _handle(signal.SIGTERM, signal.SIG_IGN)
-
-    def close(self) -> None:
-        """Nothing is left to be written: SIGTERM does what it did before the run."""
-        _handle(signal.SIGTERM, self._before)
+            _handle(signal.SIGTERM, before)
 
     def saved(self, what: str) -> RunPreemptedError:
         """The error to end the run with, now that all that was asked for is done."""
@@ -139,6 +133,17 @@ class StopSignals:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+@contextlib.contextmanager
+def ignoring_sigterm() -> Iterator[None]:
+    """For what ends a run: the record and the report take a second."""
+    before = _handler(signal.SIGTERM)
+    _handle(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        _handle(signal.SIGTERM, before)
 
 
 def _handler(number: int) -> Any:
