@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from roll_core.config.source import KeyPath
 
+MAX_SUGGESTIONS = 100
+"""Unknown keys of one config that get a suggestion, which takes most of a millisecond."""
 MANY = 10
 """So many keys are listed where none is near; more would bury the message."""
 
