@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from roll_core.config.explain import Finding, findings
+from roll_core.config.foreign_keys import meant
 from roll_core.config.nearest import MAX_SUGGESTIONS, suggest_key
 from roll_core.config.schema import members, paths, schema_at
 from roll_core.errors import PluginLoadError
@@ -63,6 +64,7 @@ def validate_all(
             if each.kind == "extra_forbidden" and suggestions < MAX_SUGGESTIONS:
                 suggestions += 1
                 touched.add(suggest_key(each.path, known, ())[1])
+                touched |= meant(each.path, _at(rest, each.path))
             if not _set_aside(schema, rest, each, taken):
                 return None, found
             taken.add(each.path)
@@ -85,9 +87,13 @@ def _copy(data: Any) -> Any:
 
 
 def _is_leaf(data: Any, path: KeyPath) -> bool:
+    return bool(path) and not isinstance(_at(data, path), (dict, BaseModel))
+
+
+def _at(data: Any, path: KeyPath) -> Any:
     for step in path:
         data = _child(data, step)
-    return bool(path) and not isinstance(data, (dict, BaseModel))
+    return data
 
 
 def _child(data: Any, step: str) -> Any:

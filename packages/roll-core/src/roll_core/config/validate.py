@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from roll_core.config.explain import Finding, show
+from roll_core.config.foreign_keys import foreign_hint
 from roll_core.config.mistakes import take_out, validate_all
 from roll_core.config.model_keys import model_keys
 from roll_core.config.nearest import MAX_SUGGESTIONS, suggest_key
@@ -521,8 +522,15 @@ class _Validation:
         hint = ""
         if self.suggestions <= MAX_SUGGESTIONS:
             everywhere = [*(paths(schema) if schema is not None else ()), *self.extra_paths]
-            hint, _ = suggest_key(path, siblings, everywhere)
+            hint = foreign_hint(path, self._written_at(path), everywhere) if schema is not None else ""
+            hint = hint or suggest_key(path, siblings, everywhere)[0]
         return Finding(path, found.message, hint, at_key=True, kind=found.kind)
+
+    def _written_at(self, path: KeyPath) -> Any:
+        data: Any = self.composed.data
+        for step in path:
+            data = data.get(step) if isinstance(data, dict) else None
+        return data
 
     @staticmethod
     def _key(mapping: dict[Any, Any], text: str) -> Any:
