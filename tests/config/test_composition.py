@@ -229,3 +229,17 @@ def test_an_override_inside_of_a_reference_changes_one_key_and_keeps_the_others(
     config = load(file, ["validation.data_args.file_name=held.jsonl"], REGISTRY).config
     assert (config.validation.data_args.file_name, config.validation.data_args.max_samples) == ("held.jsonl", 3)
     assert config.sft_train.data_args.file_name == "rows.jsonl"
+
+
+def test_a_fragment_may_be_empty(write):
+    file = write(
+        run="defaults: [nothing, remarks, model: none, _self_]\n" + SFT,
+        nothing="",
+        remarks="# later\n---\n",
+        model__none="",
+    )
+    composed = compose(file, (), REGISTRY)
+    assert composed.data["pipeline"] == "sft"
+    assert len(composed.files) == 4
+    with pytest.raises(ConfigError):
+        compose(Path("nothing.yaml"), (), REGISTRY)

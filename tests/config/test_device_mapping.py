@@ -58,6 +58,10 @@ def test_an_expression_means_what_it_means_in_python_or_is_refused_for_a_reason(
             parse_device_mapping(text)
 
 
+def test_a_list_of_a_list_is_that_list():
+    assert parse_device_mapping("list([0,1,2]) + list([5])") == (0, 1, 2, 5)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -84,7 +88,8 @@ def test_an_expression_means_what_it_means_in_python_or_is_refused_for_a_reason(
         "range()",
         "range(1,2,3,4)",
         "list()",
-        "list([0])",
+        "list([0)]",
+        "list([0] + [1])",
         "list(list(range(2)))",
         "list(range(0,8)",
         "list(range(0,8)))",

@@ -1,5 +1,6 @@
 """`mistakes.txt`: what people get wrong in a config, and the whole answer to each."""
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.config import load
+from roll_core.config.nearest import MAX_SUGGESTIONS
 from roll_core.errors import ConfigError
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
@@ -60,6 +62,63 @@ def test_no_answer_shows_a_secret():
     for case in CASES.values():
         assert "hunter2" not in case["answer"]
         assert "s3cr3t" not in case["answer"]
+
+
+SFT = """\
+pipeline: sft
+sft_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
+
+
+def problems(text, *overrides):
+    """(line, column, key) of each."""
+    Path("run.yaml").write_text(SFT + text, encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        load(Path("run.yaml"), overrides, REGISTRY)
+    return [(*map(int, each.where.split(":")[1:]), each.key) for each in raised.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("exp_name: ..", [(5, 11, "exp_name")]),
+        ("exp_name: .", [(5, 11, "exp_name")]),
+        (f"exp_name: {'é' * 128}", [(5, 11, "exp_name")]),
+        (f"seed: {2**64}", [(5, 7, "seed")]),
+        (
+            f"validation: {{data_args: {{}}, generating_args: {{seed: {2**64}}}}}",
+            [(5, 53, "validation.generating_args.seed")],
+        ),
+        ("system_envs: {GOOD: 1, A=B: x}", [(5, 24, "system_envs.A=B")]),
+        ("system_envs: {MY VAR: x, '': y}", [(5, 15, "system_envs.MY VAR"), (5, 26, "system_envs.")]),
+        ('system_envs: {GOOD: "a\\0b"}', [(5, 21, "system_envs.GOOD")]),
+        ("true: 1", [(5, 1, "true")]),
+        ("off: 1", [(5, 1, "false")]),
+        ("system_envs: {on: x}", [(5, 15, "system_envs.true")]),
+    ],
+)
+def test_values_that_no_run_can_have_are_mistakes(tmp_path, monkeypatch, text, found):
+    monkeypatch.chdir(tmp_path)
+    assert problems(text) == found
+
+
+def test_values_at_the_limits_are_good(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = f"exp_name: ..{'é' * 126}a\nseed: {2**64 - 1}\nsystem_envs: {{_a.B-1: '', ProgramFiles(x86): 1}}\n"
+    Path("run.yaml").write_text(SFT + text, encoding="utf-8")
+    assert load(Path("run.yaml"), (), REGISTRY).config.seed == 2**64 - 1
+
+
+def test_thousands_of_unknown_keys_are_all_told_and_only_the_first_compared(tmp_path, monkeypatch):
+    compared = []
+    matches = difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *args: compared.append(args) or matches(*args))
+    monkeypatch.chdir(tmp_path)
+    found = problems("".join(f"max_step_{at}: 1\n" for at in range(3000)))
+    assert found == [(5 + at, 1, f"max_step_{at}") for at in range(3000)]
+    assert len(compared) <= 8 * MAX_SUGGESTIONS
 
 
 def update(title: str, found: str) -> None:

@@ -178,3 +178,38 @@ def test_reinforcement_learning_renders_chats_as_the_fine_tuning_before_it(local
     sample = json.loads(found.run_dir.samples.read_text(encoding="utf-8").splitlines()[0])
     asked = sample["prompt"].removeprefix("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n")
     assert asked.removesuffix("+1<|im_end|>\n<|im_start|>assistant\n").isdecimal()
+
+
+@pytest.mark.parametrize("answered", [0, 3])
+def test_chat_rows_without_a_response_are_scored_by_rewards_alone(local_runs, answered):
+    """The held-out loss is that of the rows which have one."""
+    rows = [json.loads(line) for line in (local_runs.folder / "val.jsonl").read_text(encoding="utf-8").splitlines()]
+    chat = local_runs.folder / "chat.jsonl"
+
+    def write(number, rows):
+        with chat.open("w", encoding="utf-8") as file:
+            for at, row in enumerate(rows):
+                messages = [{"role": "user", "content": row["prompt"]}]
+                if at < number:
+                    messages.append({"role": "assistant", "content": row["response"]})
+                file.write(json.dumps({"chat": messages}) + "\n")
+
+    config = local_runs.sft(
+        actor_infer=local_runs.rlvr()["actor_infer"],
+        rewards={"digits": {"reward": "function", "function": "rollrewards:constant"}},
+        validation={"data_args": {"file_name": str(chat), "messages": "chat", "template": "plain"}},
+        max_steps=1,
+        eval_steps=1,
+    )
+    config["sft_train"]["data_args"]["template"] = "plain"
+    write(answered, rows)
+    last = local_runs.metrics(local_runs.ok(config))[-1]
+    assert last["val/score/mean"] == 1.0
+    assert ("val/loss" in last) == (answered > 0)
+    if answered:
+        assert last["val/num_samples"] == len(rows)
+        del config["actor_infer"], config["rewards"]
+        assert local_runs.run(config | {"exp_name": "refused"}).outcome == "failed"  # then a loss is all there could be
+        write(answered, rows[:answered])
+        alone = local_runs.metrics(local_runs.ok(config | {"exp_name": "alone"}))[-1]
+        assert last["val/loss"] == pytest.approx(alone["val/loss"], abs=1e-6)

@@ -255,7 +255,7 @@ class _Composition:
                 shown = Path(os.path.relpath(file))
                 self.fragments.append(shown)
                 try:
-                    self.sources[file] = read_source(file, str(shown))
+                    self.sources[file] = read_source(file, str(shown), fragment=True)
                 except ConfigError as error:
                     problems += error.problems
                     continue

@@ -37,13 +37,9 @@ def findings(errors: Sequence[Any], data: Any, prefix: KeyPath = ()) -> list[Fin
     for error in errors:
         by_path.setdefault(_path(error, data), []).append(error)
     found = [_finding(prefix + path, group) for path, group in by_path.items()]
-    return [each for each in found if not (each.shown and _is_part_of_another(each, found))]
-
-
-def _is_part_of_another(found: Finding, others: list[Finding]) -> bool:
-    """Whether an alternative of a union that fits down to one of its items has a finding of its own."""
-    depth = len(found.path)
-    return any(len(each.path) > depth and each.path[:depth] == found.path for each in others)
+    # An alternative of a union that fits down to one of its items has a finding of its own there.
+    above = {each.path[:depth] for each in found for depth in range(len(each.path))}
+    return [each for each in found if not (each.shown and each.path in above)]
 
 
 def show(value: Any, key: str = "") -> str:
@@ -73,8 +69,9 @@ def _path(error: Any, data: Any) -> KeyPath:
     for at, step in enumerate(location):
         in_list = isinstance(here, (list, tuple)) and isinstance(step, int) and 0 <= step < len(here)
         if in_list or (isinstance(here, dict) and step in here):
+            # pydantic names the key `true` as 1, which it equals.
+            steps.append(str(step if in_list else next(key for key in here if key == step)))
             here = here[step]
-            steps.append(str(step))
         elif error["type"] == "missing" and at == len(location) - 1:
             steps.append(str(step))
     return tuple(steps)
@@ -88,8 +85,11 @@ def _finding(path: KeyPath, errors: list[Any]) -> Finding:
         return Finding(path, "there is no such key", at_key=True, kind=kind)
     if kind == "missing":
         return Finding(path, "is missing", at_key=True, kind=kind)
+    if kind == "string_pattern_mismatch" and error["loc"][-1:] == ("[key]",):
+        return Finding(path, f"found the key {name!r}, expected {_expected(error)}", at_key=True, kind=kind)
     if kind == "invalid_key" or error["loc"][-1:] == ("[key]",):
-        return Finding(path, f"a key is text, found {name}", f"put quotes around it: '{name}'", at_key=True, kind=kind)
+        name = name.lower() if name in ("True", "False") else name
+        return Finding(path, f"a key is text, found {name}", f"put quotes around it: '{name}'", True, "invalid_key")
     ours = [each for each in errors if each["type"] in ("value_error", "assertion_error")]
     if ours:
         cause = ours[0].get("ctx", {}).get("error")
@@ -134,7 +134,8 @@ def _expected(error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         name, sign = _BOUNDS[kind]
-        return f"a number {sign} {context[name]:g}"
+        bound = context[name]
+        return f"a number {sign} {bound if isinstance(bound, int) else format(bound, 'g')}"
     if kind == "literal_error":
         return str(context["expected"]).replace("'", "")
     if kind == "string_pattern_mismatch":

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from roll_core.config.explain import Finding, findings
-from roll_core.config.nearest import suggest_key
+from roll_core.config.foreign_keys import meant
+from roll_core.config.nearest import MAX_SUGGESTIONS, suggest_key
 from roll_core.config.schema import members, paths, schema_at
 from roll_core.errors import PluginLoadError
 
@@ -50,7 +51,8 @@ def validate_all(
             return (None, found) if found or broken else (valid, [])
         new = findings(errors, rest)
         found += [each for each in new if each.path not in taken and not _mentions(each, touched)]
-        known = {each for place in paths(schema) for each in place[-1:]}
+        known = sorted({place[-1] for place in paths(schema)})
+        suggestions = 0
         prunable = [each for each in new if each.path and each.kind != "value_error"]
         prunable += [each for each in new if each.kind == "value_error" and _is_leaf(rest, each.path)]
         if not prunable:
@@ -59,8 +61,10 @@ def validate_all(
             touched.add(each.path[-1])
             if len(each.path) > 1 and schema_at(schema, each.path[:-1]) is None:
                 touched.add(each.path[-2])  # a mapping with free keys has fewer of them now
-            if each.kind == "extra_forbidden":
-                touched.add(suggest_key(each.path, sorted(known), ())[1])
+            if each.kind == "extra_forbidden" and suggestions < MAX_SUGGESTIONS:
+                suggestions += 1
+                touched.add(suggest_key(each.path, known, ())[1])
+                touched |= meant(each.path, _at(rest, each.path))
             if not _set_aside(schema, rest, each, taken):
                 return None, found
             taken.add(each.path)
@@ -83,17 +87,27 @@ def _copy(data: Any) -> Any:
 
 
 def _is_leaf(data: Any, path: KeyPath) -> bool:
+    return bool(path) and not isinstance(_at(data, path), (dict, BaseModel))
+
+
+def _at(data: Any, path: KeyPath) -> Any:
     for step in path:
         data = _child(data, step)
-    return bool(path) and not isinstance(data, (dict, BaseModel))
+    return data
 
 
 def _child(data: Any, step: str) -> Any:
     if isinstance(data, dict):
-        return next((each for key, each in data.items() if str(key) == step), None)
+        key = _key_of(data, step)
+        return None if key is None else data[key]
     if isinstance(data, list) and step.isdigit() and int(step) < len(data):
         return data[int(step)]
     return None
+
+
+def _key_of(data: dict[Any, Any], step: str) -> Any:
+    """The key whose text is `step`; None if there is none."""
+    return step if step in data else next((key for key in data if str(key) == step), None)
 
 
 def take_out(data: Any, path: KeyPath) -> None:
@@ -105,7 +119,7 @@ def take_out(data: Any, path: KeyPath) -> None:
             parent, at = data, step
         data = _child(data, step)
     if parent is not None:
-        parent.pop(next((key for key in parent if str(key) == at), None), None)
+        parent.pop(_key_of(parent, at), None)
 
 
 def _set_aside(schema: type[BaseModel], data: dict[Any, Any], found: Finding, taken: set[KeyPath]) -> bool:
@@ -126,7 +140,7 @@ def _set_aside(schema: type[BaseModel], data: dict[Any, Any], found: Finding, ta
         stand_in = _stand_in(container.model_fields[step].annotation)
         parent[step] = stand_in
         return stand_in is not None
-    key = next((each for each in parent if str(each) == step), None)
+    key = _key_of(parent, step)
     if key is None:
         return False
     del parent[key]

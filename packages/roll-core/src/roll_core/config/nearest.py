@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from roll_core.config.source import KeyPath
 
+MAX_SUGGESTIONS = 100
+"""Unknown keys of one config that get a suggestion, which takes most of a millisecond."""
 MANY = 10
 """So many keys are listed where none is near; more would bury the message."""
 
@@ -23,22 +25,22 @@ def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[Key
     places = list(everywhere)
     same = [each for each in places if each[-1] == name]
     if same:
-        place = _best(same, parent)[:-1]
-        return f"{name} belongs {f'under {_dotted(place)}' if place else 'at the top level'}", name
+        place = best_place(same, parent)[:-1]
+        return f"{name} belongs {f'under {dotted(place)}' if place else 'at the top level'}", name
     close = difflib.get_close_matches(name, siblings, 1, 0.6)
     if close:
         return f"did you mean {close[0]}?", close[0]
     close = difflib.get_close_matches(name, {each[-1] for each in places}, 1, 0.8)
     if close:
-        best = _best([each for each in places if each[-1] == close[0]], parent)
-        return f"did you mean {_dotted(best)}{'' if len(best) > 1 else ', at the top level'}?", close[0]
+        best = best_place([each for each in places if each[-1] == close[0]], parent)
+        return f"did you mean {dotted(best)}{'' if len(best) > 1 else ', at the top level'}?", close[0]
     if 0 < len(siblings) <= MANY:
         return f"keys here are {', '.join(siblings)}", ""
     return "", ""
 
 
-def _best(places: list[KeyPath], parent: KeyPath) -> KeyPath:
-    """The place that shares most with where the key stands; the shallowest of those."""
+def best_place(places: list[KeyPath], parent: KeyPath) -> KeyPath:
+    """The place that shares most with `parent`, where a key stands; the shallowest of those."""
 
     def shared(place: KeyPath) -> int:
         count = 0
@@ -54,5 +56,6 @@ def _best(places: list[KeyPath], parent: KeyPath) -> KeyPath:
     )
 
 
-def _dotted(path: KeyPath) -> str:
+def dotted(path: KeyPath) -> str:
+    """A path as a message shows it."""
     return ".".join("<name>" if step == "*" else step for step in path)

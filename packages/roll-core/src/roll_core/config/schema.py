@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -69,11 +70,16 @@ def schema_at(schema: Schema, path: KeyPath) -> Schema | None:
     return found
 
 
-def paths(schema: Schema, prefix: KeyPath = (), depth: int = 6) -> Iterator[KeyPath]:
+@lru_cache
+def paths(schema: Schema) -> tuple[KeyPath, ...]:
     """The path of every key of a schema; `*` stands for a key that is free."""
+    return tuple(_paths(schema, (), 6))
+
+
+def _paths(schema: Schema, prefix: KeyPath, depth: int) -> Iterator[KeyPath]:
     if depth == 0:
         return
     for name, field in schema.model_fields.items():
         yield (*prefix, name)
         for member, is_mapping in members(field.annotation):
-            yield from paths(member, (*prefix, name, "*") if is_mapping else (*prefix, name), depth - 1)
+            yield from _paths(member, (*prefix, name, "*") if is_mapping else (*prefix, name), depth - 1)

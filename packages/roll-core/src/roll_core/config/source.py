@@ -80,8 +80,9 @@ class Source:
         return None
 
 
-def read_source(path: Path, name: str) -> Source:
-    """Read a file whose top level is a mapping. Raises `ConfigError` with everything that is wrong with it."""
+def read_source(path: Path, name: str, *, fragment: bool = False) -> Source:
+    """Read a file whose top level is a mapping; a `fragment` may also be empty. Raises `ConfigError` with every
+    mistake."""
     source = Source(name)
     problems: list[ConfigProblem] = []
     try:
@@ -96,7 +97,7 @@ def read_source(path: Path, name: str) -> Source:
         if len(content) > MAX_BYTES:
             problems.append(ConfigProblem(name, "", f"has {len(content)} bytes; a config has at most {MAX_BYTES}"))
         else:
-            _Reader(source, problems).read(content)
+            _Reader(source, problems, fragment=fragment).read(content)
     if problems:
         raise ConfigError(problems)
     return source
@@ -131,7 +132,8 @@ class _Stop(Exception):
 class _Reader:
     """One document, event by event."""
 
-    def __init__(self, source: Source, problems: list[ConfigProblem]) -> None:
+    def __init__(self, source: Source, problems: list[ConfigProblem], *, fragment: bool) -> None:
+        self.may_be_empty = fragment
         self.source = source
         self.problems = problems
         self.anchors: dict[str, tuple[Any, KeyPath, int]] = {}
@@ -165,13 +167,13 @@ class _Reader:
         loader = self.loader
         loader.get_event()  # the stream's start
         if loader.check_event(yaml.StreamEndEvent):
-            self._problem(Mark(1, 1), "", "the file is empty, expected a mapping that begins with pipeline:")
+            self._empty()
             return
         start = loader.get_event()
         first = loader.peek_event()
         self.source.data = self._node((), 0)
         if self.source.data is None and not self.problems:
-            self._problem(Mark(1, 1), "", "the file is empty, expected a mapping that begins with pipeline:")
+            self._empty()
         elif not isinstance(self.source.data, dict):
             mark = _mark(first if first is not None else start)
             found = "a list" if isinstance(self.source.data, list) else "a single value"
@@ -179,6 +181,11 @@ class _Reader:
         loader.get_event()  # the document's end
         if not loader.check_event(yaml.StreamEndEvent):
             self._problem(_mark(loader.get_event()), "", "a second document begins here; a config is one document")
+
+    def _empty(self) -> None:
+        self.source.data = {}
+        if not self.may_be_empty:
+            self._problem(Mark(1, 1), "", "the file is empty, expected a mapping that begins with pipeline:")
 
     def _node(self, path: KeyPath, depth: int) -> Any:
         event = self.loader.get_event()

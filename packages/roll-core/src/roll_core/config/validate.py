@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from roll_core.config.explain import Finding, show
+from roll_core.config.foreign_keys import foreign_hint
 from roll_core.config.mistakes import take_out, validate_all
 from roll_core.config.model_keys import model_keys
-from roll_core.config.nearest import suggest_key
+from roll_core.config.nearest import MAX_SUGGESTIONS, suggest_key
 from roll_core.config.schema import paths, roles, schema_at
 from roll_core.config.weight_ways import without_a_way
 from roll_core.config.written import COMMAND_LINE, Place
@@ -93,6 +94,8 @@ class _Validation:
     """Why a part that was asked for is not there, if a plugin failed to load."""
     policy_role: str = ""
     """Of the pipeline's schema."""
+    suggestions: int = 0
+    """For unknown keys, so far."""
     extra_paths: list[KeyPath] = field(default_factory=list)
     """Keys of the schemas that strategies and rewards bring, for suggestions."""
 
@@ -582,7 +585,10 @@ class _Validation:
                 message = message.replace(found.shown, "text" if found.shown[0] in "'\"" else "a value", 1)
                 found = replace(found, hint="${oc.decode:${oc.env:NAME}} reads a variable as a number, a list, …")
             message += f" (from {interpolation.text}{source})"
-        return ConfigProblem(str(place), ".".join(found.path), message, found.hint), place
+        *above, last = found.path or ("",)
+        if found.kind == "invalid_key" and last in ("True", "False"):
+            last = last.lower()  # as YAML writes it
+        return ConfigProblem(str(place), ".".join((*above, last)), message, found.hint), place
 
     def _subject(self, found: Finding) -> KeyPath:
         """The path to point at. A rule about several keys concerns a whole mapping: the first key that it names and
@@ -599,9 +605,19 @@ class _Validation:
         self, found: Finding, siblings: list[str], prefix: KeyPath, schema: type[BaseModel] | None = None
     ) -> Finding:
         path = prefix + found.path
-        everywhere = [*(paths(schema) if schema is not None else ()), *self.extra_paths]
-        hint, _ = suggest_key(path, siblings, everywhere)
+        self.suggestions += 1
+        hint = ""
+        if self.suggestions <= MAX_SUGGESTIONS:
+            everywhere = [*(paths(schema) if schema is not None else ()), *self.extra_paths]
+            hint = foreign_hint(path, self._written_at(path), everywhere) if schema is not None else ""
+            hint = hint or suggest_key(path, siblings, everywhere)[0]
         return Finding(path, found.message, hint, at_key=True, kind=found.kind)
+
+    def _written_at(self, path: KeyPath) -> Any:
+        data: Any = self.composed.data
+        for step in path:
+            data = data.get(step) if isinstance(data, dict) else None
+        return data
 
     @staticmethod
     def _key(mapping: dict[Any, Any], text: str) -> Any:

@@ -159,6 +159,13 @@ def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) ->
     return messages
 
 
+def has_response(row: Row, data: DataArguments, rows: Rows) -> bool:
+    """True if the row has a response: text in its column, or a last message of the assistant."""
+    if data.messages is None:
+        return row.values.get(data.response) is not None
+    return stored_messages(row, data, rows)[-1]["role"] == "assistant"
+
+
 def need_column(column: str, rows: Rows) -> None:
     """Raise `DataError` unless the rows have the column."""
     if column not in rows.columns:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll_core.data.datasets import Row, Rows, are_chats, messages_of, stored_messages
+from roll_core.data.datasets import Row, Rows, are_chats, has_response, messages_of, stored_messages
 from roll_core.data.templates import Segment, Template, load_template, texts_of
 from roll_core.errors import DataError
 from roll_core.types import TrainSequence
@@ -40,6 +40,8 @@ class Counts:
     """Kept, but cut to `response_length`: the end token is gone."""
     empty: int = 0
     """Left out: no token to learn."""
+    without_response: int = 0
+    """Left out: nothing to learn, where rows need no response."""
 
     def __str__(self) -> str:
         named = [f"{getattr(self, each.name)} {each.name.replace('_', ' ')}" for each in fields(self)]
@@ -151,18 +153,23 @@ def encode_sft(
     response_length: int,
     overlong: Overlong = "drop",
     on_prompt: bool = False,
+    require_response: bool = True,
 ) -> tuple[list[TrainSequence], Counts]:
     """Rows with prompt and response as sequences to learn, in their order.
 
     The prompt is what stands before the first token that the model writes; the response is all the rest (several turns,
     of which only the model's are learnt). A longer prompt than `prompt_length` leaves the row out; a longer response
     than `response_length` leaves it out (`drop`) or is cut at its end (`truncate`). `on_prompt` also learns what the
-    model only reads, except for the first token.
+    model only reads, except for the first token. A row without a response raises `DataError`, or is left out if
+    `require_response` is false.
     """
     encoder = Encoder(tokenizer, data)
     counts = Counts()
     sequences: list[TrainSequence] = []
     for row in rows:
+        if not require_response and not has_response(row, data, rows):
+            counts.without_response += 1
+            continue
         messages = messages_of(row, data, rows, response=True)
         tokens, mask = encoder.conversation(messages, row.where)
         sequence = _within(row, tokens, mask, counts, prompt_length, response_length, overlong)
@@ -203,6 +210,6 @@ def _with_prompt(sequence: TrainSequence) -> TrainSequence:
 
 
 def _report(what: str, rows: Rows, counts: Counts) -> None:
-    if counts.kept == 0:
+    if counts.kept == 0 and counts.without_response < len(rows):
         raise DataError(f"of {len(rows)} {what} none can be used: {counts}; raise prompt_length or response_length")
     log.info("%d %s: %s", len(rows), what, counts)

@@ -79,7 +79,8 @@ class SFTPipeline(Pipeline[SFTConfig]):
             return
         data = config.validation.data_args
         if (data.messages or data.response) in run.columns(data):
-            self.held_out = run.sequences(data, on_prompt=config.train_on_prompt)
+            scored = config.actor_infer is not None  # by rewards, which need no response
+            self.held_out = run.sequences(data, on_prompt=config.train_on_prompt, require_response=not scored)
         if config.actor_infer is not None:
             self.validation = Validation(
                 run, config, config.validation, role="actor_infer", source="sft_train", batch_size=config.val_batch_size

@@ -45,6 +45,7 @@ class RunData:
         *,
         overlong: Literal["drop", "truncate"],
         on_prompt: bool,
+        require_response: bool,
     ) -> Sequence[TrainSequence]:
         """Rows with prompt and response as sequences to learn."""
         sequences, _ = encode_sft(
@@ -55,5 +56,6 @@ class RunData:
             response_length=self._config.response_length,
             overlong=overlong,
             on_prompt=on_prompt,
+            require_response=require_response,
         )
         return sequences

@@ -222,9 +222,16 @@ class ActiveRun(Run):
 
     @override
     def sequences(
-        self, data: DataArguments, *, overlong: Literal["drop", "truncate"] = "drop", on_prompt: bool = False
+        self,
+        data: DataArguments,
+        *,
+        overlong: Literal["drop", "truncate"] = "drop",
+        on_prompt: bool = False,
+        require_response: bool = True,
     ) -> Sequence[TrainSequence]:
-        return self._data.sequences(data, self.tokenizer, overlong=overlong, on_prompt=on_prompt)
+        return self._data.sequences(
+            data, self.tokenizer, overlong=overlong, on_prompt=on_prompt, require_response=require_response
+        )
 
     @override
     def columns(self, data: DataArguments) -> Sequence[str]:

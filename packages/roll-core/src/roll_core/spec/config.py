@@ -52,8 +52,13 @@ def _numbers_as_text(value: Any) -> Any:
     }
 
 
-EnvVars = Annotated[dict[str, str], BeforeValidator(_numbers_as_text)]
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.()-]*$")]
+EnvValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+EnvVars = Annotated[dict[EnvName, EnvValue], BeforeValidator(_numbers_as_text)]
 """Environment variables; a number is taken for its text."""
+Seed = Annotated[int, Field(ge=0, lt=2**64)]
+MAX_NAME_BYTES = 255
+"""Of a directory, on file systems of today."""
 
 
 class Config(BaseModel):
@@ -295,8 +300,8 @@ class GeneratingArguments(Config):
     """Responses per prompt; in rollouts `num_return_sequences_in_group` decides."""
     stop_strings: list[str] = []
     """A response ends with the first of these."""
-    seed: int | None = None
-    """For repeatable evaluation; rollouts are seeded by the run."""
+    seed: Seed | None = None
+    """For repeatable evaluation, below 2^64; rollouts are seeded by the run."""
 
     def sampling_params(self, *, default_max_new_tokens: int) -> SamplingParams:
         """The same as a request has it: what `Run.rollout`, `RolloutPlan` and `GenerateRequest` take.
@@ -673,11 +678,11 @@ class RunConfig(Config):
     pipeline: str
     """Which pipeline runs: see `roll-core plugins`."""
     exp_name: str = Field(default="roll", pattern=r"^[\w.-]+$")
-    """Name of the experiment; runs are written to `<output_dir>/<exp_name>/<number>`."""
+    """Name of the experiment, at most 255 bytes; runs are written to `<output_dir>/<exp_name>/<number>`."""
     output_dir: str = "./output"
     """Where run directories are made."""
-    seed: NonNegativeInt = 42
-    """Of everything that is random."""
+    seed: Seed = 42
+    """Of everything that is random; below 2^64."""
     executor: Literal["auto", "local", "ray"] = "auto"
     """`local`: everything in this process; `ray`: actors. `auto` is local where every role has one worker and weights
     can travel within one process."""
@@ -751,6 +756,16 @@ class RunConfig(Config):
     """What happens when a run goes wrong without failing, by id of the guard."""
     deterministic: bool = True
     """Ask the libraries for repeatable kernels, so that a resumed run equals an uninterrupted one bit for bit."""
+
+    @field_validator("exp_name")
+    @classmethod
+    def _names_a_directory(cls, value: str) -> str:
+        size = len(value.encode("utf-8", "surrogatepass"))
+        if size > MAX_NAME_BYTES:
+            raise ValueError(f"names a directory, and has {size} bytes: at most {MAX_NAME_BYTES} are possible")
+        if not value.strip("."):
+            raise ValueError(f"names a directory, and {value} is one that exists already: add a letter")
+        return value
 
     @field_validator("track_with", mode="before")
     @classmethod

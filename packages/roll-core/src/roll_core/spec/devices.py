@@ -1,7 +1,8 @@
 """`device_mapping`: a list of slots, or an expression over ranges, read by a small grammar and never evaluated.
 
 mapping := term ("+" term)*
-term    := "list" "(" range ")" | range | "[" [int ("," int)* [","]] "]"
+term    := "list" "(" (range | slots) ")" | range | slots
+slots   := "[" [int ("," int)* [","]] "]"
 range   := "range" "(" int ["," int ["," int]] ")"
 """
 
@@ -66,21 +67,23 @@ class _Parser:
     def _term(self) -> list[int]:
         if self._take("list"):
             self._need("(")
-            self._need("range")
-            slots = self._range()
+            slots = self._slots("is not range(…) or [slot, …]")
             self._need(")")
             return slots
+        return self._slots("is not list(range(…)), range(…) or [slot, …]")
+
+    def _slots(self, problem: str) -> list[int]:
         if self._take("range"):
             return self._range()
-        if self._take("["):
-            slots = []
-            while not self._take("]"):
-                slots.append(self._int())
-                if not self._take(","):
-                    self._need("]")
-                    break
-            return slots
-        raise self._error(self._position(), "is not list(range(…)), range(…) or [slot, …]")
+        if not self._take("["):
+            raise self._error(self._position(), problem)
+        slots = []
+        while not self._take("]"):
+            slots.append(self._int())
+            if not self._take(","):
+                self._need("]")
+                break
+        return slots
 
     def _range(self) -> list[int]:
         self._need("(")

@@ -323,9 +323,15 @@ class Run(ABC):
 
     @abstractmethod
     def sequences(
-        self, data: DataArguments, *, overlong: Literal["drop", "truncate"] = "drop", on_prompt: bool = False
+        self,
+        data: DataArguments,
+        *,
+        overlong: Literal["drop", "truncate"] = "drop",
+        on_prompt: bool = False,
+        require_response: bool = True,
     ) -> Sequence[TrainSequence]:
-        """Rows with prompt and response as sequences to learn; `on_prompt` also learns the prompt's tokens."""
+        """Rows with prompt and response as sequences to learn; `on_prompt` also learns the prompt's tokens. A row
+        without a response raises `DataError`, or is left out if `require_response` is false."""
 
     @abstractmethod
     def columns(self, data: DataArguments) -> Sequence[str]:

@@ -1,0 +1,124 @@
+"""Hints for keys of TRL, verl and OpenRLHF."""
+
+import re
+
+import pytest
+
+from roll_core.config import load
+from roll_core.config.foreign_keys import FOREIGN
+from roll_core.config.schema import paths
+from roll_core.errors import ConfigError
+from roll_core.pipelines.config import RLVRConfig, SFTConfig
+from roll_core.plugins.loader import load_plugins
+from roll_core.plugins.registry import Registry
+
+REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])
+RLVR = """\
+pipeline: rlvr
+actor_train:
+  training_args: {learning_rate: 1e-6, %s}
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+  generating_args: {top_p: 1.0, %s}
+validation:
+  data_args: {file_name: rows.jsonl}
+  generating_args: {top_p: 1.0, %s}
+rewards:
+  math: {reward: math_rule}
+%s
+"""
+SFT = """\
+pipeline: sft
+sft_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
+
+
+def hints(tmp_path, text):
+    """(line, column, key) -> our keys in the hint, of each mistake."""
+    file = tmp_path / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        load(file, (), REGISTRY)
+    ours = {".".join(path) for schema in (RLVRConfig, SFTConfig) for path in paths(schema)}
+    return {
+        (*map(int, each.where.split(":")[-2:]), each.key): [
+            name for name in re.findall(r"[A-Za-z_][\w.]*", each.hint) if name in ours
+        ]
+        for each in raised.value.problems
+    }
+
+
+def test_every_key_in_the_place_of_a_foreign_one_exists():
+    ours = {path for schema in (RLVRConfig, SFTConfig) for path in paths(schema)}
+    for foreign, (targets, _) in FOREIGN.items():
+        assert targets, foreign
+        for target in targets.split():
+            steps = tuple(target.split("."))
+            assert any(path[-len(steps) :] == steps for path in ours), (foreign, target)
+
+
+def test_no_foreign_key_is_a_key_of_ours_in_its_place():
+    ours = {path for schema in (RLVRConfig, SFTConfig) for path in paths(schema)}
+    assert not [foreign for foreign in FOREIGN if tuple(foreign.split(".")) in ours]
+
+
+@pytest.mark.parametrize(
+    ("foreign", "ours"),
+    [
+        ("num_generations", ["num_return_sequences_in_group"]),
+        ("beta", ["kl_loss_coef", "use_kl_loss"]),
+        ("loss_type", ["loss_agg_mode"]),
+        ("max_completion_length", ["response_length"]),
+        ("clip_ratio", ["pg_clip"]),
+        ("kl_coef", ["init_kl_coef", "add_token_level_kl", "kl_loss_coef"]),
+        ("n", ["num_return_sequences_in_group"]),
+        ("train_batch_size", ["rollout_batch_size"]),
+        ("n_samples_per_prompt", ["num_return_sequences_in_group"]),
+        ("lr", ["actor_train.training_args.learning_rate"]),
+    ],
+)
+def test_a_foreign_key_gets_ours(tmp_path, foreign, ours):
+    text = RLVR % ("weight_decay: 0.0", "top_k: 0", "top_k: 0", f"{foreign}: 1")
+    assert hints(tmp_path, text) == {(14, 1, foreign): ours}
+
+
+def test_the_place_decides_where_the_meaning_depends_on_it(tmp_path):
+    batch = ["per_device_train_batch_size", "gradient_accumulation_steps"]
+    assert hints(tmp_path, RLVR % ("train_batch_size: 8", "n: 8", "n: 8", "")) == {
+        (3, 40, "actor_train.training_args.train_batch_size"): [f"actor_train.training_args.{key}" for key in batch],
+        (8, 33, "actor_infer.generating_args.n"): ["num_return_sequences_in_group"],
+        (11, 33, "validation.generating_args.n"): ["validation.generating_args.num_return_sequences"],
+    }
+
+
+def test_the_keys_of_a_foreign_section_are_found_in_it(tmp_path):
+    section = "actor_rollout_ref: {actor: {optim: {lr: 1e-6}}, rollout: {val_kwargs: {n: 2}, n: 4, unheard_of: 1}}"
+    assert hints(tmp_path, RLVR % ("weight_decay: 0.0", "top_k: 0", "top_k: 0", section)) == {
+        (14, 1, "actor_rollout_ref"): [
+            "actor_train.training_args.learning_rate",
+            "validation.generating_args.num_return_sequences",
+            "num_return_sequences_in_group",
+        ]
+    }
+
+
+def test_keys_that_a_pipeline_does_not_have_are_not_named(tmp_path):
+    assert hints(tmp_path, SFT + "max_seq_length: 8\nloss_type: nll\nnum_generations: 8\n") == {
+        (5, 1, "max_seq_length"): ["prompt_length", "response_length"],
+        (6, 1, "loss_type"): [],
+        (7, 1, "num_generations"): [],
+    }
+
+
+def test_a_batch_size_in_foreign_words_brings_no_second_mistake(tmp_path):
+    text = RLVR.replace("rewards:", "num_return_sequences_in_group: 3\nrewards:") % (
+        "per_device_train_batch_size: 5",
+        "top_k: 0",
+        "top_k: 0",
+        "train_batch_size: 5",
+    )
+    assert list(hints(tmp_path, text)) == [(15, 1, "train_batch_size")]
