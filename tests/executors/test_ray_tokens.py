@@ -1,6 +1,9 @@
 """A Ray that wants a token, which `ray start` decides by what it finds in the home of its user."""
 
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import ray
@@ -31,3 +34,44 @@ def test_who_is_not_let_in_is_told_of_tokens_unless_they_were_thought_of(monkeyp
             monkeypatch.setattr(ray, "shutdown", lambda: None)
             instance.close()
     assert ("set RAY_AUTH_MODE=token" in str(caught.value)) == hint
+
+
+LISTENERS = """
+import ipaddress, os, psutil
+from roll_core.builtin.cpu import CpuPlatform
+from roll_core.runtime.executors.ray_instance import RayInstance
+
+instance = RayInstance(CpuPlatform())
+instance.open()
+import ray
+
+@ray.remote
+class Worker:
+    def pid(self):
+        return os.getpid()
+
+worker = Worker.remote()
+ray.get(worker.pid.remote())
+me = psutil.Process()
+for process in (me, *me.children(recursive=True)):
+    for each in process.net_connections(kind="inet"):
+        if each.status == psutil.CONN_LISTEN:
+            address = ipaddress.ip_address(each.laddr.ip)
+            print("LISTENS", getattr(address, "ipv4_mapped", None) or address)
+print("TOKEN", bool(os.environ.get("RAY_AUTH_TOKEN")), os.environ.get("RAY_AUTH_MODE"))
+instance.close()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_ray_of_the_run_s_own_listens_on_the_loopback_address_and_wants_a_token(tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENERS], env=env, capture_output=True, text=True, timeout=240, check=True
+    )
+    said = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    addresses = [value for what, value in said if what == "LISTENS"]
+    assert set(addresses) == {"127.0.0.1"}
+    assert len(addresses) >= 4  # driver, GCS, raylet, worker
+    assert [value for what, value in said if what == "TOKEN"] == ["True token"]

@@ -135,7 +135,7 @@ def test_answers_that_go_on_under_new_weights_trip_no_guard(local_runs, monkeypa
 
     monkeypatch.setattr(EngineCore, "step", halting)
     monkeypatch.setattr(HFTrainStrategy, "optimizer_step", training)
-    guards = {"logprob_gap": {"action": "error", "threshold": 1e-3}}
+    guards = {"logprob_gap": {"action": "error", "threshold": 1e-3}, "logprob_probe": "off"}
     lines = local_runs.metrics(local_runs.ok(asynchronous(local_runs, 1.0, max_steps=4, guards=guards)))
     assert any(line["rollout/mixed_version_share"] > 0 for line in lines)
 

@@ -76,7 +76,7 @@ class RayInstance:
         _check_reachable(address)
         with children_deaf_to(signal.SIGTERM):
             self._watch()
-        self._set_environment()
+        self._set_environment(alone=not address)
         import ray
 
         if ray.is_initialized():
@@ -160,7 +160,7 @@ class RayInstance:
         self.scratch.mkdir(mode=0o700)
         self._reaper = reaper.watch_over(self.mark, self.scratch)
 
-    def _set_environment(self) -> None:
+    def _set_environment(self, *, alone: bool) -> None:
         """What Ray reads when it is imported and started, and what its processes inherit. The user's settings stay."""
         settings = {
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -181,6 +181,9 @@ class RayInstance:
             "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed while executing",
             "RAY_COLOR_PREFIX": "" if sys.stderr.isatty() else "0",
         }
+        if alone:
+            # Ray for one host, as on macOS and Windows: its processes listen on the loopback address only.
+            settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         env = {name: value for name, value in settings.items() if name not in os.environ}
         env[reaper.MARK] = self.mark
         self._environment.make(env)

@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from typing_extensions import override
 
@@ -22,7 +21,7 @@ from roll_core.errors import WeightSyncError
 from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
 from roll_core.runtime.weight_sync.buckets import fill, nothing_left, plan_buckets, view
 from roll_core.runtime.weight_sync.channel import ReceiversLostError, ReceivingEnd, SenderLostError, SendingEnd
-from roll_core.runtime.weight_sync.collective_groups import LOOK_S, SENDER, connect, make_group, part_of, timeout
+from roll_core.runtime.weight_sync.collective_groups import LOOK_S, SENDER, connect, make_group, timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +32,10 @@ if TYPE_CHECKING:
     from roll_core.runtime.weight_sync.buckets import Bucket
     from roll_core.runtime.weight_sync.collective_groups import Group
     from roll_core.runtime.weight_sync.plan import Deadline
+    from roll_core.runtime.weight_sync.store import HostedStore, RemoteStore
     from roll_core.types import TensorEntry, WeightManifest
+
+S = TypeVar("S", bound="Store")
 
 BUCKET_BYTES = 32 << 20
 """Buckets are no larger than this unless a tensor is: enough to saturate a network, and little memory."""
@@ -51,15 +53,14 @@ class CollectiveSender(SendingEnd):
         backend: str = HOST_BACKEND,
         device: str = HOST_DEVICE,
     ) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from roll_core.runtime.weight_sync.store import HostedStore
 
         self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
         self._num_receivers = num_receivers
         self._host, self._backend, self._device = host, backend, device
-        token = secrets.token_hex(8)
-        server = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self.address = f"{token}@{host}:{server.port}"
-        self._store: Store | None = part_of(server, token)
+        secret = secrets.token_hex(16)
+        self._store: HostedStore | None = HostedStore(host, secret)
+        self.address = f"{secret}@{host}:{self._store.port}"
         self._group: Group | None = None
         self._number = 0
 
@@ -100,6 +101,8 @@ class CollectiveSender(SendingEnd):
     def close(self) -> None:
         if self._group is not None:
             self._group.abort()
+        if self._store is not None:
+            self._store.close()
         self._group = self._store = None
 
     def _meet(self, store: Store, at: str, deadline: Deadline) -> Group:
@@ -145,7 +148,7 @@ class CollectiveReceiver(ReceivingEnd):
         self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
         self._backend, self._device = backend, device
         try:
-            self._store: Store | None = connect(address, timeout(deadline))
+            self._store: RemoteStore | None = connect(address, timeout(deadline))
         except DistError as error:
             where = address.partition("@")[2]
             raise SenderLostError(f"the sender's store at {where} cannot be reached: {error}") from error
@@ -183,6 +186,8 @@ class CollectiveReceiver(ReceivingEnd):
                 self._store.set(f"gone/{self._rank}", "")
         if self._group is not None:
             self._group.abort()
+        if self._store is not None:
+            self._store.close()
         self._group = self._store = None
 
     def _meet(self, store: Store, deadline: Deadline) -> Group:
@@ -194,7 +199,7 @@ class CollectiveReceiver(ReceivingEnd):
         return self._group
 
 
-def _still_open(store: Store | None) -> Store:
+def _still_open(store: S | None) -> S:
     if store is None:
         raise WeightSyncError("this end of the collective is closed")
     return store

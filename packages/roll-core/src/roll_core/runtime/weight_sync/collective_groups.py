@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
     from roll_core.runtime.weight_sync.plan import Deadline
+    from roll_core.runtime.weight_sync.store import RemoteStore
 
 LOOPBACK = "127.0.0.1"
 SENDER = 0
@@ -176,25 +177,19 @@ def call_off(address: str) -> None:
     from torch.distributed import DistError
 
     try:
-        connect(address, timedelta(seconds=ASK_S)).set(OFF, "")
+        with closing(connect(address, timedelta(seconds=ASK_S))) as store:
+            store.set(OFF, "")
     except DistError:  # the sender is gone, which receivers see for themselves
         return
 
 
-def connect(address: str, within: timedelta) -> Store:
+def connect(address: str, within: timedelta) -> RemoteStore:
     """The store of the sender at `address`. Raises `DistError`."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from roll_core.runtime.weight_sync.store import RemoteStore
 
-    token, _, where = address.partition("@")
+    secret, _, where = address.partition("@")
     host, _, port = where.rpartition(":")
-    return part_of(TCPStore(host, int(port), is_master=False, timeout=within), token)
-
-
-def part_of(store: Store, token: str) -> Store:
-    """What belongs to these two ends."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    return PrefixStore(f"roll/weights/{token}", store)
+    return RemoteStore(host, int(port), secret, within)
 
 
 def timeout(deadline: Deadline) -> timedelta:

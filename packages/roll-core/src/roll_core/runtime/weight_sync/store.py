@@ -1,0 +1,253 @@
+"""The store in which the ends of a `collective` meet: a few keys, for whoever knows the secret.
+
+torch's TCPStore listens on every interface and lets anybody list and set keys. This one listens on the address that is
+used, and a connection begins with a proof by both sides that they know the secret, which is never sent:
+
+    client  connects                                       host  32 random bytes S
+            32 random bytes C, HMAC(secret, "client" S C)        HMAC(secret, "host" S C), or hangs up
+
+What follows is not encrypted, nor are the weights: neither is what crosses a network in gloo or nccl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING
+
+from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+NONCE_BYTES, MAC_BYTES = 32, 32
+GREETING_S = 5.0
+"""How long a client may take to prove that it knows the secret."""
+WAIT_S = 300.0
+"""Of a wait without a timeout, as in torch."""
+SLACK_S = 5.0
+"""By which a client waits for an answer beyond the timeout that it gave the host."""
+LARGEST = 1 << 24
+"""Of a part of a message: keys and values are addresses and numbers."""
+
+
+class HostedStore(Store):
+    """The host's side, which holds the keys. `close` ends it."""
+
+    def __init__(self, host: str, secret: str) -> None:
+        super().__init__()
+        self._secret = secret.encode()
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._connections: set[socket.socket] = set()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="roll-weights-store", daemon=True).start()
+
+    @override
+    def set(self, key: str, value: str | bytes) -> None:
+        with self._changed:
+            self._values[key] = _bytes(value)
+            self._changed.notify_all()
+
+    @override
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    @override
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    @override
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._wait(keys, WAIT_S if timeout is None else timeout.total_seconds())
+
+    @override
+    def add(self, key: str, number: int) -> int:
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + number
+            self.set(key, str(total))
+        return total
+
+    @override
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        with self._changed:
+            found = self._values.get(key)
+            if (found is None and not _bytes(expected)) or found == _bytes(expected):
+                self.set(key, desired)
+                return _bytes(desired)
+            return _bytes(expected) if found is None else found
+
+    @override
+    def delete_key(self, key: str) -> bool:
+        with self._changed:
+            return self._values.pop(key, None) is not None
+
+    def close(self) -> None:
+        """Hang up; clients see it at once. May be called several times."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in tuple(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _wait(self, keys: Sequence[str], timeout_s: float) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.check(keys), timeout_s):
+                raise DistStoreError(f"nobody has set {', '.join(key for key in keys if key not in self._values)}")
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="roll-weights-store", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Until the client hangs up, or at once where it does not know the secret."""
+        with connection, contextlib.suppress(OSError, DistNetworkError, ValueError):
+            connection.settimeout(GREETING_S)
+            ours = secrets.token_bytes(NONCE_BYTES)
+            connection.sendall(ours)
+            theirs = _read(connection, NONCE_BYTES)
+            proof = _read(connection, MAC_BYTES)
+            if not hmac.compare_digest(proof, _mac(self._secret, b"client", ours, theirs)):
+                return
+            connection.sendall(_mac(self._secret, b"host", ours, theirs))
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._connections.add(connection)
+            try:
+                while True:
+                    _send(connection, self._answer(*_receive(connection)))
+            finally:
+                self._connections.discard(connection)
+
+    def _answer(self, what: bytes, *given: bytes) -> list[bytes]:
+        key = given[0].decode()
+        answers: dict[bytes, Callable[[], bytes | None]] = {
+            b"set": lambda: self.set(key, given[1]),
+            b"wait": lambda: self._wait([each.decode() for each in given[1:]], float(key)),
+            b"value": lambda: self._values.get(key),
+            b"check": lambda: b"1" if self.check([each.decode() for each in given]) else b"",
+            b"add": lambda: str(self.add(key, int(given[1]))).encode(),
+            b"compare_set": lambda: self.compare_set(key, given[1], given[2]),
+            b"delete_key": lambda: b"1" if self.delete_key(key) else b"",
+        }
+        try:
+            return [b"ok", answers[what]() or b""]
+        except DistStoreError as error:
+            return [b"late", str(error).encode()]
+
+
+class RemoteStore(Store):
+    """A client's side. Raises `DistNetworkError`, also where the host does not take the secret."""
+
+    def __init__(self, host: str, port: int, secret: str, within: timedelta) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        try:
+            self._connection = socket.create_connection((host, port), timeout=max(within.total_seconds(), 1e-3))
+        except OSError as error:
+            raise DistNetworkError(f"{host}:{port}: {error}") from error
+        try:
+            self._greet(secret.encode())
+        except OSError as error:
+            self.close()
+            raise DistNetworkError(f"{host}:{port}: {error}") from error
+
+    def _greet(self, secret: bytes) -> None:
+        connection = self._connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        theirs = _read(connection, NONCE_BYTES)
+        ours = secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(ours + _mac(secret, b"client", theirs, ours))
+        if not hmac.compare_digest(_read(connection, MAC_BYTES), _mac(secret, b"host", theirs, ours)):
+            raise ConnectionError("it does not know the secret of this transport")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+    @override
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(b"set", key, value)
+
+    @override
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._ask(b"value", key)
+
+    @override
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(b"check", *keys))
+
+    @override
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        timeout_s = WAIT_S if timeout is None else timeout.total_seconds()
+        self._ask(b"wait", str(timeout_s), *keys, within_s=timeout_s)
+
+    @override
+    def add(self, key: str, number: int) -> int:
+        return int(self._ask(b"add", key, str(number)))
+
+    @override
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask(b"compare_set", key, expected, desired)
+
+    @override
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(b"delete_key", key))
+
+    def _ask(self, what: bytes, *given: str | bytes, within_s: float = 0.0) -> bytes:
+        try:
+            with self._lock:
+                self._connection.settimeout(within_s + SLACK_S)
+                _send(self._connection, [what, *map(_bytes, given)])
+                how, answer = _receive(self._connection)
+        except OSError as error:
+            raise DistNetworkError(f"the store's host hung up: {error}") from error
+        if how != b"ok":
+            raise DistStoreError(answer.decode())
+        return answer
+
+
+def _mac(secret: bytes, side: bytes, of_host: bytes, of_client: bytes) -> bytes:
+    return hmac.digest(secret, side + of_host + of_client, "sha256")
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _send(connection: socket.socket, parts: Sequence[bytes]) -> None:
+    lengths = struct.pack(f">{len(parts) + 1}I", len(parts), *map(len, parts))
+    connection.sendall(lengths + b"".join(parts))
+
+
+def _receive(connection: socket.socket) -> list[bytes]:
+    (count,) = struct.unpack(">I", _read(connection, 4))
+    lengths = struct.unpack(f">{count}I", _read(connection, 4 * count))
+    return [_read(connection, length) for length in lengths]
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    if num_bytes > LARGEST:
+        raise DistNetworkError(f"a message of {num_bytes} bytes")
+    found = bytearray()
+    while len(found) < num_bytes:
+        piece = connection.recv(num_bytes - len(found))
+        if not piece:
+            raise ConnectionError("the connection was closed")
+        found += piece
+    return bytes(found)
