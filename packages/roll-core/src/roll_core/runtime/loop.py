@@ -103,7 +103,7 @@ def execute(
     """
     console = console or Console()
     started = time.time()
-    ledger = Ledger(before_s=before_s, on_enter=console.stage)
+    ledger = Ledger(before_s=before_s, on_change=console.stage)
     config = loaded.config
     redactor = Redactor.of(os.environ, config.model_dump(mode="json"))
     run_dir = RunDir.create(config.output_dir, config.exp_name)
