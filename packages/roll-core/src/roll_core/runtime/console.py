@@ -178,7 +178,8 @@ class Console:
             self._rich.print(Text(f"  {line}"))
         width = max((len(label) for label, _ in lines), default=0)
         for label, value in lines:
-            self._rich.print(Text(f"{label:<{width}}  ", style="dim").append(value, style="not dim"))
+            # Unbroken, so that commands and paths can be copied.
+            self._rich.print(Text(f"{label:<{width}}  ", style="dim").append(value, style="not dim"), soft_wrap=True)
 
     def close(self) -> None:
         """Take the bar away; may be called more than once."""
