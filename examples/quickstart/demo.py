@@ -20,6 +20,11 @@ import make_data
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
+NEXT = f"""
+Next, in {REPOSITORY}:
+    source .venv/bin/activate
+    roll-core run examples/quickstart/grpo.yaml max_steps=40 exp_name=mine
+    roll-core --help"""
 
 
 def accuracies(run: Path) -> list[float]:
@@ -40,6 +45,7 @@ def main(overrides: list[str]) -> int:
     for name, run_dir in (("SFT", "quickstart-sft"), ("GRPO", "quickstart-grpo")):
         scores = accuracies(REPOSITORY / "output" / run_dir / "latest")
         print(f"held-out accuracy after {name + ':':6} {scores[-1]:.3f}   (before: {scores[0]:.3f})")
+    print(NEXT)
     return 0
 
 

@@ -23,6 +23,7 @@ from roll_core.builtin.checks import devices, files, host, software
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.pipelines.config import SFTConfig
 from roll_core.spec.checks import CheckResult, Situation
+from roll_core.spec.torch_build import TorchBuild
 
 GIB = 1024**3
 
@@ -153,6 +154,23 @@ def test_space_where_runs_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (asked.append(path), SimpleNamespace(free=free))[1])
     assert only(host.disk(sft(tmp_path))).level == level
     assert asked == [tmp_path]  # the nearest folder that is there
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "level"),
+    [("0.29.2+cu132", "", "error"), ("0.29.2+cu132", "12.8", "error"), ("0.29.2+cu132", "13.0", ""), ("0.29", "", "")],
+)
+def test_a_torchvision_for_another_torch_is_an_error(
+    situation: Situation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, cuda: str, level: str
+) -> None:
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    (package / "version.py").write_text(f"__version__ = '{version}'\ngit_version = ''\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(software, "torch_build", lambda: TorchBuild(version="2.13.0", cuda=cuda))
+    found = by_subject(software.libraries(situation)).get("torchvision")
+    assert (found.level if found else "") == level
 
 
 # -- software ----------------------------------------------------------------------------------------------------------

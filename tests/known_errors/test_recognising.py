@@ -173,6 +173,7 @@ RECORDED = {
     "no_device": "No CUDA GPUs are available",
     "cuda_mismatch": "The detected CUDA version (11.8) mismatches the version that was used to compile PyTorch (12.8).",
     "flash_attention_hardware": "FlashAttention only supports Ampere GPUs or newer.",
+    "torchvision_build": "operator torchvision::nms does not exist",
     "collective_timeout": "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)",
     "collective_network": "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, unhandled system error",
     "device_assert": "CUDA error: device-side assert triggered",

@@ -1,5 +1,6 @@
 import io
 import re
+import time
 
 import pytest
 
@@ -41,10 +42,11 @@ def test_without_a_terminal_each_step_is_one_line_that_programs_can_read() -> No
     console, stream = plain()
     assert not console.is_terminal
     console.start(total_steps=200)
+    console.step(2, STEP)
     console.step(3, STEP)
-    line = stream.getvalue()
+    line = stream.getvalue().splitlines()[1]
     assert re.fullmatch(
-        r"step=3/200 reward=0\.5 loss=0\.0031 kl=0\.0008 tokens_per_s=1234\.5 step_s=1\.25 eta_s=\d+\n", line
+        r"step=3/200 reward=0\.5 loss=0\.0031 kl=0\.0008 tokens_per_s=1234\.5 step_s=1\.25 eta_s=\d+", line
     )
     assert dict(part.split("=") for part in line.split())["reward"] == "0.5"
 
@@ -81,7 +83,53 @@ def test_a_terminal_shows_figures_steps_and_time(monkeypatch: pytest.MonkeyPatch
     last = [drawn for drawn in re.split(r"[\r\n]", shown(stream)) if "tokens/s" in drawn][-1]
     for part in ("2/200", "reward 0.500", "loss 0.0031", "kl 0.0008", "1234 tokens/s", "rollout"):
         assert part in last
-    assert re.search(r"\d:\d\d:\d\d < \d+:\d\d:\d\d", last)
+    assert re.search(r"\d+:\d\d < \d+:\d\d", last)
+
+
+def test_the_clock_runs_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    console, stream = terminal(monkeypatch)
+    console.start(total_steps=200)
+    console.stage("evaluation")
+    now[0] += 97
+    console.close()  # draws it once more, as it is drawn several times a second
+    assert "1:37" in shown(stream)
+    assert "evaluation" in shown(stream)
+
+
+def test_the_first_estimate_comes_with_the_second_step_and_leaves_out_what_was_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    console, stream = plain()
+    console.start(total_steps=200)
+    for step, at in enumerate((97.0, 98.0, 99.0), start=1):  # an evaluation is before the first step
+        now[0] = at
+        console.step(step, {})
+    assert stream.getvalue().split() == ["step=1/200", "step=2/200", "eta_s=198", "step=3/200", "eta_s=197"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120])
+@pytest.mark.parametrize(("total", "clock"), [(80, "1:40 < 1:05:00"), (5000, "1:40 < 69:25:00")])
+def test_no_figure_and_no_clock_is_cut(monkeypatch: pytest.MonkeyPatch, columns: int, total: int, clock: str) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    console, stream = terminal(monkeypatch, columns)
+    console.start(total_steps=total)
+    console.stage("evaluation")
+    for step in (1, 2):
+        now[0] += 50
+        console.step(step, STEP | {"actor/loss": -6.6e-5, "val/score/mean": 0.9})
+    console.close()
+    last = [drawn for drawn in re.split(r"[\r\n]", shown(stream)) if f"2/{total}" in drawn][-1]
+    assert len(last) <= columns
+    assert f" {clock} " in last
+    assert " reward 0.500 " in last
+    for label, value in (("loss", "-6.6e-05"), ("kl", "0.0008"), ("val", "0.900")):
+        assert (f" {label} " in last) is (f" {label} {value} " in last)
+    assert ("1234" in last) is (" 1234 tokens/s " in last)
 
 
 def test_a_narrow_terminal_keeps_reward_loss_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:

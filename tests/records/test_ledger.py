@@ -208,12 +208,15 @@ def test_step_times_are_those_of_the_step_and_add_up() -> None:
     assert {row.stage: row.tokens_per_s for row in ledger.rows()}["train"] == 500 / 52
 
 
-def test_the_screen_is_told_of_each_stage() -> None:
+def test_the_screen_is_told_of_the_stage_that_the_run_is_in() -> None:
     seen: list[str] = []
-    ledger = Ledger(on_enter=seen.append)
-    with ledger.stage("rollout"), ledger.stage("reward"):
-        pass
-    assert seen == ["rollout", "reward"]
+    ledger = Ledger(on_change=seen.append)
+    with ledger.stage("evaluation"):
+        with ledger.stage("offload"):
+            pass
+        with ledger.stage("onload"):
+            pass
+    assert seen == ["evaluation", "offload", "evaluation", "onload", "evaluation", ""]
 
 
 def test_the_process_is_as_old_as_the_clock_says() -> None:

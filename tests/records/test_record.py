@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,20 @@ def test_secrets_reach_the_record_nowhere(tmp_path: Path) -> None:
     assert "another5ecret" not in text
     assert "me:pw" not in text
     assert read_record(tmp_path / "run.json")["argv"][-1] == f"judge.api_key={REDACTED}"
+
+
+def test_a_record_has_the_steps_of_a_run_that_goes_on_at_most_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    record = RunRecord(tmp_path / "run.json", FACTS)
+    found = []
+    for step, at in enumerate((10.1, 11.2, 11.3, 12.5), start=1):
+        now[0] = at
+        record.step(step)
+        found.append(read_record(tmp_path / "run.json")["steps_done"])
+    assert found == [0, 2, 2, 4]
 
 
 def test_guard_events_are_counted_and_the_first_stretches_of_steps_are_kept(tmp_path: Path) -> None:

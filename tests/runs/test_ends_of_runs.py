@@ -91,6 +91,7 @@ def test_a_run_stopped_by_ctrl_c_says_so_and_exits_with_130(runs):
     assert record_of(run)["outcome"] == "interrupted"
     assert "interrupted" in output
     assert "Traceback" not in output
+    assert re.search(r"^resume .*save_steps", output, re.MULTILINE)
     assert (run / "report.html").is_file()
     assert not (run / "checkpoints").exists()
     assert psutil.wait_procs(children, timeout=60)[1] == []
@@ -117,6 +118,8 @@ def test_sigterm_saves_the_step_in_progress_and_the_resumed_run_equals_the_unint
     assert psutil.wait_procs(children, timeout=60)[1] == []
     done = record["steps_done"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{done}"]
+    command = f"roll-core run {runs.folder / 'run.yaml'} resume_from_checkpoint=true"
+    assert re.search(rf"^resume +{re.escape(command)}  .*\b{done}\b", output, re.MULTILINE)
 
     resumed = runs.ok(steady | {"max_steps": done + 3, "resume_from_checkpoint": "auto"})
     assert json.loads(resumed.run_dir.record.read_text(encoding="utf-8"))["resumed_step"] == done

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ModelError
-from roll_core.modeling.model import load_model, scalar_head
+from roll_core.modeling.model import load_model, quiet, scalar_head
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 
@@ -106,3 +108,12 @@ def test_stored_models_that_make_no_sense_are_refused(tiny, tmp_path):
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="cannot load the weights"):
         load_model(ModelSpec(path=str(tmp_path / "model")))
+
+
+def test_an_unused_deepspeed_does_not_warn_while_a_model_is_saved(caplog):
+    logger = logging.getLogger("DeepSpeed")
+    with quiet():
+        logger.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
+        logger.warning("another")
+    logger.warning("Setting accelerator to CPU")
+    assert [record.getMessage() for record in caplog.records] == ["another", "Setting accelerator to CPU"]

@@ -140,6 +140,14 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
         " pip install flash-attn --no-build-isolation",
     ),
     KnownError(
+        id="torchvision_build",
+        pattern=r"operator torchvision::\w+ does not exist|Could not load this library: \S*torch(vision|audio|codec)",
+        cause="torchvision, torchaudio or torchcodec was built for another torch: for CUDA, beside a torch for CPUs.",
+        remedy="pip uninstall -y torchvision torchaudio torchcodec, in the environment of the role that failed: neither"
+        " ROLL nor its engines need them for text; or install the builds that belong to this torch (`roll-core doctor`"
+        " compares them)",
+    ),
+    KnownError(
         id="undefined_symbol",
         pattern=r"undefined symbol: \S*(c10|torch|at\d|_Z)|DLL load failed",
         cause="A compiled package was built for another version of torch than the one that is installed.",

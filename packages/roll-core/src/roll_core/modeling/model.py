@@ -385,18 +385,28 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers' bars and advice do not belong into a run's log; what matters is raised."""
+    """transformers' bars and advice do not belong into a run's log; what matters is raised.
+
+    `save_pretrained` imports DeepSpeed where it is installed, used or not, and DeepSpeed warns that it sees no GPU.
+    """
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+    deepspeed = logging.getLogger("DeepSpeed")
+    deepspeed.addFilter(_not_about_accelerators)
     try:
         yield
     finally:
+        deepspeed.removeFilter(_not_about_accelerators)
         hf_logging.set_verbosity(level)
         if bars:
             hf_logging.enable_progress_bar()
+
+
+def _not_about_accelerators(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Setting accelerator to")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

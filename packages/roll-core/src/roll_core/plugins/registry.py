@@ -111,7 +111,10 @@ class Registry:
                 lines[0] += f"; did you mean {' or '.join(map(repr, close))}?"
                 bare = close[0]
         if bare in known and bare not in names:
-            lines.append(f"{bare!r} comes with the package {known[bare]}: pip install {known[bare]}")
+            lines.append(
+                f"{bare!r} comes with the package {known[bare]}: pip install {known[bare]}"
+                f" (in a clone of ROLL: pip install -e packages/{known[bare]})"
+            )
         lines.append(f"available: {', '.join(names) or 'none'}")
         for plugin in failed:
             lines.append(f"failed to load: {plugin}: {plugin.cause}")

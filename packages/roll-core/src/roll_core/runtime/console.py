@@ -2,7 +2,7 @@
 
 roll · grpo/001 · rlvr on cpu, executor local
 warning: guard logprob_gap: …
-━━━━━━━━━━━━━━━╸━━━━━━━━  12/200  reward 0.412  loss 0.0031  kl 0.0008  1.2k tokens/s  0:01:04 < 0:16:20  rollout
+━━━━━━━━━━━━━━━╸━━━━━━━━  12/200  reward 0.412  loss 0.0031  kl 0.0008  1.2k tokens/s  1:04 < 16:20  rollout
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
 from roll_core.runtime.ledger import OTHER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.runtime.ledger import LedgerRow
 
-_BAR_WIDTH = 14
+_BAR_WIDTH, _NARROW_BAR_WIDTH = 14, 6
+_NARROW = 100
+"""Columns of a terminal below which figures need the bar's room."""
 _STAGE_WIDTH = 10
 _PLAIN_WIDTH = 120
 """Of tables where there is no terminal."""
@@ -38,17 +40,17 @@ class Headline:
 
     label: str
     metrics: tuple[str, ...]
-    dispensable: bool = False
-    """Gives way on a narrow terminal."""
+    dispensable: int = 0
+    """The higher, the earlier it gives way on a narrow terminal; 0 never does."""
 
 
 HEADLINES = (
     Headline("reward", ("score/mean", "reward/mean")),
-    Headline("loss", ("actor/loss", "train/loss", "loss")),
-    Headline("kl", ("kl/mean", "actor/approx_kl"), dispensable=True),
-    Headline("acc", ("train/token_accuracy", "train/acc", "actor/acc"), dispensable=True),
-    Headline("val", ("val/score/mean", "val/loss"), dispensable=True),
-    Headline("tokens/s", ("tokens_per_s/step", "tokens_per_s/train")),
+    Headline("loss", ("actor/loss", "train/loss", "loss"), dispensable=1),
+    Headline("kl", ("kl/mean", "actor/approx_kl"), dispensable=5),
+    Headline("acc", ("train/token_accuracy", "train/acc", "actor/acc"), dispensable=4),
+    Headline("val", ("val/score/mean", "val/loss"), dispensable=3),
+    Headline("tokens/s", ("tokens_per_s/step", "tokens_per_s/train"), dispensable=2),
 )
 """What progress shows, in order. Values stay until a newer one comes."""
 
@@ -93,19 +95,19 @@ class Console:
     def start(self, *, total_steps: int, done: int = 0) -> None:
         """Steps begin: `done` of `total_steps` were done by the run that is resumed."""
         self._total = total_steps
-        self._clock.start(done)
+        self._clock.start()
         if not self._terminal:
             return
         self._progress = Progress(
             BarColumn(
-                bar_width=_BAR_WIDTH,
+                bar_width=self._bar_width,
                 complete_style="cyan",
                 finished_style="green",
-                table_column=Column(min_width=_BAR_WIDTH),
+                table_column=Column(min_width=self._bar_width),
             ),
             TextColumn("{task.completed:.0f}/{task.total:.0f}", style="bold", table_column=Column(no_wrap=True)),
-            TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True)),
-            TextColumn("{task.fields[clock]}", style="cyan", table_column=Column(no_wrap=True)),
+            _Rendered(self._figures),
+            _Rendered(lambda: self._clock.text(self._total), style="cyan"),
             TextColumn("{task.fields[stage]}", style="dim", table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=self._rich,
             transient=True,
@@ -113,22 +115,20 @@ class Console:
             redirect_stderr=self._rich.file is sys.stdout,
             refresh_per_second=4,
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=done, figures="", clock="", stage="")
+        self._task = self._progress.add_task("", total=total_steps, completed=done, stage="")
         self._progress.start()
 
     def stage(self, name: str) -> None:
         """Show what the run is doing now; nothing without a terminal."""
         if self._progress is not None and self._task is not None:
-            clock = self._clock.text(self._total)
-            self._progress.update(self._task, stage=name, clock=clock)
+            self._progress.update(self._task, stage=name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` is done."""
         self._take(metrics)
         self._clock.step(step)
         if self._progress is not None and self._task is not None:
-            clock = self._clock.text(self._total)
-            self._progress.update(self._task, completed=step, figures=self._figures(clock), clock=clock, refresh=True)
+            self._progress.update(self._task, completed=step, refresh=True)
         elif not self._terminal:
             self.line(self.plain_line(step, metrics))
 
@@ -178,7 +178,8 @@ class Console:
             self._rich.print(Text(f"  {line}"))
         width = max((len(label) for label, _ in lines), default=0)
         for label, value in lines:
-            self._rich.print(Text(f"{label:<{width}}  ", style="dim").append(value, style="not dim"))
+            # Unbroken, so that commands and paths can be copied.
+            self._rich.print(Text(f"{label:<{width}}  ", style="dim").append(value, style="not dim"), soft_wrap=True)
 
     def close(self) -> None:
         """Take the bar away; may be called more than once."""
@@ -193,24 +194,41 @@ class Console:
             if value is not None:
                 self._shown[headline.label] = value
 
-    def _figures(self, clock: str) -> str:
+    @property
+    def _bar_width(self) -> int:
+        return _BAR_WIDTH if self._rich.width >= _NARROW else _NARROW_BAR_WIDTH
+
+    def _figures(self) -> str:
         """As many as there is room for."""
         headlines = [headline for headline in self._headlines if headline.label in self._shown]
         while True:
             text = "  ".join(self._figure(headline.label) for headline in headlines)
-            dispensable = [headline for headline in headlines if headline.dispensable]
-            if len(text) <= self._room(clock) or not dispensable:
+            least = max(headlines, key=lambda headline: headline.dispensable, default=None)
+            if least is None or not least.dispensable or len(text) <= self._room():
                 return text
-            headlines.remove(dispensable[0])
+            headlines.remove(least)
 
     def _figure(self, label: str) -> str:
         value = _short(self._shown[label])
         return f"{value} {label}" if "/" in label else f"{label} {value}"
 
-    def _room(self, clock: str) -> int:
+    def _room(self) -> int:
         """Characters for figures beside the bar, the count, the clock and the stage."""
         count = 2 * len(str(self._total)) + 1
-        return max(0, self._rich.width - _BAR_WIDTH - count - len(clock) - _STAGE_WIDTH - 4)
+        clock = len(self._clock.text(self._total))
+        return max(0, self._rich.width - self._bar_width - count - clock - _STAGE_WIDTH - 4)
+
+
+class _Rendered(ProgressColumn):
+    """A text that is made anew at each refresh."""
+
+    def __init__(self, text: Callable[[], str], style: str = "") -> None:
+        super().__init__(Column(no_wrap=True))
+        self._text, self._style = text, style
+
+    def render(self, task: Task) -> Text:
+        """The text now."""
+        return Text(self._text(), style=self._style)
 
 
 def time_table(rows: Sequence[LedgerRow]) -> Table:
@@ -235,7 +253,7 @@ def time_table(rows: Sequence[LedgerRow]) -> Table:
 
 
 class _Remaining:
-    """Time left, from the last steps: the first one is slower than all others."""
+    """Time left, from the last steps but the first, which is slower than all others and follows an evaluation."""
 
     _WINDOW = 20
 
@@ -243,9 +261,9 @@ class _Remaining:
         self._begin = time.monotonic()
         self._ends: list[tuple[int, float]] = []
 
-    def start(self, done: int) -> None:
+    def start(self) -> None:
         self._begin = time.monotonic()
-        self._ends = [(done, self._begin)]
+        self._ends = []
 
     def step(self, step: int) -> None:
         self._ends.append((step, time.monotonic()))
@@ -254,11 +272,7 @@ class _Remaining:
     def remaining_s(self, total: int) -> float | None:
         if len(self._ends) < 2:
             return None
-        # Leave the first step out as soon as there are others to go by.
-        ends = self._ends[1:] if len(self._ends) > 2 and self._ends[0][1] == self._begin else self._ends
-        (first, begin), (last, end) = ends[0], ends[-1]
-        if last <= first:
-            return None
+        (first, begin), (last, end) = self._ends[0], self._ends[-1]
         return max(0.0, (total - last) * (end - begin) / (last - first))
 
     def text(self, total: int) -> str:
@@ -293,7 +307,7 @@ def _exact(value: float) -> str:
 def _clock(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}"
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -68,11 +68,11 @@ class Ledger:
         clock: Callable[[], float] = time.perf_counter,
         *,
         before_s: float = 0.0,
-        on_enter: Callable[[str], None] | None = None,
+        on_change: Callable[[str], None] | None = None,
     ) -> None:
-        """`before_s` have gone by already and belong to the row `start-up`; see `process_age_s`. `on_enter` is told of
-        each stage that begins, for the screen."""
-        self._on_enter = on_enter
+        """`before_s` have gone by already and belong to the row `start-up`; see `process_age_s`. `on_change` gets the
+        name of the stage that the run is in whenever one begins or ends, for the screen; empty outside of all."""
+        self._on_change = on_change
         self._clock = clock
         self._lock = threading.Lock()
         self._current: ContextVar[_Frame | None] = ContextVar("stage", default=None)
@@ -174,8 +174,8 @@ class Ledger:
             self._leaves[name] += 1
             self._entries[name] += 1
         self._current.set(frame)
-        if self._on_enter is not None:
-            self._on_enter(name)
+        if self._on_change is not None:
+            self._on_change(name)
         return frame
 
     def _leave(self, frame: _Frame) -> None:
@@ -189,7 +189,10 @@ class Ledger:
                 parent.children -= 1
                 if parent.open and not parent.children:
                     self._leaves[parent.name] += 1
+            innermost = next(reversed(self._leaves), "")
         self._current.set(frame.parent)
+        if self._on_change is not None:
+            self._on_change(parent.name if parent is not None and parent.open else innermost)
 
     def _drop(self, name: str) -> None:
         self._leaves[name] -= 1

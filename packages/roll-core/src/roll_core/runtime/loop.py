@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ from roll_core.runtime.planning.comparing import compared, plan_of_run
 from roll_core.runtime.planning.models import vocab_size_of
 from roll_core.runtime.platform import select_platform
 from roll_core.runtime.publishing import Publishing
-from roll_core.runtime.record import RunFacts, RunRecord, finished_run
+from roll_core.runtime.record import RunFacts, RunRecord, finished_run, read_record
 from roll_core.runtime.report import write_report
 from roll_core.runtime.resuming import check_fits, load_run
 from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
@@ -115,7 +116,7 @@ def execute(
     """
     console = console or Console()
     started = time.time()
-    ledger = Ledger(before_s=before_s, on_enter=console.stage)
+    ledger = Ledger(before_s=before_s, on_change=console.stage)
     config = loaded.config
     redactor = Redactor.of(os.environ, config.model_dump(mode="json"))
     run_dir = RunDir.create(config.output_dir, config.exp_name)
@@ -164,7 +165,12 @@ def execute(
         rows=ledger.rows(),
         error="" if error is None else str(error) or type(error).__name__,
         advice=redactor.text(advice),
-        lines=[*driver.results(), ("run", _relative(run_dir.path)), *report],
+        lines=[
+            *driver.results(),
+            ("run", _relative(run_dir.path)),
+            *report,
+            *_how_to_resume(loaded, argv, run_dir, redactor),
+        ],
     )
     return RunResult(
         run_dir=run_dir,
@@ -183,6 +189,22 @@ def _report(run_dir: RunDir) -> list[tuple[str, str]]:
     except OSError as error:
         log.error("the report could not be written: %s", error)
         return []
+
+
+def _how_to_resume(
+    loaded: LoadedConfig, argv: Sequence[str], run_dir: RunDir, redactor: Redactor
+) -> list[tuple[str, str]]:
+    """The command that resumes a run that did not finish, or why there is none."""
+    record = read_record(run_dir.record)
+    if record.get("outcome") == "finished":
+        return []
+    saved = CheckpointStore(run_dir.checkpoints).list()
+    step = saved[-1].step if saved else record.get("resumed_step", 0)
+    if not step:
+        return [("resume", f"no checkpoint was saved (save_steps: {loaded.config.save_steps})")]
+    overrides = [each for each in argv[1:] if "=" in each and not each.startswith(("-", "resume_from_checkpoint="))]
+    command = ["roll-core", "run", str(loaded.sources[0]), *overrides, "resume_from_checkpoint=true"]
+    return [("resume", f"{redactor.text(shlex.join(command))}   (step {step} is saved)")]
 
 
 @dataclass(kw_only=True)

@@ -42,6 +42,7 @@ Outcome = Literal["running", "finished", "failed", "interrupted", "preempted"]
 
 FORMAT = 1
 _GIT_TIMEOUT_S = 5.0
+_STEPS_S = 1.0
 _EVENTS_PER_GUARD = 20
 """Later ones are counted only: a guard that warns at every step would make the record grow without end."""
 
@@ -118,8 +119,10 @@ class RunRecord:
         self._write()
 
     def step(self, steps_done: int) -> None:
-        """So many steps are done. Written with the next change: a run that is killed has them in `metrics.jsonl`."""
+        """So many steps are done. Written at most once a second, so that short steps do not wait for the disk."""
         self._data["steps_done"] = steps_done
+        if time.monotonic() - self._written >= _STEPS_S:
+            self._write()
 
     def finish(
         self,
@@ -163,6 +166,7 @@ class RunRecord:
     def _write(self) -> None:
         text = json.dumps(safe(self._redactor.value(self._data)), ensure_ascii=False, indent=1, default=str)
         write_atomically(self._path, text)
+        self._written = time.monotonic()
 
 
 def _outcome_of(error: BaseException) -> Outcome:

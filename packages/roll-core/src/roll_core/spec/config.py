@@ -242,7 +242,8 @@ class TrainingArguments(Config):
     gradient_accumulation_steps: PositiveInt = 1
     """Microbatches of one optimizer step."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the learning rate rises from 0; wins over `warmup_ratio`."""
+    """Optimizer steps over which the learning rate rises from 0, as in transformers' schedules: the first of them
+    changes no weight. Wins over `warmup_ratio`."""
     warmup_ratio: Fraction = 0.0
     """Warm-up as a share of all optimizer steps."""
     num_train_epochs: PositiveFloat = 1.0

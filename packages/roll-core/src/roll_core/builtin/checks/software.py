@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 PYTHON = (3, 11)
 SHOWN = ("torch", "ray", "transformers")
 """Whose versions people ask for; the others are shown where something is wrong with them."""
+BUILT_FOR_TORCH = ("torchvision", "torchaudio")
+"""Packages that transformers and engines import if they are installed, and that fail beside another torch."""
 CONNECT_S = 5.0
 
 
@@ -56,6 +60,25 @@ def libraries(_: Situation) -> Iterator[CheckResult]:
             build = torch_build() if name == "torch" else None
             found = str(build) if build is not None else version
             yield CheckResult(level="ok", subject=name, found=found, wanted=wanted)
+    yield from _built_for_another_torch()
+
+
+def _built_for_another_torch() -> Iterator[CheckResult]:
+    build = torch_build()
+    for name in BUILT_FOR_TORCH:
+        spec = importlib.util.find_spec(name) if build is not None else None
+        if build is None or spec is None or spec.origin is None:
+            continue
+        try:
+            said = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        version = re.search(r"^__version__ = '(.+?)'$", said, re.MULTILINE)
+        cuda = re.search(r"\+cu(\d+)\d$", version[1]) if version else None
+        if version and cuda and cuda[1] != build.cuda.partition(".")[0]:
+            remedy = f"pip uninstall -y {' '.join(BUILT_FOR_TORCH)} torchcodec: nothing here needs them"
+            wanted = f"none, or one built for {build}"
+            yield CheckResult(level="error", subject=name, found=version[1], wanted=wanted, remedy=remedy)
 
 
 def ray_cluster(_: Situation) -> Iterator[CheckResult]:
