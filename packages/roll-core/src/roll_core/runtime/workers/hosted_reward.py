@@ -74,7 +74,7 @@ class Hosted:
     def __init__(self, options: Mapping[str, Any]) -> None:
         owner = options["owner"]
         schema = load_target(options["schema"], owner=owner)
-        reward = load_class(options["target"], RewardFunction, owner=owner)
+        reward = load_class(options["target"], RewardFunction, owner=owner)  # type: ignore[type-abstract]
         self._reward = reward(schema.model_validate(options["config"]))
         self._reward.start()
 

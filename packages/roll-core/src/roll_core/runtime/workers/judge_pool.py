@@ -208,6 +208,7 @@ class _Child:
             return
         reply = self._receive(READY, time.monotonic() + timeout_s, timeout_s, "starting")
         if "error" in reply:
+            log.info("a judging process cannot start\n%s", reply.get("trace", ""))
             raise RewardFailure(f"the judging process cannot start: {reply['error']}")
         self.ready = True
 
