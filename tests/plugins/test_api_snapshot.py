@@ -38,7 +38,7 @@ RECORDS = {
     "TrainProvider": [*BASE, "capabilities", "platforms", "forward_only", "memory"],
     "InferProvider": [*BASE, "capabilities", "platforms", "memory"],
     "PipelineProvider": [*BASE, "plan"],
-    "RewardProvider": BASE,
+    "RewardProvider": [*BASE, "enforces_timeout"],
     "TrackerProvider": BASE,
     "AdvantageProvider": [*BASE, "needs_critic"],
     "PolicyLossProvider": BASE,

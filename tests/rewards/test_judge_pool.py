@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from roll_core.builtin.rewards.judge_pool import JudgePool
 from roll_core.errors import RewardFailure
+from roll_core.runtime.workers.judge_pool import JudgePool
 
 TARGET = """
     import os, re, signal, subprocess, sys, time
@@ -64,6 +64,14 @@ TARGET = """
                 return subprocess.Popen(["sleep", "600"]).pid
             if act == "object":
                 return object()
+            if act == "fork":
+                os.fork()
+                return value
+            if act == "forge":
+                import json, socket, struct
+                payload = json.dumps({"number": value, "pid": os.getpid(), "result": "forged"}).encode()
+                os.write(int(sys.argv[1]), struct.pack("!I", len(payload)) + payload)
+                return "right"
         return handle
 """
 
@@ -190,11 +198,26 @@ def test_quick_jobs_one_after_the_other_take_one_process(pool_of):
     assert len({pool.call({"act": "pid", "value": 0}, timeout_s=60) for _ in range(20)}) == 1
 
 
-def test_memory_is_limited(pool_of):
-    pool = pool_of(memory_bytes=1 << 30)
-    with pytest.raises(RewardFailure, match="MemoryError"):
+def test_memory_is_limited_and_the_failure_names_the_limit(pool_of):
+    pool = pool_of(memory_mb=1024)
+    with pytest.raises(RewardFailure, match=r"MemoryError .*memory_limit_mb = 1024"):
         pool.call({"act": "memory", "value": 4 << 30}, timeout_s=60)
     assert pool.call({"act": "memory", "value": 10}, timeout_s=60) == 10
+
+
+def test_a_job_that_forks_and_returns_in_both_processes_leaves_the_next_jobs_their_own_values(pool_of):
+    pool = pool_of()
+    for number in range(20):
+        assert pool.call({"act": "fork", "value": number}, timeout_s=60) == number
+        assert pool.call({"act": "echo", "value": -number}, timeout_s=60) == -number
+
+
+def test_a_reply_to_another_job_is_refused_and_its_process_is_not_used_again(pool_of):
+    pool = pool_of()
+    assert pool.call({"act": "echo", "value": 1}, timeout_s=60) == 1  # job 0
+    with pytest.raises(RewardFailure, match="reply of another job"):
+        pool.call({"act": "forge", "value": 2}, timeout_s=60)  # job 1, which replies to job 2 first
+    assert pool.call({"act": "echo", "value": 2}, timeout_s=60) == 2
 
 
 def test_a_target_that_cannot_be_loaded_is_told_at_the_start(user_module):
@@ -253,7 +276,7 @@ def test_judges_die_with_their_parent_even_if_it_is_killed(user_module, tmp_path
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent(f"""
-        from roll_core.builtin.rewards.judge_pool import JudgePool
+        from roll_core.runtime.workers.judge_pool import JudgePool
         pool = JudgePool("{user_module(TARGET)}:prepare", {{}}, size=1, start_timeout_s=60.0)
         print(pool.call({{"act": "pid", "value": 0}}, 60), flush=True)
         pool.call({{"act": "{busy_with}"}}, 5.0)

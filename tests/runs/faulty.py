@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from roll_core.builtin.cpu import CpuPlatform
 from roll_core.builtin.hf.config import HFInferConfig
 from roll_core.builtin.hf.engine import HFInferStrategy
+from roll_core.builtin.hf.train import HFTrainStrategy
+from roll_core.pipelines.rlvr import RLVRPipeline
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import InferProvider
+from roll_core.spec.providers import (
+    AdvantageProvider,
+    InferProvider,
+    PipelineProvider,
+    PlatformProvider,
+    PolicyLossProvider,
+    RewardProvider,
+    TrackerProvider,
+    TrainProvider,
+)
+from roll_core.spec.reward import RewardFunction
+from roll_core.spec.tracker import Tracker
+from roll_core.types import Reward
 
 ROLL_HOOK_API = 1
 
@@ -19,17 +38,136 @@ ROLL_HOOK_API = 1
 class FaultyEngineConfig(HFInferConfig):
     """As the embedded engine's."""
 
-    fault: Literal["few", "list", "nan"]
+    fault: Literal["few", "list", "nan", "raise"]
 
 
 class FaultyEngine(HFInferStrategy):
     async def generate(self, request):
         found = await super().generate(request)
+        if self.config.fault == "raise":
+            raise KeyError("boom")
         if self.config.fault == "few":
             return replace(found, outputs=found.outputs[:-1])
         first = found.outputs[0]
         wrong = first.logprobs.tolist() if self.config.fault == "list" else np.full_like(first.logprobs, np.nan)
         return replace(found, outputs=(replace(first, logprobs=wrong), *found.outputs[1:]))
+
+
+class FaultyTrain(HFTrainStrategy):
+    def optimizer_step(self):
+        raise KeyError("boom")
+
+
+class FaultyPipeline(RLVRPipeline):
+    def num_steps(self, run):
+        raise KeyError("boom")
+
+
+class ForgetfulPipeline(RLVRPipeline):
+    def roles(self):
+        return [role for role in super().roles() if role.kind != "reward"]
+
+
+class FaultyTracker(Tracker):
+    def log(self, step, metrics):
+        raise KeyError("boom")
+
+    def close(self):
+        pass
+
+
+class FaultyPlatform(CpuPlatform):
+    name = "faulty"
+
+    def environment(self, kind, local_indices):
+        raise KeyError("boom")
+
+
+def faulty_estimator(*args, **given):
+    raise KeyError("boom")
+
+
+def faulty_loss(*args, **given):
+    raise KeyError("boom")
+
+
+@hookimpl
+def roll_run_started(run):
+    if run.config.exp_name == "faulty_hook":
+        raise KeyError("boom")
+
+
+@hookimpl
+def roll_train_strategies() -> Iterator[TrainProvider]:
+    yield TrainProvider(
+        name="faulty_train",
+        target="roll_faulty:FaultyTrain",
+        config="roll_core.builtin.hf.config:HFTrainConfig",
+        summary="Raises",
+        capabilities=FaultyTrain.capabilities,
+    )
+
+
+@hookimpl
+def roll_pipelines() -> Iterator[PipelineProvider]:
+    for name, target in (("faulty_pipeline", "FaultyPipeline"), ("forgetful_pipeline", "ForgetfulPipeline")):
+        yield PipelineProvider(
+            name=name,
+            target=f"roll_faulty:{target}",
+            config="roll_core.pipelines.config:RLVRConfig",
+            summary="Raises",
+        )
+
+
+@hookimpl
+def roll_trackers() -> Iterator[TrackerProvider]:
+    yield TrackerProvider(name="faulty_tracker", target="roll_faulty:FaultyTracker", summary="Raises")
+
+
+@hookimpl
+def roll_platforms() -> Iterator[PlatformProvider]:
+    yield PlatformProvider(name="faulty", target="roll_faulty:FaultyPlatform", summary="Raises", priority=-1)
+
+
+@hookimpl
+def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
+    yield AdvantageProvider(name="faulty_estimator", target="roll_faulty:faulty_estimator", summary="Raises")
+
+
+@hookimpl
+def roll_policy_losses() -> Iterator[PolicyLossProvider]:
+    yield PolicyLossProvider(name="faulty_loss", target="roll_faulty:faulty_loss", summary="Raises")
+
+
+class FaultyRewardConfig(RewardConfig):
+    """`reward: faulty_reward`."""
+
+    reward: Literal["faulty_reward"]
+    fault: Literal["hang", "start"]
+    mark: str
+    """A file that exists once it has hung."""
+
+
+class FaultyReward(RewardFunction):
+    def start(self):
+        if self.config.fault == "start":
+            raise KeyError("boom")
+
+    def score(self, request):
+        with contextlib.suppress(FileExistsError):
+            Path(self.config.mark).touch(exist_ok=False)
+            time.sleep(600)
+        return Reward(value=len(request.response) % 3)
+
+
+@hookimpl
+def roll_rewards() -> Iterator[RewardProvider]:
+    yield RewardProvider(
+        name="faulty_reward",
+        target="roll_faulty:FaultyReward",
+        config="roll_faulty:FaultyRewardConfig",
+        summary="Hangs once",
+    )
 
 
 @hookimpl

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from roll_core.errors import InvalidCompletionError
+from roll_core.errors import InvalidCompletionError, PluginError, PluginLoadError
 from roll_core.plugins.registry import load_registry
 
 PLUGIN = Path(__file__).parent / "faulty.py"
@@ -41,3 +42,118 @@ def test_a_completion_that_is_invalid_ends_a_run_on_ray_too(faulty, ray_runs):
     result = ray_runs.run(with_engine(faulty(ray_runs, num_gpus_per_node=2), "list"))
     assert isinstance(result.error, InvalidCompletionError)
     assert "infer strategy 'faulty_engine' of roll-faulty 1: " in str(result.error)
+
+
+def with_reward(config, fault, folder, **given):
+    reward = {"reward": "faulty_reward", "fault": fault, "mark": str(folder / "hung"), "processes": 2} | given
+    return config | {"rewards": {"digits": reward}}
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_plugins_reward_that_hangs_costs_one_sample_at_most_and_the_run_goes_on(faulty, local_runs, retries):
+    config = with_reward(faulty(local_runs), "hang", local_runs.folder, timeout_s=4.0, max_retries=retries)
+    result = local_runs.ok(config)
+    assert (local_runs.folder / "hung").exists()
+    lines = local_runs.metrics(result)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert sum(line.get("reward/failures", 0) for line in lines) == (0 if retries else 1)
+    assert lines[0].get("reward/retries", 0) == retries
+
+
+def test_a_reward_that_deletes_the_working_directory_does_not_disturb_the_end_of_a_run(
+    local_runs, tmp_path_factory, monkeypatch
+):
+    here = tmp_path_factory.mktemp("here")
+    (here / "deleting_rewards.py").write_text(
+        "import os, shutil\n\ndef score(prompt, response):\n    shutil.rmtree(HERE, True)\n"
+        "    return len(response) % 2\n"
+        f"\nHERE = {str(here)!r}\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(here)
+    rewards = {"digits": {"reward": "function", "function": "deleting_rewards:score", "processes": 1}}
+    result = local_runs.ok(local_runs.rlvr(rewards=rewards))
+    assert not here.exists()
+    assert result.outcome == "finished"
+    assert str(result.run_dir.path / "report.html") in local_runs.screen.getvalue()
+
+
+SECRET = "sk-0123456789abcdefghij"
+
+
+def test_secrets_in_a_rewards_failures_and_details_are_in_no_file_and_not_on_the_screen(
+    local_runs, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("JUDGE_API_KEY", "word-known-by-its-key-only")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaking_rewards.py").write_text(
+        "import os\n\ndef score(prompt, response):\n"
+        f"    secret = '{SECRET} ' + os.environ['JUDGE_API_KEY']\n"
+        "    if len(response) % 2:\n        return {'value': 1.0, 'why': secret}\n"
+        "    raise RuntimeError('401 for ' + secret)\n",
+        encoding="utf-8",
+    )
+    guards = {"reward_failures": {"threshold": 0.0}}
+    rewards = {"digits": {"reward": "function", "function": "leaking_rewards:score", "max_retries": 0}}
+    results = [
+        local_runs.run(local_runs.rlvr(rewards=rewards, max_steps=2, guards=guards | {"reward_failures": action}))
+        for action in ("warn", {"threshold": 0.0})
+    ]
+    failures = 0
+    for result in results:
+        for file in result.run_dir.path.rglob("*"):
+            if file.is_file():
+                text = file.read_text(encoding="utf-8", errors="replace")
+                assert SECRET not in text, file
+                assert "word-known-by-its-key-only" not in text, file
+        if result.run_dir.samples.exists():
+            failures += result.run_dir.samples.read_text(encoding="utf-8").count("401 for <redacted>")
+    assert failures
+    assert "401 for <redacted>" in local_runs.screen.getvalue()
+    assert SECRET not in local_runs.screen.getvalue()
+
+
+def with_train(config):
+    config["actor_train"]["strategy_args"] = {"strategy_name": "faulty_train"}
+    return config
+
+
+RAISING = {
+    "infer strategy 'faulty_engine'": lambda config: with_engine(config, "raise"),
+    "train strategy 'faulty_train'": with_train,
+    "pipeline 'faulty_pipeline'": lambda config: config | {"pipeline": "faulty_pipeline"},
+    "tracker 'faulty_tracker'": lambda config: config | {"track_with": ["faulty_tracker"]},
+    "platform 'faulty'": lambda config: config | {"platform": "faulty"},
+    "advantage estimator 'faulty_estimator'": lambda config: config | {"adv_estimator": "faulty_estimator"},
+    "policy loss 'faulty_loss'": lambda config: config | {"pg_variant": "faulty_loss"},
+    "hook roll_run_started": lambda config: config | {"exp_name": "faulty_hook"},
+}
+
+
+@pytest.mark.parametrize("part", RAISING)
+def test_an_exception_of_a_plugins_code_names_part_and_package_and_its_traceback_is_in_the_log(
+    faulty, local_runs, part
+):
+    result = local_runs.run(RAISING[part](faulty(local_runs)))
+    assert result.error is not None
+    advice = json.loads((result.run_dir.path / "run.json").read_text(encoding="utf-8"))["error"]["advice"]
+    assert f"{part} of roll-faulty 1 (roll_faulty.py:" in advice
+    screen, log = local_runs.screen.getvalue(), result.run_dir.log.read_text(encoding="utf-8")
+    assert "boom" in screen
+    assert "roll-faulty 1" in screen
+    assert "Traceback" not in screen
+    assert 'raise KeyError("boom")' in log
+
+
+def test_a_reward_that_cannot_start_names_itself_and_its_package(faulty, local_runs):
+    result = local_runs.run(with_reward(faulty(local_runs), "start", local_runs.folder))
+    assert isinstance(result.error, PluginLoadError)
+    assert "reward 'faulty_reward' of roll-faulty 1: " in str(result.error)
+    assert 'raise KeyError("boom")' in result.run_dir.log.read_text(encoding="utf-8")
+
+
+def test_a_pipeline_that_forgets_its_reward_roles_is_refused_by_name(faulty, local_runs):
+    result = local_runs.run(faulty(local_runs) | {"pipeline": "forgetful_pipeline"})
+    assert isinstance(result.error, PluginError)
+    assert "pipeline 'forgetful_pipeline' of roll-faulty 1: " in str(result.error)
+    assert "rewards.digits" in str(result.error)

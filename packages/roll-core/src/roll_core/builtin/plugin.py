@@ -119,12 +119,14 @@ def roll_rewards() -> Iterator[RewardProvider]:
         name="math_rule",
         target="roll_core.builtin.rewards.math_rule:MathRuleReward",
         config="roll_core.builtin.rewards.config:MathRuleConfig",
+        enforces_timeout=True,
         summary="1 if the response's final answer equals the ground truth, mathematically",
     )
     yield RewardProvider(
         name="function",
         target="roll_core.builtin.rewards.function:FunctionReward",
         config="roll_core.builtin.rewards.config:FunctionConfig",
+        enforces_timeout=True,
         summary="A Python function of yours",
     )
 

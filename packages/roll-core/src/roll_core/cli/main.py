@@ -352,7 +352,10 @@ def _words(
 
 
 def _complain(message: str) -> None:
-    """Say what went wrong, on stderr: in colour for people, in plain lines for files and pipes."""
+    """Say what went wrong, on stderr, without secrets: in colour for people, in plain lines for files and pipes."""
+    from roll_core.config.secrets import Redactor
+
+    message = Redactor.of(os.environ).text(message)
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.text import Text

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import traceback
 from typing import TYPE_CHECKING
 
 from roll_core.cli.files import FileCheck
 from roll_core.config import load
+from roll_core.config.secrets import Redactor
 from roll_core.errors import RollError
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime import openmp
@@ -45,6 +47,7 @@ def run_configs(
         before_s = 0.0
         if result.error is not None:
             if not result.advice and not isinstance(result.error, (RollError, KeyboardInterrupt, SystemExit)):
-                raise result.error
+                redactor = Redactor.of(os.environ, each.config.model_dump(mode="json"))
+                sys.stderr.write(redactor.text("".join(traceback.format_exception(result.error))))
             return getattr(result.error, "exit_code", 1)
     return 0

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from roll_core.config.secrets import Redactor
 from roll_core.errors import DataError, WorkerDiedError
 from roll_core.runtime.workers.reward import THREADS
 from roll_core.spec.reward import RewardRequest
@@ -44,6 +46,11 @@ class Judges:
             tag: domain for domain, included in tags.items() for tag in included
         }
 
+    @property
+    def domains(self) -> frozenset[str]:
+        """Domains that have a role."""
+        return frozenset(self._roles)
+
     def domain_of(self, tag: str) -> str:
         """The domain whose judge is responsible. Raises `DataError` for a tag that no judge knows."""
         if len(self._roles) == 1:
@@ -76,8 +83,10 @@ class Judges:
 class RewardRole:
     """A judge on any number of workers, which take turns."""
 
-    def __init__(self, name: str, config: RewardConfig, group: WorkerGroup) -> None:
+    def __init__(self, name: str, config: RewardConfig, group: WorkerGroup, redactor: Redactor | None = None) -> None:
+        """`redactor` removes secrets from failures and details, which are shown with samples."""
         self.name, self.config, self.group = name, config, group
+        self._redactor = redactor or Redactor()
         self._turns = itertools.cycle(range(group.world_size))
         self._room = [asyncio.Semaphore(GROUPS_AT_ONCE) for _ in range(group.world_size)]
         self._replacing: dict[int, asyncio.Task[None]] = {}
@@ -101,7 +110,12 @@ class RewardRole:
             await asyncio.sleep(min(RETRY_S * 2**attempt, LONGEST_RETRY_S))
             for at, reward in zip(failed, await self._judged([requests[at] for at in failed]), strict=True):
                 found[at] = reward
-        return found
+        return [self._redacted(reward) for reward in found]
+
+    def _redacted(self, reward: Reward) -> Reward:
+        clean = self._redactor.text
+        detail = {name: clean(each) if isinstance(each, str) else each for name, each in reward.detail.items()}
+        return replace(reward, failure=clean(reward.failure), detail=detail)
 
     async def close(self) -> None:
         """Make no more workers anew."""

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
 from roll_core.config.secrets import Redactor
-from roll_core.errors import NonFiniteError, RollError, RunFileError, UnsupportedError, WorkerDiedError
+from roll_core.errors import NonFiniteError, RollError, RunFileError, UnsupportedError, WorkerDiedError, chain
+from roll_core.plugins.attribution import raised_by
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.build import (
@@ -149,21 +150,26 @@ def execute(
         for each in loaded.warnings:
             log.warning("%s", each)
         try:
+            with ledger.stage("load libraries"):
+                owner = registry.owner(loaded.pipeline)
+                driver.pipeline = load_target(loaded.pipeline.target, owner=owner)(config)
             driver.stop.run(driver.main())
         except (KeyboardInterrupt, SystemExit, Exception) as raised:
             error = explained(raised, run_dir.path)
             log.debug("the run ended early", exc_info=raised)
+            for each in chain(raised):
+                if isinstance(each, RollError) and each.trace:
+                    log.debug("traceback in the worker:\n%s", each.trace)
         with ignoring_sigterm():
             unexplained = isinstance(error, Exception) and not isinstance(error, RunFileError)
-            known = advise(error, registry) if error is not None and unexplained else None
-            advice = known.told(beside=str(error)) if known is not None else ""
+            advice = _advice(error, registry, run_dir) if unexplained else ""
             outcome = record.finish(error, advice=advice, time_rows=[_row(row) for row in ledger.rows()])
             with ledger.stage("report"):
                 report = _report(run_dir)
     console.finish(
         outcome=outcome,
         rows=ledger.rows(),
-        error="" if error is None else str(error) or type(error).__name__,
+        error="" if error is None else redactor.text(_described(error)),
         advice=redactor.text(advice),
         lines=[
             *driver.results(),
@@ -180,6 +186,21 @@ def execute(
         error=error,
         advice=advice,
     )
+
+
+def _advice(error: Exception, registry: Registry, run_dir: RunDir) -> str:
+    """Whose code raised it, and what to do about it, as far as either is known."""
+    source = raised_by(error, registry.plugins)
+    lines = [f"raised by {source}; the traceback is in {_relative(run_dir.log)}"] if source else []
+    if (known := advise(error, registry)) is not None:
+        lines.append(known.told(beside=str(error)))
+    return "\n".join(lines)
+
+
+def _described(error: BaseException) -> str:
+    """The message; with its type where that is not one of ROLL's, whose messages stand alone."""
+    name, message = type(error).__name__, str(error)
+    return (message if isinstance(error, RollError) else f"{name}: {message}") if message else name
 
 
 def _report(run_dir: RunDir) -> list[tuple[str, str]]:
@@ -428,7 +449,7 @@ class _Driver:
         for role in roles:
             name, group, worker = role.name, groups[role.name], configs[role.name]
             if isinstance(worker, RewardConfig):
-                judges[name.partition(".")[2]] = judge = RewardRole(name, worker, group)
+                judges[name.partition(".")[2]] = judge = RewardRole(name, worker, group, self.redactor)
                 await judge.start()
                 continue
             moves = makes_room(role, config, self.registry, platform)
@@ -526,7 +547,7 @@ class _Driver:
 
         def factory(name: str) -> Callable[[], Tracker]:
             provider = self.registry.find(TrackerProvider, name)
-            tracker_class: type[Tracker] = load_target(provider.target, owner=f"tracker {name}")
+            tracker_class: type[Tracker] = load_target(provider.target, owner=self.registry.owner(provider))
             options = config.tracker_kwargs.get(name, {})
             return lambda: tracker_class(self.run_dir.path, self.run_dir.name, options)
 
@@ -573,5 +594,8 @@ def _row(row: Any) -> dict[str, Any]:
 
 def _relative(path: Any) -> str:
     """Paths as a person would type them."""
-    relative = os.path.relpath(path)
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the working directory is gone
+        return str(path)
     return str(path) if relative.startswith(os.pardir) else relative

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from typing_extensions import override
 
-from roll_core.errors import RollError, UnsupportedError
+from roll_core.errors import PluginError, RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.rollout.groups import EVALUATION, ROLLOUT, Verdicts
 from roll_core.runtime.rollout.of_run import DrawnRollouts, roll_out
 from roll_core.runtime.rollout.replay import ReplayedRole, ReplayedRollouts
 from roll_core.runtime.turns import SlotTurns
 from roll_core.spec.pipeline import Run
-from roll_core.spec.providers import AdvantageProvider, InferProvider, PolicyLossProvider
+from roll_core.spec.providers import AdvantageProvider, InferProvider, PipelineProvider, PolicyLossProvider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -138,6 +138,7 @@ class ActiveRun(Run):
     async def rollout(
         self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
     ) -> list[Group]:
+        self._need_rewards()
         engine = self.engine(role)
         seeded = split == "val" or engine.capabilities.free_seeds
         with self.stage("rollout" if split == "train" else "evaluation"):
@@ -161,10 +162,22 @@ class ActiveRun(Run):
             replayed = self._replayed[role] = ReplayedRole(role, self.config.roles()[role])
             self._rollouts.append(ReplayedRollouts(self, replayed, plan))
             return self._rollouts[-1]
+        self._need_rewards()
         if plan.concurrent:
             self.busy_roles.add(role)
         self._rollouts.append(DrawnRollouts(self, self.engine(role), plan, self._recorder))
         return self._rollouts[-1]
+
+    def _need_rewards(self) -> None:
+        """Raise `PluginError` if the pipeline left out a reward role: samples would have no reward, or another's."""
+        configured = {name for name, role in self.config.roles().items() if role.kind == "reward"}
+        listed = self.judges.domains if self.judges is not None else frozenset()
+        if missing := sorted(configured - {f"rewards.{domain}" for domain in listed}):
+            owner = self._registry.owner(self._registry.find(PipelineProvider, self.config.pipeline))
+            raise PluginError(
+                f"{owner}: its roles() lists no role for {', '.join(missing)}, which the config has: samples would be"
+                ' generated and not scored; add RoleSpec(name=..., kind="reward") for each entry of rewards'
+            )
 
     async def close(self) -> None:
         """End what is being generated, while the workers still live."""

@@ -504,7 +504,12 @@ class RewardConfig(WorkerConfig):
     weight: float = 1.0
     """Factor on the value."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds after which judging one sample is given up, as a failure."""
+    """Seconds that scoring one sample may take. After that its process is killed, and the sample is a failure."""
+    processes: PositiveInt = 8
+    """Processes per worker at most, each with the reward loaded; more are started as responses queue up. A reward whose
+    provider declares `enforces_timeout` may do without."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds that loading the reward in a process may take."""
     max_retries: NonNegativeInt = 2
     """How often a judgement that failed is tried again, on another worker where there are several. What fails then is
     excluded."""

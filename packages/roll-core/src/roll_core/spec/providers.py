@@ -151,6 +151,10 @@ class PipelineProvider(Provider):
 class RewardProvider(Provider):
     """Offers a reward; `target` is a subclass of `roll_core.spec.reward.RewardFunction`, `config` of `RewardConfig`."""
 
+    enforces_timeout: bool = False
+    """`score` raises `RewardFailure` at `timeout_s` by itself, whatever the response makes it do; it is called on
+    threads of the worker. Otherwise it is called in child processes of the worker, which are killed at `timeout_s`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerProvider(Provider):

@@ -31,14 +31,18 @@ class RewardRequest:
 
 
 class RewardFunction(ABC):
-    """Judges samples, in a worker of its own role. `score` may be called from several threads at once."""
+    """Scores samples, in child processes of its role's worker: one instance in each, which scores one sample at a time.
+
+    A process that takes longer than `timeout_s` for a sample is killed. If the provider declares `enforces_timeout`,
+    there is one instance in the worker itself, and `score` is called from several threads at once.
+    """
 
     def __init__(self, config: RewardConfig) -> None:
         """Keep the configuration; load nothing heavy."""
         self.config = config
 
     def start(self) -> None:
-        """Load what is needed; called once, in the worker."""
+        """Load what is needed; called once, in the process that calls `score`."""
 
     @abstractmethod
     def score(self, request: RewardRequest) -> Reward:
@@ -48,7 +52,7 @@ class RewardFunction(ABC):
         """
 
     def close(self) -> None:
-        """Give everything back; called once or several times."""
+        """Release everything; called once or several times. A process that is killed does not call it."""
 
 
 document_fields(__name__)

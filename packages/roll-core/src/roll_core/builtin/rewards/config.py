@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, RewardConfig
+from roll_core.spec.config import NonNegativeInt, PositiveInt, RewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -26,9 +26,9 @@ class MathRuleConfig(RewardConfig):
     float_rounding: NonNegativeInt = 6
     """Decimal places to which numbers are compared."""
     processes: PositiveInt = 2
-    """Judging processes per worker at most; more are started as answers queue up."""
+    """Processes per worker at most; more are started as responses queue up."""
     memory_limit_mb: PositiveInt = 4096
-    """Address space of a judging process: a malicious answer cannot take the host's memory."""
+    """Memory of one process, in MB: a malicious response cannot take the host's."""
 
     @override
     def columns(self) -> Mapping[str, str]:
@@ -45,9 +45,9 @@ class FunctionConfig(RewardConfig):
     """`process`: in processes of its own, killed when it hangs. `none`: in the worker itself, for functions that need
     the worker's memory; one that hangs without releasing Python's lock then stops the worker."""
     processes: PositiveInt = 2
-    """Processes per worker at most, with `isolation: process`; more are started as answers queue up."""
-    start_timeout_s: PositiveFloat = 300.0
-    """Seconds that importing the function's module may take."""
+    """Processes per worker at most, with `isolation: process`; more are started as responses queue up."""
+    memory_limit_mb: PositiveInt = 8192
+    """Memory of one process, in MB, with `isolation: process`. A call that exceeds it is a failure."""
 
     @override
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
-from roll_core.builtin.rewards.child import describe
-from roll_core.builtin.rewards.judge_pool import JudgePool
 from roll_core.builtin.rewards.user_function import Verdict, prepare
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
+from roll_core.runtime.workers.child import describe
+from roll_core.runtime.workers.judge_pool import JudgePool
 from roll_core.spec.reward import RewardFunction
 from roll_core.types import Reward
 
@@ -87,6 +87,7 @@ class _InProcesses:
             options,
             size=config.processes,
             start_timeout_s=config.start_timeout_s,
+            memory_mb=config.memory_limit_mb,
         )
 
     def __call__(self, arguments: Mapping[str, Any], timeout_s: float) -> Verdict:

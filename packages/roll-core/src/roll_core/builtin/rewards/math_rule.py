@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.builtin.rewards.judge_pool import JudgePool
 from roll_core.errors import DataError
+from roll_core.runtime.workers.judge_pool import JudgePool
 from roll_core.spec.reward import RewardFunction
 from roll_core.types import Reward
 
 if TYPE_CHECKING:
     from roll_core.builtin.rewards.config import MathRuleConfig
     from roll_core.spec.reward import RewardRequest
-
-START_TIMEOUT_S = 120.0
-"""Importing sympy takes about two seconds of an idle core."""
 
 
 class MathRuleReward(RewardFunction):
@@ -41,8 +38,8 @@ class MathRuleReward(RewardFunction):
             "roll_core.builtin.rewards.math_judge:prepare",
             {"require_boxed": config.require_boxed, "float_rounding": config.float_rounding},
             size=config.processes,
-            start_timeout_s=START_TIMEOUT_S,
-            memory_bytes=config.memory_limit_mb << 20,
+            start_timeout_s=config.start_timeout_s,
+            memory_mb=config.memory_limit_mb,
         )
         self._pool.start(wait=False)
 

@@ -45,7 +45,7 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., Verdict]:
 def check(function: str, columns: Collection[str] | None, timeout_s: float) -> str:
     """Why the function cannot score rows with these columns (None: unknown); empty if it can. Loads it in a process of
     its own. Raises `TimeoutError` if that takes longer than `timeout_s`."""
-    from roll_core.builtin.rewards.judge_pool import JudgePool
+    from roll_core.runtime.workers.judge_pool import JudgePool
 
     options = {"function": function, "columns": None if columns is None else sorted(columns)}
     begun = time.monotonic()

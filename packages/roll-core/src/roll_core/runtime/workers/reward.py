@@ -1,4 +1,8 @@
-"""One worker of a role that judges: a reward function behind threads, so that a slow judgement delays no other."""
+"""One worker of a reward role: a reward function behind threads, so that a slow sample delays no other.
+
+score ─► thread ─┬─ the reward enforces `timeout_s` itself ──► RewardFunction.score
+                 └─ otherwise: HostedReward ── a process ──► RewardFunction.score; killed at `timeout_s`
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from roll_core.config import schema_of
 from roll_core.errors import RewardFailure
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
+from roll_core.runtime.workers.hosted_reward import HostedReward
 from roll_core.spec.config import RewardConfig
 from roll_core.types import Reward
 
@@ -35,10 +40,13 @@ class RewardWorker:
         """`owner` names the reward and its package in errors."""
         check_requirements(provider, owner=owner)
         schema = schema_of(provider, RewardConfig, owner=owner)
-        function_class = load_target(provider.target, owner=owner)
-        self.role = role
+        self.role, self.owner = role, owner
         self.config = schema.model_validate(dict(config))
-        self.function: RewardFunction = function_class(self.config)
+        self.function: RewardFunction
+        if provider.enforces_timeout:
+            self.function = load_target(provider.target, owner=owner)(self.config)
+        else:
+            self.function = HostedReward(self.config, provider, owner)
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"{role}-{place.rank}")
 
     async def start(self) -> None:
@@ -57,7 +65,7 @@ class RewardWorker:
             return Reward(value=None, failure=str(failure) or "no reason given")
         except Exception as error:  # a reward is foreign code: whatever it raises concerns this sample only
             log.warning("%s: sample %s: %s: %s", self.role, request.sample.id, type(error).__name__, error)
-            return Reward(value=None, failure=f"{type(error).__name__}: {error}")
+            return Reward(value=None, failure=f"{self.owner}: {type(error).__name__}: {error}")
         if reward.value is None:
             return reward
         if not math.isfinite(reward.value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -14,8 +15,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.builtin.rewards.child import encode, receive
 from roll_core.errors import RewardFailure
+from roll_core.runtime.workers.child import READY, encode, receive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,9 +41,22 @@ class JudgePool:
         *,
         size: int,
         start_timeout_s: float,
-        memory_bytes: int | None = None,
+        memory_mb: int | None = None,
+        owner: str = "",
+        close_s: float = 0.0,
     ) -> None:
-        self._hello = {"target": target, "options": dict(options), "memory_bytes": memory_bytes}
+        """`owner` names in failures whose code raised. What the target returns may have a `close`, which is called if
+        `close_s` is given: so many seconds it may take."""
+        here = os.getcwd()
+        self._hello = {
+            "target": target,
+            "options": dict(options),
+            "memory_mb": memory_mb,
+            "sys_path": [here, *(entry for entry in sys.path if entry not in ("", here))],
+        }
+        self._owner, self._close_s = owner, close_s
+        self._numbers = itertools.count()
+        self._logged = ""
         self._size = size
         self._start_timeout_s = start_timeout_s
         self._changed = threading.Condition()
@@ -66,14 +80,22 @@ class JudgePool:
 
         Raises `RewardFailure` if the target raised, the deadline passed, or the process died.
         """
-        job = encode({"arguments": dict(arguments), "seconds": timeout_s})
+        number = next(self._numbers)
+        job = encode({"number": number, "arguments": dict(arguments), "seconds": timeout_s})
         try:
-            reply = self._ask_one(job, timeout_s)
+            reply = self._ask_one(number, job, timeout_s)
         except _NeverBegan:
-            reply = self._ask_one(job, timeout_s)
-        if "error" in reply:
-            raise RewardFailure(reply["error"])
-        return reply["result"]
+            reply = self._ask_one(number, job, timeout_s)
+        if "error" not in reply:
+            return reply["result"]
+        reason, trace = reply["error"], reply.get("trace")
+        if trace is not None:
+            if self._owner:
+                reason = f"{self._owner}: {reason}"
+            if reason != self._logged:  # a bug fails alike for every sample
+                self._logged = reason
+                log.info("%s\n%s", reason, trace)
+        raise RewardFailure(reason)
 
     def close(self) -> None:
         """Kill the processes. Calls that are under way fail."""
@@ -82,16 +104,22 @@ class JudgePool:
             children, self._children = self._children, set()
             idle, self._idle = self._idle, []
             self._changed.notify_all()
+        if self._close_s:
+            for child in idle:
+                child.retire()
+            deadline = time.monotonic() + self._close_s
+            for child in idle:
+                child.await_exit(deadline)
         for child in children:
             child.kill()
         for child in idle:
             child.close()
 
-    def _ask_one(self, job: bytes, timeout_s: float) -> Mapping[str, Any]:
+    def _ask_one(self, number: int, job: bytes, timeout_s: float) -> Mapping[str, Any]:
         child = self._take()
         try:
             child.await_ready(self._start_timeout_s)
-            reply = child.ask(job, timeout_s)
+            reply = child.ask(number, job, timeout_s)
         except BaseException:
             # Whatever the process is at, its next words would belong to this job.
             self._discard(child)
@@ -127,7 +155,7 @@ class JudgePool:
         """One more process loads its target; no job waits for it meanwhile."""
         try:
             child.await_ready(self._start_timeout_s)
-        except RewardFailure as failure:
+        except Exception as failure:  # jobs go on with the other processes
             if not self._closed:
                 log.warning("one of %d judging processes: %s", self._size, failure)
             self._discard(child)
@@ -170,23 +198,22 @@ class _Child:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        here = os.getcwd()
-        path = [here, *(entry for entry in sys.path if entry not in ("", here))]
         self._connection.settimeout(30.0)
         with contextlib.suppress(OSError):  # if it is dead already, `await_ready` says how
-            self._connection.sendall(encode({**hello, "sys_path": path}))
+            self._connection.sendall(encode(hello))
 
     def await_ready(self, timeout_s: float) -> None:
         """Returns when the target is loaded."""
         if self.ready:
             return
-        reply = self._receive(time.monotonic() + timeout_s, timeout_s, "starting")
+        reply = self._receive(READY, time.monotonic() + timeout_s, timeout_s, "starting")
         if "error" in reply:
+            log.info("a judging process cannot start\n%s", reply.get("trace", ""))
             raise RewardFailure(f"the judging process cannot start: {reply['error']}")
         self.ready = True
 
-    def ask(self, job: bytes, timeout_s: float) -> Mapping[str, Any]:
-        """The reply to a job."""
+    def ask(self, number: int, job: bytes, timeout_s: float) -> Mapping[str, Any]:
+        """The reply to job `number`. Refuses one with another number, or of another process."""
         deadline = time.monotonic() + timeout_s
         self._connection.settimeout(timeout_s)
         try:
@@ -195,11 +222,21 @@ class _Child:
             raise _silent(timeout_s, "judging") from None
         except OSError as error:
             raise _NeverBegan(str(self._died("judging"))) from error
-        return self._receive(deadline, timeout_s, "judging")
+        return self._receive(number, deadline, timeout_s, "judging")
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return self._process.poll() is None
+
+    def retire(self) -> None:
+        """Let an idle process close its target and exit."""
+        with contextlib.suppress(OSError):  # it is dead already
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def await_exit(self, deadline: float) -> None:
+        """Return once the process has exited, or at the deadline."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=max(deadline - time.monotonic(), 1e-3))
 
     def kill(self) -> None:
         """End the process and all that it started; it is gone when this returns. May be called by any thread."""
@@ -215,7 +252,7 @@ class _Child:
         self.kill()
         self._connection.close()
 
-    def _receive(self, deadline: float, timeout_s: float, doing: str) -> Mapping[str, Any]:
+    def _receive(self, number: int, deadline: float, timeout_s: float, doing: str) -> Mapping[str, Any]:
         self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         try:
             reply = receive(self._connection)
@@ -227,6 +264,12 @@ class _Child:
             raise self._died(doing) from error
         if reply is None:
             raise self._died(doing)
+        expected = (number, self._process.pid)
+        if (found := (reply.get("number"), reply.get("pid"))) != expected:
+            raise RewardFailure(
+                f"the judging process sent the reply of another job or process while {doing}: number and pid are"
+                f" {found}, expected {expected}; does the reward fork, or write to sockets that it did not open?"
+            )
         return reply
 
     def _died(self, doing: str) -> RewardFailure:

@@ -2,14 +2,15 @@
 
     parent (JudgePool)                       child (this file)
        hello: sys.path, target, options  ->  load the target
-                              ready | error <-
-       job: arguments, seconds           ->  handle(**arguments)
-                             result | error <-
-       end of file                       ->  exit
+                         pid, ready | error <-
+       job: number, arguments, seconds   ->  handle(**arguments)
+                number, pid, result | error <-
+       end of file                       ->  close the target, exit
 
-What crosses the socket is JSON. A child ends with its parent in three ways, each for a case that the others miss: idle,
-it reads an end of file; busy in Python, a thread sees that the parent is gone; busy in C code that never lets go of
-Python's lock, the kernel's timer kills it a little after its job's deadline.
+What crosses the socket is JSON. A reply carries the number of its job and the process id: if a target forks and both
+processes return, only the first one replies. A child ends with its parent in three ways, each for a case that the
+others miss: idle, it reads an end of file; busy in Python, a thread sees that the parent is gone; busy in C code that
+never lets go of Python's lock, the kernel's timer kills it a little after its job's deadline.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ import struct
 import sys
 import threading
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+READY = -1
+"""Number of the reply that says whether the target is loaded."""
 GRACE_S = 2.0
 """Between the deadline that the parent keeps and the one that the kernel keeps for it."""
 
@@ -45,26 +49,42 @@ def main() -> None:
         return
     threading.Thread(target=_end_with_parent, args=(connection, parent), daemon=True).start()
     sys.path[:] = hello["sys_path"]
-    if hello["memory_bytes"]:
-        # Not every system limits address space (macOS does not): judging is then only limited in time.
+    limit_mb = hello["memory_mb"]
+    if limit_mb:
+        # Heap and other private memory. Unlike RLIMIT_AS it leaves out what libraries reserve and never use, as CUDA
+        # does. Not every system enforces it (macOS does not): judging is then only limited in time.
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_AS, (hello["memory_bytes"],) * 2)
-    try:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit_mb << 20,) * 2)
+    pid = os.getpid()
+
+    def outcome(act: Callable[[], Any], number: int) -> bytes:
+        try:
+            found = {"result": act()}
+            json.dumps(found)
+        except BaseException as error:  # foreign code: the parent tells the user
+            found = failure_of(error, limit_mb)
+        if os.getpid() != pid:
+            os._exit(0)  # the target forked and returned here as well: the job is the first process's
+        return encode({"number": number, "pid": pid, **found})
+
+    def load() -> Callable[..., Any]:
         module, _, attribute = hello["target"].partition(":")
-        handle = getattr(importlib.import_module(module), attribute)(hello["options"])
-    except BaseException as error:  # foreign code is imported here; the parent tells the user
-        connection.sendall(encode({"error": describe(error)}))
+        loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)(hello["options"])
+        return loaded
+
+    loaded: list[Callable[..., Any]] = []
+    connection.sendall(outcome(lambda: loaded.append(load()), READY))
+    if not loaded:
         return
-    connection.sendall(encode({"ready": True}))
+    (handle,) = loaded
     while (job := receive(connection)) is not None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, job["seconds"] + GRACE_S)
-        try:
-            reply = encode({"result": handle(**job["arguments"])})
-        except BaseException as error:  # foreign code again: whatever it raises is this job's failure
-            reply = encode({"error": describe(error)})
+        reply = outcome(partial(handle, **job["arguments"]), job["number"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.sendall(reply)
+    if hasattr(handle, "close"):
+        handle.close()
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -93,6 +113,16 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def failure_of(error: BaseException, limit_mb: int | None) -> dict[str, str]:
+    """An exception of the target as a reply: the reason, and the traceback unless the target failed on purpose."""
+    reason = describe(error)
+    if limit_mb and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
+        reason += f"; its process may take memory_limit_mb = {limit_mb} MB"
+    if type(error).__name__ == "RewardFailure":
+        return {"error": reason}
+    return {"error": reason, "trace": "".join(traceback.format_exception(error))}
 
 
 def _read(connection: socket.socket, num_bytes: int) -> bytes | None:

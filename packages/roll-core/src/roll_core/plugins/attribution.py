@@ -1,0 +1,107 @@
+"""Which plugin's part raised an error, by its tracebacks: those of this process and those that workers sent.
+
+A traceback is read from its innermost frame outwards. The first frame of a plugin names it; a frame of ROLL's runtime
+ends the search, as the plugin only called it. Frames of libraries are skipped, ROLL's own toolkit for plugins included.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from roll_core.errors import RollError, chain
+from roll_core.plugins.kinds import kind_of
+from roll_core.spec.providers import InferProvider, RewardProvider, TrainProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from roll_core.plugins.loader import Plugin
+    from roll_core.spec.providers import Provider
+
+_BEGIN = "Traceback (most recent call last):"
+_LINE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<number>\d+), in (?P<function>.+)$', re.MULTILINE)
+_CORE = "roll_core"
+_RUNTIME = ("roll_core.runtime.", "roll_core.cli.")
+_CALLERS: dict[str, type[Provider]] = {
+    "roll_core.runtime.workers.train": TrainProvider,
+    "roll_core.runtime.workers.infer": InferProvider,
+    "roll_core.runtime.workers.reward": RewardProvider,
+}
+"""Modules of the runtime that call parts of one kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    file: str
+    line: int
+    function: str
+    """With its class (`Loss.step`) if the traceback is of this process."""
+
+    def module(self, package: str) -> str:
+        """Dotted name below the top-level `package`, wherever that is installed; empty if the file is elsewhere."""
+        parts = PurePath(self.file).with_suffix("").parts
+        if package not in parts:
+            return ""
+        inside = parts[len(parts) - 1 - parts[::-1].index(package) :]
+        return ".".join(inside[:-1] if inside[-1] == "__init__" else inside)
+
+
+def raised_by(error: BaseException, plugins: Iterable[Plugin]) -> str:
+    """`policy loss 'acme_pg' of roll-acme 1.2 (roll_acme/losses.py:12 in loss)`: the part that raised `error` or its
+    cause, the first cause first. Empty if no plugin's code did; roll-core's own parts are none."""
+    foreign = {plugin: packages for plugin in plugins if (packages := _packages(plugin))}
+    for frames in _tracebacks(error):
+        if found := _part(frames, foreign):
+            return found
+    return ""
+
+
+def _packages(plugin: Plugin) -> frozenset[str]:
+    """Top-level packages that its records and its entry point name."""
+    targets = [plugin.target, *(record.target for record in plugin.providers)]
+    return frozenset(re.split(r"[.:]", target)[0] for target in targets) - {_CORE}
+
+
+def _tracebacks(error: BaseException) -> Iterator[list[_Frame]]:
+    """Of each exception, first cause first; frames outermost first."""
+    for each in reversed(list(chain(error))):
+        sent = each.trace if isinstance(each, RollError) else ""
+        for block in sent.split(_BEGIN)[1:]:
+            yield [_Frame(at["file"], int(at["number"]), at["function"]) for at in _LINE.finditer(block)]
+        walked = traceback.walk_tb(each.__traceback__)
+        yield [_Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname) for frame, line in walked]
+
+
+def _part(frames: Sequence[_Frame], foreign: dict[Plugin, frozenset[str]]) -> str:
+    for frame in reversed(frames):
+        for plugin, packages in foreign.items():
+            for package in packages:
+                if module := frame.module(package):
+                    part = _names(plugin, package, module, frames)
+                    file = module.replace(".", "/")
+                    return f"{part} of {plugin} ({file}.py:{frame.line} in {frame.function})"
+        if frame.module(_CORE).startswith(_RUNTIME):
+            return ""
+    return ""
+
+
+def _names(plugin: Plugin, package: str, module: str, frames: Sequence[_Frame]) -> str:
+    """The part whose function or class is in the traceback, innermost first; else those that the innermost module
+    holds, of the kind that the runtime called."""
+    for frame in reversed(frames):
+        if frame.module(package) and frame.function in plugin.hooks:
+            return f"hook {frame.function}"
+        target = f"{frame.module(package)}:{frame.function.partition('.')[0]}"
+        if found := [record for record in plugin.providers if record.target == target]:
+            return _spelled(found)
+    called = tuple(_CALLERS[name] for each in frames if (name := each.module(_CORE)) in _CALLERS)
+    held = [record for record in plugin.providers if record.target.partition(":")[0] == module]
+    return _spelled([record for record in held if isinstance(record, called)] or held) or "code"
+
+
+def _spelled(records: Sequence[Provider]) -> str:
+    return " or ".join(f"{kind_of(type(record)).noun} {record.name!r}" for record in records)

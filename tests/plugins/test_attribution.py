@@ -1,0 +1,86 @@
+"""Whose code raised an error: read from tracebacks, of this process and of workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll_core.errors import DataError, WorkerError
+from roll_core.plugins.attribution import raised_by
+from roll_core.plugins.loader import Plugin
+from roll_core.spec.providers import InferProvider, PolicyLossProvider, TrainProvider
+
+PLUGIN = Plugin(
+    package="roll-acme",
+    version="1.2",
+    entry_point="roll-acme",
+    target="roll_acme.plugin",
+    state="loaded",
+    hooks=("roll_step_finished",),
+    providers=(
+        TrainProvider(name="acme_train", target="roll_acme.parts:Train", summary=""),
+        InferProvider(name="acme_infer", target="roll_acme.parts:Infer", summary=""),
+        PolicyLossProvider(name="acme_pg", target="roll_acme.losses:loss", summary=""),
+    ),
+)
+CORE = Plugin(
+    package="roll-core",
+    version="1",
+    entry_point="roll-core",
+    target="roll_core.builtin.plugin",
+    state="loaded",
+    providers=(TrainProvider(name="hf_train", target="roll_core.builtin.hf.train:HFTrainStrategy", summary=""),),
+)
+SITE = "/venv/lib/python3.12/site-packages"
+RUN_TRAIN = (f"{SITE}/roll_core/runtime/workers/train.py", 7, "update")
+RUN_INFER = (f"{SITE}/roll_core/runtime/workers/infer.py", 7, "result")
+HF = (f"{SITE}/roll_core/builtin/hf/train.py", 9, "forward_backward")
+TORCH = (f"{SITE}/torch/functional.py", 3, "einsum")
+RUNTIME = (f"{SITE}/roll_core/runtime/rollout/of_run.py", 5, "batch")
+
+
+def frame(file, line, function):
+    return (f"/home/me/acme/src/roll_acme/{file}", line, function)
+
+
+def sent(*tracebacks):
+    """An error of a worker with these tracebacks, first cause first."""
+    blocks = [
+        "Traceback (most recent call last):\n"
+        + "".join(f'  File "{file}", line {line}, in {function}\n    ...\n' for file, line, function in frames)
+        + "ValueError: no\n"
+        for frames in tracebacks
+    ]
+    between = "\nThe above exception was the direct cause of the following exception:\n\n"
+    return WorkerError("actor_train", 0, "node1", "update", "ValueError: no", between.join(blocks))
+
+
+@pytest.mark.parametrize(
+    ("frames", "part", "place"),
+    [
+        ([RUN_TRAIN, HF, frame("losses.py", 12, "loss"), TORCH], "policy loss 'acme_pg'", "losses.py:12 in loss"),
+        ([RUN_TRAIN, frame("parts.py", 3, "step")], "train strategy 'acme_train'", "parts.py:3 in step"),
+        ([RUN_INFER, frame("parts.py", 4, "generate")], "infer strategy 'acme_infer'", "parts.py:4 in generate"),
+        ([RUN_INFER, frame("deep/inside.py", 5, "go")], "code", "deep/inside.py:5 in go"),
+        ([frame("plugin.py", 8, "roll_step_finished")], "hook roll_step_finished", "plugin.py:8 in roll_step_finished"),
+    ],
+)  # fmt: skip
+def test_the_innermost_frame_of_a_plugin_names_its_part(frames, part, place):
+    assert raised_by(sent(frames), [CORE, PLUGIN]) == f"{part} of roll-acme 1.2 (roll_acme/{place})"
+
+
+@pytest.mark.parametrize("frames", [[frame("pipeline.py", 8, "step"), RUNTIME], [RUN_TRAIN, HF, TORCH]])
+def test_nobody_is_named_where_the_runtime_is_further_in_or_only_the_core_is_there(frames):
+    assert raised_by(sent(frames), [CORE, PLUGIN]) == ""
+
+
+def test_the_first_cause_is_looked_at_first():
+    error = sent([RUN_TRAIN, frame("losses.py", 12, "loss")], [RUN_TRAIN, frame("parts.py", 3, "step")])
+    assert raised_by(error, [PLUGIN]).startswith("policy loss 'acme_pg'")
+    later = DataError("later")
+    later.__cause__ = error
+    assert raised_by(later, [PLUGIN]).startswith("policy loss 'acme_pg'")
+
+
+def test_nobody_is_named_without_a_traceback_or_without_plugins():
+    assert raised_by(ValueError("no"), [CORE, PLUGIN]) == ""
+    assert raised_by(sent([frame("losses.py", 12, "loss")]), [CORE]) == ""

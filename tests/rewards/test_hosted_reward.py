@@ -1,0 +1,139 @@
+"""A plugin's reward: `timeout_s` holds whatever its `score` does, because its process is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import numpy as np
+import pytest
+
+from roll_core.builtin.plugin import roll_rewards
+from roll_core.errors import PluginLoadError, UnsupportedError
+from roll_core.runtime.executors.base import Peers, Place
+from roll_core.runtime.workers.reward import RewardWorker
+from roll_core.spec.config import RewardConfig
+from roll_core.spec.providers import RewardProvider
+
+OWNER = "reward 'acme' of roll-acme 1.2"
+REWARD = """
+    import os, pathlib, re, time
+    from roll_core.errors import RewardFailure
+    from roll_core.spec.reward import RewardFunction
+    from roll_core.types import Reward
+
+    class Acme(RewardFunction):
+        def start(self):
+            self.started = os.getpid()
+
+        def score(self, request):
+            if request.response == "hang":
+                time.sleep(600)
+            if request.response == "c code":
+                re.match(r"(a+)+$", "a" * 60 + "b")
+            if request.response == "raise":
+                raise KeyError("oops")
+            if request.response == "fail":
+                raise RewardFailure("the sandbox died")
+            if request.response == "number":
+                return 1.0
+            value = len(request.response) + int(request.sample.response_ids.sum()) + request.metadata["extra"]
+            return Reward(value=value, detail={"pid": float(os.getpid()), "started": self.started, "tag": "x"})
+
+        def close(self):
+            pathlib.Path("closed").touch()
+
+    class Broken(Acme):
+        def start(self):
+            raise OSError("no such service")
+
+    class NoReward:
+        pass
+"""
+
+
+@pytest.fixture
+def worker_of(user_module):
+    workers = []
+    module = user_module(REWARD)
+
+    def make(name="Acme", **config):
+        made = RewardWorker(
+            place=Place(rank=0, world_size=1),
+            peers=Peers(),
+            role="rewards.acme",
+            provider=RewardProvider(
+                name="acme", target=f"{module}:{name}", summary="", config="roll_core.spec.config:RewardConfig"
+            ),
+            owner=OWNER,
+            config=RewardConfig(reward="acme", **({"processes": 2, "timeout_s": 60.0} | config)).model_dump(),
+        )
+        workers.append(made)
+        return made
+
+    yield make
+    for each in workers:
+        asyncio.run(each.close())
+
+
+def scored(worker, requests):
+    async def main():
+        await worker.start()
+        return await worker.score(requests)
+
+    return asyncio.run(main())
+
+
+def test_it_scores_in_a_process_of_its_own_that_started_it(worker_of, asking):
+    (reward,) = scored(worker_of(weight=2.0), [asking("four", extra=np.int64(3))])
+    assert reward.value == 2.0 * (4 + 2 + 3)
+    assert reward.detail["pid"] == reward.detail["started"] != float(__import__("os").getpid())
+    assert reward.detail["tag"] == "x"
+
+
+@pytest.mark.parametrize("hangs", ["hang", "c code"])
+def test_a_score_that_hangs_is_a_failure_at_its_deadline_and_others_are_not_affected(worker_of, asking, hangs):
+    worker = worker_of(timeout_s=3.0)
+    began = time.monotonic()
+    right, hung, later = scored(worker, [asking(each, extra=0) for each in ("a", hangs, "bb")])
+    assert (right.value, later.value) == (3.0, 4.0)
+    assert hung.value is None
+    assert "longer than 3 s" in hung.failure
+    assert time.monotonic() - began < 120  # not the 600 s of the sleep
+    assert [each.value for each in asyncio.run(worker.score([asking("ccc", extra=0)]))] == [5.0]
+
+
+def test_an_exception_is_a_failure_that_names_reward_package_and_line_and_its_traceback_is_logged(
+    worker_of, asking, caplog
+):
+    caplog.set_level(logging.INFO, "roll_core")
+    raised, failed, number = scored(worker_of(), [asking(each, extra=0) for each in ("raise", "fail", "number")])
+    assert raised.failure.startswith(f"{OWNER}: KeyError: 'oops' (user_rewards_")
+    assert failed.failure == "the sandbox died"
+    assert number.failure.startswith(f"{OWNER}: TypeError: score returned float")
+    assert "Traceback (most recent call last)" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "says"), [("Broken", "no such service"), ("NoReward", "is not a subclass of")])
+def test_a_reward_that_cannot_be_loaded_is_an_error_at_the_start(worker_of, name, says):
+    with pytest.raises(PluginLoadError, match=f"^{OWNER}: .*{says}"):
+        asyncio.run(worker_of(name).start())
+
+
+def test_closing_closes_the_reward_in_its_process(worker_of, asking, tmp_path):
+    worker = worker_of()
+    scored(worker, [asking("a", extra=0)])
+    assert not (tmp_path / "closed").exists()
+    asyncio.run(worker.close())
+    assert (tmp_path / "closed").exists()
+
+
+def test_a_column_that_cannot_be_sent_is_a_failure_of_its_sample(worker_of, asking):
+    wrong, right = scored(worker_of(), [asking("a", extra=object()), asking("a", extra=0)])
+    assert UnsupportedError.__name__ in wrong.failure
+    assert right.value == 3.0
+
+
+def test_the_rewards_of_the_core_enforce_their_timeout_themselves():
+    assert {each.name: each.enforces_timeout for each in roll_rewards()} == {"math_rule": True, "function": True}
