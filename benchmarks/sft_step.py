@@ -79,12 +79,18 @@ def timed(call: Callable[[], None]) -> dict[str, float]:
 
 
 def gemms_of_a_step(micros: Sequence[MicroBatch], vocab_size: int) -> Callable[[], None]:
-    """The three GEMMs of every linear layer and of the head, on the step's own numbers of tokens; nothing else."""
+    """The three GEMMs of every linear layer and of the head, on the step's own numbers of tokens; nothing else.
+
+    Each by the faster of torch's two libraries, as training chooses it (`benchmarks/products.py` compares them).
+    """
     import torch
+
+    from roll_core.modeling.logprobs import HeadRequest
+    from roll_core.modeling.products import input_gradient, linear, weight_gradient
 
     attention = [(HIDDEN, HEADS * HEAD), (HIDDEN, KV_HEADS * HEAD), (HIDDEN, KV_HEADS * HEAD), (HEADS * HEAD, HIDDEN)]
     mlp = [(HIDDEN, INTERMEDIATE), (HIDDEN, INTERMEDIATE), (INTERMEDIATE, HIDDEN)]
-    chunk = max(16, (1 << 22) // vocab_size)
+    chunk = HeadRequest().chunk(vocab_size, torch.device("cpu"))
     jobs = []
     for micro in micros:
         jobs += [(micro.num_tokens, i, o) for i, o in (attention + mlp) * LAYERS]
@@ -94,14 +100,14 @@ def gemms_of_a_step(micros: Sequence[MicroBatch], vocab_size: int) -> Callable[[
         job: (torch.randn(job[0], job[1]), torch.randn(job[2], job[1]), torch.randn(job[0], job[2]))
         for job in set(jobs)
     }
-    gradients = {(i, o): torch.zeros(o, i) for _, i, o in set(jobs)}
 
     def run() -> None:
-        for job in jobs:
-            x, w, g = operands[job]
-            torch.mm(x, w.T)
-            torch.mm(g, w)
-            gradients[job[1:]].addmm_(g.T, x)
+        with torch.no_grad():
+            for job in jobs:
+                x, w, g = operands[job]
+                linear(x, w)
+                input_gradient(g, w)
+                weight_gradient(g, x)
 
     return run
 
