@@ -79,7 +79,8 @@ def timed(call: Callable[[], None]) -> dict[str, float]:
 
 
 def gemms_of_a_step(micros: Sequence[MicroBatch], vocab_size: int) -> Callable[[], None]:
-    """The three GEMMs of every linear layer and of the head, on the step's own numbers of tokens; nothing else.
+    """The three GEMMs of every linear layer and of the head, on the step's own numbers of tokens; not even the products
+    of attention beside them.
 
     Each by the faster of torch's two libraries, as training chooses it (`benchmarks/products.py` compares them).
     """
@@ -94,7 +95,7 @@ def gemms_of_a_step(micros: Sequence[MicroBatch], vocab_size: int) -> Callable[[
     jobs = []
     for micro in micros:
         jobs += [(micro.num_tokens, i, o) for i, o in (attention + mlp) * LAYERS]
-        rows = micro.num_tokens - micro.num_sequences
+        rows = int(micro.loss_mask_T.sum())
         jobs += [(min(chunk, rows - at), HIDDEN, vocab_size) for at in range(0, rows, chunk)]
     operands = {
         job: (torch.randn(job[0], job[1]), torch.randn(job[2], job[1]), torch.randn(job[0], job[2]))
@@ -178,7 +179,7 @@ NAMES = {"roll": "hf_train", "trl": "TRL SFTTrainer", "gemms_alone": "GEMMs of t
 def table(results: Sequence[dict[str, Any]], threads: int) -> str:
     lines = [
         f"{SEQUENCES} sequences of {SHORTEST} to {LONGEST} tokens, threads: {threads}, float32; best step of each.",
-        "Targets: at least 2 × TRL in real tokens/s, at least 60 % of the GEMM rate.",
+        "Targets: at least 2 × TRL in real tokens/s, at least 70 % of the GEMM rate.",
         "",
         "| vocabulary | contestant | CPU s | wall s | tokens per CPU second |",
         "|---|---|---|---|---|",
