@@ -2,6 +2,8 @@
 
     ./run bench driver_memory [--steps 2000] [--executor local ray] [--trace]
 
+Executors that are not named keep the results that they had.
+
 A one-layer model and a few short responses a step, so that thousands of steps are affordable; metrics, samples,
 trackers and guards are as a run has them by default. Weights are large enough for oneDNN, and responses differ in
 length: oneDNN keeps memory for each number of rows. Growth is measured from a fifth of the steps on, when caches and
@@ -21,7 +23,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-from common import write_result
+from common import RESULTS, write_result
 
 EXECUTORS = ("local", "ray")
 SETTLED = 5
@@ -146,7 +148,6 @@ def main() -> None:
     if arguments.drive:
         print(json.dumps(drive(Path(arguments.drive), *arguments.executor, arguments.steps, trace=arguments.trace)))
         return
-    lines = ["| executor | steps | MiB after a fifth | MiB at the end | KiB a step |", "|---|--:|--:|--:|--:|"]
     results: dict[str, Any] = {}
     for executor in arguments.executor:
         with tempfile.TemporaryDirectory() as folder:
@@ -154,15 +155,23 @@ def main() -> None:
             command += ["--steps", str(arguments.steps), *(["--trace"] if arguments.trace else [])]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
         marks = json.loads(done.stdout.strip().splitlines()[-1])
-        per_step = growth(marks)
-        results[executor] = {"marks_kib": marks, "kib_per_step": round(per_step, 3)}
-        first, last = marks[len(marks) // SETTLED][1], marks[-1][1]
-        lines.append(f"| {executor} | {arguments.steps} | {first / 1024:.1f} | {last / 1024:.1f} | {per_step:.2f} |")
-        print(executor, marks, f"{per_step:.2f} KiB a step", flush=True)
-    table = "\n".join(lines)
-    print(table)
+        results[executor] = {"marks_kib": marks, "kib_per_step": round(growth(marks), 3)}
+        print(table(results), flush=True)
     if not arguments.trace:
-        write_result("driver_memory", {"steps": arguments.steps, "executors": results}, table)
+        path = RESULTS / "driver_memory.json"
+        before = json.loads(path.read_text(encoding="utf-8"))["executors"] if path.is_file() else {}
+        results = before | results
+        write_result("driver_memory", {"executors": results}, table(results))
+
+
+def table(results: dict[str, Any]) -> str:
+    """One row an executor."""
+    lines = ["| executor | steps | MiB after a fifth | MiB at the end | KiB a step |", "|---|--:|--:|--:|--:|"]
+    for executor, found in results.items():
+        marks, per_step = found["marks_kib"], found["kib_per_step"]
+        first, last = marks[len(marks) // SETTLED][1] / 1024, marks[-1][1] / 1024
+        lines.append(f"| {executor} | {marks[-1][0]} | {first:.1f} | {last:.1f} | {per_step:.2f} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
