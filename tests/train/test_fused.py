@@ -10,23 +10,33 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.modeling import fused
+from roll_core.modeling import elementwise, fused
 
 
-def norm():
-    made = Qwen3RMSNorm(24, eps=1e-5)
+def norm(size=24):
+    made = Qwen3RMSNorm(size, eps=1e-5)
     nn.init.normal_(made.weight)
     return made
 
 
-def mlp(activation="silu"):
-    return Qwen3MLP(Qwen3Config(hidden_size=24, intermediate_size=40, hidden_act=activation))
+def mlp(activation="silu", size=24):
+    return Qwen3MLP(Qwen3Config(hidden_size=size, intermediate_size=40, hidden_act=activation))
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def kernels(request, monkeypatch):
+    """With the compiled kernels, and as it is without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(elementwise, "available", lambda: False)
+    else:
+        assert elementwise.available()
+    return request.param
 
 
 @pytest.mark.parametrize("make", [norm, mlp])
 @pytest.mark.parametrize("shape", [(1, 1, 24), (1, 50, 24), (2, 7, 3, 24), (0, 24)])
 @pytest.mark.parametrize("block", [24, 200, 1 << 16])
-def test_values_and_gradients_are_the_modules_own(monkeypatch, make, shape, block):
+def test_values_and_gradients_are_the_modules_own(monkeypatch, kernels, make, shape, block):
     monkeypatch.setattr(fused, "BLOCK_ELEMENTS", block)
     torch.manual_seed(0)
     module = make()
@@ -42,7 +52,96 @@ def test_values_and_gradients_are_the_modules_own(monkeypatch, make, shape, bloc
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-5)
 
 
-def test_inputs_that_are_not_contiguous_are_understood():
+def plain_norm(x_ND, weight_D):
+    return x_ND * (x_ND.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt() * weight_D
+
+
+def plain_gate(gate_ND, up_ND):
+    return gate_ND / (1 + torch.exp(-gate_ND)) * up_ND
+
+
+def functions(name):
+    """A fused operation, and the same by its formula."""
+    if name == "norm":
+        return lambda x, weight: fused._RMSNorm.apply(x, weight, 1e-5), plain_norm
+    return fused._SwiGLU.apply, plain_gate
+
+
+@pytest.mark.parametrize("name", ["norm", "gate"])
+@pytest.mark.parametrize("size", [17, 64, 100])
+@pytest.mark.parametrize("num_rows", [1, 65, 3001])
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 4e-6), (torch.bfloat16, 2**-6)])
+def test_values_and_gradients_are_those_of_float64(kernels, name, size, num_rows, dtype, digits):
+    if dtype is torch.bfloat16 and kernels == "torch":
+        pytest.skip("operations of torch are for float32")
+    torch.manual_seed(0)
+    first, upstream = (3 * torch.randn(num_rows, size).to(dtype) for _ in range(2))
+    second = torch.randn(size if name == "norm" else (num_rows, size)).to(dtype)
+    given = [each.requires_grad_() for each in (first, second)]
+    exact = [each.detach().double().requires_grad_() for each in given]
+    fast, plain = functions(name)
+    found, expected = fast(*given), plain(*exact)
+    pairs = [(found, expected)]
+    pairs += zip(
+        torch.autograd.grad(found, given, upstream),
+        torch.autograd.grad(expected, exact, upstream.double()),
+        strict=True,
+    )
+    for each, other in pairs:
+        assert each.dtype is dtype
+        assert (each.double() - other).abs().max() <= digits * other.abs().max()
+
+
+def test_a_norm_in_bfloat16_rounds_as_transformers_does():
+    torch.manual_seed(0)
+    module, x = norm(256).bfloat16(), torch.randn(500, 256).bfloat16()
+    plain = module(x)
+    assert fused.fuse(module) == 1
+    found = module(x)
+    assert (found == plain).float().mean() > 0.999
+    torch.testing.assert_close(found, plain, rtol=2**-7, atol=0)
+
+
+def test_bfloat16_is_left_alone_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(elementwise, "available", lambda: False)
+    assert fused.fuse(norm().bfloat16()) == 0
+
+
+def test_a_norm_in_another_dtype_than_its_input_computes_as_before():
+    module, x = norm(), torch.randn(3, 24).bfloat16()
+    plain = module(x)
+    assert fused.fuse(module) == 1
+    assert torch.equal(module(x), plain)
+
+
+def test_the_number_of_threads_changes_no_bit():
+    x, weight, upstream = torch.randn(5000, 64), torch.randn(64), torch.randn(5000, 64)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            y, scales = elementwise.norm(x, weight, 1e-5)
+            found.append([y, *elementwise.norm_backward(x, weight, scales, upstream)])
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_what_is_not_finite_stays_so(kernels):
+    x = torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [1.0, 2.0]])
+    for found in (fused._RMSNorm.apply(x, torch.ones(2), 1e-5), fused._SwiGLU.apply(x, torch.ones(3, 2))):
+        assert not found[:2].isfinite().all(dim=1).any()
+        assert found[2].isfinite().all()
+
+
+@pytest.mark.parametrize("weight", [torch.ones(0), torch.ones(23), torch.ones(24).double(), torch.ones(48)[::2]])
+def test_memory_of_another_shape_is_never_read(weight):
+    with pytest.raises(ValueError, match="expected"):
+        elementwise.norm(torch.ones(3, 24), weight, 1e-5)
+
+
+def test_inputs_that_are_not_contiguous_are_understood(kernels):
     module = norm()
     x = torch.randn(24, 5).T.requires_grad_()
     plain = module(x)
@@ -52,7 +151,7 @@ def test_inputs_that_are_not_contiguous_are_understood():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("module", [Gemma2RMSNorm(24), mlp("gelu"), nn.LayerNorm(24), norm().bfloat16()], ids=str)
+@pytest.mark.parametrize("module", [Gemma2RMSNorm(24), mlp("gelu"), nn.LayerNorm(24), norm().double()], ids=str)
 def test_what_computes_something_else_is_left_alone(module):
     for parameter in module.parameters():
         nn.init.normal_(parameter)

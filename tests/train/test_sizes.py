@@ -93,6 +93,24 @@ def test_a_file_that_is_no_safetensors_file_is_named(tmp_path):
         model_size(keys, folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "on_host", "tokens"),
+    [(1000, True, 4194), (32_000, True, 131), (152_000, True, 128), (32_000, False, 2097), (152_000, False, 441)],
+)
+def test_the_heads_chunk_is_of_the_device(vocab_size, on_host, tokens):
+    assert memory.head_chunk(vocab_size, on_host=on_host) == tokens
+    device = torch.device("cpu" if on_host else "meta")
+    assert logprobs.HeadRequest().chunk(vocab_size, device) == tokens
+    assert logprobs.HeadRequest(chunk_tokens=7).chunk(vocab_size, device) == 7
+
+
+def test_few_numbers_of_rows_occur_and_hardly_more_are_computed():
+    padded = [memory.padded_rows(rows) for rows in range(1, 8193)]
+    assert all(rows <= each for rows, each in enumerate(padded, 1))
+    assert all(each <= rows * 17 / 16 for rows, each in enumerate(padded, 1) if rows >= 128)
+    assert len(set(padded)) <= 16 + 16 * 6 + 1
+    assert all(memory.padded_rows(each) == each for each in padded)
+
+
 def test_constants_are_those_of_the_code_that_they_describe():
-    assert (memory.CHUNK_ELEMENTS, memory.KEPT_ELEMENTS) == (logprobs.CHUNK_ELEMENTS, logprobs.KEPT_ELEMENTS)
     assert (memory.LONGEST_BLOCKED, memory.BLOCK) == (blocked_attention.LONGEST, blocked_attention.BLOCK)

@@ -62,7 +62,8 @@ class FSDP2Config(StrategyConfig):
     wrap_policy: WrapPolicy = WrapPolicy()
     """What is gathered and freed as one."""
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
+    """Tokens whose logits exist at once while logprobs and entropy are computed; by vocabulary and device where not
+    given."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -164,7 +164,8 @@ class MegatronConfig(StrategyConfig):
     """Weight of the mean square of the routers' log-normalisers, which keeps their logits small; reported as
     `router_z_loss`. 0.001 is usual."""
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
+    """Tokens whose logits exist at once while logprobs and entropy are computed; by vocabulary and device where not
+    given."""
     async_save_ckpt: bool = False
     """Copy what a checkpoint holds to the hosts and write it while the next steps run: takes them as much memory as it
     is large, 12 bytes per parameter, for so long. Where not given, a step waits until all is written."""

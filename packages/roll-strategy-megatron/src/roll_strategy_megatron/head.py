@@ -64,7 +64,7 @@ class _ShardedHead(torch.autograd.Function):
         share: VocabularyShare,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         found: list[tuple[Tensor, ...]] = []
-        size = request.chunk(len(weight_VH))
+        size = request.chunk(len(weight_VH), hidden_NH.device)
         for hidden_CH, targets_C in zip(*_chunks(size, hidden_NH, targets_N), strict=True):
             found.append(_of_chunk(hidden_CH, weight_VH, targets_C, request, share))
         logprobs_N, log_norm_N, expected_N, topk_NK, ids_NK = (torch.cat(each) for each in zip(*found, strict=True))
@@ -87,7 +87,15 @@ class _ShardedHead(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if trained else None
         grad_hidden: list[Tensor] = []
         slopes_N = nothing_N if slope_N is None else slope_N
-        parts = _chunks(request.chunk(len(weight_VH)), hidden_NH, targets_N, log_norm_N, entropy_N, grad_N, slopes_N)
+        parts = _chunks(
+            request.chunk(len(weight_VH), hidden_NH.device),
+            hidden_NH,
+            targets_N,
+            log_norm_N,
+            entropy_N,
+            grad_N,
+            slopes_N,
+        )
         for hidden_CH, targets_C, log_norm_C, entropy_C, grad_C, slope_C in zip(*parts, strict=True):
             d_CV = _logits(hidden_CH, weight_VH, request, share).sub_(log_norm_C[:, None])
             d_CV = _d_logits(d_CV, grad_C, None if slope_N is None else slope_C, entropy_C)

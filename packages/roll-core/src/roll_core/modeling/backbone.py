@@ -18,6 +18,7 @@ from torch import nn
 from roll_core.errors import ModelError, UnsupportedError
 from roll_core.modeling import attention
 from roll_core.modeling.logprobs import HeadOutputs, HeadRequest, LinearHead, any_head_outputs, head_outputs
+from roll_core.modeling.memory import padded_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,7 +78,9 @@ class Backbone:
         if self.context is not None:
             return self._shared(tokens_T, positions_T, lengths, self.context)
         if self.flat:
-            return self._flat(tokens_T, positions_T, attention.FlatLayout(tuple(lengths)))
+            num_tokens = len(tokens_T)
+            tokens_T, positions_T, lengths = self._with_spare(tokens_T, positions_T, lengths)
+            return self._flat(tokens_T, positions_T, attention.FlatLayout(tuple(lengths)))[:num_tokens]
         return self._padded(tokens_T, positions_T, lengths)
 
     def _shared(
@@ -90,6 +93,18 @@ class Backbone:
             lengths = (*lengths, more)
         mine = context.part(len(tokens_T)).to(tokens_T.device)
         return self._flat(tokens_T[mine], positions_T[mine], attention.FlatLayout(tuple(lengths), context))
+
+    def _with_spare(
+        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Sequence[int]]:
+        """On the host in float32 one more sequence of token 0 at the end, up to `padded_rows`."""
+        weight = next(self.model.parameters())
+        on_host = weight.device.type == "cpu" and weight.dtype == torch.float32
+        more = padded_rows(len(tokens_T)) - len(tokens_T)
+        if not on_host or self.replay is not None or more == 0:
+            return tokens_T, positions_T, lengths
+        tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(more)])
+        return tokens_T, torch.cat([positions_T, torch.arange(more)]), (*lengths, more)
 
     def _flat(self, tokens_T: Tensor, positions_T: Tensor, layout: attention.FlatLayout) -> Tensor:
         outputs = self.module(

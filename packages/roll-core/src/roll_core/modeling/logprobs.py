@@ -13,19 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from roll_core.modeling.products import input_gradient, linear
+from roll_core.modeling.memory import KEPT_ELEMENTS, head_chunk, padded_rows
+from roll_core.modeling.products import input_gradient, linear, prefers_onednn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits of one chunk: small enough to stay in a core's share of the cache, large enough for a fast GEMM."""
-KEPT_ELEMENTS = 1 << 23
-"""Log-softmax values that may be kept for the backward pass instead of being computed again."""
 MANY_COLUMNS = 256
 """From so many on blocks pay, in looking for the greatest of a row."""
 NEVER = -1e4
@@ -66,11 +64,11 @@ class HeadRequest:
     topk: int = 0
     """K best tokens; of one alone, the first of those that are equal, as `torch.argmax` chooses."""
     chunk_tokens: int | None = None
-    """C; None chooses by the vocabulary."""
+    """C; None chooses by vocabulary and device."""
 
-    def chunk(self, vocab_size: int) -> int:
+    def chunk(self, vocab_size: int, device: torch.device) -> int:
         """C."""
-        return self.chunk_tokens or max(16, CHUNK_ELEMENTS // vocab_size)
+        return self.chunk_tokens or head_chunk(vocab_size, on_host=device.type == "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +83,13 @@ class HeadOutputs:
 
 def head_outputs(head: LinearHead, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest) -> HeadOutputs:
     """Logprobs of `targets_N` under the head's distributions, with gradients to the hidden states and the head."""
-    logprobs_N, entropy_N, topk_logprobs_NK, topk_ids_NK = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
+    num_tokens = len(targets_N)
+    if prefers_onednn(head.weight) and (more := padded_rows(num_tokens) - num_tokens):
+        hidden_NH, targets_N = F.pad(hidden_NH, (0, 0, 0, more)), F.pad(targets_N, (0, more))
+    outputs = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head.weight, head.bias, targets_N, head, request
     )
+    logprobs_N, entropy_N, topk_logprobs_NK, topk_ids_NK = (each[:num_tokens] for each in outputs)
     return HeadOutputs(
         logprobs_N=logprobs_N,
         entropy_N=entropy_N if request.entropy else None,
@@ -101,7 +103,7 @@ def any_head_outputs(
 ) -> HeadOutputs:
     """The same for a head that is only known as a function from hidden states to logits: recomputed by autograd."""
     parts: list[HeadOutputs] = []
-    size = request.chunk(vocab_size)
+    size = request.chunk(vocab_size, hidden_NH.device)
 
     def part(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logp_CV = torch.log_softmax(logits(hidden_CH).float() / request.temperature, dim=-1)
@@ -179,7 +181,7 @@ class _ChunkedHead(torch.autograd.Function):
         request: HeadRequest,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_tokens, vocab_size = len(targets_N), weight_VH.shape[0]
-        size = request.chunk(vocab_size)
+        size = request.chunk(vocab_size, hidden_NH.device)
         needs_grad = any(ctx.needs_input_grad[:3])
         keep = needs_grad and not head.softcap and num_tokens * vocab_size <= KEPT_ELEMENTS
         kept: list[Tensor] = []
@@ -226,7 +228,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
-        size = request.chunk(weight_VH.shape[0])
+        size = request.chunk(weight_VH.shape[0], hidden_NH.device)
         for at, start in enumerate(range(0, len(targets_N), size)):
             span = slice(start, start + size)
             slope_CV: Tensor | None = None

@@ -22,9 +22,16 @@ first, and comes to the embedding; at its end nothing is left of what was comput
 up over ranks are on their way. What is held by then grows or shrinks in between."""
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
-CHUNK_ELEMENTS = 1 << 22
-KEPT_ELEMENTS = 1 << 23
-"""Of logits: as `roll_core.modeling.logprobs` has them."""
+HOST_CHUNK_ELEMENTS = 1 << 22
+"""Logits of one chunk on the host: small enough to stay in a core's share of the cache."""
+HOST_CHUNK_TOKENS = 128
+"""Fewest tokens of a chunk on the host: each chunk reads the whole output layer and its gradient, which with 27 tokens
+costs more than plain torch on a vocabulary of 152,000 (`benchmarks/head_chunks.py`)."""
+DEVICE_CHUNK_ELEMENTS = 1 << 26
+"""Logits of one chunk on an accelerator: 768 MiB with log-softmax and gradient, and still 441 tokens of a vocabulary of
+152,000. A product is bound by its arithmetic, not by reading the weight, from about 200 (H200) to 300 (H100) tokens."""
+KEPT_ELEMENTS = 1 << 26
+"""Log-softmax values that may be kept for the backward pass instead of being computed again: 256 MiB."""
 LONGEST_BLOCKED, BLOCK = 512, 64
 """As `roll_core.modeling.blocked_attention` has them."""
 MODEL_CODE_BYTES = 43 << 20
@@ -32,6 +39,22 @@ MODEL_CODE_BYTES = 43 << 20
 MOMENT_BYTES = 8
 """AdamW's two, in float32."""
 MASTER_BYTES = 4
+
+
+def head_chunk(vocab_size: int, *, on_host: bool) -> int:
+    """Tokens whose logits exist at once, where the config does not say."""
+    if on_host:
+        return max(HOST_CHUNK_TOKENS, HOST_CHUNK_ELEMENTS // vocab_size)
+    return max(1, DEVICE_CHUNK_ELEMENTS // vocab_size)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows that a product on the host is computed with: at most a sixteenth more, so that few numbers of rows occur.
+
+    oneDNN keeps about 0.6 MB and takes milliseconds for each pair of a number of rows and a weight's shape.
+    """
+    step = max(8, 1 << max(0, num_rows.bit_length() - 5))
+    return -(-num_rows // step) * step
 
 
 def millions(count: int) -> str:
@@ -124,7 +147,7 @@ def _training(
     question: MemoryQuestion, moment: Moment, fused: bool, chunk_tokens: int | None, shards: int
 ) -> Iterator[Use]:
     """At one moment of the backward pass."""
-    tokens, model, size = -(-question.train_tokens // shards), question.model, DTYPE_BYTES[question.dtype]
+    tokens, model, size = _rows(question, question.train_tokens, shards), question.model, DTYPE_BYTES[question.dtype]
     if moment in ("head", "first layer", "last layer"):
         num_bytes, how = _activations(question, moment, tokens, fused)
         yield _during_backward("activations", num_bytes, f"{moment}: {how}")
@@ -169,7 +192,7 @@ def _during_backward(what: str, num_bytes: int, formula: str) -> Use:
 
 
 def _scoring(question: MemoryQuestion, chunk_tokens: int | None, shards: int) -> tuple[Use, ...]:
-    tokens, model, size = -(-question.score_tokens // shards), question.model, DTYPE_BYTES[question.dtype]
+    tokens, model, size = _rows(question, question.score_tokens, shards), question.model, DTYPE_BYTES[question.dtype]
     width = max((layer.active_width for layer in model.layers), default=0)
     live = 3 * model.hidden_size + max(2 * model.query_width + 2 * model.key_width, 3 * width)
     return (
@@ -186,6 +209,12 @@ def _scoring(question: MemoryQuestion, chunk_tokens: int | None, shards: int) ->
             during=("score",),
         ),
     )
+
+
+def _rows(question: MemoryQuestion, tokens: int, shards: int) -> int:
+    """Tokens of a microbatch that one rank computes."""
+    share = -(-tokens // shards)
+    return padded_rows(share) if question.on_host and question.dtype == "fp32" else share
 
 
 def layer_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int, *, fused: bool) -> int:
@@ -228,7 +257,7 @@ def head_bytes(question: MemoryQuestion, tokens: int, chunk_tokens: int | None, 
     states = tokens * model.hidden_size * size
     if question.task != "causal_lm":
         return states * (2 if backward else 1)
-    chunk = min(tokens, chunk_tokens or max(16, CHUNK_ELEMENTS // model.vocab_size))
+    chunk = min(tokens, chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host))
     logits = 4 * chunk * model.vocab_size * (3 if backward else 2)
     if not backward:
         return states + logits
@@ -241,5 +270,5 @@ def _head_formula(question: MemoryQuestion, tokens: int, chunk_tokens: int | Non
     if question.task != "causal_lm":
         return f"hidden states of {tokens} tokens"
     vocab = question.model.vocab_size
-    chunk = min(tokens, chunk_tokens or max(16, CHUNK_ELEMENTS // vocab))
+    chunk = min(tokens, chunk_tokens or head_chunk(vocab, on_host=question.on_host))
     return f"{chunk} tokens × {vocab} logits at a time, hidden states of {tokens} tokens"

@@ -1,7 +1,7 @@
 """Matrix products with a weight in float32 on a CPU, by the faster of the two libraries that torch brings.
 
 torch itself calls MKL, which on processors that are not Intel's is behind oneDNN; `benchmarks/products.py` measures by
-how much. oneDNN takes a transposed weight as it is, so gradients of inputs gain as much; those of weights gain nothing.
+how much. oneDNN takes transposed operands as they are, so gradients of inputs gain as much, and those of weights less.
 
 Shapes: N rows, I inputs, O outputs. None of these functions is differentiable by itself.
 """
@@ -17,16 +17,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ONEDNN_MIN_WEIGHTS = 60_000
-"""Below, a call of oneDNN costs more than its better kernel gains."""
+"""Elements of a weight from which oneDNN is faster, whatever the number of rows."""
+ONEDNN_MIN_PRODUCTS = 1 << 22
+"""Multiplications (rows × inputs × outputs) from which oneDNN is faster; below, a call costs more than it gains."""
 HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch._C._has_mkldnn
 
 
-def prefers_onednn(weight_OI: Tensor) -> bool:
-    """Whether products with this weight are faster there."""
+def prefers_onednn(weight_OI: Tensor, num_rows: int | None = None) -> bool:
+    """True if products of `num_rows` rows with this weight are faster there; None is any number of rows."""
     if not HAS_ONEDNN or type(weight_OI) not in (torch.Tensor, torch.nn.Parameter):
         return False
-    large = weight_OI.numel() >= ONEDNN_MIN_WEIGHTS
-    return large and weight_OI.dtype is torch.float32 and weight_OI.device.type == "cpu"
+    if weight_OI.dtype is not torch.float32 or weight_OI.device.type != "cpu":
+        return False
+    size = weight_OI.numel()
+    return size >= ONEDNN_MIN_WEIGHTS or (num_rows is not None and num_rows * size >= ONEDNN_MIN_PRODUCTS)
 
 
 def onednn_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -37,14 +41,26 @@ def onednn_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None)
 
 def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, `[N, O]`."""
-    if prefers_onednn(weight_OI):
+    if prefers_onednn(weight_OI, len(x_NI)):
         return onednn_linear(x_NI, weight_OI, bias_O)
     return F.linear(x_NI, weight_OI, bias_O)
 
 
 def input_gradient(grad_NO: Tensor, weight_OI: Tensor) -> Tensor:
     """`grad @ weight`, `[N, I]`: what `linear` passes back."""
-    return onednn_linear(grad_NO, weight_OI.t()) if prefers_onednn(weight_OI) else grad_NO @ weight_OI
+    if prefers_onednn(weight_OI, len(grad_NO)):
+        return onednn_linear(grad_NO, weight_OI.t())
+    return grad_NO @ weight_OI
+
+
+def weight_gradient(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
+    """`grad.T @ x`, `[O, I]`: what `linear` passes to its weight."""
+    products = len(x_NI) * x_NI.shape[1] * grad_NO.shape[1]
+    if not (products >= ONEDNN_MIN_PRODUCTS and prefers_onednn(x_NI, len(x_NI)) and grad_NO.dtype is x_NI.dtype):
+        return grad_NO.T @ x_NI
+    if grad_NO.shape[1] <= x_NI.shape[1]:  # the wider one is faster in the weight's place
+        return onednn_linear(grad_NO.t(), x_NI.t())
+    return onednn_linear(x_NI.t(), grad_NO.t()).t()
 
 
 class Linear(torch.autograd.Function):
@@ -64,5 +80,5 @@ class Linear(torch.autograd.Function):
         grad_NO = grads[0].reshape(-1, len(weight_OI))
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         grad_x = input_gradient(grad_NO, weight_OI).view(x.shape) if wants_x else None
-        grad_weight_OI = grad_NO.T @ x.reshape(-1, x.shape[-1]) if wants_weight else None
+        grad_weight_OI = weight_gradient(grad_NO, x.reshape(-1, x.shape[-1])) if wants_weight else None
         return grad_x, grad_weight_OI, grad_NO.sum(dim=0) if wants_bias else None

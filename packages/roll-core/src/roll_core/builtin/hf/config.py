@@ -16,7 +16,8 @@ class HFTrainConfig(StrategyConfig):
     """`strategy_config` of `hf_train`."""
 
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
+    """Tokens whose logits exist at once while logprobs and entropy are computed; by vocabulary and device where not
+    given."""
     fused: bool = True
     """Norms and gated activations by faster equivalents, where these exist and give the same numbers."""
     async_save_ckpt: bool = False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from roll_core.modeling.memory import padded_rows
 from roll_core.modeling.products import HAS_ONEDNN, ONEDNN_MIN_WEIGHTS, onednn_linear, prefers_onednn
 
 if TYPE_CHECKING:
@@ -36,5 +37,8 @@ class Projection:
     def __call__(self, x_TI: Tensor) -> Tensor:
         """`[T, I]` to `[T, O]`."""
         if self._onednn:
-            return onednn_linear(x_TI, self._weight, self._bias)
+            num_rows = len(x_TI)
+            if more := padded_rows(num_rows) - num_rows:
+                x_TI = F.pad(x_TI, (0, 0, 0, more))
+            return onednn_linear(x_TI, self._weight, self._bias)[:num_rows]
         return F.linear(x_TI, self._weight, self._bias)

@@ -1,0 +1,192 @@
+// The element-wise work of training, each operation in one pass over memory, forward and backward.
+//
+// N rows    D their size
+//
+// Plain C calls on plain memory: no header of torch, so that it compiles in seconds. Tensors are float or bfloat16
+// (`low`). Rounding to bfloat16 happens where transformers rounds; what is added up is float. NaN stays NaN: compile
+// without -ffinite-math-only.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int64_t PARALLEL_FROM = 1 << 15;  // elements; below, waking the other threads costs more
+constexpr int64_t SPAN = 1 << 12;           // elements that a thread takes at a time where there are no rows
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float load(float x) { return x; }
+
+inline float load(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float found;
+  std::memcpy(&found, &bits, sizeof found);
+  return found;
+}
+
+template <typename T>
+inline T rounded(float x);
+
+template <>
+inline float rounded<float>(float x) {
+  return x;
+}
+
+template <>
+inline BFloat16 rounded<BFloat16>(float x) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t up = bits + 0x7fff + ((bits >> 16) & 1);
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return {static_cast<uint16_t>((is_nan ? bits | 0x400000 : up) >> 16)};
+}
+
+// 1 / (1 + e^-x), to a few units in the last place; NaN for NaN. Written out so that compilers vectorise it.
+inline float sigmoid(float x) {
+  x = -x;
+  x = x < -87.3f ? -87.3f : x;
+  x = x > 88.0f ? 88.0f : x;
+  const float n = std::nearbyint(x * 1.44269504f);
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return 1.0f / (1.0f + p * scale);
+}
+
+template <typename T>
+void norm(const T* __restrict x, const T* __restrict weight, T* __restrict y, float* __restrict scales, int64_t num,
+          int64_t size, float epsilon, int threads) {
+#pragma omp parallel for num_threads(threads) if (num * size >= PARALLEL_FROM)
+  for (int64_t n = 0; n < num; ++n) {
+    const T* row = x + n * size;
+    T* found = y + n * size;
+    float squares = 0;
+    for (int64_t d = 0; d < size; ++d) squares += load(row[d]) * load(row[d]);
+    const float scale = 1.0f / std::sqrt(squares / size + epsilon);
+    scales[n] = scale;
+    for (int64_t d = 0; d < size; ++d) found[d] = rounded<T>(load(rounded<T>(load(row[d]) * scale)) * load(weight[d]));
+  }
+}
+
+// The weight's gradient is added up in blocks of rows, so that it does not depend on the number of threads.
+template <typename T>
+void norm_backward(const T* __restrict x, const T* __restrict weight, const float* __restrict scales,
+                   const T* __restrict dy, T* __restrict dx, float* __restrict dweights, int64_t blocks, int64_t num,
+                   int64_t size, int threads) {
+  const int64_t step = (num + blocks - 1) / blocks;
+#pragma omp parallel for num_threads(threads) if (num * size >= PARALLEL_FROM)
+  for (int64_t block = 0; block < blocks; ++block) {
+    float* __restrict dweight = dweights + block * size;
+    std::fill(dweight, dweight + size, 0.0f);
+    const int64_t end = std::min(num, (block + 1) * step);
+    for (int64_t n = block * step; n < end; ++n) {
+      const T* __restrict row = x + n * size;
+      const T* __restrict upstream = dy + n * size;
+      T* __restrict found = dx + n * size;
+      const float scale = scales[n];
+      float sum = 0;
+      for (int64_t d = 0; d < size; ++d) {
+        const float product = load(upstream[d]) * (load(row[d]) * scale);
+        dweight[d] += product;
+        sum += product * load(weight[d]);
+      }
+      const float mean = sum / size;
+      for (int64_t d = 0; d < size; ++d) {
+        const float direct = load(upstream[d]) * load(weight[d]);
+        found[d] = rounded<T>(scale * (direct - load(row[d]) * scale * mean));
+      }
+    }
+  }
+  for (int64_t block = 1; block < blocks; ++block) {
+    for (int64_t d = 0; d < size; ++d) dweights[d] += dweights[block * size + d];
+  }
+}
+
+template <typename T>
+void gate(const T* __restrict gates, const T* __restrict ups, T* __restrict y, int64_t num, int threads) {
+#pragma omp parallel for num_threads(threads) if (num >= PARALLEL_FROM)
+  for (int64_t start = 0; start < num; start += SPAN) {
+    const int64_t end = std::min(num, start + SPAN);
+    for (int64_t i = start; i < end; ++i) {
+      const float x = load(gates[i]);
+      y[i] = rounded<T>(load(rounded<T>(x * sigmoid(x))) * load(ups[i]));
+    }
+  }
+}
+
+template <typename T>
+void gate_backward(const T* __restrict gates, const T* __restrict ups, const T* __restrict dy, T* __restrict dgates,
+                   T* __restrict dups, int64_t num, int threads) {
+#pragma omp parallel for num_threads(threads) if (num >= PARALLEL_FROM)
+  for (int64_t start = 0; start < num; start += SPAN) {
+    const int64_t end = std::min(num, start + SPAN);
+    for (int64_t i = start; i < end; ++i) {
+      const float x = load(gates[i]), upstream = load(dy[i]), share = sigmoid(x);
+      const float silu = x * share;
+      dgates[i] = rounded<T>(upstream * load(ups[i]) * (share + silu * (1.0f - share)));
+      dups[i] = rounded<T>(upstream * silu);
+    }
+  }
+}
+
+// Calls `call` with a zero of the tensors' type.
+template <typename Call>
+void typed(int low, const Call& call) {
+  low ? call(BFloat16{}) : call(0.0f);
+}
+
+}  // namespace
+
+extern "C" {
+
+// y [N, D] = x [N, D] * scales [N] * weight [D], with scales = 1 / sqrt(mean(x²) + epsilon).
+void roll_norm(int low, const void* x, const void* weight, void* y, float* scales, int64_t num, int64_t size,
+               float epsilon, int threads) {
+  typed(low, [&](auto zero) {
+    using T = decltype(zero);
+    norm(static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<T*>(y), scales, num, size, epsilon,
+         threads);
+  });
+}
+
+// dx [N, D], and the weight's gradient in the first row of dweights [blocks, D].
+void roll_norm_backward(int low, const void* x, const void* weight, const float* scales, const void* dy, void* dx,
+                        float* dweights, int64_t blocks, int64_t num, int64_t size, int threads) {
+  typed(low, [&](auto zero) {
+    using T = decltype(zero);
+    norm_backward(static_cast<const T*>(x), static_cast<const T*>(weight), scales, static_cast<const T*>(dy),
+                  static_cast<T*>(dx), dweights, blocks, num, size, threads);
+  });
+}
+
+// y = silu(gates) * ups, all of `num` elements.
+void roll_gate(int low, const void* gates, const void* ups, void* y, int64_t num, int threads) {
+  typed(low, [&](auto zero) {
+    using T = decltype(zero);
+    gate(static_cast<const T*>(gates), static_cast<const T*>(ups), static_cast<T*>(y), num, threads);
+  });
+}
+
+void roll_gate_backward(int low, const void* gates, const void* ups, const void* dy, void* dgates, void* dups,
+                        int64_t num, int threads) {
+  typed(low, [&](auto zero) {
+    using T = decltype(zero);
+    gate_backward(static_cast<const T*>(gates), static_cast<const T*>(ups), static_cast<const T*>(dy),
+                  static_cast<T*>(dgates), static_cast<T*>(dups), num, threads);
+  });
+}
+
+}  // extern "C"
