@@ -28,7 +28,7 @@ def check_configs(
     mistakes = 0
     for config in configs:
         try:
-            loaded = load(config, overrides, registry, further, needs=True)
+            loaded = load(config, overrides, registry, further, needs=files)
         except ConfigError as error:
             mistakes += len(error.problems)
             sys.stderr.write(f"{error}\n")

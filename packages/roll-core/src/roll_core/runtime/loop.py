@@ -147,8 +147,8 @@ def execute(
     error: BaseException | None = None
     with run_logging(run_dir.log, console.warn, redactor) as logs:
         driver.adopt_logs, driver.file_checks = logs.adopt, [logs.check]
-        for each in loaded.warnings:
-            log.warning("%s", each)
+        for warning in loaded.warnings:
+            log.warning("%s", warning)
         try:
             with ledger.stage("load libraries"):
                 owner = registry.owner(loaded.pipeline)
@@ -157,12 +157,13 @@ def execute(
         except (KeyboardInterrupt, SystemExit, Exception) as raised:
             error = explained(raised, run_dir.path)
             log.debug("the run ended early", exc_info=raised)
-            for each in chain(raised):
-                if isinstance(each, RollError) and each.trace:
-                    log.debug("traceback in the worker:\n%s", each.trace)
+            for link in chain(raised):
+                if isinstance(link, RollError) and link.trace:
+                    log.debug("traceback in the worker:\n%s", link.trace)
         with ignoring_sigterm():
-            unexplained = isinstance(error, Exception) and not isinstance(error, RunFileError)
-            advice = _advice(error, registry, run_dir) if unexplained else ""
+            advice = ""
+            if isinstance(error, Exception) and not isinstance(error, RunFileError):
+                advice = _advice(error, registry, run_dir)
             outcome = record.finish(error, advice=advice, time_rows=[_row(row) for row in ledger.rows()])
             with ledger.stage("report"):
                 report = _report(run_dir)

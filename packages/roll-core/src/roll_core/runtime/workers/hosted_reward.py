@@ -14,13 +14,13 @@ from roll_core.errors import PluginLoadError, RewardFailure
 from roll_core.plugins.targets import load_class, load_target
 from roll_core.runtime.executors import wire
 from roll_core.runtime.workers.judge_pool import JudgePool
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.reward import RewardFunction
 from roll_core.types import Reward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.spec.config import RewardConfig
     from roll_core.spec.providers import RewardProvider
     from roll_core.spec.reward import RewardRequest
 
@@ -38,7 +38,7 @@ class HostedReward(RewardFunction):
             f"{__name__}:Hosted",
             {
                 "target": provider.target,
-                "schema": provider.config,
+                "schema": provider.config or f"{RewardConfig.__module__}:{RewardConfig.__name__}",
                 "owner": owner,
                 "config": config.model_dump(mode="json"),
             },
