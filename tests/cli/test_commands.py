@@ -226,7 +226,7 @@ def test_sigterm_before_a_run_begins_says_so_and_exits_with_75(monkeypatch, caps
     from roll_core.cli import run
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(run, "run_configs", lambda *words: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(run, "run_configs", lambda *words, **options: os.kill(os.getpid(), signal.SIGTERM))
     assert cli.main(["run", "run.yaml"]) == 75
     assert "SIGTERM" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before

@@ -64,7 +64,7 @@ def test_a_warning_stands_where_its_key_is_written(added, overrides, warned):
 
 def test_check_prints_every_warning_and_the_config_is_good(capsys):
     Path("run.yaml").write_text(CONFIG + K1 + VANILLA + MASK, encoding="utf-8")
-    assert cli.main(["check", "run.yaml", "ppo_epochs=2", FUNCTION]) == 0
+    assert cli.main(["check", "--no-files", "run.yaml", "ppo_epochs=2", FUNCTION]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("run.yaml: ok: rlvr")
     assert [line.split(": ")[:3] for line in shown.err.splitlines()] == [

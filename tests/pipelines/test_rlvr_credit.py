@@ -58,7 +58,7 @@ class FakeRole:
     async def update(self, sequences, loss, *, epochs=1, max_length=1, shuffle_seed=None):
         self.updates.append((list(sequences), loss, epochs, max_length))
         self.shuffle_seeds.append(shuffle_seed)
-        return UpdateResult(metrics={"loss": 0.0}, num_steps=1, num_skipped=0, num_tokens=10)
+        return UpdateResult(metrics={"loss": 0.0, "grad_norm": 1.0}, num_steps=1, num_skipped=0, num_tokens=10)
 
 
 class FakeRun:
@@ -90,7 +90,7 @@ class FakeRun:
     def log_samples(self, samples, split="train"):
         self.samples = list(samples)
 
-    def guard(self, guard_id, ok, message):
+    def guard(self, guard_id, ok, message, *, fatal=False):
         if not ok:
             self.tripped.append((guard_id, message))
 

@@ -80,7 +80,7 @@ def make_run(output: Path, *, ends: bool = True, error: BaseException | None = N
     )
     record = RunRecord(run.record, facts)
     record.weight_transport("actor_train", "actor_infer", "shared")
-    record.guard_event(GuardEvent(guard="logprob_gap", action="warn", message="gap of 0.2", step=4, time=1.0))
+    record.guard_event(GuardEvent(guard="logprob_gap", action="warn", message="gap of 0.2", step=4, time=1.0, since=4))
     record.update(memory=MEMORY)
     metrics = MetricsFile(run.metrics)
     for step in range(21):

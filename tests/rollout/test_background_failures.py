@@ -55,6 +55,10 @@ THREADS = {
     ("executors/foreign_worker.py", "serve"): "ends the process",
     ("executors/host.py", "__init__"): "exceptions are answers: see below",
     ("manifest.py", "_in_parallel"): "map raises in the caller",
+    ("weight_sync/store.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
+    ("weight_sync/store.py", "_accept"): "its client loses its connection",
+    ("workers/child.py", "main"): "in a child process, whose parent keeps the deadline",
+    ("workers/judge_pool.py", "_take"): "see `_make_ready`: the child is discarded",
     ("workers/reward.py", "__init__"): "run_in_executor raises in who awaits",
 }
 """Functions that start threads, and what becomes of an exception there."""

@@ -219,7 +219,7 @@ def test_nothing_begins_between_two_attempts_to_publish(error):
         to = Published()
         attempts = []
 
-        async def publish(version):
+        async def publish(version, *, changed_at):
             attempts.append(version)
             await asyncio.sleep(1)
             if len(attempts) == 1:
@@ -229,7 +229,7 @@ def test_nothing_begins_between_two_attempts_to_publish(error):
             assert to.replicas[0].begun == []
             return "report"
 
-        publishing = asyncio.ensure_future(Publishing._until_nobody_dies(None, to, Link(publish), 3))
+        publishing = asyncio.ensure_future(Publishing._until_nobody_dies(None, to, Link(publish), 3, 3))
         await asyncio.sleep(0.5)
         found = await asyncio.gather(to.dispatcher.generate(REQUESTS), publishing)
         check(found[0])
@@ -244,11 +244,11 @@ def test_a_publish_that_fails_while_all_live_is_not_tried_again():
     async def main():
         to = Published()
 
-        async def publish(version):
+        async def publish(version, *, changed_at):
             raise WeightSyncError("other bytes than were sent")
 
         with pytest.raises(WeightSyncError, match="other bytes"):
-            await Publishing._until_nobody_dies(None, to, Link(publish), 3)
+            await Publishing._until_nobody_dies(None, to, Link(publish), 3, 3)
         assert len(to.revived) == 1
 
     in_virtual_time(main)

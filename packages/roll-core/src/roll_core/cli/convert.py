@@ -177,6 +177,7 @@ async def _export(
         args={
             "role": name,
             "provider": provider,
+            "owner": registry.owner(provider),
             "strategy_config": config,
             "training": TrainingSpec(learning_rate=1.0),
             "model": model,

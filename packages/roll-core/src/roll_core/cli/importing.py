@@ -17,9 +17,9 @@ from roll_core.builtin.importing.rules import STATUSES
 from roll_core.builtin.importing.writing import written
 from roll_core.cli.check import summary, warnings_of
 from roll_core.config import load
-from roll_core.config.validate import schema_of
 from roll_core.errors import ConfigError, PluginError, RunDirectoryError
 from roll_core.plugins.registry import load_registry
+from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import RunConfig
 from roll_core.spec.providers import PipelineProvider
 

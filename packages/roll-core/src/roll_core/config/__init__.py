@@ -2,6 +2,5 @@
 
 from roll_core.config.dump import dump
 from roll_core.config.loading import LoadedConfig, load, strategy_config
-from roll_core.config.validate import schema_of
 
-__all__ = ["LoadedConfig", "dump", "load", "schema_of", "strategy_config"]
+__all__ = ["LoadedConfig", "dump", "load", "strategy_config"]

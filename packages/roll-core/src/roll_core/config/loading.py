@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.config.compose import compose
-from roll_core.config.validate import schema_of, validate
+from roll_core.config.validate import validate
 from roll_core.errors import ConfigProblem
+from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from roll_core.config.written import COMMAND_LINE, Place
 from roll_core.errors import ConfigError, ConfigProblem, MissingRequirementError, PluginError, UnknownProviderError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.signatures import signature_problem
-from roll_core.plugins.targets import load_class
+from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import Config, RewardConfig, RunConfig, StrategyConfig
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.providers import (
@@ -74,11 +74,6 @@ def validate(
 ) -> tuple[RunConfig, PipelineProvider]:
     """The pipeline's config. Raises `ConfigError` with all problems in the order in which they stand in the files."""
     return _Validation(composed, registry, further, needs).run()
-
-
-def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
-    """The schema that a record brings, `base` where it brings none. Raises `PluginLoadError`."""
-    return load_class(record.config, base, owner=owner) if record.config else base
 
 
 @dataclass(slots=True)

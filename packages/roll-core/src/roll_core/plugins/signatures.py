@@ -8,6 +8,7 @@ What cannot be read is not judged: modules without source, names that are assign
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.util
 import inspect
 from importlib.machinery import PathFinder
@@ -99,12 +100,24 @@ def _definition(target: str) -> Function | ast.ClassDef | None:
     module, _, name = target.partition(":")
     try:
         source = _source(module)
-        tree = ast.parse(source.read_bytes()) if source is not None else None
+        tree = _parsed(source.read_bytes()) if source is not None else None
     except (ImportError, KeyError, ValueError, OSError, SyntaxError):  # KeyError: below a package without __init__.py
         return None
     defined = [each for each in tree.body if isinstance(each, Function | ast.ClassDef)] if tree is not None else []
     named = [each for each in defined if each.name == name]
     return named[-1] if named else None
+
+
+def _parsed(source: bytes) -> ast.Module:
+    """The syntax tree. Nothing is collected meanwhile: a finalizer that parses as well, as one that formats a traceback
+    does, breaks Python 3.11's parser (`AST constructor recursion depth mismatch`, python/cpython#106905)."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _source(module: str) -> Path | None:

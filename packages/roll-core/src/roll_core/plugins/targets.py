@@ -13,9 +13,12 @@ from roll_core.spec.known_errors import KnownError
 from roll_core.spec.providers import FragmentProvider, KnownErrorsProvider
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from roll_core.spec.providers import Provider
 
 T = TypeVar("T")
+M = TypeVar("M", bound="BaseModel")
 
 
 def load_target(target: str, *, owner: str) -> Any:
@@ -66,6 +69,11 @@ def data_file(target: str, *, owner: str) -> Path:
         if (file := Path(folder) / name).is_file():
             return file.resolve()
     raise PluginLoadError(f"{owner}: there is no file {name} in the package {package}")
+
+
+def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
+    """The schema that a record brings, `base` where it brings none. Raises `PluginLoadError`."""
+    return load_class(record.config, base, owner=owner) if record.config else base
 
 
 def check_part(record: Provider, *, owner: str) -> None:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.config import schema_of
 from roll_core.data.pack import balance, pack, totals
 from roll_core.plugins.requirements import check_requirements
-from roll_core.plugins.targets import load_target
+from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import MeshInfo
 

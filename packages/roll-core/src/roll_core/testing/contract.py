@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
-from roll_core.config import schema_of
 from roll_core.errors import RollError, UnsupportedError
+from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.providers import ModelParallelism
 from roll_core.spec.train import Want

@@ -19,9 +19,9 @@ from roll_core.config.compose import compose
 from roll_core.config.dump import Verbatim
 from roll_core.config.explain import show
 from roll_core.config.nearest import suggest_key
-from roll_core.config.validate import schema_of
 from roll_core.config.written import FileLayer
 from roll_core.errors import ConfigError, PluginError
+from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
 

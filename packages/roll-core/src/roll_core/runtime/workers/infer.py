@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from roll_core.config import schema_of
 from roll_core.config.model_keys import model_keys
 from roll_core.errors import InvalidCompletionError, RollError
 from roll_core.plugins.requirements import check_requirements
-from roll_core.plugins.targets import load_target
+from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.executors.calls import retrieve
 from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE

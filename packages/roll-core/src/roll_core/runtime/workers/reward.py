@@ -12,10 +12,9 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from roll_core.config import schema_of
 from roll_core.errors import RewardFailure
 from roll_core.plugins.requirements import check_requirements
-from roll_core.plugins.targets import load_target
+from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.workers.hosted_reward import HostedReward
 from roll_core.spec.config import RewardConfig
 from roll_core.types import Reward

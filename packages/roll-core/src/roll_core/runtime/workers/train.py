@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.config import schema_of
 from roll_core.data.pack import pack, pack_evenly
 from roll_core.plugins.requirements import check_requirements
-from roll_core.plugins.targets import load_target
+from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.concurrency import in_daemon_thread
 from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.portable_state import opened_portable_state, write_portable_state

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from roll_core.config import schema_of
 from roll_core.plugins.requirements import check_requirements
-from roll_core.plugins.targets import load_target
+from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import MeshInfo
 from roll_core.spec.weights import tensor_entry
