@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RollError
 from roll_core.runtime.planning.plan import Plan, plan_with
+from roll_core.spec.providers import TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,8 @@ class Proposal:
 
 def smallest_change(config: RunConfig, registry: Registry, plan: Plan) -> Proposal | None:
     """What makes a plan fit that does not; where nothing does, what comes nearest. None where nothing can be moved."""
-    kinds = [list(each) for _, each in itertools.groupby(_changes(config, plan), key=lambda change: change.kind)]
+    changes = _changes(config, registry, plan)
+    kinds = [list(each) for _, each in itertools.groupby(changes, key=lambda change: change.kind)]
     nearest: Proposal | None = None
     for count in range(1, min(MOST_LEVERS, len(kinds)) + 1):
         for chosen in itertools.combinations(kinds, count):
@@ -82,7 +84,7 @@ def _tried(config: RunConfig, registry: Registry, plan: Plan, changes: Sequence[
     return Proposal(changes=tuple(changes), over=found.over)
 
 
-def _changes(config: RunConfig, plan: Plan) -> Iterator[Change]:
+def _changes(config: RunConfig, registry: Registry, plan: Plan) -> Iterator[Change]:
     """Those of roles that have a part in what does not fit, changes of one kind side by side and weakest first."""
     guilty = {name for load in plan.loads if load.over for name, _ in load.by_role}
     for role in plan.memory:
@@ -91,7 +93,9 @@ def _changes(config: RunConfig, plan: Plan) -> Iterator[Change]:
         worker = config.roles()[role.role]
         if role.kind == "train":
             yield from _smaller_micro_batches(role.role, worker)
-            if worker.model_args.disable_gradient_checkpointing:
+            name = worker.strategy_args.strategy_name if worker.strategy_args is not None else role.strategy
+            recomputes = registry.find(TrainProvider, name).capabilities.gradient_checkpointing
+            if recomputes and worker.model_args.disable_gradient_checkpointing:
                 yield Change(
                     kind=f"{role.role} recomputation",
                     keys={f"{role.role}.model_args.disable_gradient_checkpointing": False},

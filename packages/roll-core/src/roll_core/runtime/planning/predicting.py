@@ -12,7 +12,7 @@ from roll_core.errors import PluginError, RollError
 from roll_core.modeling.device_memory import device_memory
 from roll_core.modeling.memory import largest_matrix
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import check_gradient_checkpointing, makes_room, model_spec, provider_of
+from roll_core.runtime.build import makes_room, model_spec, provider_of
 from roll_core.runtime.planning.models import adapter_parameters, size_of
 from roll_core.spec.plan import DTYPE_BYTES, MemoryQuestion, Use
 
@@ -81,7 +81,6 @@ def _role_memory(
     worker = config.roles()[role.name]
     provider = provider_of(role, worker, registry)
     found = RoleMemory(role=role.name, kind=role.kind, strategy=provider.name, workers=len(placing.places[role.name]))
-    check_gradient_checkpointing(role, provider, model_spec(role, config, Path()))
     if not provider.memory:
         return _replace(found, unknown=f"{registry.owner(provider)} does not say how much memory it takes")
     try:
