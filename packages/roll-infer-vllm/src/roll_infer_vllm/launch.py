@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from roll_infer_vllm.lifeline import owned
 from roll_infer_vllm.registration import TRANSFER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -40,6 +41,9 @@ class Launched:
     engine: AsyncLLM
     arguments: AsyncEngineArgs
     files: EngineFiles
+    release_files: Callable[[], None]
+    """Removes the temporary folder of `files`. To be called once the engine has answered a call: its process reads the
+    model's folder again after it has reported that it is ready (`EngineCoreProc._perform_handshakes`)."""
 
 
 def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: EngineMetrics) -> Launched:
@@ -62,7 +66,8 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
         num_slots=slots,
         compiles=not given.get("enforce_eager", False),
     )
-    with environment({**variables, **owned()}), engine_files(model, "vLLM") as files:
+    with environment({**variables, **owned()}), ExitStack() as scratch:
+        files = scratch.enter_context(engine_files(model, "vLLM"))
         if device == "cpu":
             _check_heads(files.head_size, who)
         if settings.quantization:
@@ -72,7 +77,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
             engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(metrics)])
         except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
             raise ModelError(f"{who}: vLLM does not start with this model and strategy_config: {error}") from error
-    return Launched(engine=engine, arguments=arguments, files=files)
+        return Launched(engine=engine, arguments=arguments, files=files, release_files=scratch.pop_all().close)
 
 
 def _check_heads(size: int, who: str) -> None:

@@ -94,12 +94,15 @@ class VllmStrategy(InferStrategy):
         self._files = launched.files
         self._max_model_len = int(engine.model_config.max_model_len)
         loader: Loader
-        if model.lora is not None:
-            loader = self._adapter = AdapterWeights(engine, self._who, mesh.role, model.lora)
-        else:
-            loader = ModelWeights(engine, self._who, self._settings.bucket_mib << 20, slot_devices(mesh))
-        self._updates = WeightUpdates(engine, mesh, loader)
-        await engine.collective_rpc("roll_prepare")
+        try:
+            if model.lora is not None:
+                loader = self._adapter = AdapterWeights(engine, self._who, mesh.role, model.lora)
+            else:
+                loader = ModelWeights(engine, self._who, self._settings.bucket_mib << 20, slot_devices(mesh))
+            self._updates = WeightUpdates(engine, mesh, loader)
+            await while_it_lives(engine, engine.collective_rpc("roll_prepare"))
+        finally:
+            launched.release_files()
         await engine.update_weight_version("0")
         await engine.get_supported_tasks()  # asked once here, so that requests enter in the order in which they come
         if self._stale:
