@@ -42,8 +42,10 @@ def main(overrides: list[str]) -> int:
     if code:
         return code
     print()
+    given = [each.removeprefix("output_dir=") for each in overrides if each.startswith("output_dir=")]
+    output = REPOSITORY / (given[-1] if given else "output")
     for name, run_dir in (("SFT", "quickstart-sft"), ("GRPO", "quickstart-grpo")):
-        scores = accuracies(REPOSITORY / "output" / run_dir / "latest")
+        scores = accuracies(output / run_dir / "latest")
         print(f"held-out accuracy after {name + ':':6} {scores[-1]:.3f}   (before: {scores[0]:.3f})")
     print(NEXT)
     return 0
