@@ -105,7 +105,7 @@ def norm_backward(x_ND: Tensor, weight_D: Tensor, scales_N: Tensor, dy_ND: Tenso
         *x_ND.shape,
         torch.get_num_threads(),
     )
-    return dx_ND, sums_BD[0].to(weight_D.dtype)
+    return dx_ND, sums_BD[0].to(weight_D.dtype, copy=True)  # a view would keep the memory of all blocks
 
 
 def gate(gate_ND: Tensor, up_ND: Tensor) -> Tensor:
