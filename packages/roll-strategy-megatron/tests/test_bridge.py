@@ -95,7 +95,7 @@ def change_files(folder, change):
 
 def test_an_architecture_that_nobody_knows_is_refused_with_those_that_are_known(host, tmp_path):
     said = refusal(host, case_of(tmp_path, {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}))
-    assert "knows no architecture 'gpt2'" in said
+    assert "gpt2" in said
     assert "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, seed_oss" in said
     assert "fsdp2_train takes any" in said
 
