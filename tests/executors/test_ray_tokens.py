@@ -36,6 +36,33 @@ def test_who_is_not_let_in_is_told_of_tokens_unless_they_were_thought_of(monkeyp
     assert ("set RAY_AUTH_MODE=token" in str(caught.value)) == hint
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_driver_gives_up_an_address_that_takes_connections_and_never_replies(tmp_path):
+    program = (
+        "from roll_core.builtin.cpu import CpuPlatform\n"
+        "from roll_core.errors import PlacementError\n"
+        "from roll_core.runtime.executors.ray_instance import RayInstance\n"
+        "instance = RayInstance(CpuPlatform())\n"
+        "try:\n    instance.open()\n"
+        "except PlacementError as error:\n    print(error)\n"
+        "finally:\n    instance.close()\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        # As with a Ray that listens on 127.0.0.1 only, which a driver replaces by the host's address.
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=env | {"HOME": str(tmp_path), "RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"},
+            capture_output=True,
+            text=True,
+            timeout=240,  # 13 minutes with Ray's own number of attempts
+            check=True,
+        )
+    assert f"Ray could not be joined at RAY_ADDRESS={address}" in done.stdout
+
+
 LISTENERS = """
 import ipaddress, os, psutil
 from roll_core.builtin.cpu import CpuPlatform

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -146,26 +147,52 @@ class CabledHosts:
 
 
 class RayNodes:
-    """Two nodes of Ray on this host."""
+    """Two nodes of Ray on this host, started by a process of their own.
+
+    Ray reads its variables once per process. Where another test has started a run's own Ray in this process, a cluster
+    started here would listen on 127.0.0.1 only, which a driver replaces by the host's address.
+    """
 
     lost = hostname()
+    PROGRAM = """
+import sys
+from ray.cluster_utils import Cluster
+node = {"num_cpus": 2, "object_store_memory": 100_000_000}
+cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+second = cluster.add_node(**node)
+print("address", cluster.address, flush=True)
+if sys.stdin.readline():
+    cluster.remove_node(second, allow_graceful=False)
+    print("lost", flush=True)
+    sys.stdin.readline()
+cluster.shutdown()
+"""
 
     def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        node = {"num_cpus": 2, "object_store_memory": 100_000_000}
-        self._cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-        self._second = self._cluster.add_node(**node)
-        self.address = self._cluster.address
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-c", self.PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.address = self._read("address")
 
     def command(self, words: Sequence[str]) -> list[str]:
         return list(words)
 
     def lose(self) -> None:
-        self._cluster.remove_node(self._second, allow_graceful=False)
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.write("lose\n")
+        self._keeper.stdin.flush()
+        self._read("lost")
 
     def close(self) -> None:
-        self._cluster.shutdown()
+        self._keeper.communicate(timeout=120)
+
+    def _read(self, word: str) -> str:
+        assert self._keeper.stdout is not None
+        for line in self._keeper.stdout:
+            found, _, rest = line.strip().partition(" ")
+            if found == word:
+                return rest
+        raise AssertionError(f"the process of the nodes ended with {self._keeper.wait()} before it printed {word!r}")
 
 
 @pytest.fixture
@@ -202,15 +229,32 @@ def start(runs, hosts: Hosts, config) -> subprocess.Popen:
     path = runs.folder / "run.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     words = [sys.executable, "-m", "roll_core", "run", str(path)]
-    env = os.environ | {"RAY_ADDRESS": hosts.address}
+    env = os.environ | {"RAY_ADDRESS": hosts.address, "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen(hosts.command(words), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def ends(process: subprocess.Popen, code: int) -> str:
-    output, _ = process.communicate(timeout=240)
+    try:
+        output, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the run has not ended after 240 s\n{aborted(process)}")
     assert process.returncode == code, output
     assert "Traceback" not in output
     return output
+
+
+def aborted(process: subprocess.Popen) -> str:
+    """Output of a run that made no progress, with the stacks of its workers and of its driver."""
+    workers = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("ray::RayHost")]
+    for worker in workers:  # whose stack is then part of the driver's error
+        with contextlib.suppress(psutil.Error):
+            worker.send_signal(signal.SIGABRT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=60 if workers else 0)[0]
+    for driver in (psutil.Process(process.pid), *psutil.Process(process.pid).children()):  # below nsenter or itself
+        if "roll_core" in driver.cmdline():
+            driver.send_signal(signal.SIGABRT)
+    return process.communicate(timeout=60)[0]
 
 
 def test_a_run_that_loses_a_host_names_it_and_goes_on_with_what_is_left(local_runs, hosts):
@@ -223,7 +267,8 @@ def test_a_run_that_loses_a_host_names_it_and_goes_on_with_what_is_left(local_ru
     deadline = time.monotonic() + 240
     while not list(checkpoints.glob("step-[2-9]*")):
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
+        if time.monotonic() > deadline:
+            pytest.fail(f"no second checkpoint after 240 s\n{aborted(process)}")
         time.sleep(0.1)
     hosts.lose()
     said = " ".join(ends(process, 1).split())

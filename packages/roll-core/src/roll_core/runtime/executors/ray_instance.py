@@ -184,6 +184,9 @@ class RayInstance:
         if alone:
             # Ray for one host, as on macOS and Windows: its processes listen on the loopback address only.
             settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        else:
+            # Attempts to reach the user's Ray, 40 s each. With Ray's default of 20 a start blocks for 13 minutes.
+            settings["RAY_gcs_server_port_wait_time_s"] = "1"
         env = {name: value for name, value in settings.items() if name not in os.environ}
         env[reaper.MARK] = self.mark
         self._environment.make(env)
