@@ -1,10 +1,19 @@
 """Whole runs of the sft pipeline."""
 
+import contextlib
+import ipaddress
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from roll_core.errors import ModelError
@@ -213,3 +222,59 @@ def test_chat_rows_without_a_response_are_scored_by_rewards_alone(local_runs, an
         write(answered, rows[:answered])
         alone = local_runs.metrics(local_runs.ok(config | {"exp_name": "alone"}))[-1]
         assert last["val/loss"] == pytest.approx(alone["val/loss"], abs=1e-6)
+
+
+RAY_CLIENT = """
+import sys
+from ray._raylet import GcsClient
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None)
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_processes_of_a_run_on_one_host_listen_on_the_loopback_address_alone_and_admit_no_stranger(local_runs):
+    config = local_runs.sft(executor="ray", max_steps=10_000)
+    config["sft_train"] |= {"device_mapping": [0, 1]}
+    config["sft_train"]["training_args"] |= {"lr_scheduler_type": "constant"}
+    path = local_runs.folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "GLOO_"))}
+    with subprocess.Popen([sys.executable, "-m", "roll_core", "run", str(path)], env=env) as run:
+        try:
+            metrics = local_runs.folder / "output/sft/001/metrics.jsonl"
+            while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") > 1):
+                assert run.poll() is None
+                time.sleep(0.1)
+            listeners = {}
+            for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for each in process.net_connections("inet"):
+                        if each.status == psutil.CONN_LISTEN:
+                            address = ipaddress.ip_address(each.laddr.ip)
+                            found = str(getattr(address, "ipv4_mapped", None) or address)
+                            listeners.setdefault(found, []).append(process.name())
+            # Clients that know the address of the run's Ray, and not its token.
+            (gcs,) = (each for each in psutil.Process(run.pid).children() if each.name() == "gcs_server")
+            (port,) = {each.laddr.port for each in gcs.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+            strangers = ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64})
+            refusals = [
+                subprocess.run(
+                    [sys.executable, "-c", RAY_CLIENT, f"127.0.0.1:{port}"],
+                    env=env | stranger,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    timeout=200,
+                    check=True,
+                ).stdout.strip()
+                for stranger in strangers
+            ]
+        finally:
+            run.send_signal(signal.SIGINT)
+            run.wait(90)
+    assert set(listeners) == {"127.0.0.1"}
+    assert any(name.startswith("ray::") for name in listeners["127.0.0.1"])
+    assert refusals == ["AuthenticationError"] * 2

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from roll_core.errors import NonFiniteError, WorkerError
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from roll_core.spec.model import MeshInfo
 
 _num_alone = 0
@@ -27,6 +30,7 @@ class ProcessGroup:
         self.rank, self.size = mesh.rank, mesh.world_size
         self.device = torch.device(mesh.device)
         self._member = False
+        self._store: Store | None = None
         options: dict[str, Any] = {}
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device.index or 0)
@@ -44,9 +48,10 @@ class ProcessGroup:
         elif self.size == 1:
             dist.init_process_group(mesh.backend, store=HashStore(), rank=0, world_size=1, **options)
         else:
+            self._store = _open_store(mesh)
             dist.init_process_group(
                 mesh.backend,
-                init_method=f"tcp://{mesh.master_addr}:{mesh.master_port}",
+                store=self._store,
                 rank=mesh.rank,
                 world_size=mesh.world_size,
                 timeout=timedelta(seconds=mesh.timeout_s),
@@ -88,3 +93,29 @@ class ProcessGroup:
         _num_alone -= self.size == 1
         if ends and dist.is_initialized():
             dist.destroy_process_group()
+        if self._store is not None and hasattr(self._store, "close"):  # torch's own ends with its last reference
+            self._store.close()
+        self._store = None
+
+
+def _open_store(mesh: MeshInfo) -> Store:
+    """The run's authenticated store; for a device's library torch's own, which listens on `master_addr` too.
+
+    Threads of nccl and hccl read the store at any time. A store that is written in Python would need the interpreter
+    lock for that, which a thread that ends the group may hold while it waits for them.
+    """
+    timeout = timedelta(seconds=mesh.timeout_s)
+    if mesh.open_store is not None and torch.device(mesh.device).type == "cpu":
+        return mesh.open_store()
+    if mesh.rank:
+        return TCPStore(mesh.master_addr, mesh.master_port, mesh.world_size, timeout=timeout)
+    family = socket.AF_INET6 if ":" in mesh.master_addr else socket.AF_INET
+    with socket.create_server((mesh.master_addr, mesh.master_port), family=family) as listener:
+        return TCPStore(
+            mesh.master_addr,
+            mesh.master_port,
+            mesh.world_size,
+            is_master=True,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )

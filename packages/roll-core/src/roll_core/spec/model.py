@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
     from roll_core.spec.providers import Task
 
@@ -80,6 +82,10 @@ class MeshInfo:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """Free port on rank 0's host, the same for all ranks; 0 where `world_size` is 1."""
+    open_store: Callable[[], Store] | None = field(default=None, compare=False, repr=False)
+    """Open the store from which `init_process_group` makes a group. It listens on `master_addr` at `master_port`, and
+    clients authenticate. Rank 0 hosts it; the others block until it does. Call it at most once, keep the store as long
+    as the group, then `close` it. None if no run started the ranks, as in tests."""
     num_slots: int = 1
     """Slots of this worker (`num_gpus_per_worker`)."""
     num_threads: int = 0

@@ -71,6 +71,8 @@ class Peers:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """A port that was free on rank 0's host; 0 where the role has one worker."""
+    secret: str = field(default="", repr=False)
+    """Known to the ranks of the role alone; their store admits no other client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

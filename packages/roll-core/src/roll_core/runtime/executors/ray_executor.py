@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -233,13 +234,17 @@ class RayExecutor(Executor):
         for worker, member, greeting in zip(workers, unknown, greetings, strict=True):
             address = "127.0.0.1" if self._instance.single_host else greeting.address
             worker.member = replace(member, host=greeting.host, pid=greeting.pid, address=address)
-            worker.interface = "" if self._instance.single_host else greeting.interface
+            worker.interface = greeting.interface if greeting.address == address else ""
         return greetings
 
     async def _make(self, spec: GroupSpec, workers: Sequence[RayWorker], first: Greeting) -> None:
         """Make the workers of a role, now that it is known where rank 0 is."""
         alone = len(workers) == 1
-        peers = Peers(master_addr=workers[0].member.address, master_port=0 if alone else first.port)
+        peers = Peers(
+            master_addr=workers[0].member.address,
+            master_port=0 if alone else first.port,
+            secret="" if alone else secrets.token_hex(16),
+        )
         futures = {}
         for worker in workers:
             place = worker.place

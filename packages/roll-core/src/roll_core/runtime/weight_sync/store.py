@@ -1,4 +1,4 @@
-"""The store in which the ends of a `collective` meet: a few keys, for whoever knows the secret.
+"""Key-value store in which the ends of a `collective`, and the ranks of a role, meet.
 
 torch's TCPStore listens on every interface and lets anybody list and set keys. This one listens on the address that is
 used, and a connection begins with a proof by both sides that they know the secret, which is never sent:
@@ -17,14 +17,15 @@ import secrets
 import socket
 import struct
 import threading
+import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
+    from collections.abc import Callable, Iterator, Sequence
 
 NONCE_BYTES, MAC_BYTES = 32, 32
 GREETING_S = 5.0
@@ -33,6 +34,8 @@ WAIT_S = 300.0
 """Of a wait without a timeout, as in torch."""
 SLACK_S = 5.0
 """By which a client waits for an answer beyond the timeout that it gave the host."""
+RETRY_S = 0.05
+"""Between two attempts to connect to a rank 0 that does not listen yet."""
 LARGEST = 1 << 24
 """Of a part of a message: keys and values are addresses and numbers."""
 
@@ -40,14 +43,15 @@ LARGEST = 1 << 24
 class HostedStore(Store):
     """The host's side, which holds the keys. `close` ends it."""
 
-    def __init__(self, host: str, secret: str) -> None:
+    def __init__(self, host: str, secret: str, port: int = 0) -> None:
         super().__init__()
         self._secret = secret.encode()
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._connections: set[socket.socket] = set()
+        self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = socket.create_server((host, port), family=family)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="roll-weights-store", daemon=True).start()
 
@@ -96,9 +100,11 @@ class HostedStore(Store):
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for connection in tuple(self._connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        with self._changed:
+            self._closed = True
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _wait(self, keys: Sequence[str], timeout_s: float) -> None:
         with self._changed:
@@ -111,11 +117,16 @@ class HostedStore(Store):
                 connection, _ = self._listener.accept()
             except OSError:  # closed
                 return
+            with self._changed:
+                if self._closed:
+                    connection.close()
+                    return
+                self._connections.add(connection)
             threading.Thread(target=self._serve, args=(connection,), name="roll-weights-store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """Until the client hangs up, or at once where it does not know the secret."""
-        with connection, contextlib.suppress(OSError, DistNetworkError, ValueError):
+        with self._connected(connection), contextlib.suppress(OSError, DistNetworkError, ValueError):
             connection.settimeout(GREETING_S)
             ours = secrets.token_bytes(NONCE_BYTES)
             connection.sendall(ours)
@@ -126,12 +137,17 @@ class HostedStore(Store):
             connection.sendall(_mac(self._secret, b"host", ours, theirs))
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._connections.add(connection)
+            while True:
+                _send(connection, self._answer(*_receive(connection)))
+
+    @contextlib.contextmanager
+    def _connected(self, connection: socket.socket) -> Iterator[None]:
+        with connection:
             try:
-                while True:
-                    _send(connection, self._answer(*_receive(connection)))
+                yield
             finally:
-                self._connections.discard(connection)
+                with self._changed:
+                    self._connections.discard(connection)
 
     def _answer(self, what: bytes, *given: bytes) -> list[bytes]:
         key = given[0].decode()
@@ -220,6 +236,20 @@ class RemoteStore(Store):
         if how != b"ok":
             raise DistStoreError(answer.decode())
         return answer
+
+
+def open_store(rank: int, host: str, port: int, secret: str, timeout_s: float) -> Store:
+    """Open the store of the ranks of a role, which rank 0 hosts. The other ranks block until it listens."""
+    if rank == 0:
+        return HostedStore(host, secret, port)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return RemoteStore(host, port, secret, timedelta(seconds=deadline - time.monotonic()))
+        except DistNetworkError:
+            if time.monotonic() + RETRY_S > deadline:
+                raise
+            time.sleep(RETRY_S)
 
 
 def _mac(secret: bytes, side: bytes, of_host: bytes, of_client: bytes) -> bytes:

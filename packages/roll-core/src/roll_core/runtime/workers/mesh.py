@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from roll_core.spec.model import MeshInfo
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from roll_core.runtime.executors.base import Peers, Place
 
 
 def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s: float) -> MeshInfo:
     """From what the executor knows. `timeout_s` is that of collectives."""
+    where = (place.rank, peers.master_addr, peers.master_port, peers.secret, timeout_s)
     return MeshInfo(
         role=role,
         rank=place.rank,
@@ -21,7 +25,15 @@ def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s:
         backend=backend,
         master_addr=peers.master_addr,
         master_port=peers.master_port,
+        open_store=partial(_open_store, *where) if place.world_size > 1 else None,
         num_slots=max(1, len(place.slots)),
         num_threads=place.num_threads,
         timeout_s=timeout_s,
     )
+
+
+def _open_store(*where: Any) -> Store:
+    """Import torch only where a strategy opens the store."""
+    from roll_core.runtime.weight_sync.store import open_store
+
+    return open_store(*where)

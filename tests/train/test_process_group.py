@@ -1,0 +1,38 @@
+"""Where the ranks of a role meet: on the address in use, and no other client is admitted."""
+
+import pytest
+from process_group_program import LOOPBACK, SIZE, ask, meet, nothing
+
+from roll_core.testing.ranks import RankHost, free_port
+
+
+@pytest.fixture(scope="module")
+def host():
+    # As a run sets it for workers that meet on the loopback address.
+    host = RankHost(environment={"GLOO_SOCKET_IFNAME": "lo"}, preload=("process_group_program",))
+    yield host
+    host.close()
+
+
+def test_ranks_listen_on_their_address_alone_and_admit_no_client_without_the_secret(host):
+    port = free_port()
+    first, second = host.run(meet, port, "secret", ask, num_ranks=SIZE)
+    assert (first["total"], second["total"]) == (3.0, 3.0)
+    assert first["said"] == second["said"] == ["x", "xx"]
+    assert (LOOPBACK, port) in first["listeners"]
+    assert {address for address, _ in first["listeners"] | second["listeners"]} == {LOOPBACK}
+    assert second["refused"] == ["DistNetworkError", "DistNetworkError", b""]
+
+
+def test_the_store_of_torch_listens_on_the_same_address_alone(host):
+    port = free_port()
+    first, second = host.run(meet, port, "", nothing, num_ranks=SIZE)
+    assert first["listeners"] >= {(LOOPBACK, port)}
+    assert {address for address, _ in first["listeners"] | second["listeners"]} == {LOOPBACK}
+
+
+def test_a_port_is_free_again_when_the_group_is_closed(host):
+    port = free_port()
+    for _ in range(2):
+        found = host.run(meet, port, "secret", nothing, num_ranks=SIZE)
+        assert [each["total"] for each in found] == [3.0, 3.0]
