@@ -9,6 +9,7 @@ import torch
 from roll_core.builtin.hf import decoder
 from roll_core.builtin.hf.config import HFInferConfig
 from roll_core.builtin.hf.engine import HFInferStrategy
+from roll_core.errors import UnsupportedError
 from roll_core.modeling.model import load_model
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.types import GenerateRequest, SamplingParams
@@ -164,6 +165,25 @@ def test_general_path_gives_the_logprobs_of_a_plain_forward_pass(name):
     assert decoder.unsupported(model) is not None
     requests = some_requests(temperature=1.3)
     assert largest_difference(model, requests, run(spec, requests)) < 1e-5
+
+
+SMALL_RECURRENT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 97},
+        {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97},
+        # takes a cache, and keeps the state of its recurrent layers in the module all the same
+        {**SMALL_RECURRENT, "model_type": "recurrent_gemma", "lru_width": 32, "head_dim": 8, "intermediate_size": 64},
+    ],
+    ids=lambda keys: keys["model_type"],
+)
+def test_models_that_keep_their_state_outside_of_the_cache_are_refused(keys):
+    """Each token would be sampled without those before it: logprobs were off by 0.05 to 1.1."""
+    with pytest.raises(UnsupportedError, match=keys["model_type"]):
+        run(ModelSpec(random_init=keys, dtype="fp32", seed=3), [])
 
 
 @pytest.mark.parametrize("pack", [False, True])

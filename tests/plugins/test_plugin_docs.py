@@ -1,4 +1,4 @@
-"""docs/plugins.md is complete: every hook with its arguments, every field of every record; and its examples work."""
+"""docs/plugins.md is complete: every hook with its arguments, every field of every record (tests/docs runs its examples)."""
 
 import inspect
 import re
@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.plugins.loader import load_plugins
-from roll_core.plugins.registry import Registry
-from roll_core.plugins.targets import check_part
 from roll_core.spec import hooks, providers
 
 DOCS = Path(__file__).parents[2] / "docs" / "plugins.md"
@@ -43,21 +40,3 @@ def test_every_kind_of_record_is_named_under_its_hook():
     for name in RECORDS:
         if name.endswith("Provider"):
             assert any(f"`{name}` records" in section(f"### `{hook}()`") for hook in HOOKS)
-
-
-def test_the_example_is_a_plugin_that_works(importable):
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    plugin, reward, config = blocks[:3]
-    importable.install("roll-reward-palindrome", source=plugin, files={"reward.py": reward, "config.py": config})
-    registry = Registry(load_plugins(path=[str(importable.folder)], environ={}))
-    record = registry.find(providers.RewardProvider, "palindrome")
-    check_part(record, owner=registry.owner(record))
-
-    from roll_core.plugins.targets import load_target
-
-    schema = load_target(record.config, owner="")
-    judge = load_target(record.target, owner="")(schema(reward="palindrome"))
-    from roll_core.spec.reward import RewardRequest
-
-    assert judge.score(RewardRequest(sample=None, prompt="", response="Level ")).value == 1.0
-    assert judge.score(RewardRequest(sample=None, prompt="", response="no")).value == 0.0

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from roll_core.config import load
+from roll_core.errors import ConfigError
+from roll_core.modeling.architectures import package_folder
+from roll_core.plugins.registry import load_registry
 from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
-from roll_infer_sglang.config import SglangConfig
+from roll_infer_sglang.config import SglangConfig, _architectures
 
 
 def test_a_worker_takes_the_slots_that_a_layer_is_spread_over():
@@ -104,3 +108,72 @@ def test_models_and_lengths_that_it_cannot_serve_are_refused():
     SglangConfig(context_length=2048).check_lengths(1024, 1024)
     with pytest.raises(ValueError, match=r"context_length 2047 .* = 2048"):
         SglangConfig(context_length=2047).check_lengths(1024, 1024)
+
+
+RUN = """\
+pipeline: rlvr
+actor_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+actor_infer:
+  strategy_args: {strategy_name: sglang, strategy_config: CONFIG}
+  device_mapping: [0]
+rewards: {math: {reward: math_rule}}
+"""
+
+
+def problems(folder, config, *overrides, needs=False):
+    """(line, column, key) of each."""
+    (folder / "run.yaml").write_text(RUN.replace("CONFIG", config), encoding="utf-8")
+    try:
+        load(folder / "run.yaml", overrides, load_registry(), needs=needs)
+    except ConfigError as error:
+        return [(*map(int, each.where.split(":")[1:]), each.key) for each in error.problems]
+    return []
+
+
+def test_lengths_experts_and_nodes_are_mistakes_where_they_are_written(tmp_path):
+    at = "actor_infer.strategy_args.strategy_config"
+    assert problems(tmp_path, "{page_size: 1, context_length: 2047}") == [(6, 90, at)]
+    assert problems(tmp_path, "{context_length: 2048}") == []
+    experts = "actor_train.model_args.random_init={model_type: qwen3_moe}"
+    assert problems(tmp_path, "{page_size: 1}", experts) == [(6, 59, at)]
+    spread = ("num_gpus_per_node=4", "actor_infer.device_mapping=[3,4]")
+    assert [key for *_, key in problems(tmp_path, "{tp_size: 2}", *spread)] == ["actor_infer.device_mapping"]
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """SGLang is installed, with two architectures."""
+    folder = tmp_path / "sglang" / "srt" / "models"
+    folder.mkdir(parents=True)
+    (folder / "one.py").write_text("class Qwen3ForCausalLM: ...\n\nEntryClass = Qwen3ForCausalLM\n", encoding="utf-8")
+    (folder / "two.py").write_text("\nEntryClass = [\n    XllmForCausalLM,\n]\n", encoding="utf-8")
+    (folder / "parts.py").write_text("class NoSuchForCausalLM: ...\n", encoding="utf-8")
+    monkeypatch.setattr("roll_infer_sglang.config.package_folder", lambda name: tmp_path / name)
+    _architectures.cache_clear()
+    yield
+    _architectures.cache_clear()
+
+
+def test_architectures_that_sglang_does_not_have_are_refused(models, tmp_path, monkeypatch):
+    for name in ("Qwen3ForCausalLM", "XllmForCausalLM", "LlamaForCausalLM"):  # the last by the module of transformers
+        SglangConfig().check_architecture({"architectures": [name]})
+    with pytest.raises(ValueError, match="NoSuchForCausalLM"):
+        SglangConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})
+    monkeypatch.setattr("roll_core.config.validate.check_requirements", lambda record, owner: None)
+    random = "actor_train.model_args.random_init={model_type: xlnet}"
+    keys = [key for *_, key in problems(tmp_path, "{}", random, needs=True)]
+    assert keys == ["actor_train.model_args.random_init.model_type"]
+    _architectures.cache_clear()
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine.models")
+    SglangConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})
+
+
+@pytest.mark.skipif(package_folder("sglang") is None, reason="SGLang is not installed")
+def test_the_installed_sglang_has_its_own_list():
+    _architectures.cache_clear()
+    assert len(_architectures()) > 200
+    SglangConfig().check_architecture({"model_type": "qwen3"})
+    with pytest.raises(ValueError, match="no architecture"):
+        SglangConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})

@@ -216,3 +216,79 @@ def test_eight_bits_are_refused_where_they_cannot_be(run, monkeypatch, why, mode
     places = {"actor_infer": (Place(rank=0, world_size=1),)}
     with pytest.raises(UnsupportedError, match=f"actor_infer: strategy_config {words}"):
         group_specs(roles, config, load_registry(), CpuPlatform(), places, run("{}"))
+
+
+# -- architectures -----------------------------------------------------------------------------------------------------
+
+REGISTRY = """
+_TEXT_GENERATION_MODELS = {"Qwen3ForCausalLM": ("qwen3", "Qwen3ForCausalLM")}
+_EMBEDDING_MODELS = {"BertModel": ("bert", "BertEmbeddingModel")}
+_VLLM_MODELS = {**_TEXT_GENERATION_MODELS, **_EMBEDDING_MODELS}
+_PREVIOUSLY_SUPPORTED_MODELS = {"MotifForCausalLM": "0.10.2"}
+"""
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """vLLM is installed, with a registry of one architecture that generates."""
+    folder = tmp_path / "vllm" / "model_executor" / "models"
+    folder.mkdir(parents=True)
+    (folder / "registry.py").write_text(REGISTRY, encoding="utf-8")
+    monkeypatch.setattr("roll_infer_vllm.config.package_folder", lambda name: tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("keys", "known"),
+    [
+        ({"model_type": "qwen3"}, True),
+        ({"architectures": ["Qwen3ForCausalLM"]}, True),
+        ({"architectures": ["LlamaForCausalLM"]}, True),  # by the module of transformers
+        ({"architectures": ["MotifForCausalLM"]}, False),
+        ({"architectures": ["NoSuchForCausalLM"], "auto_map": {}}, True),  # with code of its own
+        ({"model_type": "xlnet"}, False),
+        ({}, True),
+    ],
+)
+def test_architectures_that_vllm_does_not_have_are_refused(registry, keys, known):
+    if known:
+        VllmConfig().check_architecture(keys)
+        return
+    with pytest.raises(ValueError, match="no architecture"):
+        VllmConfig().check_architecture(keys)
+
+
+def test_an_architecture_that_vllm_does_not_have_is_a_mistake_where_the_model_is_named(run, registry, monkeypatch):
+    monkeypatch.setattr("roll_core.config.validate.check_requirements", lambda record, owner: None)
+    random = "actor_train.model_args.random_init={model_type: xlnet, n_layer: 2}"
+    with pytest.raises(ConfigError) as raised:
+        load(run("{}"), [random], load_registry(), needs=True)
+    assert [each.key for each in raised.value.problems] == ["actor_train.model_args.random_init.model_type"]
+    load(run("{}"), [random], load_registry())
+
+
+def test_nothing_is_refused_where_vllm_is_not_installed_or_a_plugin_of_vllm_may_add_to_it(registry, monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    wrong = {"architectures": ["NoSuchForCausalLM"]}
+    other = EntryPoint(name="mine", value="mine.models:register", group="vllm.general_plugins")
+    with monkeypatch.context() as patch:
+        patch.setattr("roll_infer_vllm.config.entry_points", lambda group: [other])
+        VllmConfig().check_architecture(wrong)
+    with pytest.raises(ValueError, match="NoSuchForCausalLM"):
+        VllmConfig().check_architecture(wrong)
+    monkeypatch.setattr("roll_infer_vllm.config.package_folder", lambda name: None)
+    VllmConfig().check_architecture(wrong)
+
+
+def test_the_installed_vllm_has_its_own_list():
+    pytest.importorskip("vllm")
+    from vllm import ModelRegistry
+
+    from roll_infer_vllm.config import _architectures
+
+    found = _architectures()
+    assert len(found) > 200
+    assert found <= set(ModelRegistry.get_supported_archs())
+    VllmConfig().check_architecture({"model_type": "qwen3"})
+    with pytest.raises(ValueError, match="no architecture"):
+        VllmConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import re
+from functools import lru_cache
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
+from roll_core.modeling.architectures import check_engine, has_experts, package_folder
 from roll_core.spec.config import PositiveInt, StrategyConfig
 from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
 
+OUR_PLUGIN = "roll_infer_sglang."
+"""Beginning of the module of our entry point among SGLang's plugins."""
 OURS = ("bucket_mib", "sleep_level")
 """What SGLang is not told."""
 NO_PUBLISHED_EXPERTS = (
     "mixtures of experts are not supported: what SGLang holds of its experts cannot be read back, so the first publish"
     " would be refused"
 )
-NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of transformers' configs."""
 ONE_SLOT = "adapters over several slots are not supported: what the engine holds could not be read back"
 
 if TYPE_CHECKING:
@@ -102,8 +107,12 @@ class SglangConfig(_EngineKeys):
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
         """Raises `ValueError` for a mixture of experts, unless only its adapters are published."""
-        if not self.enable_lora and any(keys.get(name) for name in NUMBER_OF_EXPERTS):
+        if not self.enable_lora and has_experts(keys):
             raise ValueError(NO_PUBLISHED_EXPERTS)
+
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        """SGLang implements it, or can run the module of transformers."""
+        check_engine(keys, _architectures(), "SGLang")
 
     def check_lengths(self, prompt: int, response: int) -> None:
         """`context_length`."""
@@ -121,3 +130,15 @@ class SglangConfig(_EngineKeys):
         """What goes to SGLang as it is: what was given, and what has a value by default."""
         found = {name: getattr(self, name) for name in type(self).model_fields if name not in OURS}
         return {name: value for name, value in found.items() if value is not None or name in self.model_fields_set}
+
+
+@lru_cache
+def _architectures() -> frozenset[str]:
+    """What SGLang's models name as their `EntryClass`, at the end of each file; empty if it is not known, or if another
+    package adds to it."""
+    folder = package_folder("sglang")
+    others = [each for each in entry_points(group="sglang.srt.plugins") if not each.module.startswith(OUR_PLUGIN)]
+    if folder is None or others or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
+        return frozenset()
+    ends = (file.read_text(encoding="utf-8").partition("\nEntryClass")[2] for file in folder.glob("srt/models/*.py"))
+    return frozenset(name for end in ends for name in re.findall(r"\w+", end))

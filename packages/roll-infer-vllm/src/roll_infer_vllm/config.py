@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
+from roll_core.modeling.architectures import assigned, check_engine, has_experts, package_folder
 from roll_core.spec.config import PositiveInt, StrategyConfig, WeightFormat
 from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
 from roll_infer_vllm.registration import EIGHT_BITS
@@ -18,8 +22,10 @@ NO_PUBLISHED_EXPERTS = (
     "mixtures of experts are not supported: what vLLM holds of its experts cannot be read back, so the first publish"
     " would be refused"
 )
-NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of transformers' configs."""
+KNOWN_PLUGINS = ("vllm.", "roll_infer_vllm.")
+"""Modules of vLLM's plugins that register no architecture."""
+LISTS = r"_(TEXT_GENERATION|MULTIMODAL|TRANSFORMERS_SUPPORTED|TRANSFORMERS_BACKEND)_MODELS"
+"""Names in vLLM's registry; the architectures of the other lists do not generate."""
 OURS = ("bucket_mib", "sleep_level", "endpoint_host")
 """What vLLM is not told."""
 
@@ -117,8 +123,12 @@ class VllmConfig(_EngineKeys):
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
         """Raises `ValueError` for a mixture of experts, unless only its adapters are published."""
-        if not self.enable_lora and any(keys.get(name) for name in NUMBER_OF_EXPERTS):
+        if not self.enable_lora and has_experts(keys):
             raise ValueError(NO_EXPERTS if self.quantization else NO_PUBLISHED_EXPERTS)
+
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        """vLLM implements it, or can run the module of transformers."""
+        check_engine(keys, _architectures(), "vLLM")
 
     def check_lengths(self, prompt: int, response: int) -> None:
         """`max_model_len`."""
@@ -138,3 +148,14 @@ class VllmConfig(_EngineKeys):
         if self.quantization:
             found |= {"quantization": EIGHT_BITS, "load_format": "dummy"}
         return {name: value for name, value in found.items() if value is not None or name in self.model_fields_set}
+
+
+def _architectures() -> frozenset[str]:
+    """Of vLLM's registry; empty if it is not known, or if plugins of vLLM may add to it."""
+    folder = package_folder("vllm")
+    others = [each for each in entry_points(group="vllm.general_plugins") if not each.module.startswith(KNOWN_PLUGINS)]
+    if folder is None or others:
+        return frozenset()
+    values = assigned(folder / "model_executor" / "models" / "registry.py")
+    lists = [value for name, value in values if re.fullmatch(LISTS, name) and isinstance(value, ast.Dict)]
+    return frozenset(str(key.value) for each in lists for key in each.keys if isinstance(key, ast.Constant))

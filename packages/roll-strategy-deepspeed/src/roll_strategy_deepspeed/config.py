@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from roll_core.modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable
 from roll_core.spec.config import Config, NonNegativeInt, PositiveInt, StrategyConfig
 
 if TYPE_CHECKING:
@@ -138,6 +139,10 @@ class DeepSpeedConfig(StrategyConfig):
     """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
     fused: bool = True
     """Norms and gated activations by faster equivalents, where these exist and give the same numbers."""
+
+    @override
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        check_buildable(keys, CAUSAL_LM, CLASSIFIER)
 
     @override
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:

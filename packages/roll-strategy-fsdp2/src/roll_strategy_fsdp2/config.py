@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from roll_core.modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable
 from roll_core.spec.config import Config, PositiveInt, StrategyConfig
 
 if TYPE_CHECKING:
@@ -98,6 +99,10 @@ class FSDP2Config(StrategyConfig):
         """Spelled out."""
         together = f"{self.context_key} {self.context_size}"
         return f"tensor_model_parallel_size {self.tensor_model_parallel_size} × {together}"
+
+    @override
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        check_buildable(keys, CAUSAL_LM, CLASSIFIER)
 
     @override
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from roll_core.modeling.architectures import NUMBER_OF_EXPERTS, has_experts
 from roll_core.spec.config import NonNegativeFloat, PositiveInt, StrategyConfig
 from roll_core.spec.platform import EnvVar
 
@@ -61,7 +62,6 @@ BALANCED_OTHERWISE = {
 """Megatron's values of `moe_router_load_balancing_type` that are refused."""
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures without experts."""
-NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What architectures call it."""
 LATENT = ("deepseek_v3",)
 """Architectures with latent attention."""
@@ -239,9 +239,7 @@ class MegatronConfig(StrategyConfig):
             number = keys.get(key)
             if isinstance(number, int) and number % ranks:
                 raise ValueError(f"the model's {key} {number} is not a multiple of {over} {ranks}")
-        self.check_sequence_parallel(
-            experts=any(keys.get(each) for each in NUMBER_OF_EXPERTS), latent=keys.get("model_type") in LATENT
-        )
+        self.check_sequence_parallel(experts=has_experts(keys), latent=keys.get("model_type") in LATENT)
         asked = [key for key in OF_EXPERTS if getattr(self, key)]
         if asked and keys.get("model_type") in DENSE:
             raise ValueError(f"{asked[0]} is for models with experts; a {keys['model_type']} has none")

@@ -172,7 +172,7 @@ class _Validation:
             return None
         if problem := signature_problem(provider):
             self.found.append(Finding(path, f"{self.registry.owner(provider)}: {problem}"))
-        if self.needs and role.get("environment") is None and not _on_a_cluster():
+        if self._runs_here(role):
             try:
                 check_requirements(provider, owner=self.registry.owner(provider))
             except MissingRequirementError as error:
@@ -308,10 +308,12 @@ class _Validation:
             self.found.append(Finding(at_config, message, hint))
         policy = self.data.get(self.policy_role)
         source = policy if isinstance(policy, dict) else role
+        keys = model_keys(source.get("model_args"), self.data.get("pretrain"))
         try:
-            strategy.check_model(model_keys(source.get("model_args"), self.data.get("pretrain")))
+            strategy.check_model(keys)
         except ValueError as error:
             self.found.append(Finding(at_config, str(error)))
+        self._architecture(path, role, (self.policy_role,) if source is policy else path, strategy, keys)
         try:
             strategy.check_lengths(self._length("prompt_length"), self._longest_response(role))
         except ValueError as error:
@@ -527,6 +529,31 @@ class _Validation:
                 check(keys)
             except ValueError as error:
                 self.found.append(Finding((*path, "strategy_args", "strategy_config"), str(error)))
+        self._architecture(path, role, path, strategy, model_keys(given, self.data.get("pretrain")))
+
+    def _architecture(
+        self, path: KeyPath, role: dict[Any, Any], source: KeyPath, strategy: StrategyConfig, keys: Mapping[str, Any]
+    ) -> None:
+        """The packages in this environment, if it is the role's, have the architecture of the model, which the role at
+        `source` names."""
+        if not self._runs_here(role):
+            return
+        try:
+            strategy.check_architecture(keys)
+        except ValueError as error:
+            name = role["strategy_args"]["strategy_name"]
+            self.found.append(Finding(self._model_at(source), f"{name} of {'.'.join(path)}: {error}"))
+
+    def _runs_here(self, role: Mapping[Any, Any]) -> bool:
+        """True if this environment is the one in which the role's workers run."""
+        return self.needs and role.get("environment") is None and not _on_a_cluster()
+
+    def _model_at(self, path: KeyPath) -> KeyPath:
+        """The key that says which model the role at `path` has."""
+        for keys in (("random_init", "model_type"), ("model_name_or_path",)):
+            if _is_written(self.data, found := (*path, "model_args", *keys)):
+                return found
+        return ("pretrain",)
 
     def _router_replay(self, path: KeyPath, provider: TrainProvider | InferProvider, strategy: StrategyConfig) -> None:
         """Engine and trainer of the policy can do their parts of it, with this model."""

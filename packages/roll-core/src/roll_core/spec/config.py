@@ -123,6 +123,11 @@ class StrategyConfig(Config):
         """Raises `ValueError`, with the arithmetic where there is some, for a model that cannot be spread or computed
         as configured. `keys` are those of its transformers config that are known before anything is loaded."""
 
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for a model whose architecture the installed packages do not support; `keys` as for
+        `check_model`. Not called for a role with an `environment` of its own, nor by `check --no-files`. Reads files
+        rather than importing these packages: `roll_core.modeling.architectures` helps."""
+
     def check_lengths(self, prompt: int, response: int) -> None:
         """Of an infer strategy: raises `ValueError`, with the arithmetic, for a prompt and a response that are together
         longer than its sequences may be. Both are numbers of tokens."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
+from roll_core.modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable, check_cached
 from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, StrategyConfig
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ class HFTrainConfig(StrategyConfig):
     async_save_ckpt: bool = False
     """Copy a checkpoint's weights and optimizer state to the host and write them while the next steps run: takes the
     host as much memory as they are large, for so long."""
+
+    @override
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        check_buildable(keys, CAUSAL_LM, CLASSIFIER)
 
     @override
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:
@@ -59,6 +64,11 @@ class HFInferConfig(StrategyConfig):
     @override
     def serves_adapters(self) -> bool:
         return self.enable_lora
+
+    @override
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        check_buildable(keys, CAUSAL_LM)
+        check_cached(keys)
 
     @override
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:

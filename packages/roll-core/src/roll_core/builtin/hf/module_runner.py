@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from roll_core.builtin.hf.runner import Piece, Prompt, Runner
+from roll_core.errors import UnsupportedError
 from roll_core.modeling.routing import RoutingRecorder
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class ModuleRunner(Runner):
         self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int, record_experts: bool = False
     ) -> None:
         """`record_experts`: tell which experts tokens were sent to. Raises `UnsupportedError` where the model has none,
-        or its routers are not known."""
+        or its routers are not known, and for a model that keeps no cache or keeps it elsewhere."""
         self._model: Any = model
         self._recorder = RoutingRecorder(model) if record_experts else None
         self.device = model.device
@@ -55,7 +56,14 @@ class ModuleRunner(Runner):
         self.vocab_size = int(config.vocab_size)
         self._cache_bytes, self._max_rows = cache_bytes, max_rows
         self._token_bytes = _token_bytes(config, model.dtype.itemsize)
-        self._picks_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        parameters = inspect.signature(self._model.forward).parameters
+        self._picks_rows = "logits_to_keep" in parameters
+        if "past_key_values" not in parameters or not self._fills_states():
+            raise UnsupportedError(
+                f"hf_infer cannot run a {config.model_type}: {type(model).__name__} of transformers does not keep its"
+                " state in the cache that it is given (past_key_values), so each token would be sampled without the"
+                " tokens before it; use another engine"
+            )
         self._cohorts: list[Cohort] = []
         self._prompts: dict[Prompt, tuple[Cohort, int]] = {}
 
@@ -151,6 +159,18 @@ class ModuleRunner(Runner):
         from transformers import DynamicCache
 
         return DynamicCache(config=self._model.config)
+
+    @torch.inference_mode()
+    def _fills_states(self) -> bool:
+        """False for a model with recurrent layers of which one leaves the cache empty: it keeps the state of its last
+        call in the module, where cohorts would mix."""
+        states = ("is_conv_states_initialized", "is_recurrent_states_initialized")
+        cache = self._new_cache()
+        recurrent = [each for each in getattr(cache, "layers", ()) if hasattr(each, states[0])]
+        if recurrent:
+            tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+            self._forward(Cohort(cache, 1, 0), tokens, every=False)
+        return all(any(any(getattr(each, name).values()) for name in states) for each in recurrent)
 
     def _forward(self, cohort: Cohort, tokens_NL: Tensor, *, every: bool) -> Tensor:
         more: dict[str, Any] = {"logits_to_keep": 1} if self._picks_rows and not every else {}

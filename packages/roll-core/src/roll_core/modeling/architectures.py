@@ -1,0 +1,185 @@
+"""Architectures that the installed packages support, read from their source files.
+
+`roll-core check` uses this, so neither transformers nor an engine is imported. Nothing is refused on behalf of a
+package that is not installed, or whose list is not where it is expected.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+CAUSAL_LM = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+CLASSIFIER = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+"""Of critics and reward models."""
+NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of transformers' configs."""
+
+
+def check_buildable(keys: Mapping[str, Any], *mappings: str) -> None:
+    """Raise `ValueError` for a `model_type` that none of `mappings` of the installed transformers can build; `keys` as
+    `StrategyConfig.check_model` has them. A model that comes with code of its own (`auto_map`) is unknown."""
+    model_type = keys.get("model_type")
+    if not isinstance(model_type, str) or "auto_map" in keys:
+        return
+    known = {each for mapping in mappings for each in _classes(mapping)}
+    if known and model_type not in known:
+        close = difflib.get_close_matches(model_type, known, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"the installed transformers has no language model of model_type {model_type}{hint}")
+
+
+def check_engine(keys: Mapping[str, Any], known: frozenset[str], engine: str) -> None:
+    """Raise `ValueError` for a model of which an engine neither implements the architecture, nor can run the module of
+    transformers. `known` are the class names that it implements; empty if that is unknown."""
+    given = keys.get("architectures") or _classes(CAUSAL_LM).get(str(keys.get("model_type")))
+    names = [given] if isinstance(given, str) else given
+    if not known or not names or "auto_map" in keys:
+        return
+    if not any(each in known or _takes_other_attention(each) for each in names):
+        raise ValueError(f"the installed {engine} has no architecture {', '.join(map(str, names))}")
+
+
+def check_cached(keys: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a causal language model of transformers that takes no cache of keys and values."""
+    model_type = keys.get("model_type")
+    name, folder = _classes(CAUSAL_LM).get(str(model_type)), _folder(model_type)
+    for file in folder.glob("modeling_*.py") if folder and "auto_map" not in keys else ():
+        body = file.read_text(encoding="utf-8").partition(f"\nclass {name}(")[2].partition("\nclass ")[0]
+        signature = re.search(r"\n    def forward\((.*?)\n    \)", body, flags=re.DOTALL)
+        if signature and "past_key_values" not in signature[1]:
+            raise ValueError(f"transformers' {name} takes no cache of keys and values (past_key_values)")
+
+
+def has_experts(keys: Mapping[str, Any]) -> bool:
+    """True for a mixture of experts, also if the number of experts is left to the default of its `model_type`."""
+    text = keys.get("text_config")
+    keys = {**keys, **text} if isinstance(text, dict) else keys
+    given = [keys[name] for name in NUMBER_OF_EXPERTS if name in keys]
+    return any(given) if given else _experts_by_default(keys.get("model_type"))
+
+
+def package_folder(name: str) -> Path | None:
+    """Where a top-level package is installed, without importing it."""
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    folders = found.submodule_search_locations if found is not None else None
+    return Path(folders[0]) if folders else None
+
+
+def assigned(file: Path) -> Iterator[tuple[str, ast.expr]]:
+    """Names and values of the assignments at the top of a module; none if it cannot be read."""
+    for each in _module(file).body:
+        if isinstance(each, ast.Assign | ast.AnnAssign) and each.value is not None:
+            target = each.target if isinstance(each, ast.AnnAssign) else each.targets[0]
+            if isinstance(target, ast.Name):
+                yield target.id, each.value
+
+
+@lru_cache
+def _module(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def pairs(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Pairs of strings in tuples and dictionaries; of a tuple in place of the second, its first."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            found: list[tuple[ast.expr | None, ast.expr]] = list(zip(node.keys, node.values, strict=True))
+        elif isinstance(node, ast.Tuple) and len(node.elts) == 2:
+            found = [(node.elts[0], node.elts[1])]
+        else:
+            continue
+        for key, value in found:
+            name = value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value
+            if isinstance(key, ast.Constant) and isinstance(name, ast.Constant):
+                yield str(key.value), str(name.value)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def _folder(model_type: object) -> Path | None:
+    """The folder of a `model_type` in transformers, or None if there is none of that name."""
+    found, name = package_folder("transformers"), str(model_type)
+    if found is None:
+        return None
+    for file in ("auto_mappings.py", "configuration_auto.py"):
+        for listed, tree in assigned(found / "models" / "auto" / file):
+            if listed == "SPECIAL_MODEL_TYPE_TO_MODULE_NAME":
+                name = dict(pairs(tree)).get(name, name)
+    folder = found / "models" / name.replace("-", "_")
+    return folder if folder.is_dir() else None
+
+
+@lru_cache
+def _configs() -> Mapping[str, str]:
+    """`model_type` to the name of its config class."""
+    folder, found = package_folder("transformers"), dict[str, str]()
+    if folder is None:
+        return found
+    for name in ("auto_mappings.py", "configuration_auto.py"):  # transformers 4 has one of the two
+        tree = _module(folder / "models" / "auto" / name)
+        found |= {key: value for key, value in pairs(tree) if value.endswith("Config")}
+    return found
+
+
+@lru_cache
+def _classes(mapping: str) -> Mapping[str, str]:
+    """`model_type` to the class that an auto class builds: chosen by the config class, which types may share."""
+    folder, configs = package_folder("transformers"), _configs()
+    if folder is None:
+        return {}
+    values = assigned(folder / "models" / "auto" / "modeling_auto.py")
+    named = {key: value for name, tree in values if name == mapping for key, value in pairs(tree)}
+    by_config = {configs[key]: value for key, value in named.items() if key in configs}
+    return {key: by_config[config] for key, config in configs.items() if config in by_config}
+
+
+def _takes_other_attention(architecture: str) -> bool:
+    """False for a class of transformers whose attention nothing else can take the place of, and for what is no class
+    of transformers: engines then cannot run it by the module of transformers."""
+    folder = package_folder("transformers")
+    for file in folder.glob("models/*/modeling_*.py") if folder else ():
+        text = file.read_text(encoding="utf-8")
+        if f"\nclass {architecture}(" in text:
+            own = re.search(r"^class \w*Attention\w*\(nn\.Module\)", text, flags=re.MULTILINE)
+            return own is None or "_supports_attention_backend" in text or "ALL_ATTENTION_FUNCTIONS" in text
+    return architecture.startswith("Transformers")
+
+
+@lru_cache
+def _experts_by_default(model_type: object) -> bool:
+    folder, config = _folder(model_type), _configs().get(str(model_type))
+    for file in folder.glob("configuration_*.py") if folder else ():
+        for node in ast.walk(_module(file)):
+            if isinstance(node, ast.ClassDef) and node.name == config:
+                return any(name in NUMBER_OF_EXPERTS and value for name, value in _defaults(node))
+    return False
+
+
+def _defaults(config: ast.ClassDef) -> Iterator[tuple[str, Any]]:
+    """Of fields, as transformers 5 has them, and of parameters, as 4 does."""
+    for node in ast.walk(config):
+        if isinstance(node, ast.arguments):
+            names = [each.arg for each in node.args]
+            found = list(zip(names[len(names) - len(node.defaults) :], node.defaults, strict=True))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found = [(node.target.id, node.value)] if node.value is not None else []
+        else:
+            continue
+        yield from ((name, value.value) for name, value in found if isinstance(value, ast.Constant))

@@ -1,0 +1,144 @@
+"""Architectures that the installed packages do not support are mistakes of `check`, which imports none of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll_core.config import load
+from roll_core.errors import ConfigError
+from roll_core.modeling import architectures
+from roll_core.modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable, check_cached, has_experts
+from roll_core.plugins.registry import load_registry
+
+RANDOM = """\
+pipeline: rlvr
+actor_train:
+  model_args: {random_init: {model_type: TYPE}}
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: STRATEGY}
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+rewards:
+  math: {reward: math_rule}
+"""
+STORED = RANDOM.replace("  model_args: {random_init: {model_type: TYPE}}\n", "").replace(
+    "pipeline: rlvr\n", "pipeline: rlvr\npretrain: model\n"
+)
+AT_RANDOM = (3, 42, "actor_train.model_args.random_init.model_type")
+AT_PRETRAIN = (2, 11, "pretrain")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    return tmp_path
+
+
+def found(text, *overrides, needs=True):
+    """`((line, column, key), message)` of each mistake."""
+    Path("run.yaml").write_text(text)
+    try:
+        load("run.yaml", overrides, load_registry(), needs=needs)
+    except ConfigError as error:
+        return [((*map(int, each.where.split(":")[1:]), each.key), each.message) for each in error.problems]
+    return []
+
+
+@pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
+def test_a_model_type_that_transformers_cannot_build_is_a_mistake_where_it_is_written(here, strategy):
+    problems = found(RANDOM.replace("TYPE", "qwen33").replace("STRATEGY", strategy))
+    assert [where for where, _ in problems] == [AT_RANDOM, AT_RANDOM]
+    roles = (f"{strategy} of actor_train", "hf_infer of actor_infer")
+    assert all(sum(role in message for _, message in problems) == 1 for role in roles)
+    assert found(RANDOM.replace("TYPE", "qwen3").replace("STRATEGY", strategy)) == []
+
+
+@pytest.mark.parametrize(("model_type", "mistakes"), [("qwen3", 0), ("vit", 2), ("qwen33", 2), ("mamba", 1)])
+def test_the_model_type_of_a_directory_is_judged_as_well(here, model_type, mistakes):
+    """hf_train trains a mamba; hf_infer keeps its state in caches that a mamba does not take."""
+    Path("model/config.json").write_text(json.dumps({"model_type": model_type}))
+    text = STORED.replace("STRATEGY", "hf_train")
+    assert [where for where, _ in found(text)] == [AT_PRETRAIN] * mistakes
+    assert found(text, needs=False) == []
+
+
+def test_a_model_with_code_of_its_own_is_not_judged(here):
+    keys = {"model_type": "of_mine", "auto_map": {"AutoModelForCausalLM": "modeling.OfMine"}}
+    Path("model/config.json").write_text(json.dumps(keys))
+    assert found(STORED.replace("STRATEGY", "hf_train")) == []
+
+
+def test_a_role_with_an_environment_of_its_own_is_not_judged_by_the_packages_of_this_one(here):
+    text = RANDOM.replace("TYPE", "qwen33").replace("STRATEGY", "hf_train")
+    text = text.replace("{strategy_name: hf_infer}", f"{{strategy_name: hf_infer}}\n  environment: {sys.prefix}")
+    (problem,) = found(text, "executor=ray")
+    assert problem[0] == AT_RANDOM
+    assert "actor_infer" not in problem[1]
+
+
+def test_the_lists_are_those_by_which_the_auto_classes_of_transformers_choose():
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    for name in (CAUSAL_LM, CLASSIFIER):
+        mapping = getattr(modeling_auto, name.removesuffix("_NAMES"))
+        types = configuration_auto.CONFIG_MAPPING_NAMES
+        builds = {each for each, config in types.items() if type(config, (), {}) in mapping}
+        assert len(builds) > 100
+        for each in types:
+            assert refused(check_buildable, {"model_type": each}, name) == (each not in builds)
+
+
+def refused(check, *arguments):
+    try:
+        check(*arguments)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gpt_oss", "bart", "mamba", "openai-gpt", "rwkv"])
+def test_models_that_take_a_cache_are_those_whose_forward_has_a_parameter_for_it(model_type):
+    import inspect
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(model_type))]
+    takes = "past_key_values" in inspect.signature(model.forward).parameters
+    assert refused(check_cached, {"model_type": model_type}) == (not takes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "mixture"),
+    [
+        ({"model_type": "qwen3_moe"}, True),  # 128 where the config says nothing
+        ({"model_type": "qwen3_moe", "num_experts": 0}, False),
+        ({"model_type": "mixtral"}, True),
+        ({"model_type": "ernie4_5_moe"}, True),
+        ({"model_type": "qwen3"}, False),
+        ({"model_type": "of_mine", "n_routed_experts": 8}, True),
+        ({"model_type": "of_mine", "text_config": {"num_local_experts": 8}}, True),
+        ({}, False),
+    ],
+)
+def test_mixtures_of_experts_are_known_by_their_keys_or_by_their_type(keys, mixture):
+    assert has_experts(keys) is mixture
+
+
+def test_nothing_is_refused_if_transformers_is_not_installed(tmp_path):
+    """As in an environment with roll-core's light dependencies alone."""
+    folder = Path(architectures.__file__).parents[2]
+    ask = "from roll_core.modeling.architectures import *; check_buildable({'model_type': 'qwen33'}, CAUSAL_LM)\n"
+    ask += "check_cached({'model_type': 'mamba'}); print(has_experts({'model_type': 'mixtral'}))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(folder)!r})\n{ask}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ},
+    )
+    assert done.stdout.split() == ["False"]

@@ -1,0 +1,434 @@
+"""Every example in the docs works: Python is run, TOML installs a package, YAML is checked as `roll-core check` does.
+
+Examples are taken from the text of the pages. The last test fails for a Python example that no other test runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from roll_core.config import load
+from roll_core.plugins.loader import load_plugins
+from roll_core.plugins.registry import Registry, load_registry
+from roll_core.plugins.targets import check_part, load_target
+from roll_core.spec import providers
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *REPOSITORY.glob("packages/*/README.md"),
+]
+SUITES = REPOSITORY / "tests" / "conformance" / "suites"
+ACME = REPOSITORY / "tests" / "third_party" / "roll-acme"
+
+
+def examples(language):
+    """`(page, line, text)` of every block in this language."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(rf"^( *)```{language}\n(.*?)^\1```", text, flags=re.DOTALL | re.MULTILINE):
+            line = text[: block.start()].count("\n") + 2
+            found.append((str(page.relative_to(REPOSITORY)), line, textwrap.dedent(block[2])))
+    return found
+
+
+def example(page, word, language="python"):
+    """The one block of a page that has this word."""
+    (found,) = [each for each in examples(language) if each[0] == page and word in each[2]]
+    return found[2]
+
+
+def run(code, **names):
+    """What the code leaves behind, run with these names defined."""
+    names["__name__"] = "example"
+    exec(compile(code, "example", "exec", dont_inherit=True), names)
+    return names
+
+
+# -- YAML --------------------------------------------------------------------------------------------------------------
+
+BASE = """\
+pipeline: rlvr
+pretrain: Qwen/Qwen3-0.6B
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+max_steps: 1
+actor_train:
+  training_args: {per_device_train_batch_size: 1}
+  data_args: {file_name: prompts.jsonl}
+  strategy_args: {strategy_name: hf_train}
+  device_mapping: [0]
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+  device_mapping: [0]
+rewards:
+  math: {reward: math_rule}
+"""
+"""What a part of a config is merged into."""
+FRAGMENTS = {
+    "common.yaml": "seed: 7\n",
+    "optim.yaml": "learning_rate: 1.0e-6\n",
+    "../config/traj_envs.yaml": "max_steps: 10\n",
+    "model/small.yaml": "# @package _global_\npretrain: Qwen/Qwen3-0.6B\n",
+    "output/grpo/latest/rollouts/step-1.jsonl": json.dumps(
+        {
+            "schema": 1,
+            "terms": {"rollout_batch_size": 64, "num_return_sequences_in_group": 8, "temperature": 1.0},
+            "weight_version": 0,
+        }
+    ),
+}
+"""Files that an example names."""
+OF_A_ROLE = ("strategy_args:", "device_mapping:")
+"""Beginnings of parts that stand below a role."""
+ELSEWHERE = {"reward: palindrome", "acme_small:"}
+"""Parts that need a plugin: tests below install it."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, id=f"{page}:{line}")
+        for page, line, text in examples("yaml")
+        if not any(word in text for word in ELSEWHERE)
+    ],
+)
+def test_a_yaml_example_is_a_config_or_a_part_of_one(text, tmp_path, monkeypatch):
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name, content in FRAGMENTS.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(content, encoding="utf-8")
+    shutil.copy(REPOSITORY / "examples" / "quickstart" / "model.yaml", ".")
+    text = text.replace("/envs/vllm", sys.prefix)
+    for part in text.splitlines() if text.count("device_mapping:") == text.count("\n") else [text]:
+        if re.search("^pipeline:", part, flags=re.MULTILINE):
+            Path("run.yaml").write_text(part, encoding="utf-8")
+        else:
+            role = "@actor_train" if part.startswith(OF_A_ROLE) else ""
+            Path("run.yaml").write_text(f"defaults: [base, part{role}]\n", encoding="utf-8")
+            Path("base.yaml").write_text(BASE, encoding="utf-8")
+            Path("part.yaml").write_text(part, encoding="utf-8")
+        load("run.yaml", (), load_registry())
+
+
+def test_the_readmes_config_says_what_the_quick_start_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(REPOSITORY / "examples" / "quickstart" / "model.yaml", ".")
+    Path("run.yaml").write_text(example("README.md", "pipeline: rlvr", "yaml"), encoding="utf-8")
+    shown, real = (
+        leaves(load(file, (), load_registry()).config.model_dump(exclude_unset=True))
+        for file in ("run.yaml", REPOSITORY / "examples" / "quickstart" / "grpo.yaml")
+    )
+    assert len(shown) > 20
+    assert shown.items() <= real.items()
+
+
+def leaves(values, path=()):
+    """Every value by its path, as JSON."""
+    found = {}
+    for key, value in values.items():
+        found |= leaves(value, (*path, key)) if isinstance(value, dict) else {(*path, key): json.dumps(value)}
+    return found
+
+
+def test_the_json_example_is_a_line_of_metrics():
+    ((_, _, text),) = examples("json")
+    assert json.loads(text)["step"] == 12
+
+
+# -- plugins -----------------------------------------------------------------------------------------------------------
+
+
+def package(folder, project, files):
+    """Sources and `.dist-info` of a distribution in `folder`; `project` is the text of its pyproject.toml."""
+    table = tomllib.loads(project)["project"]
+    name, version = table.get("name", "roll-example"), table.get("version", "1.0")
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(textwrap.dedent(content), encoding="utf-8")
+        (folder / path).with_name("__init__.py").touch()
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    groups = table["entry-points"].items()
+    points = "\n".join(
+        f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in points.items()) for group, points in groups
+    )
+    (info / "entry_points.txt").write_text(points, encoding="utf-8")
+    return name
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder on this process' path, whose modules are forgotten afterwards."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def checked(site, kind, name):
+    """The record of a part, found through its entry point and held against its contract, and the registry."""
+    registry = Registry(load_plugins(path=[str(site)], environ={}))
+    record = registry.find(kind, name)
+    check_part(record, owner=registry.owner(record))
+    return record
+
+
+def test_the_palindrome_is_a_package_that_scores(site, tmp_path, monkeypatch):
+    page = "docs/plugins.md"
+    home = "roll_reward_palindrome"
+    package(
+        site,
+        example(page, 'name = "roll-reward-palindrome"', "toml"),
+        {
+            f"{home}/plugin.py": example(page, "RewardProvider("),
+            f"{home}/reward.py": example(page, "RewardFunction"),
+            f"{home}/config.py": example(page, "PalindromeConfig(RewardConfig)"),
+        },
+    )
+    record = checked(site, providers.RewardProvider, "palindrome")
+    monkeypatch.chdir(tmp_path)
+    Path("part.yaml").write_text(example(page, "reward: palindrome", "yaml"), encoding="utf-8")
+    Path("base.yaml").write_text(BASE, encoding="utf-8")
+    Path("run.yaml").write_text("defaults: [base, part]\n", encoding="utf-8")
+    config = load("run.yaml", (), load_registry()).config
+
+    from roll_core.spec.reward import RewardRequest
+
+    def score(config, text):
+        reward = load_target(record.target, owner="")(config)
+        return reward.score(RewardRequest(sample=None, prompt="", response=text)).value
+
+    strict = config.rewards["mirror"]
+    lenient = strict.model_copy(update={"ignore_blanks": True})
+    assert [score(strict, text) for text in ("Level ", "no", "no lemon, no")] == [1.0, 0.0, 0.0]
+    assert [score(each, "never odd or even") for each in (strict, lenient)] == [0.0, 1.0]
+
+
+def test_the_readmes_engine_is_found_with_its_keys(site):
+    project = example("README.md", "roll.plugins", "toml")
+    files = {
+        "roll_infer_acme/plugin.py": example("README.md", "InferProvider("),
+        "roll_infer_acme/strategy.py": """
+            from roll_acme.bigram import BigramInferStrategy
+            from roll_core.spec.providers import InferCapabilities
+
+            class AcmeStrategy(BigramInferStrategy):
+                capabilities = InferCapabilities(prompt_logprobs=True, weight_transports=("shm", "collective"))
+        """,
+        "roll_infer_acme/config.py": """
+            from roll_core.spec.config import StrategyConfig
+
+            class AcmeConfig(StrategyConfig):
+                vocabulary: int = 8
+        """,
+    }
+    package(site, project, files)
+    sys.path.append(str(ACME / "src"))
+    try:
+        record = checked(site, providers.InferProvider, "acme")
+    finally:
+        sys.path.remove(str(ACME / "src"))
+    assert record.capabilities.weight_transports == ("shm", "collective")
+
+
+def test_an_engines_configuration_decides_its_slots():
+    schema = run(example("docs/plugins.md", "slots_per_worker"))["EngineConfig"]
+    assert schema().slots_per_worker() == 1
+    assert schema(tensor_parallel_size=4).slots_per_worker() == 4
+
+
+def test_a_fragment_is_a_block_under_its_own_name(site, tmp_path, monkeypatch):
+    plugin = """
+        from roll_core.spec.hooks import hookimpl
+        from roll_core.spec.providers import FragmentProvider
+
+        ROLL_HOOK_API = 1
+
+        @hookimpl
+        def roll_config_fragments():
+            yield FragmentProvider(
+                name="acme_small", target="roll_acme_files.fragments.config:acme_small.yaml", summary="A size"
+            )
+    """
+    project = '[project.entry-points."roll.plugins"]\nroll-acme-files = "roll_acme_files.plugin"\n'
+    fragment = example("docs/plugins.md", "acme_small:", "yaml")
+    files = {"plugin.py": plugin, "fragments/config/acme_small.yaml": fragment}
+    package(site, project, {f"roll_acme_files/{name}": content for name, content in files.items()})
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(BASE, encoding="utf-8")
+    names = "model_args: {model_config_kwargs: '${acme_small}'}"
+    Path("run.yaml").write_text(f"defaults: [base, acme_small, _self_]\nactor_train:\n  {names}\n", encoding="utf-8")
+    config = load("run.yaml", (), load_registry()).config
+    assert config.actor_train.model_args.model_config_kwargs == {"heads": 4}
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+def test_sources_of_a_package_are_compiled_on_first_use(site, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    table = tomllib.loads(example("docs/plugins.md", "roll-extensions", "toml"))
+    ((target,),) = table["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["roll-extensions"].values()
+    (site / "acme").mkdir()
+    (site / "acme" / "__init__.py").touch()
+    (site / "acme" / "kernels.py").write_text(example("docs/plugins.md", "Extension("), encoding="utf-8")
+    (site / "acme" / "fast.cpp").write_text('extern "C" int twice(int x) { return 2 * x; }\n', encoding="utf-8")
+
+    from roll_core.modeling.extensions import Extension
+
+    assert isinstance(load_target(target, owner=""), Extension)
+    import acme.kernels
+
+    assert acme.kernels.library().twice(21) == 42
+
+
+def test_a_reward_function_is_called_with_the_rows_columns():
+    style = run(example("docs/rewards.md", "def style"))["style"]
+    assert (style("1+1=", "2.", solution="2"), style("1+1=", "2", solution="2")) == (1.0, 0.0)
+
+
+def test_adapters_are_added_trained_and_exported(tmp_path):
+    import torch
+
+    from roll_core.modeling.model import load_model
+    from roll_core.spec.model import LoraSpec, ModelSpec
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    random = {"model_type": "qwen3", "vocab_size": 11, "num_key_value_heads": 2, "head_dim": 8, **sizes}
+    lora = LoraSpec(rank=2, alpha=4.0, targets=("q_proj",))
+    load_model(ModelSpec(random_init=random, dtype="fp32")).save_pretrained(tmp_path / "model")
+    spec = ModelSpec(path=str(tmp_path / "model"), dtype="fp32", lora=lora)
+    names = {"spec": spec, "gather": torch.Tensor.detach, "path": tmp_path / "adapter"}
+    found = run(example("docs/lora.md", "add_adapters"), **names)
+    trained = found["adapters"].trained()
+    assert {each.shape[0] for each in trained.values()} == {2, 16}
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_an_architecture_of_another_package_is_a_table_of_rules(site):
+    page = "docs/megatron.md"
+    project = example(page, "roll.megatron_architectures", "toml")
+    package(site, project, {"my_package/my_model.py": example(page, "ARCHITECTURE = Architecture(")})
+    config = pytest.importorskip("roll_strategy_megatron.config").MegatronConfig
+    config().check_model({"model_type": "my_model"})
+    with pytest.raises(ValueError, match="my_model"):  # it is among those that there are
+        config().check_model({"model_type": "no_model"})
+
+
+# -- the kit -----------------------------------------------------------------------------------------------------------
+
+OFFERED = """
+from roll_acme.plugin import INFER
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import InferProvider
+
+ROLL_HOOK_API = 1
+
+
+@hookimpl
+def roll_infer_strategies():
+    yield InferProvider(
+        name="my_infer",
+        target="roll_page.engine:Engine",
+        config="roll_acme.config:AcmeConfig",
+        summary="The page's update_weights in an engine",
+        capabilities=INFER,
+    )
+"""
+ENGINE = """
+from roll_acme.bigram import BigramInferStrategy
+
+
+class Engine(BigramInferStrategy):
+    update_weights, owned = update_weights, True
+
+    @property
+    def parameters(self):
+        return {"table": self._table()}
+
+    @parameters.setter
+    def parameters(self, given):
+        self.table_VV = given["table"]
+
+    def _check(self, request):
+        if self.version is None:
+            raise RuntimeError("the last update of the weights failed")
+        super()._check(request)
+"""
+
+
+def kit(folder, name, suite, chosen=""):
+    """Names of the tests of a suite that passed, run as its author would run it."""
+    (folder / f"{name}.py").write_text(suite, encoding="utf-8")
+    wrong = SUITES / "roll-wrong"
+    for project in (ACME, wrong):
+        package(folder, (project / "pyproject.toml").read_text(encoding="utf-8"), {})
+    path = os.pathsep.join(map(str, (folder, ACME / "src", wrong / "src", SUITES)))
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-n", "0", "-p", "no:cacheprovider", "-k", chosen]
+    done = subprocess.run(
+        [*command, str(folder / f"{name}.py")],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.findall(r"^PASSED .*::(\w+)", done.stdout, flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_an_engine_with_the_pages_update_passes_the_whole_kit(tmp_path):
+    page = example("docs/weight-sync.md", "async def update_weights")
+    project = '[project]\nname = "roll-page"\n[project.entry-points."roll.plugins"]\nroll-page = "roll_page.plugin"\n'
+    package(tmp_path, project, {"roll_page/plugin.py": OFFERED, "roll_page/engine.py": page + ENGINE})
+    code = example("docs/conformance.md", "InferStrategyConformance")
+    # Acme's suite says what its model is.
+    code = re.sub(r"class TestMine\(\w+\)", "class TestMine(Acme)", code)
+    passed = kit(tmp_path, "test_page", f"from acme_suite import TestAcmeInfer as Acme\n{code}\ndel Acme\n")
+    assert {"test_what_does_not_fit_the_manifest_is_named", "test_shared_tensors_may_be_a_trainers_own"} <= {*passed}
+    assert len(passed) > 40
+
+
+@pytest.mark.slow
+def test_the_pages_suites_pass_for_strategies_and_platforms_that_are_right(tmp_path):
+    page = "docs/conformance.md"
+    train = example(page, 'name = "my_train"').replace("TestMine", "TestTrain").replace("my_train", "hf_train")
+    board = example(page, 'name = "mine"').replace("TestMine", "TestBoard").replace('"mine"', '"cpu"')
+    # The model of roll-wrong's strategies is what their suite says.
+    sgd = re.sub(r"class TestMine\(\w+\)", "class TestSgd(Suite)", example(page, "torch.optim.SGD"))
+    sgd = sgd.replace("my_sgd_train", "right_sgd").replace("class ", "from wrong_suite import Suite\n\nclass ")
+    suite = f"{train}\n{board}\n{sgd}\ndel Suite, TrainStrategyConformance, PlatformConformance\n"
+    passed = kit(tmp_path, "test_page", suite, "listing and not Sgd or Sgd and (clipped or steps_of_adamw)")
+    assert sorted(set(passed)) == [
+        "test_gradients_are_clipped_to_their_global_norm",
+        "test_listing_it_imports_nothing_heavy",
+        "test_steps_of_adamw_equal_the_reference",
+    ]
+
+
+def test_every_python_example_is_run_by_a_test_of_this_file():
+    taken = Path(__file__).read_text(encoding="utf-8")
+    words = re.findall(r"example\(\s*(?:page|\"[\w/.-]+\"), (?:\"([^\"]+)\"|'([^']+)')", taken)
+    assert len(words) > 10
+    for page, line, text in examples("python"):
+        assert any((double or single) in text for double, single in words), f"{page}:{line}"
