@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from roll_core.data.order import RowOrder
 from roll_core.data.pack import balance, pack, pack_evenly, totals
 from roll_core.errors import DataError
+from roll_core.testing.errors import refused
 from roll_core.types import Totals, TrainSequence
 
 
@@ -120,7 +121,7 @@ def test_sequences_that_make_no_sense_are_named(bad, message):
 
 
 def test_a_field_that_only_some_sequences_have_is_named():
-    with pytest.raises(DataError, match="sequence 2 has no values, but sequence 1"):
+    with refused(DataError, "sequence 2", "sequence 1"):
         pack([sequence("1", 2, values=np.zeros(2, np.float32)), sequence("2", 2)])
 
 
@@ -153,5 +154,5 @@ def test_row_order_differs_by_seed_and_epoch():
 
 
 def test_an_order_of_no_rows_is_refused():
-    with pytest.raises(DataError, match="no rows"):
+    with refused(DataError):
         RowOrder(0, 1)

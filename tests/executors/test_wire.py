@@ -21,6 +21,7 @@ from roll_core.errors import CorruptTensorError, GuardTrippedError, UnsupportedE
 from roll_core.runtime.executors import wire
 from roll_core.runtime.executors.calls import CallFailed, Failure
 from roll_core.runtime.executors.codecs import WIRE, decode, encode_failure, encode_result
+from roll_core.testing.errors import refused
 from roll_core.types import Reward, Sample
 
 PLAIN = st.recursive(
@@ -109,7 +110,7 @@ def test_paths_sets_and_enums() -> None:
 
     assert there_and_back([Path("/a/b"), {1, 2}, frozenset("x")]) == [Path("/a/b"), {1, 2}, {"x"}]
     assert there_and_back(pickle.PickleBuffer) is pickle.PickleBuffer
-    with pytest.raises(UnsupportedError, match="cannot be found by its name"):
+    with refused(UnsupportedError):
         wire.dumps(Inner.A)
 
 
@@ -133,7 +134,7 @@ def test_a_name_that_is_no_dataclass_makes_nothing() -> None:
     forged = wire.msgpack.packb(
         wire.msgpack.ExtType(wire.RECORD, wire.dumps(["subprocess:Popen", {"args": ["touch", "/nowhere"]}]))
     )
-    with pytest.raises(UnsupportedError, match="subprocess:Popen is no dataclass"):
+    with refused(UnsupportedError, "subprocess:Popen"):
         wire.loads(forged)
 
 

@@ -14,6 +14,7 @@ from roll_core.errors import CheckpointMismatchError
 from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.runtime.rollout.saved import array_from
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.testing.errors import refused
 from roll_core.testing.simulation import SimulatedEngine, Speed
 from roll_core.types import Group, Reward, SamplingParams
 
@@ -472,9 +473,9 @@ def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept
         dispatcher = fleet()
         state = await state_that_keeps(kept, dispatcher)
         other = RolloutScheduler(plan(ahead=1.0, n=5), dispatcher, None, seed=1)
-        with pytest.raises(CheckpointMismatchError, match=r"^the checkpoint keeps 4 answers to .* asks for 5"):
+        with refused(CheckpointMismatchError, "4", "5"):
             other.load_state(state)
-        with pytest.raises(CheckpointMismatchError, match="saved rollouts of 'a' cannot be read"):
+        with refused(CheckpointMismatchError, "'a'"):
             other.load_state({"a": {"next": 3}})
 
     in_virtual_time(main)

@@ -12,6 +12,7 @@ import pytest
 
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
+from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams
 
 PLUGIN = Path(__file__).parent / "recording.py"
@@ -134,7 +135,7 @@ def test_a_role_that_can_move_nothing_is_not_asked_to(site, local_runs):
     local_runs.ok(config)
     assert not [line for line in moves(local_runs) if line.startswith("actor_train")]
     config["actor_train"]["is_offload_states"] = True
-    with pytest.raises(ConfigError, match="still_train moves nothing off its slots"):
+    with refused(ConfigError, "still_train"):
         local_runs.run(config)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from roll_core.errors import RunInterruptedError, RunPreemptedError
 from roll_core.runtime.stopping import StopSignals
+from roll_core.testing.errors import refused
 
 
 def signalled(*numbers: int) -> None:
@@ -23,7 +24,7 @@ def test_before_there_is_anything_to_save_sigterm_ends_at_once():
         signalled(signal.SIGTERM)
         await asyncio.sleep(30)
 
-    with pytest.raises(RunPreemptedError, match="nothing to save") as ended:
+    with refused(RunPreemptedError) as ended:
         stop.run(main())
     assert ended.value.exit_code == 75
 
@@ -39,7 +40,7 @@ def test_sigterm_waits_for_what_is_in_progress():
         seen.append(stop.asked)
         raise stop.saved("step 3 is saved")
 
-    with pytest.raises(RunPreemptedError, match="stopped by SIGTERM; step 3 is saved"):
+    with refused(RunPreemptedError, "SIGTERM", "step 3"):
         stop.run(main())
     assert seen == [True]
 

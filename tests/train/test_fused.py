@@ -11,6 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.modeling import elementwise, fused
+from roll_core.testing.errors import refused
 
 
 def norm(size=24):
@@ -137,7 +138,7 @@ def test_what_is_not_finite_stays_so(kernels):
 
 @pytest.mark.parametrize("weight", [torch.ones(0), torch.ones(23), torch.ones(24).double(), torch.ones(48)[::2]])
 def test_memory_of_another_shape_is_never_read(weight):
-    with pytest.raises(ValueError, match="expected"):
+    with refused(ValueError, "expected"):
         elementwise.norm(torch.ones(3, 24), weight, 1e-5)
 
 

@@ -12,6 +12,7 @@ from roll_core.errors import ModelError
 from roll_core.modeling.model import load_model, quiet, scalar_head
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
+from roll_core.testing.errors import refused
 
 
 def equal(one, other):
@@ -68,7 +69,7 @@ def test_critics_have_a_small_new_head_whatever_the_architecture(tiny, model_typ
 
 def test_a_language_model_is_no_reward_model(tiny, tmp_path):
     load_model(ModelSpec(random_init=tiny)).save_pretrained(tmp_path / "model")
-    with pytest.raises(ModelError, match="no scoring head"):
+    with refused(ModelError):
         load_model(ModelSpec(path=str(tmp_path / "model"), task="reward"))
 
 
@@ -89,13 +90,13 @@ def test_random_models_that_make_no_sense_are_refused(tiny, tokenizer, change, m
 
 
 def test_stored_models_that_make_no_sense_are_refused(tiny, tmp_path):
-    with pytest.raises(ModelError, match="no such directory"):
+    with refused(ModelError):
         load_model(ModelSpec(path=str(tmp_path / "nowhere")))
-    with pytest.raises(ModelError, match=r"no config.json"):
+    with refused(ModelError, "config.json"):
         load_model(ModelSpec(path=str(tmp_path)))
-    with pytest.raises(ModelError, match="needs a source"):
+    with refused(ModelError):
         load_model(ModelSpec())
-    with pytest.raises(ModelError, match="give vocab_size, or a tokenizer"):
+    with refused(ModelError, "vocab_size"):
         load_model(ModelSpec(random_init={"model_type": "qwen3"}))
     load_model(ModelSpec(random_init=tiny)).save_pretrained(tmp_path / "model")
     for overrides, message in (
@@ -106,7 +107,7 @@ def test_stored_models_that_make_no_sense_are_refused(tiny, tmp_path):
         with pytest.raises(ModelError, match=message):
             load_model(ModelSpec(path=str(tmp_path / "model"), config_overrides=overrides))
     (tmp_path / "model" / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="cannot load the weights"):
+    with refused(ModelError):
         load_model(ModelSpec(path=str(tmp_path / "model")))
 
 

@@ -11,6 +11,7 @@ from roll_core.runtime.weight_sync import cuda_ipc
 from roll_core.runtime.weight_sync.channel import ReceiversLostError
 from roll_core.runtime.weight_sync.plan import Deadline
 from roll_core.spec.weights import make_manifest
+from roll_core.testing.errors import refused
 
 BUCKET = 16 << 10
 
@@ -166,11 +167,11 @@ def test_a_device_without_memory_left_says_how_much_was_asked_for(monkeypatch, d
 
     monkeypatch.setattr(device, "allocate", allocate)
     sender = cuda_ipc.CudaIpcSender((), BUCKET, "cpu")
-    with pytest.raises(WeightSyncError, match="no 1024 bytes for a bucket on cpu: out of memory"):
+    with refused(WeightSyncError, "1024"):
         sender.lend(1024)
     sender.close()
 
 
 def test_devices_whose_memory_nobody_can_lend_are_refused():
-    with pytest.raises(UnsupportedError, match="memory of the device npu:0 cannot be lent"):
+    with refused(UnsupportedError, "npu:0"):
         cuda_ipc.CudaIpcSender((0,), BUCKET, "npu:0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from roll_core.testing.errors import refused
 from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
 from roll_infer_sglang.config import SglangConfig
 
@@ -67,7 +68,7 @@ def test_adapters_are_served_only_where_it_is_asked_for():
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 80])
 def test_a_share_of_the_memory_is_a_share(share):
-    with pytest.raises(ValidationError, match="mem_fraction_static"):
+    with refused(ValidationError, "mem_fraction_static"):
         SglangConfig(mem_fraction_static=share)
 
 
@@ -98,9 +99,9 @@ def test_models_and_lengths_that_it_cannot_serve_are_refused():
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         SglangConfig(enable_lora=True).check_model({key: 8})
         SglangConfig().check_model({key: 0, "hidden_size": 64})
-        with pytest.raises(ValueError, match="mixtures of experts"):
+        with refused(ValueError):
             SglangConfig().check_model({key: 8})
     SglangConfig().check_lengths(1024, 1024)
     SglangConfig(context_length=2048).check_lengths(1024, 1024)
-    with pytest.raises(ValueError, match=r"context_length 2047 .* = 2048"):
+    with refused(ValueError, "context_length", "2047", "2048"):
         SglangConfig(context_length=2047).check_lengths(1024, 1024)

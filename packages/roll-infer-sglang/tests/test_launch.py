@@ -10,6 +10,7 @@ import pytest
 from roll_core.errors import ModelError
 from roll_core.modeling.engine_files import engine_files
 from roll_core.spec.model import LoraSpec, MeshInfo
+from roll_core.testing.errors import refused
 from roll_core.testing.infer.live import biased
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.launch import SPARE_TOKENS, check_sizes, server_arguments
@@ -48,7 +49,7 @@ def test_a_cpus_cache_is_bounded_unless_the_user_says_how():
 def test_the_context_is_the_models_unless_it_is_to_be_shorter():
     assert told()["context_length"] == 256 + SPARE_TOKENS
     assert told(context_length=100)["context_length"] == 100 + SPARE_TOKENS
-    with pytest.raises(ModelError, match="context_length is 257, but the model has 256 positions"):
+    with refused(ModelError, "context_length", "257", "256"):
         told(context_length=257)
 
 
@@ -79,7 +80,7 @@ def test_kernels_of_adapters_are_the_users_and_on_a_cpu_those_that_it_has():
 
 
 def test_adapters_over_several_slots_are_refused():
-    with pytest.raises(ModelError, match="actor_infer rank 0: enable_lora: adapters over several slots"):
+    with refused(ModelError, "actor_infer rank 0", "enable_lora"):
         told(lora=LORA)
 
 

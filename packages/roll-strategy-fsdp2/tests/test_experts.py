@@ -7,6 +7,7 @@ from fsdp2_programs import MOE, TINY, Job, train
 
 from roll_core.errors import PlacementError
 from roll_core.spec.model import MeshInfo
+from roll_core.testing.errors import refused
 from roll_core.testing.ranks import RanksFailedError
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import make_meshes
@@ -35,5 +36,5 @@ def test_models_whose_experts_cannot_be_spread_are_named(ranks, change, said):
 
 
 def test_the_ranks_of_a_copy_must_be_a_multiple():
-    with pytest.raises(PlacementError, match="ep_size 4 does not divide the 2 ranks that share a copy"):
+    with refused(PlacementError, "ep_size", "4", "2"):
         make_meshes(MeshInfo(role="actor_train", world_size=4), FSDP2Config(ep_size=4, fsdp_size=2))
