@@ -158,7 +158,7 @@ def test_one_token_alone(estimate):
 @pytest.mark.parametrize("estimate", ESTIMATORS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_rewards_that_are_not_finite_are_an_error(estimate, poison):
-    with refused(NonFiniteError):
+    with refused(NonFiniteError, "1", "2", "index"):
         estimate(batch_of([[0, poison]], [[1, 1]], values=[[0, 0]]))
 
 

@@ -87,16 +87,14 @@ def test_each_rank_is_a_process_of_its_own(host, functions):
 
 def test_the_rank_that_raised_is_named_and_the_others_do_not_keep_one_waiting(host, functions):
     began = time.monotonic()
-    with pytest.raises(RanksFailedError, match=r"(?s)rank 1 raised.*LookupError: nothing here.*about to fail"):
+    with refused(RanksFailedError, "rank 1", "LookupError", "about"):
         host.run(functions.fail, 1, num_ranks=3, timeout_s=60)
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize(
-    ("how", "said"), [("SIGKILL", "signal SIGKILL"), ("SIGSEGV", "signal SIGSEGV"), ("exit", "code 7")]
-)
-def test_a_rank_that_dies_is_named(host, functions, how, said):
-    with pytest.raises(RanksFailedError, match=rf"rank 1 died \(.*{said}\) without an answer"):
+@pytest.mark.parametrize(("how", "facts"), [("SIGKILL", ("SIGKILL",)), ("SIGSEGV", ("SIGSEGV",)), ("exit", ("7",))])
+def test_a_rank_that_dies_is_named(host, functions, how, facts):
+    with refused(RanksFailedError, "rank 1", *facts):
         host.run(functions.die, how, num_ranks=2)
 
 
@@ -107,7 +105,7 @@ def test_a_rank_that_hangs_is_named_with_the_place(host, functions):
 
 def test_what_a_rank_started_ends_with_it(host, functions, tmp_path):
     file = tmp_path / "ids"
-    with refused(RanksFailedError):
+    with refused(RanksFailedError, "rank 0", "8"):
         host.run(functions.start_a_child, str(file), timeout_s=8)
     assert all(gone(int(each)) for each in file.read_text().split())
 
@@ -136,7 +134,7 @@ def test_a_host_that_is_killed_takes_its_ranks_along_and_is_started_again(functi
 
     killer = threading.Thread(target=kill_once_it_runs)
     killer.start()
-    with refused(RanksFailedError):
+    with refused(RanksFailedError, "EOFError"):
         host.run(functions.start_a_child, str(file), timeout_s=60)
     killer.join()
     assert gone(int(file.read_text().split()[0]))

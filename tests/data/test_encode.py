@@ -182,7 +182,7 @@ def test_chats_need_a_template_and_prompts_do_not(load, columns):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(load):
     rows, data, tokenizer = load([{"chat": CHAT}], messages="chat", native=FORGETFUL)
-    with refused(DataError):
+    with refused(DataError, "template", "message 2"):
         encode_sft(rows, data, tokenizer, prompt_length=200, response_length=200)
     single, data, tokenizer = load([{"chat": CHAT[:2]}], messages="chat", native=FORGETFUL)
     ((sequence,), _) = encode_sft(single, data, tokenizer, prompt_length=200, response_length=200)

@@ -79,7 +79,7 @@ def test_an_alphabet_counts_each_character_once(tmp_path):
 
 
 def test_an_empty_alphabet_and_a_vocabulary_without_room_are_refused(tmp_path):
-    with refused(DataError):
+    with refused(DataError, "alphabet"):
         make_tokenizer(TokenizerConfig(kind="char"), (), tmp_path)
     config = TokenizerConfig(kind="bpe", vocab_size=260)
     with refused(DataError, "263"):

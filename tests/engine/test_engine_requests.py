@@ -359,21 +359,21 @@ def test_stop_ends_what_waits(with_engine, half_drawn):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "says"),
+    ("wrong", "error", "facts"),
     [
-        (request("a", []), DataError, "request 'a': the prompt is empty"),
-        (request("a", [5, 97]), DataError, "token 1 is id 97, but the model's vocabulary has 97"),
-        (request("a", [-1]), DataError, "token 0 is id -1"),
-        (request("a", [0.5]), DataError, "float64"),
-        (request("a", [1] * 100, max_new_tokens=29), DataError, "100 prompt tokens + max_new_tokens 29 = 129"),
-        (request("a", [1], stop_token_ids=(200,)), DataError, "stop_token_ids has 200"),
-        (request("a", [1], temperature=-1.0), DataError, "temperature is -1"),
-        (request("a", [1], top_p=0.0), DataError, "top_p is 0"),
-        (request("a", [1], max_new_tokens=5, stop=("x",), ignore_eos=False), UnsupportedError, "stop strings need a"),
+        (request("a", []), DataError, ("'a'",)),
+        (request("a", [5, 97]), DataError, ("token 1", "97")),
+        (request("a", [-1]), DataError, ("token 0", "-1")),
+        (request("a", [0.5]), DataError, ("float64",)),
+        (request("a", [1] * 100, max_new_tokens=29), DataError, ("100", "max_new_tokens", "29", "129")),
+        (request("a", [1], stop_token_ids=(200,)), DataError, ("stop_token_ids", "200")),
+        (request("a", [1], temperature=-1.0), DataError, ("-1",)),
+        (request("a", [1], top_p=0.0), DataError, ("top_p", "0")),
+        (request("a", [1], max_new_tokens=5, stop=("x",), ignore_eos=False), UnsupportedError, ("stop",)),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_the_reason(with_engine, wrong, error, says):
-    with pytest.raises(error, match=says.replace("+", r"\+")):
+def test_what_cannot_be_served_is_refused_with_the_reason(with_engine, wrong, error, facts):
+    with refused(error, *facts):
         with_engine(together([wrong]))
 
 
@@ -383,7 +383,7 @@ def test_a_request_larger_than_the_cache_says_which_key_to_raise(with_engine):
 
 
 def test_two_running_requests_cannot_have_one_id(with_engine):
-    with refused(DataError):
+    with refused(DataError, "'a'"):
         with_engine(together([request("a", [1], max_new_tokens=5), request("a", [2], max_new_tokens=5)]))
 
 

@@ -323,7 +323,7 @@ def test_workers_of_ray_are_told_who_they_are(run: Run, group: WorkerGroup) -> N
 
 @only_ray
 def test_result_that_cannot_be_sent_is_an_error_of_its_call(run: Run, group: WorkerGroup) -> None:
-    with refused(WorkerError):
+    with refused(WorkerError, "unsendable"):
         run(group.call_rank(0, "unsendable"))
 
 
@@ -348,10 +348,9 @@ def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending
             task = asyncio.ensure_future(waiting)
             await asyncio.sleep(0.2)
             os.kill(victim.pid, signal.SIGKILL)
-            when = "during sleep" if pending == "own call" else "between two calls"
-            text = f"^victims rank 1 on {victim.host} died {when}: process {victim.pid} is gone"
-            with pytest.raises(WorkerDiedError, match=text):
+            with refused(WorkerDiedError, f"victims rank 1 on {victim.host}", victim.pid) as caught:
                 await asyncio.wait_for(task, 30)
+            assert caught.value.method == ("sleep" if pending == "own call" else "")
             with refused(WorkerDiedError, "victims rank 1"):
                 another.check_alive()
             with refused(WorkerDiedError, "victims rank 1"):
@@ -418,7 +417,7 @@ def test_a_worker_behind_a_gap_of_the_network_is_given_up_where_its_group_surviv
             error = ray.exceptions.ActorUnavailableError("no route to host", None)
             behind._unreachable(next(iter(behind._pending)), error)
             for each in asked:
-                with pytest.raises(WorkerDiedError, match=r"judge rank 1 .*no route to host"):
+                with refused(WorkerDiedError, "judge rank 1", "route"):
                     await each
             another.check_alive()
             assert group.lost == {1}
@@ -433,7 +432,7 @@ def test_crash_is_told_from_a_kill_and_shows_where_it_was(run: Run, another: Exe
     async def crash() -> None:
         async with another:
             groups = await another.start([spec(ranks=1)])
-            with refused(WorkerDiedError) as caught:
+            with refused(WorkerDiedError, "crash") as caught:
                 await groups["judge"].call("crash")
             assert "executor_workers.py" in caught.value.trace
 

@@ -156,7 +156,7 @@ def test_a_killed_process_fails_the_calls_that_wait(runner: asyncio.Runner, fres
         waiting = asyncio.ensure_future(fresh.call("wait_forever"))
         await fresh.call("greet", "Ann")
         os.kill(fresh.hello["pid"], signal.SIGKILL)
-        with pytest.raises(ProcessEndedError, match="was killed by SIGKILL"):
+        with refused(ProcessEndedError, "SIGKILL"):
             await waiting
         with pytest.raises(ProcessEndedError):
             await fresh.call("greet", "Ann")

@@ -110,23 +110,23 @@ def test_paths_sets_and_enums() -> None:
 
     assert there_and_back([Path("/a/b"), {1, 2}, frozenset("x")]) == [Path("/a/b"), {1, 2}, {"x"}]
     assert there_and_back(pickle.PickleBuffer) is pickle.PickleBuffer
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "Inner"):
         wire.dumps(Inner.A)
 
 
 @pytest.mark.parametrize(
-    ("value", "named"),
+    ("value", "facts"),
     [
-        (torch.zeros(2), "torch.Tensor"),
-        ({"deep": [(threading.Lock(),)]}, "lock"),
-        (np.array([object()]), "dtype object"),
-        (lambda: 0, "<lambda>"),
-        (2**70, "too large"),
-        ("\ud800", "surrogates"),
+        (torch.zeros(2), ("torch.Tensor",)),
+        ({"deep": [(threading.Lock(),)]}, ("lock",)),
+        (np.array([object()]), ("object",)),
+        (lambda: 0, ("<lambda>",)),
+        (2**70, ("1180591620717411303424",)),
+        ("\ud800", ("surrogates",)),
     ],
 )
-def test_what_has_no_place_is_refused_by_name(value: Any, named: str) -> None:
-    with pytest.raises(UnsupportedError, match=named):
+def test_what_has_no_place_is_refused_by_name(value: Any, facts: str) -> None:
+    with refused(UnsupportedError, *facts):
         wire.dumps(value)
 
 

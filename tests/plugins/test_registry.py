@@ -82,7 +82,7 @@ def test_a_conflict_names_both_packages_their_versions_and_the_way_out():
 def test_a_conflict_inside_of_one_package_names_its_entry_points():
     first = plugin("one", "1.1", engine("x"), entry_point="first")
     second = plugin("one", "1.1", engine("x"), entry_point="second")
-    with refused(ProviderConflictError):
+    with refused(ProviderConflictError, "--disable-plugin first", "--disable-plugin second"):
         Registry([first, second]).find(InferProvider, "one/x")
 
 
@@ -100,7 +100,7 @@ def test_the_beginning_of_a_name_gets_those_that_begin_so():
     registry = Registry([plugin("one", "1.0", engine("turbine_of_acme"), engine("turbine_of_ours"), engine("fan"))])
     with refused(UnknownProviderError, "'turbine_of_acme'", "'turbine_of_ours'"):
         registry.find(InferProvider, "turb")
-    with refused(UnknownProviderError):
+    with refused(UnknownProviderError, "''", "turbine_of_ours"):
         registry.find(InferProvider, "")
 
 
@@ -122,16 +122,16 @@ def test_an_unknown_name_lists_the_plugins_that_failed_and_chains_the_first_caus
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"),
+    ("name", "facts"),
     [
-        ("nobody/x", "no plugin 'nobody' is installed; installed: one, two"),
-        ("one/y", "one 1.0 offers x"),
-        ("two/x", "two 1.0 offers no infer strategy"),
+        ("nobody/x", ("'nobody'",)),
+        ("one/y", ("1.0",)),
+        ("two/x", ("1.0",)),
     ],
 )
-def test_a_qualified_name_that_does_not_exist_says_what_the_package_offers(name, answer):
+def test_a_qualified_name_that_does_not_exist_says_what_the_package_offers(name, facts):
     registry = Registry([plugin("one", "1.0", engine("x")), plugin("two")])
-    with pytest.raises(UnknownProviderError, match=answer):
+    with refused(UnknownProviderError, *facts):
         registry.find(InferProvider, name)
 
 
@@ -191,18 +191,18 @@ def test_a_target_is_imported_down_to_its_attribute():
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "answer"),
+    ("source", "target", "facts"),
     [
-        ("raise SystemExit(0)", "broken_target:X", "reward 'x' of acme: importing broken_target failed: SystemExit: 0"),
-        ("import nowhere_at_all", "broken_target:X", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
-        ("", "broken_target:X", "reward 'x' of acme: broken_target has no 'X'"),
-        ("class X: pass", "broken_target:X.Y", "broken_target has no 'X.Y'"),
-        ("", "broken_target", "target 'broken_target' is not 'module:attribute'"),
+        ("raise SystemExit(0)", "broken_target:X", ("'x'", "broken_target", "SystemExit", "0")),
+        ("import nowhere_at_all", "broken_target:X", ("ModuleNotFoundError", "'nowhere_at_all'")),
+        ("", "broken_target:X", ("'x'", "broken_target", "'X'")),
+        ("class X: pass", "broken_target:X.Y", ("broken_target", "'X.Y'")),
+        ("", "broken_target", ("'broken_target'", "'module:attribute'")),
     ],
 )
-def test_a_target_that_cannot_be_loaded_names_its_owner_and_the_cause(module, source, target, answer):
+def test_a_target_that_cannot_be_loaded_names_its_owner_and_the_cause(module, source, target, facts):
     module("broken_target", source)
-    with pytest.raises(PluginLoadError, match=answer):
+    with refused(PluginLoadError, *facts):
         load_target(target, owner="reward 'x' of acme")
 
 
@@ -213,16 +213,16 @@ def test_a_target_of_another_class_is_refused(module):
 
 
 @pytest.mark.parametrize(
-    ("source", "answer"),
+    ("source", "facts"),
     [
-        ("class X(RewardFunction): pass", "does not implement score"),
-        ("X = 3", "is not a subclass"),
+        ("class X(RewardFunction): pass", ("score",)),
+        ("X = 3", ("subclass",)),
     ],
 )
-def test_a_part_that_breaks_its_contract_is_refused(module, source, answer):
+def test_a_part_that_breaks_its_contract_is_refused(module, source, facts):
     module("contract_breaker", "from roll_core.spec.reward import RewardFunction\n" + source)
     record = RewardProvider(name="x", target="contract_breaker:X", summary="")
-    with pytest.raises(PluginLoadError, match=answer):
+    with refused(PluginLoadError, *facts):
         check_part(record, owner="x")
 
 
@@ -238,7 +238,7 @@ def test_a_strategy_that_declares_other_capabilities_than_its_record_is_refused(
             start = generate = abort = update_weights = stop = lambda self: None
         """,
     )
-    with refused(PluginLoadError):
+    with refused(PluginLoadError, "boaster:X", "capabilities"):
         check_part(engine("x", "boaster:X"), owner="x")
     check_part(engine("x", "boaster:X", capabilities=InferCapabilities(sleeps=True)), owner="x")
 
@@ -275,7 +275,7 @@ def test_a_need_none_of_whose_alternatives_is_met_says_what_was_found_of_each():
 
 
 def test_of_alternatives_the_installed_one_is_brought_to_its_version():
-    with pytest.raises(MissingRequirementError, match=r"Run: pip install 'pytest<1'$"):
+    with refused(MissingRequirementError, "'pytest<1'"):
         check_requirements(engine("x", needs=(("no-such-package>=1", "pytest<1"),)), owner="x")
 
 
@@ -348,9 +348,7 @@ def test_event_hooks_are_told_in_order_and_may_take_fewer_arguments(importable):
 @pytest.mark.parametrize("crash", ["raise ValueError('no')", "raise SystemExit(0)"])
 def test_an_event_hook_that_raises_is_an_error_that_names_its_package(importable, crash):
     importable.install("acme-crash", "0.9", source=LISTENER.replace('heard.append(("started", run))', crash))
-    with pytest.raises(
-        PluginHookError, match=r"plugin acme-crash 0\.9: roll_run_started raised (ValueError|SystemExit)"
-    ) as raised:
+    with refused(PluginHookError, "acme-crash 0.9", "roll_run_started") as raised:
         Events(load_registry()).run_started("the run")
     assert raised.value.__cause__ is not None
     assert raised.value.exit_code == 1

@@ -191,7 +191,7 @@ def test_a_manifest_that_is_not_one_is_damage(tmp_path: Path, manifest: str) -> 
     path = save(store, 1)
     (path / "manifest.json").write_text(manifest)
     assert len(verify(path)) == 1
-    with refused(CheckpointError):
+    with refused(CheckpointError, "step-1", "manifest.json"):
         store.latest_good()
 
 
@@ -271,7 +271,7 @@ def test_a_forged_field_of_a_manifest_is_a_checkpoint_error(tmp_path: Path, key:
     path = save(CheckpointStore(tmp_path / "c"), 1)
     (tmp_path / "c" / "secret").write_bytes(b"x")
     forge(path, "manifest.json", json.loads((path / "manifest.json").read_text(encoding="utf-8")) | {key: value})
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with refused(CheckpointError, path):
         CheckpointStore.open(path)
 
 

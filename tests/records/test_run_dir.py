@@ -77,9 +77,9 @@ def test_open_takes_a_run_an_experiment_or_latest(tmp_path: Path) -> None:
     run.config.write_text("pipeline: sft\n")
     for path in (run.path, tmp_path / "x", tmp_path / "x" / "latest"):
         assert RunDir.open(path).path == run.path
-    with refused(RunDirectoryError):
+    with refused(RunDirectoryError, tmp_path, "run.json"):
         RunDir.open(tmp_path)
-    with refused(RunDirectoryError):
+    with refused(RunDirectoryError, "nowhere"):
         RunDir.open(tmp_path / "nowhere")
 
 
@@ -100,7 +100,7 @@ def test_resume_true_takes_the_newest_checkpoint_of_the_experiment_but_not_of_th
 
 def test_resume_true_without_any_checkpoint_is_the_users_mistake(tmp_path: Path) -> None:
     RunDir.create(tmp_path, "x")
-    with refused(NoCheckpointError) as caught:
+    with refused(NoCheckpointError, "resume_from_checkpoint") as caught:
         find_checkpoint(True, output_dir=tmp_path, exp_name="x")
     assert caught.value.exit_code == 2
 
@@ -133,12 +133,12 @@ def test_resume_true_goes_back_to_an_older_run_when_all_of_the_newest_are_damage
     assert found is not None
     assert found.path == old.checkpoints / "step-2"
     (old.checkpoints / "step-2" / "manifest.json").write_text(json.dumps({"step": 2}))
-    with refused(CheckpointError):
+    with refused(CheckpointError, "step-4"):
         find_checkpoint(True, output_dir=tmp_path, exp_name="x")
 
 
 def test_resume_from_a_place_without_checkpoints_is_the_users_mistake(tmp_path: Path) -> None:
-    with refused(NoCheckpointError):
+    with refused(NoCheckpointError, "resume_from_checkpoint", tmp_path):
         find_checkpoint(str(tmp_path), output_dir=tmp_path, exp_name="x")
-    with refused(NoCheckpointError):
+    with refused(NoCheckpointError, "resume_from_checkpoint", tmp_path / "gone"):
         find_checkpoint(str(tmp_path / "gone"), output_dir=tmp_path, exp_name="x")

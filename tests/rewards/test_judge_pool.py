@@ -133,23 +133,23 @@ def test_a_hang_ends_at_the_deadline_and_the_next_job_is_done(pool_of, act):
 
 
 def test_a_number_too_large_for_the_universe_ends_at_the_deadline(pool_of):
-    with pytest.raises(RewardFailure, match="longer than"):
+    with refused(RewardFailure, "0.3"):
         pool_of().call({"act": "bignum", "value": 9}, timeout_s=0.3)
 
 
 @pytest.mark.parametrize(
-    ("act", "message"),
+    ("act", "facts"),
     [
-        ("die", "killed by SIGKILL while judging"),
-        ("hard exit", "exited with code 4 while judging"),
-        ("exit", "SystemExit: 3"),
-        ("raise", r"ValueError: no such unit \(user_rewards_\w+\.py:\d+ in handle\)"),
-        ("object", "TypeError: Object of type object is not JSON serializable"),
+        ("die", ("SIGKILL",)),
+        ("hard exit", ("4",)),
+        ("exit", ("SystemExit", "3")),
+        ("raise", ("ValueError", "user_rewards_", ".py")),
+        ("object", ("TypeError", "JSON")),
     ],
 )
-def test_what_goes_wrong_is_told_and_the_next_job_is_done(pool_of, act, message):
+def test_what_goes_wrong_is_told_and_the_next_job_is_done(pool_of, act, facts):
     pool = pool_of()
-    with pytest.raises(RewardFailure, match=message):
+    with refused(RewardFailure, *facts):
         pool.call({"act": act}, timeout_s=30)
     assert pool.call({"act": "echo", "value": 1}, timeout_s=30) == 1
 
@@ -167,7 +167,7 @@ def test_a_process_killed_in_the_middle_is_a_failure_of_that_job_alone(pool_of, 
     pid = pool.call({"act": "pid", "value": 0}, timeout_s=30)
     begun = tmp_path / "begun"
     once_there(begun, lambda: os.kill(pid, signal.SIGKILL))
-    with pytest.raises(RewardFailure, match="killed by SIGKILL"):
+    with refused(RewardFailure, "SIGKILL"):
         pool.call({"act": "sleep", "value": str(begun)}, timeout_s=60)
     assert pool.call({"act": "echo", "value": 1}, timeout_s=30) == 1
 
@@ -216,14 +216,14 @@ def test_a_job_that_forks_and_returns_in_both_processes_leaves_the_next_jobs_the
 def test_a_reply_to_another_job_is_refused_and_its_process_is_not_used_again(pool_of):
     pool = pool_of()
     assert pool.call({"act": "echo", "value": 1}, timeout_s=60) == 1  # job 0
-    with refused(RewardFailure):
+    with refused(RewardFailure, "pid"):
         pool.call({"act": "forge", "value": 2}, timeout_s=60)  # job 1, which replies to job 2 first
     assert pool.call({"act": "echo", "value": 2}, timeout_s=60) == 2
 
 
 def test_a_target_that_cannot_be_loaded_is_told_at_the_start(user_module):
     pool = JudgePool(f"{user_module('raise OSError(5)')}:prepare", {}, size=1, start_timeout_s=60.0)
-    with refused(RewardFailure, "5", "user_rewards_", "py", "1"):
+    with refused(RewardFailure, "OSError: 5", ".py:1"):
         pool.start(wait=True)
     pool.close()
 

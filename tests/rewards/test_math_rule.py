@@ -185,7 +185,7 @@ def test_a_truth_may_be_a_number_or_a_list(math_rule, asking, truth, response):
 
 @pytest.mark.parametrize("truth", ["", "  ", "日本", r"\frac{1}{", "????"])
 def test_a_truth_that_is_no_mathematics_is_a_failure(math_rule, asking, truth):
-    with refused(RewardFailure):
+    with refused(RewardFailure, repr(truth)):
         math_rule.score(asking(r"\boxed{42}", ground_truth=truth))
 
 
@@ -196,7 +196,7 @@ def test_a_truth_of_the_wrong_kind_names_row_and_column(math_rule, asking, truth
 
 
 def test_a_missing_column_lists_those_there_are(math_rule, asking):
-    with refused(DataError):
+    with refused(DataError, "row7/0/1", "answer", "level"):
         math_rule.score(asking(r"\boxed{42}", answer="42", level=1))
 
 

@@ -47,16 +47,16 @@ def test_accounts_agree_where_each_open_id_is_waited_for_by_one():
 
 
 @pytest.mark.parametrize(
-    ("ids", "waited_for", "message"),
+    ("ids", "waited_for", "facts"),
     [
-        (["a"], [["a", "b"]], "b are waited for, but nobody works on them"),
-        (["a", "b"], [["a"]], "b are worked on, but nobody waits for them"),
-        (["a"], [["a"], ["a"]], "a are waited for twice"),
-        (["z"], [["f", "c", "e", "d"]], "c, d, e and 1 more are waited for, .*; z are worked on"),
+        (["a"], [["a", "b"]], ("b",)),
+        (["a", "b"], [["a"]], ("b",)),
+        (["a"], [["a"], ["a"]], ("a",)),
+        (["z"], [["f", "c", "e", "d"]], ("1",)),
     ],
 )
-def test_an_id_that_is_lost_abandoned_or_waited_for_twice_is_named(ids, waited_for, message):
-    with pytest.raises(RollError, match=message):
+def test_an_id_that_is_lost_abandoned_or_waited_for_twice_is_named(ids, waited_for, facts):
+    with refused(RollError, *facts):
         opened(*ids, waited_for=waited_for).check()
 
 
@@ -87,10 +87,8 @@ def test_what_a_death_loses_or_doubles_is_found(kind, places):
     in_virtual_time(main)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"), [(Losing, r"to be drawn, and in 0 places"), (Mute, r"train/0/a\d.* are waited for")]
-)
-def test_who_waits_for_a_batch_is_told_of_a_lost_request_instead_of_waiting_for_ever(kind, message):
+@pytest.mark.parametrize(("kind", "facts"), [(Losing, ("0",)), (Mute, ("train/0/a",))])
+def test_who_waits_for_a_batch_is_told_of_a_lost_request_instead_of_waiting_for_ever(kind, facts):
     async def main():
         first = engine("0")
         dispatcher = kind([first, engine("1")])
@@ -98,7 +96,7 @@ def test_who_waits_for_a_batch_is_told_of_a_lost_request_instead_of_waiting_for_
         waiting = asyncio.ensure_future(scheduler.batch(0))
         await asyncio.sleep(1)
         first.kill()
-        with pytest.raises(RollError, match=message):
+        with refused(RollError, *facts):
             await waiting
 
     in_virtual_time(main)

@@ -390,7 +390,7 @@ def test_when_the_last_replica_dies_everybody_who_waits_is_told():
         waiting = asyncio.ensure_future(dispatcher.generate([request("a"), request("b")]))
         await asyncio.sleep(0.1)
         replica.kill()
-        with refused(WorkerDiedError):
+        with refused(WorkerDiedError, "rank 0"):
             await waiting
         assert dispatcher.accounts.ended == {"failed": 2}
         with pytest.raises(WorkerDiedError):  # nobody is there, so nobody waits for ever

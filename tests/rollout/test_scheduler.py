@@ -362,7 +362,7 @@ def test_a_judge_that_raises_ends_the_batch_with_its_error_and_leaves_nothing_ru
     async def main():
         dispatcher = fleet()
         scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), dispatcher, judge, seed=1)
-        with pytest.raises(ValueError, match="no such judge"):
+        with refused(ValueError, "judge"):
             await scheduler.batch(0)
         assert dispatcher.num_running == dispatcher.num_open == 0
 
@@ -382,7 +382,7 @@ def test_what_fails_between_two_batches_ends_the_next_one():
         scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), dispatcher, judge, seed=1)
         await scheduler.batch(0)
         await asyncio.sleep(3600)
-        with pytest.raises(ValueError, match="no such judge"):
+        with refused(ValueError, "judge"):
             await scheduler.batch(1)
         assert dispatcher.num_running == dispatcher.num_open == 0
 
@@ -495,8 +495,7 @@ def test_a_checkpoint_with_longer_answers_than_the_config_allows_is_refused(kept
             RolloutScheduler(plan(ahead=1.0, params=params), dispatcher, None, seed=1).load_state(state)
 
         resumed(longest)
-        found = rf"an answer of \d+ tokens to .* allows {longest - 1}: leave response_length"
-        with pytest.raises(CheckpointMismatchError, match=found):
+        with refused(CheckpointMismatchError, longest - 1, "response_length"):
             resumed(longest - 1)
 
     in_virtual_time(main)

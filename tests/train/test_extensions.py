@@ -94,7 +94,7 @@ def test_one_that_waits_too_long_for_another_says_so(source, monkeypatch):
     os.makedirs(extensions.cache_folder())
     monkeypatch.setattr(extensions, "BUILD_TIMEOUT_S", 0.1)
     lock = FileLock(f"{extensions.cache_folder()}/answer-{made.key()}.lock")
-    with lock, refused(ExtensionError):
+    with lock, refused(ExtensionError, "answer", "0"):
         made.library()
 
 

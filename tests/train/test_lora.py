@@ -91,7 +91,7 @@ def test_exported_adapters_are_those_that_are_merged(build, sequences):
 def test_adapters_are_not_exported_alone_where_they_are_not_all(build):
     with refused(UnsupportedError, "lm_head", "embed_tokens", "additional_target"):
         next(iter(build(lora=EXTRA).export_adapters()))
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "student", "adapters"):
         next(iter(build().export_adapters()))
 
 
@@ -237,20 +237,20 @@ def test_targets_are_ends_of_paths_or_a_regular_expression(build, targets, owner
 
 
 @pytest.mark.parametrize(
-    ("lora", "message"),
+    ("lora", "facts"),
     [
-        ({"targets": ("q_porj",)}, r"lora_target: Qwen3ForCausalLM has no module 'q_porj'; did you mean 'q_proj'\?"),
-        ({"targets": ("xyz",)}, "has no module 'xyz'; there are down_proj, gate_proj, k_proj"),
-        ({"targets": ("mlp",)}, "lora_target: mlp of Qwen3ForCausalLM is a Qwen3MLP, and only linear layers"),
-        ({"targets": ("embed_tokens",)}, "is an Embedding, and only linear layers"),
-        ({"targets": "q_proj$|v_proj$"}, "matches the whole path of no linear layer"),
-        ({"targets": ("q_proj",), "extra_modules": ("lmhead",)}, "additional_target: .* did you mean 'lm_head'"),
-        ({"targets": ("q_proj", "up_proj"), "extra_modules": ("mlp",)}, "both take model.layers.0.mlp.up_proj"),
+        ({"targets": ("q_porj",)}, ("lora_target", "'q_porj'", "'q_proj'")),
+        ({"targets": ("xyz",)}, ("'xyz'", "down_proj", "gate_proj", "k_proj")),
+        ({"targets": ("mlp",)}, ("lora_target",)),
+        ({"targets": ("embed_tokens",)}, ("Embedding",)),
+        ({"targets": "q_proj$|v_proj$"}, ("linear",)),
+        ({"targets": ("q_proj",), "extra_modules": ("lmhead",)}, ("additional_target", "'lm_head'")),
+        ({"targets": ("q_proj", "up_proj"), "extra_modules": ("mlp",)}, ("model.layers.0.mlp.up_proj",)),
     ],
     ids=str,
 )
-def test_modules_that_cannot_be_taken_are_named_with_the_nearest(build, lora, message):
-    with pytest.raises(ModelError, match=message):
+def test_modules_that_cannot_be_taken_are_named_with_the_nearest(build, lora, facts):
+    with refused(ModelError, *facts):
         build(lora=LoraSpec(**{"rank": 2, "alpha": 2.0} | lora))
 
 
@@ -373,5 +373,5 @@ def test_switching_adapters_off_freezes_and_thaws_nothing(build, forward_only):
 
 
 def test_a_model_without_adapters_has_no_base_to_ask(build, sequences):
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "Qwen3ForCausalLM"):
         build().forward(pack(sequences)[0], Want(logprobs=True, base=True))

@@ -81,15 +81,15 @@ def test_a_state_goes_only_on_the_base_model_that_it_was_trained_on(build, tmp_p
         build(lora=LORA, training=TRAINING, seed=99).load(tmp_path)
     with refused(CheckpointError, "rank 4", "12.0", "lora_rank", "4", "lora_alpha", "8"):
         build(lora=replace(LORA, alpha=8.0), training=TRAINING).load(tmp_path)
-    with refused(CheckpointError):
+    with refused(CheckpointError, "model.layers.0.mlp.down_proj.lora_A.default.weight"):
         build(lora=replace(LORA, targets=("q_proj",)), training=TRAINING).load(tmp_path)
-    with refused(CheckpointError):
+    with refused(CheckpointError, "lora_target"):
         build(training=TRAINING).load(tmp_path)
 
 
 def test_adapters_do_not_load_a_whole_model(build, tmp_path):
     build(training=TRAINING).save(tmp_path)
-    with refused(CheckpointError):
+    with refused(CheckpointError, "lora_target"):
         build(lora=LORA, training=TRAINING).load(tmp_path)
 
 
@@ -168,5 +168,5 @@ def test_a_critics_merged_export_comes_back(build, sequences, tmp_path):
 
 
 def test_adapters_of_a_model_without_a_name_are_not_exported_alone(build, tmp_path):
-    with pytest.raises(UnsupportedError, match="base model"):
+    with refused(UnsupportedError, "base"):
         build(lora=replace(LORA, export="adapter")).export_model(tmp_path)

@@ -78,7 +78,7 @@ def test_a_folder_is_a_wish_for_disk():
     with refused(UnsupportedError, "model_update_dir"):
         choose_transport(TRAIN, INFER, facts)
     alone = PlacementFacts(same_process=True, same_host=True, directory="/weights")
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "disk", "model_update_dir"):
         choose_transport(TRAIN, infer, alone)
 
 

@@ -236,7 +236,7 @@ def test_torch_s_own_backends_are_made_by_their_class(monkeypatch):
 
 
 def test_a_backend_that_this_torch_does_not_have_is_named():
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "madeup"):
         groups.make_group("madeup", "cpu", None, 0, 2, groups.LOOPBACK, Deadline(1))
 
 

@@ -132,13 +132,13 @@ def test_between_publishes_neither_end_holds_the_memory():
 
 
 @pytest.mark.parametrize(
-    ("name", "refuses", "words"),
+    ("name", "refuses", "facts"),
     [
-        ("another device", "", "lies on device the one device, and this process computes on another device"),
-        ("the one device", "invalid device context", "cannot be opened: invalid device context"),
+        ("another device", "", ("one device", "another device")),
+        ("the one device", "invalid device context", ("invalid device context",)),
     ],
 )
-def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch, name, refuses, words):
+def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch, name, refuses, facts):
     manifest = make_manifest(1, [("a", torch.arange(100))])
     sender = cuda_ipc.CudaIpcSender((0,), BUCKET, "cpu")
     kind = HostMemory(name)
@@ -153,7 +153,7 @@ def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch,
         lost.extend(caught.value.gone)
 
     sending = in_thread(send)
-    with pytest.raises(WeightSyncError, match=words):
+    with refused(WeightSyncError, *facts):
         list(receiver.receive(manifest, Deadline(20)))
     receiver.close()
     sending.join(20)

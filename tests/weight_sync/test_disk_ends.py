@@ -154,5 +154,5 @@ def test_a_full_disk_is_an_error_of_the_sync(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk.Folder, "write", full)
-    with pytest.raises(WeightSyncError, match=r"\(model_update_dir\): .*No space left"):
+    with refused(WeightSyncError, "(model_update_dir)", "No space"):
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(5))

@@ -49,15 +49,15 @@ def test_no_argument_is_both_passed_on_and_refused():
 
 
 @pytest.mark.parametrize(
-    ("beside", "words"),
+    ("beside", "facts"),
     [
-        ({"load_format": "dummy"}, "random weights beneath"),
-        ({"sleep_level": 2}, "lose the weights beneath"),
-        ({"tp_size": 2}, "over several slots"),
+        ({"load_format": "dummy"}, ("weights",)),
+        ({"sleep_level": 2}, ("weights",)),
+        ({"tp_size": 2}, ("slots",)),
     ],
 )
-def test_adapters_are_refused_beside_what_would_break_them(beside, words):
-    with pytest.raises(ValidationError, match=f"enable_lora: .*{words}"):
+def test_adapters_are_refused_beside_what_would_break_them(beside, facts):
+    with refused(ValidationError, "enable_lora", *facts):
         SglangConfig.model_validate({"enable_lora": True, **beside})
 
 
@@ -99,7 +99,7 @@ def test_models_and_lengths_that_it_cannot_serve_are_refused():
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         SglangConfig(enable_lora=True).check_model({key: 8})
         SglangConfig().check_model({key: 0, "hidden_size": 64})
-        with refused(ValueError):
+        with refused(ValueError, "experts"):
             SglangConfig().check_model({key: 8})
     SglangConfig().check_lengths(1024, 1024)
     SglangConfig(context_length=2048).check_lengths(1024, 1024)

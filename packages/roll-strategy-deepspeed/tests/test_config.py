@@ -107,26 +107,26 @@ def test_the_pipelines_norm_is_the_one_that_clips():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "facts"),
     [
-        ({"zero_optimisation": {}}, "zero_optimisation"),
-        ({"optimizer": {"type": "AdamW"}}, "optimizer"),
-        ({"scheduler": {}}, "scheduler"),
-        ({"train_batch_size": 8}, "train_batch_size"),
-        ({"gradient_clipping": 1.0}, "gradient_clipping"),
-        ({"zero_optimization": {"stage": 4}}, "stage"),
-        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "reduce_bucket_size"),
-        ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "device"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer needs stage 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param needs stage 3"),
-        ({"fp16": {"loss_scale": -1}}, "loss_scale"),
-        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer"),
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+        ({"zero_optimisation": {}}, ("zero_optimisation",)),
+        ({"optimizer": {"type": "AdamW"}}, ("optimizer",)),
+        ({"scheduler": {}}, ("scheduler",)),
+        ({"train_batch_size": 8}, ("train_batch_size",)),
+        ({"gradient_clipping": 1.0}, ("gradient_clipping",)),
+        ({"zero_optimization": {"stage": 4}}, ("stage",)),
+        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, ("reduce_bucket_size",)),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, ("reduce_bucket_size",)),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, ("device",)),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ("offload_optimizer", "stage 1", "2", "3")),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ("offload_param", "stage 3")),
+        ({"fp16": {"loss_scale": -1}}, ("loss_scale",)),
+        ({"zero_force_ds_cpu_optimizer": True}, ("zero_force_ds_cpu_optimizer",)),
+        ({"wall_clock_breakdown": True}, ("wall_clock_breakdown",)),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(keys, said):
-    with pytest.raises(ValidationError, match=said):
+def test_what_cannot_be_honoured_is_refused(keys, facts):
+    with refused(ValidationError, *facts):
         DeepSpeedConfig.model_validate(keys)
 
 

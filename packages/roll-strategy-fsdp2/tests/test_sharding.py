@@ -45,7 +45,7 @@ def test_roles_of_one_rank_share_a_process_and_others_do_not():
     import torch.distributed as dist
 
     one, two = (ProcessGroup(MeshInfo(role=name)) for name in ("actor_train", "reference"))
-    with refused(WorkerError):
+    with refused(WorkerError, "group"):
         ProcessGroup(MeshInfo(role="critic", world_size=2))
     one.close()
     one.close()
@@ -56,6 +56,6 @@ def test_roles_of_one_rank_share_a_process_and_others_do_not():
 
 def test_another_configuration_is_refused():
     strategy = FSDP2Strategy(StrategyConfig(), None)
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "FSDP2Config"):
         strategy.build(ModelSpec(random_init=TINY), MeshInfo(role="reference"))
     strategy.close()

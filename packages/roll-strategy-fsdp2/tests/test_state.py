@@ -181,9 +181,9 @@ def test_a_state_of_another_model_or_format_is_refused(ranks, saved, tmp_path):
     import shutil
 
     folder, _ = saved(Job(world_size=2), 2)
-    for change, said in (({"num_hidden_layers": 3}, "only one of"), ({"intermediate_size": 64}, "the model has")):
+    for change in ({"num_hidden_layers": 3}, {"intermediate_size": 64}):
         other = Job(world_size=2, model={"random_init": TINY | change})
-        with pytest.raises(RanksFailedError, match=f"CheckpointError.*{said}"):
+        with refused(RanksFailedError, "CheckpointError"):
             ranks(load_into, other, folder)
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
@@ -199,9 +199,9 @@ def test_a_state_of_adapters_is_for_the_model_beneath_and_goes_to_other_ranks(ra
     assert all("lora" in name for name in straight[0]["names"])
     resumed = ranks(continue_after, job.with_(world_size=3), folder, 2)
     assert same_weights(resumed[0]["loaded"], straight[0]["loaded"])
-    with refused(RanksFailedError):
+    with refused(RanksFailedError, "CheckpointError", "base"):
         ranks(load_into, job.with_(model={"lora": LORA, "seed": 8}), folder)
-    with refused(RanksFailedError):
+    with refused(RanksFailedError, "CheckpointError"):
         ranks(load_into, Job(world_size=2), folder)
 
 
