@@ -120,9 +120,9 @@ def test_a_policy_loss_is_loaded_by_name(micro_of):
     assert by_name(outputs, micro).loss.item() == 3.0
 
 
-@pytest.mark.parametrize("target", [("roll_core.algorithms.policy_losses:nothing",), ("no_such_module:f",), ("colon",)])
+@pytest.mark.parametrize("target", ["roll_core.algorithms.policy_losses:nothing", "no_such_module:f", "no colon"])
 def test_a_policy_loss_that_is_not_there_is_named(target, micro_of):
-    with refused(DataError, *target):
+    with refused(DataError, repr(target)):
         PolicyObjective(policy_loss=target, entropy_metric=False)(
             TokenOutputs(logprobs_T=torch.tensor([0.0])), micro_of([[1]], advantages=[[1.0]])
         )

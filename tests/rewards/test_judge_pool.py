@@ -143,7 +143,7 @@ def test_a_number_too_large_for_the_universe_ends_at_the_deadline(pool_of):
         ("die", ("SIGKILL",)),
         ("hard exit", ("4",)),
         ("exit", ("SystemExit", "3")),
-        ("raise", ("ValueError", "user_rewards_", ".py")),
+        ("raise", ("ValueError", ".py:33", "handle")),
         ("object", ("TypeError", "JSON")),
     ],
 )

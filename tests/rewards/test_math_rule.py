@@ -185,7 +185,7 @@ def test_a_truth_may_be_a_number_or_a_list(math_rule, asking, truth, response):
 
 @pytest.mark.parametrize("truth", ["", "  ", "日本", r"\frac{1}{", "????"])
 def test_a_truth_that_is_no_mathematics_is_a_failure(math_rule, asking, truth):
-    with refused(RewardFailure, repr(truth)):
+    with refused(RewardFailure, repr(truth)[1:-1].strip()):
         math_rule.score(asking(r"\boxed{42}", ground_truth=truth))
 
 

@@ -78,7 +78,7 @@ def test_what_a_death_loses_or_doubles_is_found(kind, places):
         async with dispatcher.paused(in_flight=True):
             dispatcher.add(engine("1"))
             first.kill()
-            with refused(RollError, "0", places, "places"):
+            with refused(RollError, "0", "a", places):
                 dispatcher.check()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -87,7 +87,7 @@ def test_what_a_death_loses_or_doubles_is_found(kind, places):
     in_virtual_time(main)
 
 
-@pytest.mark.parametrize(("kind", "facts"), [(Losing, ("0",)), (Mute, ("train/0/a",))])
+@pytest.mark.parametrize(("kind", "facts"), [(Losing, ("0",)), (Mute, ("train/0/a0",))])
 def test_who_waits_for_a_batch_is_told_of_a_lost_request_instead_of_waiting_for_ever(kind, facts):
     async def main():
         first = engine("0")

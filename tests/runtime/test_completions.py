@@ -160,7 +160,7 @@ def test_a_worker_hands_out_no_completion_that_is_wrong_and_names_engine_and_pac
         await engine.submit([REQUEST])
         await (engine.result("r1") if method == "result" else engine.progress())
 
-    with refused(InvalidCompletionError, OWNER):
+    with refused(InvalidCompletionError, "'acme'", "roll-infer-acme 1.2"):
         asyncio.run(main())
 
 

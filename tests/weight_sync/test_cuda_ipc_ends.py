@@ -134,8 +134,8 @@ def test_between_publishes_neither_end_holds_the_memory():
 @pytest.mark.parametrize(
     ("name", "refuses", "facts"),
     [
-        ("another device", "", ("one device", "another device")),
-        ("the one device", "invalid device context", ("invalid device context",)),
+        ("device-2", "", ("device-2",)),
+        ("the one device", "invalid-context", ("invalid-context",)),
     ],
 )
 def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch, name, refuses, facts):
