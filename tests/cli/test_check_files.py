@@ -14,6 +14,7 @@ from roll_core.cli.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
+from roll_core.testing.errors import mentions
 
 GRPO = """\
 pipeline: rlvr
@@ -184,7 +185,7 @@ def test_a_module_that_takes_too_long_is_told_but_no_mistake(here, capsys, monke
     Path("mine.py").write_text("import time\ntime.sleep(600)\ndef score(prompt, response): return 1.0\n")
     Path("run.yaml").write_text(function("mine:score"))
     assert cli.main(["check", "run.yaml"]) == 0
-    assert "run.yaml: not checked: rewards.math" in capsys.readouterr().out
+    assert mentions(capsys.readouterr().out, "run.yaml", "rewards.math")
 
 
 def test_code_for_another_interpreter_or_path_is_not_imported_here(here):

@@ -29,7 +29,7 @@ from roll_core.runtime.executors import make_executor
 from roll_core.runtime.executors.base import Executor, GroupSpec, Place, WorkerGroup
 from roll_core.runtime.placement import place_roles
 from roll_core.spec.config import RewardConfig, TrainWorkerConfig
-from roll_core.testing.errors import refused
+from roll_core.testing.errors import mentions, refused
 
 HERE = str(Path(__file__).parent)
 RANKS = 2
@@ -149,7 +149,7 @@ def test_error_of_ours_keeps_its_class_and_gets_role_rank_and_host(run: Run, gro
     host = group.members[1].host
     with pytest.raises(CorruptTensorError) as caught:
         run(group.call_rank(1, "corrupt"))
-    assert str(caught.value) == f"judge rank 1 on {host}: layer.0.weight: digest differs"
+    assert mentions(str(caught.value), "judge rank 1", host, "layer.0.weight")
     assert "in corrupt" in caught.value.trace
 
 
@@ -164,7 +164,7 @@ def test_any_other_error_says_who_where_what_and_keeps_the_trace(run: Run, group
         run(group.call_rank(1, "divide"))
     error = caught.value
     assert (error.role, error.rank, error.host, error.method) == ("judge", 1, group.members[1].host, "divide")
-    assert str(error).endswith("divide failed: ZeroDivisionError: division by zero")
+    assert mentions(str(error), "ZeroDivisionError")
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert "return 1 / 0" in error.trace
 

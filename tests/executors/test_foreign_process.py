@@ -26,7 +26,7 @@ from roll_core.runtime.placement import place_roles
 from roll_core.runtime.python_environments.prepare import environment_of
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.reward import RewardRequest
-from roll_core.testing.errors import refused
+from roll_core.testing.errors import mentions, refused
 from roll_core.types import Sample
 
 HERE = str(Path(__file__).parent)
@@ -122,7 +122,7 @@ def test_errors_cross_with_class_and_trace(runner: asyncio.Runner, shared: Forei
     assert "in divide" in builtin.value.failure.trace
     with pytest.raises(CallFailed) as unknown:
         runner.run(shared.call("cannot_travel"))
-    assert unknown.value.failure.summary == "CannotTravel: this and that"
+    assert mentions(unknown.value.failure.summary, "CannotTravel:")
     with refused(CallFailed, "_thread.lock"):
         runner.run(shared.call("unsendable"))
     with refused(CallFailed, "'absent'"):

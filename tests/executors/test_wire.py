@@ -21,7 +21,7 @@ from roll_core.errors import CorruptTensorError, GuardTrippedError, UnsupportedE
 from roll_core.runtime.executors import wire
 from roll_core.runtime.executors.calls import CallFailed, Failure
 from roll_core.runtime.executors.codecs import WIRE, decode, encode_failure, encode_result
-from roll_core.testing.errors import refused
+from roll_core.testing.errors import mentions, refused
 from roll_core.types import Reward, Sample
 
 PLAIN = st.recursive(
@@ -154,7 +154,7 @@ def test_an_error_of_a_library_arrives_as_its_words() -> None:
     with pytest.raises(CallFailed) as caught:
         decode(WIRE, encode_failure(WIRE, raised))
     assert caught.value.failure.error is None
-    assert caught.value.failure.summary == "OutOfMemoryError: no memory"
+    assert mentions(caught.value.failure.summary, "OutOfMemoryError")
 
 
 def test_a_result_may_hold_a_failure_of_a_sync() -> None:

@@ -18,7 +18,7 @@ from roll_core.runtime.platform import environment_of, select_platform
 from roll_core.spec.config import TrainWorkerConfig
 from roll_core.spec.platform import EnvVar, Platform, Probe
 from roll_core.spec.providers import PlatformProvider
-from roll_core.testing.errors import refused
+from roll_core.testing.errors import mentions, refused
 
 
 class Board(CpuPlatform):
@@ -91,13 +91,13 @@ def test_two_of_equal_priority_are_a_question_for_the_user(offer: Offer) -> None
 def test_one_that_is_asked_for_and_not_here_says_why_and_what_to_do(offer: Offer) -> None:
     with pytest.raises(PlacementError) as caught:
         select_platform(offer(cpu=0, absent=10), "absent")
-    assert str(caught.value).startswith("platform absent is asked for but not here: no board in the slot. ")
+    assert mentions(str(caught.value), "absent", "board")
     assert "\n" not in str(caught.value)
 
 
 def test_one_that_is_broken_stops_no_run_that_can_do_without_it(offer: Offer, caplog: pytest.LogCaptureFixture) -> None:
     assert select_platform(offer(cpu=0, broken=10), None).name == "cpu"
-    assert "platform broken: its probe failed: OSError: libboard.so: wrong ELF class" in caplog.text
+    assert mentions(caplog.text, "libboard.so", "ELF")
     with refused(PluginError, "ELF"):
         select_platform(offer(cpu=0, broken=10), "broken")
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from roll_core.errors import GuardTrippedError, MissingTensorError, UnsupportedError
 from roll_core.runtime.guards import REMEDIES, GuardEvent, Guards, guard_table
 from roll_core.spec.config import GuardConfig, GuardsConfig, RunConfig
-from roll_core.testing.errors import refused
+from roll_core.testing.errors import mentions, refused
 
 DOCS = Path(__file__).parents[2] / "docs" / "guards.md"
 
@@ -58,7 +58,7 @@ def test_a_guard_that_warns_names_the_steps_and_warns_once_per_stretch_of_them(
         watch.step = step
         watch.check("all_groups_filtered", False, "no reward signal at {steps}: why {not}")
     assert [(event.since, event.step) for event in events] == [(0, 0), (3, 3), (3, 4), (3, 4), (3, 5), (9, 9)]
-    assert events[-2].message == "no reward signal at steps 4–6: why {not}"
+    assert mentions(events[-2].message, "steps 4–6", "{not}")
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [re.findall(r"at (steps? [\d–]+):", each) for each in warned] == [["step 1"], ["step 4"], ["step 10"]]
 

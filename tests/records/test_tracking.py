@@ -12,7 +12,7 @@ from roll_core.errors import TrackerError
 from roll_core.runtime.jsonlines import LineWriter, encode, number, read_lines
 from roll_core.runtime.tracking import MetricsFile, Trackers, read_metrics, repeatable
 from roll_core.spec.tracker import Tracker
-from roll_core.testing.errors import refused
+from roll_core.testing.errors import mentions, refused
 
 
 class FakeTracker(Tracker):
@@ -176,7 +176,7 @@ def test_a_tracker_that_cannot_be_closed_is_named_after_the_others_are_closed() 
 def test_an_error_of_the_run_is_not_hidden_by_one_of_a_tracker(caplog: pytest.LogCaptureFixture) -> None:
     with refused(KeyError), opened([], a="close"):
         raise KeyError("the run's own")
-    assert "tracker a failed to close" in caplog.text
+    assert mentions(caplog.text, "tracker a")
 
 
 @pytest.mark.parametrize(("steps", "lost"), [((1, 2, 3, 4), None), ((0, 1, 4), "2–3"), ((1,), "2–4"), ((), "1–4")])

@@ -8,6 +8,7 @@ from rollout_fleet import PROMPT, engine, in_virtual_time, length_of, request, r
 from roll_core.errors import WorkerHungError
 from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.runtime.rollout.liveness import Patience
+from roll_core.testing.errors import mentions
 from roll_core.testing.simulation import SimulatedEngine, Speed
 
 FOR_EVER = 1e9
@@ -177,7 +178,7 @@ def test_when_the_only_one_hangs_everybody_who_waits_is_told_who_how_long_and_by
         replica.stall(FOR_EVER)
         with pytest.raises(WorkerHungError) as raised:
             await waiting
-        assert str(raised.value).startswith(f"actor_infer rank 0 on nowhere was given up: {words}")
+        assert mentions(str(raised.value), "actor_infer rank 0", words)
         assert dispatcher.accounts.ended == {"failed": 3}
         await dispatcher.close()
 

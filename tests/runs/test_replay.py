@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from roll_core.errors import ConfigError
-from roll_core.testing.errors import refused
+from roll_core.testing.errors import mentions, refused
 
 STD_FILTER = {"type": "std_filter", "filter_args": {"std_threshold": 0.45}}
 CORRECTION = {"is_weight": {"enabled": True, "upper_bound": 1.05}, "filters": [{"enabled": True, "ratio_low": 0.9}]}
@@ -78,7 +78,7 @@ def test_a_resumed_run_records_on_and_a_replay_can_be_resumed(local_runs):
     assert_equal(local_runs, whole, rest)
     checkpoint = str(whole.run_dir.checkpoints / "step-2")
     generating = local_runs.run(config | {"exp_name": "on", "resume_from_checkpoint": checkpoint})
-    assert "is of a run that replayed rollouts" in str(generating.error)
+    assert mentions(str(generating.error), "replayed")
 
 
 def test_a_replay_may_have_another_loss_but_not_other_prompts_or_versions(local_runs):
@@ -91,10 +91,10 @@ def test_a_replay_may_have_another_loss_but_not_other_prompts_or_versions(local_
         assert [one[name] for name in names] == [other[name] for name in names]
     longer = local_runs.run(replaying(config, recorded, ppo_epochs=2))
     assert "step 2" in str(longer.error)
-    assert "was drawn when 2 optimizer steps were done, here 4 are" in str(longer.error)
+    assert mentions(str(longer.error), "2", "4")
     assert longer.steps_done == 1
     elsewhere = local_runs.run(replaying(config, recorded, seed=4))
-    assert "replay with the data, the tokenizer and the seed of the recorded run" in str(elsewhere.error)
+    assert mentions(str(elsewhere.error), "tokenizer", "seed")
     assert elsewhere.error.exit_code == 2
 
 

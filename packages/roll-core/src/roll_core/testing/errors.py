@@ -1,10 +1,10 @@
 """Expected errors in tests, matched by code, place and facts instead of by prose.
 
-    with refused("ROLL-C010", at="run.yaml:5:5", key="actor_train.learning_rte"):
-        load(file, [], registry)
+with refused("ROLL-C010", at="run.yaml:5:5", key="actor_train.learning_rte"):
+    load(file, [], registry)
 
-    with refused(DataError, "rows.jsonl", "row 3"):
-        list(rows)
+with refused(DataError, "rows.jsonl", "row 3"):
+    list(rows)
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def refused(
     A fact is what the reader needs to find the place: a key, a rank, a path, a number, a package. `at` and `key` are
     those of one problem in a `ConfigError`. Raises `ValueError` for a fact that is prose.
     """
-    for fact in facts:
-        if is_prose(str(fact)):
-            raise ValueError(f"{str(fact)!r} is prose: match the code and what it names")
+    mentions("", *facts)
     expected = BaseException if isinstance(kind, str) else kind
     with pytest.raises(expected) as caught:
         yield caught
@@ -54,23 +52,27 @@ def check_error(error: BaseException, kind: object, *facts: object, at: str = ""
     if isinstance(error, ConfigError):
         for each in error.problems:
             right = not isinstance(kind, str) or each.code == kind
-            if right and at in ("", each.where) and key in ("", each.key) and _names_all(str(each), facts):
+            if right and at in ("", each.where) and key in ("", each.key) and mentions(str(each), *facts):
                 return
         expected = " ".join(filter(None, (at, str(kind), key)))
         raise AssertionError(f"no problem is {expected} and names {facts}:\n{error}") from error
     if isinstance(kind, str) and getattr(error, "code", "") != kind:
         raise AssertionError(f"{getattr(error, 'code', type(error).__name__)} was raised, expected {kind}: {error}")
-    if not _names_all(str(error), facts):
+    if not mentions(str(error), *facts):
         missing = [fact for fact in facts if not _names(str(error), str(fact))]
         raise AssertionError(f"{type(error).__name__} does not name {missing}: {error}") from error
 
 
-def _names_all(text: str, facts: tuple[object, ...]) -> bool:
+def mentions(text: str, *facts: object) -> bool:
+    """True if each fact stands in `text` as a word or number of its own: `rank 1` is not in `rank 12`. Raises
+    `ValueError` for a fact that is prose."""
+    for fact in facts:
+        if is_prose(str(fact)):
+            raise ValueError(f"{str(fact)!r} is prose: match the code and what it names")
     return all(_names(text, str(fact)) for fact in facts)
 
 
 def _names(text: str, fact: str) -> bool:
-    """True if `fact` stands in `text` as a word or number of its own: `rank 1` is not in `rank 12`."""
     before = r"(?<!\w)" if fact[:1].isalnum() or fact[:1] == "_" else ""
     after = r"(?!\w)" if fact[-1:].isalnum() or fact[-1:] == "_" else ""
     return re.search(before + re.escape(fact) + after, text) is not None
