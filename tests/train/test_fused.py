@@ -71,10 +71,12 @@ def functions(name):
 @pytest.mark.parametrize("name", ["norm", "gate"])
 @pytest.mark.parametrize("size", [17, 64, 100])
 @pytest.mark.parametrize("num_rows", [1, 65, 3001])
-@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 4e-6), (torch.bfloat16, 2**-6)])
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "digits"),
+    [("compiled", torch.float32, 4e-6), ("compiled", torch.bfloat16, 2**-6), ("torch", torch.float32, 4e-6)],
+    indirect=["kernels"],
+)
 def test_values_and_gradients_are_those_of_float64(kernels, name, size, num_rows, dtype, digits):
-    if dtype is torch.bfloat16 and kernels == "torch":
-        pytest.skip("operations of torch are for float32")
     torch.manual_seed(0)
     first, upstream = (3 * torch.randn(num_rows, size).to(dtype) for _ in range(2))
     second = torch.randn(size if name == "norm" else (num_rows, size)).to(dtype)

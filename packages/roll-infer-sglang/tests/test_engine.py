@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import subprocess
@@ -26,7 +25,7 @@ from roll_core.testing.infer.interrupting import until_interrupted, was_whole
 from roll_core.testing.infer.live import Live, biased, request
 from roll_infer_sglang.config import OURS, SglangConfig
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+pytestmark = pytest.mark.engine("sglang")
 
 CACHE_BYTES = 4 << 20
 CONFIG = ON_A_CPU | {"max_total_tokens": CACHE_BYTES // TOKEN_BYTES, "max_running_requests": 128, "bucket_mib": 1}

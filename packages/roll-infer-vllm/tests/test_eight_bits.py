@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from roll_core.testing.infer.holding import LONG, PROMPT, digests
 from roll_core.testing.infer.interrupting import until_interrupted, was_whole
 from roll_core.testing.infer.live import Live, biased, request
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = pytest.mark.engine("vllm")
 CLOSE = 2e-4
 """Between logprobs of the engine and of the reference below, both in fp32."""
 FP8 = torch.float8_e4m3fn

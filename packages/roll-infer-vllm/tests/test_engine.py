@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import pytest
 from vllm_live import CACHE, CACHE_BYTES, start
@@ -16,7 +15,7 @@ from roll_core.testing.infer.holding import HoldingTests, digests
 from roll_core.testing.infer.live import biased, request
 from roll_infer_vllm.config import OURS, VllmConfig
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = pytest.mark.engine("vllm")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from roll_core.testing.infer.interrupting import until_interrupted
 from roll_core.testing.infer.live import biased
 from roll_infer_vllm.config import VllmConfig
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = pytest.mark.engine("vllm")
 WAIT_S = 60.0
 
 
