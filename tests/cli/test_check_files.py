@@ -98,7 +98,7 @@ def test_no_files_looks_at_the_config_alone(here, capsys):
     Path("rows.jsonl").unlink()
     Path("run.yaml").write_text(GRPO)
     assert cli.main(["check", "run.yaml"]) == 2
-    assert "run.yaml:4:26: actor_train.data_args.file_name" in capsys.readouterr().err
+    assert "run.yaml:4:26: ROLL-D001 actor_train.data_args.file_name" in capsys.readouterr().err
     assert cli.main(["check", "--no-files", "run.yaml"]) == 0
 
 
@@ -198,5 +198,5 @@ def test_a_run_makes_the_same_check_before_it_makes_anything(here, capsys):
     write("sft.jsonl", {"promt": "2+2=", "response": "4"})
     Path("sft.yaml").write_text(SFT)
     assert cli.main(["run", "sft.yaml"]) == 2
-    assert "sft.yaml:6:3: sft_train.data_args.prompt" in capsys.readouterr().err
+    assert "sft.yaml:6:3: ROLL-D001 sft_train.data_args.prompt" in capsys.readouterr().err
     assert not Path("out").exists()

@@ -63,9 +63,9 @@ def test_check_goes_on_after_a_bad_config_and_counts_the_mistakes(config, tmp_pa
     assert cli.main(["check", "bad.yaml", config, "absent.yaml"]) == 2
     shown = capsys.readouterr()
     assert shown.out.startswith("run.yaml: ok")
-    assert "bad.yaml:5:1: sede" in shown.err
-    assert "bad.yaml:6:13: save_steps" in shown.err
-    assert mentions(shown.err, "absent.yaml")
+    assert "bad.yaml:5:1: ROLL-C010 sede" in shown.err
+    assert "bad.yaml:6:13: ROLL-C013 save_steps" in shown.err
+    assert mentions(shown.err, "absent.yaml: ROLL-C020")
     assert shown.err.endswith("3 mistakes\n")
 
 
@@ -106,7 +106,7 @@ def test_an_error_of_ours_ends_with_its_message_and_exit_code(monkeypatch, capsy
 
     monkeypatch.setitem(cli.COMMANDS, "run", fail)
     assert cli.main(["run", "x.yaml"]) == code
-    assert capsys.readouterr().err == f"error: {error}\n"
+    assert capsys.readouterr().err == f"error: {error.code} {error}\n"
 
 
 def test_ctrl_c_ends_with_130_and_without_a_traceback(monkeypatch, capsys):
@@ -170,7 +170,7 @@ def test_rows_that_are_not_there_end_a_run_before_anything_heavy_is_imported(con
     ask += "print('torch' in sys.modules)\nsys.exit(code)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "False\n")
-    assert done.stderr.startswith("error: run.yaml:3:26: sft_train.data_args.file_name: ")
+    assert done.stderr.startswith("error: run.yaml:3:26: ROLL-D001 sft_train.data_args.file_name: ")
     assert "row.jsonl" in done.stderr
     assert not (tmp_path / "output").exists()
 

@@ -69,7 +69,7 @@ def test_check_prints_every_warning_and_the_config_is_good(capsys):
     shown = capsys.readouterr()
     assert mentions(shown.out, "run.yaml: ok:", "rlvr")
     assert [line.split(": ")[:3] for line in shown.err.splitlines()] == [
-        ["run.yaml:13:1", "warning", "kl_loss_penalty"],
-        ["run.yaml:14:1", "warning", "pg_variant"],
-        ["run.yaml:15:1", "warning", "difficulty_mask"],
+        ["run.yaml:13:1", "warning", "ROLL-C050 kl_loss_penalty"],
+        ["run.yaml:14:1", "warning", "ROLL-C050 pg_variant"],
+        ["run.yaml:15:1", "warning", "ROLL-C050 difficulty_mask"],
     ]

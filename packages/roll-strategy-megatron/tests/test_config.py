@@ -180,7 +180,8 @@ def test_a_twin_that_only_scores_cannot_be_trained(tmp_path):
 def test_what_is_not_supported_is_refused_with_the_reason(key):
     with pytest.raises(ValidationError) as caught:
         MegatronConfig.model_validate({key: "yes"})
-    assert mentions(str(caught.value), key, REFUSED[key])
+    assert mentions(str(caught.value), key)
+    assert REFUSED[key] in str(caught.value)
 
 
 @pytest.mark.parametrize("key", REFUSED)

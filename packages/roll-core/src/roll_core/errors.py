@@ -277,7 +277,7 @@ class WorkerDiedError(WorkerError):
 
 
 class WorkerHungError(WorkerDiedError):
-    """A worker that had work showed no sign of life, and was ended for that. Its trace says where it hung."""
+    """A worker with work missed its heartbeats and was killed. Its trace shows where it hung."""
 
     code = "ROLL-W003"
 
