@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import os
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from roll_core.testing.part import Part
 
 # Under `uv run pytest` Ray would give every worker an environment resolved anew, from a copy of the working directory.
 # It reads this once, when it is imported.
@@ -13,3 +20,59 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # How long an example takes says how busy the host is. What else is set, as by Hypothesis itself under CI, stays.
 settings.register_profile("untimed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what another command runs, instead of collecting thousands of skips.
+
+    Tests of an engine that is not installed run under `./run test-engines`, which sets `ROLL_CONFORMANCE=full`: then
+    nothing is left out, and a missing engine is a failure.
+    """
+    left_out = [item for item in items if _not_here(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _not_here(item: pytest.Item) -> bool:
+    mark, function = item.get_closest_marker("engine"), getattr(item, "function", None)
+    everything = os.environ.get("ROLL_CONFORMANCE") == "full"
+    if mark is not None and not everything and not (mark.args and find_spec(mark.args[0])):
+        return True
+    runs_on = getattr(item, "callspec", None)
+    if runs_on is not None and runs_on.params.get("runs") == "ray" and not os.environ.get("ROLL_EVERY_EXECUTOR"):
+        return item.get_closest_marker("on_ray") is None
+    part = getattr(item, "cls", None)
+    if part is None or not hasattr(part, "_engine_or_skip"):
+        return False
+    calls = function.__code__.co_names
+    if "need_training" in calls and getattr(_provider(part), "forward_only", False):
+        return True
+    computes = {"case", "setup"} & set(item.fixturenames) or "_engine_or_skip" in calls
+    return bool(computes) and not everything and not _engine_is_here(part)
+
+
+@cache
+def _provider(part: type[Part]) -> object:
+    """The record under test; None where its name is that of no part, which a test of the kit reports."""
+    from roll_core.errors import PluginError
+
+    try:
+        return part().provider
+    except PluginError:
+        return None
+
+
+@cache
+def _engine_is_here(part: type[Part]) -> bool:
+    from roll_core.errors import MissingRequirementError
+    from roll_core.plugins.requirements import check_requirements
+
+    provider = _provider(part)
+    try:
+        if provider is not None:
+            check_requirements(provider, owner=part.name)
+    except MissingRequirementError:
+        return False
+    return True

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from roll_core.algorithms.advantages import gae, grpo, reinforce, rloo
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import AdvantageInput
+from roll_core.testing.errors import refused
 
 
 def batch_of(rewards, masks, *, groups=None, values=None, gamma=1.0, lambd=1.0, scores=None):
@@ -99,7 +100,7 @@ def test_rloo_does_not_compare_with_a_sequence_that_drew_nothing():
 
 
 def test_rloo_refuses_a_discount():
-    with pytest.raises(UnsupportedError, match=r"gamma 0\.9"):
+    with refused(UnsupportedError, "0.9"):
         rloo(batch_of([[1]], [[1]], gamma=0.9))
 
 
@@ -128,7 +129,7 @@ def test_gae_with_lambda_one_is_the_return_less_the_value():
 
 
 def test_gae_needs_a_critic():
-    with pytest.raises(UnsupportedError, match="critic"):
+    with refused(UnsupportedError, "critic"):
         gae(batch_of([[1]], [[1]]))
 
 
@@ -157,12 +158,12 @@ def test_one_token_alone(estimate):
 @pytest.mark.parametrize("estimate", ESTIMATORS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_rewards_that_are_not_finite_are_an_error(estimate, poison):
-    with pytest.raises(NonFiniteError, match="token rewards"):
+    with refused(NonFiniteError, "1", "2", "index"):
         estimate(batch_of([[0, poison]], [[1, 1]], values=[[0, 0]]))
 
 
 def test_values_that_are_not_finite_are_an_error():
-    with pytest.raises(NonFiniteError, match="critic"):
+    with refused(NonFiniteError, "critic"):
         gae(batch_of([[0, 1]], [[1, 1]], values=[[0, math.nan]]))
 
 

@@ -14,6 +14,7 @@ from roll_core.cli.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
+from roll_core.testing.errors import mentions
 
 GRPO = """\
 pipeline: rlvr
@@ -97,7 +98,7 @@ def test_no_files_looks_at_the_config_alone(here, capsys):
     Path("rows.jsonl").unlink()
     Path("run.yaml").write_text(GRPO)
     assert cli.main(["check", "run.yaml"]) == 2
-    assert "run.yaml:4:26: actor_train.data_args.file_name" in capsys.readouterr().err
+    assert "run.yaml:4:26: ROLL-D001 actor_train.data_args.file_name" in capsys.readouterr().err
     assert cli.main(["check", "--no-files", "run.yaml"]) == 0
 
 
@@ -184,7 +185,7 @@ def test_a_module_that_takes_too_long_is_told_but_no_mistake(here, capsys, monke
     Path("mine.py").write_text("import time\ntime.sleep(600)\ndef score(prompt, response): return 1.0\n")
     Path("run.yaml").write_text(function("mine:score"))
     assert cli.main(["check", "run.yaml"]) == 0
-    assert "run.yaml: not checked: rewards.math" in capsys.readouterr().out
+    assert mentions(capsys.readouterr().out, "run.yaml", "rewards.math")
 
 
 def test_code_for_another_interpreter_or_path_is_not_imported_here(here):
@@ -197,5 +198,5 @@ def test_a_run_makes_the_same_check_before_it_makes_anything(here, capsys):
     write("sft.jsonl", {"promt": "2+2=", "response": "4"})
     Path("sft.yaml").write_text(SFT)
     assert cli.main(["run", "sft.yaml"]) == 2
-    assert "sft.yaml:6:3: sft_train.data_args.prompt" in capsys.readouterr().err
+    assert "sft.yaml:6:3: ROLL-D001 sft_train.data_args.prompt" in capsys.readouterr().err
     assert not Path("out").exists()

@@ -14,6 +14,7 @@ from roll_core.config import load
 from roll_core.config.compose import compose
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
+from roll_core.testing.errors import mentions, refused
 
 REGISTRY = load_registry()
 SFT = """\
@@ -77,7 +78,7 @@ def test_a_fragment_is_merged_into_a_role_and_its_mistakes_are_found_there(write
     file = write(run="defaults: [adam@sft_train.training_args]\n" + SFT, adam="learning_rate: 0.25\nadam_beta1: 0.5\n")
     assert load(file, [], REGISTRY).config.sft_train.training_args.learning_rate == 0.25
     Path("adam.yaml").write_text("learning_rate: 0.25\n\nadam_beta1: 2\n")
-    with pytest.raises(ConfigError, match=r"adam\.yaml:3:13: sft_train\.training_args\.adam_beta1: found 2"):
+    with refused(ConfigError, "adam.yaml:3", "13", "sft_train.training_args.adam_beta1", "2"):
         load(file, [], REGISTRY)
 
 
@@ -166,7 +167,7 @@ def test_a_mistake_through_an_interpolation_names_both_places(write):
         load(file, [], REGISTRY)
     (problem,) = raised.value.problems
     assert problem.where == "run.yaml:2:16"
-    assert "${save_steps}, written at one.yaml:2:13" in problem.message
+    assert mentions(problem.message, "save_steps", "one.yaml:2", "13")
 
 
 @pytest.mark.parametrize(

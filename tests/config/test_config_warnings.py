@@ -8,6 +8,7 @@ from roll_core.cli import main as cli
 from roll_core.config import load
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
+from roll_core.testing.errors import mentions
 
 REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])
 CONFIG = """\
@@ -66,9 +67,9 @@ def test_check_prints_every_warning_and_the_config_is_good(capsys):
     Path("run.yaml").write_text(CONFIG + K1 + VANILLA + MASK, encoding="utf-8")
     assert cli.main(["check", "--no-files", "run.yaml", "ppo_epochs=2", FUNCTION]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("run.yaml: ok: rlvr")
+    assert mentions(shown.out, "run.yaml: ok:", "rlvr")
     assert [line.split(": ")[:3] for line in shown.err.splitlines()] == [
-        ["run.yaml:13:1", "warning", "kl_loss_penalty"],
-        ["run.yaml:14:1", "warning", "pg_variant"],
-        ["run.yaml:15:1", "warning", "difficulty_mask"],
+        ["run.yaml:13:1", "warning", "ROLL-C050 kl_loss_penalty"],
+        ["run.yaml:14:1", "warning", "ROLL-C050 pg_variant"],
+        ["run.yaml:15:1", "warning", "ROLL-C050 difficulty_mask"],
     ]

@@ -14,6 +14,7 @@ from roll_core.runtime.build import lora_spec
 from roll_core.spec.config import LORA_KEYS
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
+from roll_core.testing.errors import mentions, refused
 
 DOCS = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
 SFT = """
@@ -115,7 +116,7 @@ def test_an_engine_that_asks_for_adapters_is_refused_where_nobody_trains_any(rea
         read(text, "actor_train.model_args.lora_rank=0")
     (problem,) = raised.value.problems
     assert problem.key == "actor_infer.strategy_args.strategy_config"
-    assert problem.message == "asks hf_infer for adapters as they are, but no role trains any"
+    assert mentions(problem.message, "hf_infer")
     read(text, "actor_train.model_args.lora_rank=0", "actor_infer.strategy_args.strategy_config.enable_lora=false")
 
 
@@ -123,7 +124,7 @@ def test_a_policy_with_adapters_needs_no_reference_and_may_have_one(read):
     assert read(RLVR).reference is None
     reference = yaml.safe_dump({"reference": {"strategy_args": {"strategy_name": "hf_infer"}}})
     assert read(RLVR + reference).reference is not None
-    with pytest.raises(ConfigError, match="use_kl_loss needs the role reference"):
+    with refused(ConfigError, "use_kl_loss"):
         read(RLVR, "actor_train.model_args.lora_rank=0")
 
 

@@ -1,4 +1,4 @@
-"""`mistakes.txt`: what people get wrong in a config, and the whole answer to each."""
+"""`mistakes.txt`: what people get wrong in a config; the code, place and key of each mistake, and what it names."""
 
 import difflib
 import os
@@ -28,6 +28,23 @@ def read_cases():
 
 
 CASES = read_cases()
+SECRETS = ("hunter2", "s3cr3t")
+NAME = re.compile(
+    r"""'[^']*'                                   # quoted: a value or a name
+    | (?<=did\ you\ mean\ )[^?]+
+    | \$?\{[^}]*\}                               # an interpolation
+    | [\w/+-]*[._/=][\w./=-]*\w                 # a key, a file, an override
+    | (?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])
+    | \b[A-Z]{2,}\b""",
+    re.VERBOSE,
+)
+"""What a message names: keys, values, files, numbers; its other words may change."""
+
+
+def located(problem) -> str:
+    """`file:line:column code key [names]`."""
+    names = sorted(set(NAME.findall(f"{problem.message}\n{problem.hint}")))
+    return " ".join(filter(None, (problem.where, problem.code, problem.key, names and f"[{', '.join(names)}]")))
 
 
 def answer(sections, folder: Path) -> str:
@@ -38,11 +55,12 @@ def answer(sections, folder: Path) -> str:
         (folder / name).write_text(sections[name] + "\n" if sections[name] else "", encoding="utf-8")
     with pytest.raises(ConfigError) as raised:
         load(Path(files[0]), overrides, REGISTRY)
-    return str(raised.value)
+    assert not {secret for secret in SECRETS if secret in str(raised.value)}
+    return "\n".join(map(located, raised.value.problems))
 
 
 @pytest.mark.parametrize("title", CASES)
-def test_each_mistake_gets_the_whole_answer(title, tmp_path, monkeypatch):
+def test_each_mistake_is_located_and_shows_no_secret(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROLL_TEST_SECRET", "hunter2")
     monkeypatch.delenv("ROLL_TEST_NOT_SET", raising=False)
@@ -56,12 +74,6 @@ def test_each_mistake_gets_the_whole_answer(title, tmp_path, monkeypatch):
 def test_there_are_at_least_forty_different_mistakes():
     answers = {case["answer"] for case in CASES.values()}
     assert len(answers) >= 40
-
-
-def test_no_answer_shows_a_secret():
-    for case in CASES.values():
-        assert "hunter2" not in case["answer"]
-        assert "s3cr3t" not in case["answer"]
 
 
 SFT = """\

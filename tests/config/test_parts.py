@@ -20,6 +20,7 @@ from roll_core.spec.providers import (
     TrainCapabilities,
     TrainProvider,
 )
+from roll_core.testing.errors import mentions, refused
 
 MODULE = "acme_parts_of_a_test"
 PARTS = """
@@ -175,7 +176,7 @@ def test_a_part_that_cannot_be_called_as_its_contract_is_a_mistake(problems, ove
 @pytest.mark.usefixtures("problems")
 def test_plugins_check_refuses_a_part_that_cannot_be_called():
     record = AdvantageProvider(name="x", target=f"{MODULE}:estimator_of_two", summary="")
-    with pytest.raises(PluginLoadError, match="missing a required argument: 'gamma'"):
+    with refused(PluginLoadError, "'x'", "roll-acme 2.1", "'gamma'"):
         check_part(record, owner="advantage estimator 'x' of roll-acme 2.1")
 
 
@@ -197,7 +198,7 @@ def test_a_requirement_that_is_not_installed_is_a_mistake_where_the_part_would_r
     needy = ("actor_infer.strategy_args.strategy_name=needy", "pg_variant=needy_loss")
     found = problems(*needy, needs=True)
     assert sorted(keys(found)) == ["actor_infer.strategy_args.strategy_name", "pg_variant"]
-    assert all("no-such-distribution is not installed, wanted >=2" in message for _, message in found)
+    assert all(mentions(message, "no-such-distribution", "2") for _, message in found)
     assert not problems(*needy)
     elsewhere = f"actor_infer.environment={sys.executable}"
     assert keys(problems(*needy, elsewhere, needs=True)) == ["pg_variant"]
@@ -216,7 +217,7 @@ def test_batches_are_counted_by_replicas(problems):
     assert not problems(*SPREAD, f"{AT}.tensor_size=4")  # 64 samples, 8 × 4 replicas
     ((key, message),) = problems(*SPREAD)  # 8 × 16 replicas
     assert key == ""
-    assert "data parallel 16 = 128" in message
+    assert mentions(message, "16", "128")
 
 
 @pytest.mark.parametrize(

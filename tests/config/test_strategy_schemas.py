@@ -19,6 +19,7 @@ from roll_core.spec.providers import (
     TrainCapabilities,
     TrainProvider,
 )
+from roll_core.testing.errors import mentions, refused
 
 MODULE = "acme_schemas_of_a_test"
 
@@ -193,7 +194,7 @@ def test_several_ranks_without_data_parallelism_are_refused(check, ranks):
         check("", f"learner.{ranks}")
     ((key, message),) = [(each.key, each.message) for each in raised.value.problems]
     assert key == "learner." + ranks.partition("=")[0]
-    assert "found 2 ranks, but bare has no data parallelism" in message
+    assert mentions(message, "2")
 
 
 @pytest.mark.parametrize("kind", get_args(ModelParallelism))
@@ -245,12 +246,12 @@ def test_strategy_config_is_judged_by_the_schema_that_the_strategy_brings(check)
 
 
 def test_a_key_of_the_strategy_that_stands_in_the_role_is_sent_where_it_belongs(check):
-    with pytest.raises(ConfigError, match=r"belongs under engines\.one\.strategy_args\.strategy_config"):
+    with refused(ConfigError, "engines.one.strategy_args.strategy_config"):
         check("engines: {one: {tensor_parallel_size: 2, strategy_args: {strategy_name: engine}}}\n")
 
 
 def test_a_strategy_without_a_schema_takes_no_keys(check):
-    with pytest.raises(ConfigError, match=r"learner\.strategy_args\.strategy_config\.size: there is no such key"):
+    with refused(ConfigError, "learner.strategy_args.strategy_config.size"):
         check("", "learner.strategy_args.strategy_config.size=1")
 
 
@@ -266,23 +267,21 @@ def test_platform_and_precision_that_the_strategy_does_not_have_are_refused(chec
 
 
 def test_a_schema_that_cannot_be_loaded_names_its_owner(check):
-    with pytest.raises(PluginLoadError, match=r"infer strategy 'broken' of roll-acme 2\.1: .* has no 'Nothing'"):
+    with refused(PluginLoadError, "'broken'", "roll-acme 2.1", "'Nothing'"):
         check("engines: {one: {strategy_args: {strategy_name: broken}}}\n")
 
 
 def test_a_schema_whose_rule_crashes_names_its_owner(registry, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("pipeline: rude\n")
-    with pytest.raises(
-        PluginLoadError, match=r"pipeline 'rude' of roll-acme 2\.1: its config schema raised KeyError"
-    ) as raised:
+    with refused(PluginLoadError, "'rude'", "roll-acme 2.1", "KeyError") as raised:
         load(file, [], registry)
     assert isinstance(raised.value.__cause__, KeyError)
 
 
 def test_a_reward_that_two_packages_offer_is_refused_only_where_it_is_used(check):
     assert check("rewards: {}\n").rewards == {}
-    with pytest.raises(ConfigError, match="'roll-core/math_rule' or 'roll-acme/math_rule'"):
+    with refused(ConfigError, "'roll-core/math_rule'", "'roll-acme/math_rule'"):
         check("rewards: {math: {reward: math_rule}}\n")
 
 

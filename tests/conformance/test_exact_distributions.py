@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from roll_core.testing.errors import refused
 from roll_core.testing.infer.exact import BINS, FALSE_ALARM, Draws, clear, probabilities
 from roll_core.types import SamplingParams
 
@@ -78,12 +79,12 @@ def test_other_draws_are_less_likely_than_the_false_alarm():
     rows, params = np.tile(ROWS, (24, 1)), SamplingParams(temperature=0.8)
     draws = Draws(params)
     draws.add(rows, drawn(params, 1, rows, wrong=SamplingParams(temperature=1.0)))
-    with pytest.raises(AssertionError, match=r"do not come from the distribution.*p = "):
+    with refused(AssertionError, "1200"):
         draws.check()
     assert FALSE_ALARM == 1e-6
 
 
 def test_a_token_that_is_ruled_out_is_named_with_its_rank():
     row = np.log(np.array([[0.2, 0.5, 0.3]]))
-    with pytest.raises(AssertionError, match=r"token 0 was drawn.*number 3, and only 2 are to be kept"):
+    with refused(AssertionError, "token 0", "3", "2"):
         Draws(SamplingParams(top_k=2)).add(row, np.array([0]))

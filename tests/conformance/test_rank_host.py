@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from roll_core.testing import RankHost, RanksFailedError
+from roll_core.testing.errors import refused
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time
@@ -86,35 +87,31 @@ def test_each_rank_is_a_process_of_its_own(host, functions):
 
 def test_the_rank_that_raised_is_named_and_the_others_do_not_keep_one_waiting(host, functions):
     began = time.monotonic()
-    with pytest.raises(RanksFailedError, match=r"(?s)rank 1 raised.*LookupError: nothing here.*about to fail"):
+    with refused(RanksFailedError, "rank 1", "LookupError", "about"):
         host.run(functions.fail, 1, num_ranks=3, timeout_s=60)
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize(
-    ("how", "said"), [("SIGKILL", "signal SIGKILL"), ("SIGSEGV", "signal SIGSEGV"), ("exit", "code 7")]
-)
-def test_a_rank_that_dies_is_named(host, functions, how, said):
-    with pytest.raises(RanksFailedError, match=rf"rank 1 died \(.*{said}\) without an answer"):
+@pytest.mark.parametrize(("how", "facts"), [("SIGKILL", ("SIGKILL",)), ("SIGSEGV", ("SIGSEGV",)), ("exit", ("7",))])
+def test_a_rank_that_dies_is_named(host, functions, how, facts):
+    with refused(RanksFailedError, "rank 1", *facts):
         host.run(functions.die, how, num_ranks=2)
 
 
 def test_a_rank_that_hangs_is_named_with_the_place(host, functions):
-    with pytest.raises(
-        RanksFailedError, match=r"(?s)no answer from rank 1 within 4 s; answered: 0.*in hang_in_a_place_of_its_own"
-    ):
+    with refused(RanksFailedError, "rank 1", "4", "0", "hang_in_a_place_of_its_own"):
         host.run(functions.hang_in_a_place_of_its_own, num_ranks=2, timeout_s=4)
 
 
 def test_what_a_rank_started_ends_with_it(host, functions, tmp_path):
     file = tmp_path / "ids"
-    with pytest.raises(RanksFailedError, match="no answer"):
+    with refused(RanksFailedError, "rank 0", "8"):
         host.run(functions.start_a_child, str(file), timeout_s=8)
     assert all(gone(int(each)) for each in file.read_text().split())
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_the_rank(host, functions):
-    with pytest.raises(RanksFailedError, match="rank 0 raised"):
+    with refused(RanksFailedError, "rank 0"):
         host.run(functions.return_what_cannot_travel)
 
 
@@ -137,7 +134,7 @@ def test_a_host_that_is_killed_takes_its_ranks_along_and_is_started_again(functi
 
     killer = threading.Thread(target=kill_once_it_runs)
     killer.start()
-    with pytest.raises(RanksFailedError, match="host of the ranks died"):
+    with refused(RanksFailedError, "EOFError"):
         host.run(functions.start_a_child, str(file), timeout_s=60)
     killer.join()
     assert gone(int(file.read_text().split()[0]))
@@ -147,5 +144,5 @@ def test_a_host_that_is_killed_takes_its_ranks_along_and_is_started_again(functi
 
 
 def test_a_preload_that_cannot_be_imported_is_named():
-    with pytest.raises(RanksFailedError, match="importing no_such_module failed: ModuleNotFoundError"):
+    with refused(RanksFailedError, "no_such_module", "ModuleNotFoundError"):
         RankHost(preload=["no_such_module"]).run(print)

@@ -15,6 +15,7 @@ from roll_core.data.templates import chat_template_of, control_tokens, load_temp
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_core.testing.errors import refused
 
 CHAT = [
     {"role": "user", "content": "hi"},
@@ -173,7 +174,7 @@ def test_chats_need_a_template_and_prompts_do_not(load, columns):
     rows, data, tokenizer = load([row], **columns)
     for encode in (encode_prompts, encode_sft):
         lengths = {"prompt_length": 99} | ({"response_length": 99} if encode is encode_sft else {})
-        with pytest.raises(DataError, match=r"data_args\.template"):
+        with refused(DataError, "data_args.template"):
             encode(rows, data, tokenizer, **lengths)
     bare, data, tokenizer = load([row])
     assert encode_prompts(bare, data, tokenizer, prompt_length=99)[0][0].text == "48+43"
@@ -181,7 +182,7 @@ def test_chats_need_a_template_and_prompts_do_not(load, columns):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(load):
     rows, data, tokenizer = load([{"chat": CHAT}], messages="chat", native=FORGETFUL)
-    with pytest.raises(DataError, match="writes a prompt differently once the answer stands behind it"):
+    with refused(DataError, "template", "message 2"):
         encode_sft(rows, data, tokenizer, prompt_length=200, response_length=200)
     single, data, tokenizer = load([{"chat": CHAT[:2]}], messages="chat", native=FORGETFUL)
     ((sequence,), _) = encode_sft(single, data, tokenizer, prompt_length=200, response_length=200)
@@ -202,7 +203,7 @@ def test_uncovered_characters_name_the_row(load):
     rows, data, tokenizer = load(
         [{"prompt": "1+1=", "response": "2"}, {"prompt": "1×é", "response": "2"}], alphabet="0123456789+="
     )
-    with pytest.raises(DataError, match=r"rows.jsonl row 2: .*'×' \(U\+00D7\), 'é' \(U\+00E9\)"):
+    with refused(DataError, "rows.jsonl", "row 2", "'×'", "'é'"):
         encode_sft(rows, data, tokenizer, prompt_length=9, response_length=9)
 
 
@@ -235,7 +236,7 @@ def test_prompts_longer_than_the_limit_are_left_out(load):
     assert [each.id for each in prompts] == ["0", "2"]
     assert counts.overlong_prompts == 1
     assert prompts[0].metadata["response"] == "12345"
-    with pytest.raises(DataError, match=r"of 3 prompts none can be used: .*raise prompt_length"):
+    with refused(DataError, "3", "prompt_length"):
         encode_prompts(rows, data, tokenizer, prompt_length=0)
 
 
@@ -247,7 +248,7 @@ def test_learning_the_prompt_too_leaves_out_only_the_first_token(load):
 
 def test_an_empty_prompt_cannot_be_answered_but_its_response_can_be_learnt(load):
     rows, data, tokenizer = load([{"prompt": "", "response": "12"}])
-    with pytest.raises(DataError, match="row 1: the prompt has no token"):
+    with refused(DataError, "row 1"):
         encode_prompts(rows, data, tokenizer, prompt_length=9)
     ((sequence,), _) = encode_sft(rows, data, tokenizer, prompt_length=9, response_length=9)
     assert sequence.loss_mask.tolist() == [False, True, True]
@@ -261,7 +262,7 @@ def test_an_empty_response_is_the_end_token_alone(load):
 
 def test_unknown_templates_and_missing_control_tokens_are_refused(load):
     _, _, tokenizer = load([{"prompt": "12", "response": "3"}])
-    with pytest.raises(DataError, match="unknown chat template 'chatmal'; there are native, plain, chatml"):
+    with refused(DataError, "'chatmal'"):
         load_template("chatmal", tokenizer)
-    with pytest.raises(DataError, match=r"needs <\|im_start\|>"):
+    with refused(DataError, "im_start"):
         load_template("chatml", tokenizer)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from roll_core.data.order import RowOrder
 from roll_core.data.pack import balance, pack, pack_evenly, totals
 from roll_core.errors import DataError
+from roll_core.testing.errors import refused
 from roll_core.types import Totals, TrainSequence
 
 
@@ -104,23 +105,23 @@ def test_microbatches_are_even_and_keep_to_the_budget(lengths, max_tokens, multi
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "facts"),
     [
-        (TrainSequence(id="x", tokens=np.arange(0), loss_mask=np.zeros(0, np.bool_)), "x: it has no tokens"),
+        (TrainSequence(id="x", tokens=np.arange(0), loss_mask=np.zeros(0, np.bool_)), ("x", "tokens")),
         (
             TrainSequence(id="x", tokens=np.arange(2), loss_mask=np.ones(2, np.bool_)),
-            "x: its first token is in the loss",
+            ("x", "loss"),
         ),
-        (TrainSequence(id="x", tokens=np.arange(2), loss_mask=np.zeros(3, np.bool_)), "x: loss_mask has length 3"),
+        (TrainSequence(id="x", tokens=np.arange(2), loss_mask=np.zeros(3, np.bool_)), ("loss_mask", "3")),
     ],
 )
-def test_sequences_that_make_no_sense_are_named(bad, message):
-    with pytest.raises(DataError, match=message):
+def test_sequences_that_make_no_sense_are_named(bad, facts):
+    with refused(DataError, *facts):
         pack([bad])
 
 
 def test_a_field_that_only_some_sequences_have_is_named():
-    with pytest.raises(DataError, match="sequence 2 has no values, but sequence 1"):
+    with refused(DataError, "sequence 2", "sequence 1"):
         pack([sequence("1", 2, values=np.zeros(2, np.float32)), sequence("2", 2)])
 
 
@@ -153,5 +154,5 @@ def test_row_order_differs_by_seed_and_epoch():
 
 
 def test_an_order_of_no_rows_is_refused():
-    with pytest.raises(DataError, match="no rows"):
+    with refused(DataError):
         RowOrder(0, 1)

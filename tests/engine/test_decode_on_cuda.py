@@ -13,6 +13,7 @@ from roll_core.builtin.hf.kernels import decode
 from roll_core.builtin.hf.kernels.decode import CUDA_EXTENSION, DecodeKernels
 from roll_core.errors import ExtensionError
 from roll_core.modeling import extensions
+from roll_core.testing.errors import refused
 
 SOURCE = Path(decode.__file__).with_name("decode.cu")
 STAND_IN = Path(__file__).with_name("cuda_on_a_cpu")
@@ -111,7 +112,7 @@ def test_what_cuda_refuses_is_an_error(kernels):
     _, gpu = kernels(torch.float32, heads=1, kv_heads=1, size=1024)
     keys = torch.zeros(1, 1, 1, 1024)
     gpu.begin(keys, np.zeros(1, dtype=np.int64))
-    with pytest.raises(ExtensionError, match="roll_attend: CUDA refused it with error 1"):
+    with refused(ExtensionError, "roll_attend", "CUDA", "1"):
         gpu.attend(torch.zeros(1, 3 * 1024), None, keys[0, 0], keys[0, 0], keys, keys.clone())
 
 

@@ -16,6 +16,7 @@ from roll_core.modeling.model import load_model
 from roll_core.runtime.weight_sync import SyncPlan, WeightSender
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import LossOutput, TrainingSpec, Want
+from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 
 TOKENS = np.arange(3, 40)
@@ -165,7 +166,7 @@ def test_an_engine_that_slept_adds_the_next_adapter_to_the_model_beneath(with_en
         step(trainer)
         await publish(engine, trainer, 1, adapters=True)
         await engine.sleep()
-        with pytest.raises(RuntimeError, match="no weights since it slept"):
+        with refused(RuntimeError, "weights"):
             await scored(engine, "asleep")
         expected = step(trainer)
         await publish(engine, trainer, 2, adapters=True)

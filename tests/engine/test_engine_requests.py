@@ -10,6 +10,7 @@ import torch
 from roll_core.errors import DataError, ModelError, NonFiniteError, UnsupportedError
 from roll_core.modeling.model import load_model
 from roll_core.spec.weights import make_manifest
+from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams
 
 VOCABULARY = 97
@@ -358,31 +359,31 @@ def test_stop_ends_what_waits(with_engine, half_drawn):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "says"),
+    ("wrong", "error", "facts"),
     [
-        (request("a", []), DataError, "request 'a': the prompt is empty"),
-        (request("a", [5, 97]), DataError, "token 1 is id 97, but the model's vocabulary has 97"),
-        (request("a", [-1]), DataError, "token 0 is id -1"),
-        (request("a", [0.5]), DataError, "float64"),
-        (request("a", [1] * 100, max_new_tokens=29), DataError, "100 prompt tokens + max_new_tokens 29 = 129"),
-        (request("a", [1], stop_token_ids=(200,)), DataError, "stop_token_ids has 200"),
-        (request("a", [1], temperature=-1.0), DataError, "temperature is -1"),
-        (request("a", [1], top_p=0.0), DataError, "top_p is 0"),
-        (request("a", [1], max_new_tokens=5, stop=("x",), ignore_eos=False), UnsupportedError, "stop strings need a"),
+        (request("a", []), DataError, ("'a'",)),
+        (request("a", [5, 97]), DataError, ("token 1", "97")),
+        (request("a", [-1]), DataError, ("token 0", "-1")),
+        (request("a", [0.5]), DataError, ("float64",)),
+        (request("a", [1] * 100, max_new_tokens=29), DataError, ("100", "max_new_tokens", "29", "129")),
+        (request("a", [1], stop_token_ids=(200,)), DataError, ("stop_token_ids", "200")),
+        (request("a", [1], temperature=-1.0), DataError, ("-1",)),
+        (request("a", [1], top_p=0.0), DataError, ("top_p", "0")),
+        (request("a", [1], max_new_tokens=5, stop=("x",), ignore_eos=False), UnsupportedError, ("stop",)),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_the_reason(with_engine, wrong, error, says):
-    with pytest.raises(error, match=says.replace("+", r"\+")):
+def test_what_cannot_be_served_is_refused_with_the_reason(with_engine, wrong, error, facts):
+    with refused(error, *facts):
         with_engine(together([wrong]))
 
 
 def test_a_request_larger_than_the_cache_says_which_key_to_raise(with_engine):
-    with pytest.raises(ModelError, match="kv_cache_gib"):
+    with refused(ModelError, "kv_cache_gib"):
         with_engine(together([request("a", [1], max_new_tokens=100)]), kv_cache_gib=1e-6)
 
 
 def test_two_running_requests_cannot_have_one_id(with_engine):
-    with pytest.raises(DataError, match="ids are unique"):
+    with refused(DataError, "'a'"):
         with_engine(together([request("a", [1], max_new_tokens=5), request("a", [2], max_new_tokens=5)]))
 
 
@@ -406,7 +407,7 @@ def test_a_stopped_engine_says_so(with_engine):
     async def act(engine):
         await engine.generate(request("a", [3], max_new_tokens=2))
         await engine.stop()
-        with pytest.raises(RuntimeError, match="does not run"):
+        with refused(RuntimeError):
             await engine.generate(request("b", [3]))
 
     with_engine(act)

@@ -29,6 +29,7 @@ from roll_core.runtime.executors import make_executor
 from roll_core.runtime.executors.base import Executor, GroupSpec, Place, WorkerGroup
 from roll_core.runtime.placement import place_roles
 from roll_core.spec.config import RewardConfig, TrainWorkerConfig
+from roll_core.testing.errors import mentions, refused
 
 HERE = str(Path(__file__).parent)
 RANKS = 2
@@ -83,7 +84,7 @@ def test_call_each_gives_every_rank_its_own_arguments(run: Run, group: WorkerGro
 
 
 def test_call_each_with_too_few_arguments_is_refused(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(ValueError, match=r"judge.greet: 1 sets of arguments for 2 ranks"):
+    with refused(ValueError, "judge.greet", "1", "2"):
         run(group.call_each("greet", [("Ann",)]))
 
 
@@ -148,12 +149,12 @@ def test_error_of_ours_keeps_its_class_and_gets_role_rank_and_host(run: Run, gro
     host = group.members[1].host
     with pytest.raises(CorruptTensorError) as caught:
         run(group.call_rank(1, "corrupt"))
-    assert str(caught.value) == f"judge rank 1 on {host}: layer.0.weight: digest differs"
+    assert mentions(str(caught.value), "judge rank 1", host, "layer.0.weight")
     assert "in corrupt" in caught.value.trace
 
 
 def test_guard_that_trips_in_a_worker_keeps_its_id(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(GuardTrippedError, match=r"judge rank 0 on .*: nothing moved") as caught:
+    with refused(GuardTrippedError, "judge rank 0") as caught:
         run(group.call_rank(0, "trip"))
     assert caught.value.guard == "weights-unchanged"
 
@@ -163,39 +164,39 @@ def test_any_other_error_says_who_where_what_and_keeps_the_trace(run: Run, group
         run(group.call_rank(1, "divide"))
     error = caught.value
     assert (error.role, error.rank, error.host, error.method) == ("judge", 1, group.members[1].host, "divide")
-    assert str(error).endswith("divide failed: ZeroDivisionError: division by zero")
+    assert mentions(str(error), "ZeroDivisionError")
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert "return 1 / 0" in error.trace
 
 
 def test_errors_of_async_methods_are_reported_alike(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match=r"judge rank 0 on .*: fail_async failed: KeyError: 'lost'"):
+    with refused(WorkerError, "judge rank 0", "fail_async", "KeyError", "'lost'"):
         run(group.call_rank(0, "fail_async"))
 
 
 def test_exception_that_cannot_be_pickled_still_says_what_it_was(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="cannot_travel failed: CannotTravel: this and that"):
+    with refused(WorkerError, "cannot_travel", "CannotTravel"):
         run(group.call_rank(0, "cannot_travel"))
 
 
 def test_exit_in_a_worker_is_an_error_and_ends_nothing(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="exit failed: SystemExit: 3"):
+    with refused(WorkerError, "SystemExit", "3"):
         run(group.call_rank(0, "exit"))
     assert run(group.call_rank(0, "greet", "Ann")) == "good day Ann from 0"
 
 
 def test_unknown_method_is_named(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="'Recorder' object has no attribute 'gret'"):
+    with refused(WorkerError, "'Recorder'", "'gret'"):
         run(group.call("gret", "Ann"))
 
 
 def test_cause_is_named_though_its_echoes_came_first(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match=r"judge rank 1 on .*: .* failed: ValueError: the real reason"):
+    with refused(WorkerError, "judge rank 1", "ValueError"):
         run(group.call("fail_on_one_and_echo_on_others", 1))
 
 
 def test_deadline_names_the_ranks_that_did_not_answer(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(WorkerTimeoutError, match=r"wait_on_rank got no answer within 2 s from rank 1 on .+$") as caught:
+    with refused(WorkerTimeoutError, "wait_on_rank", "2", "rank 1") as caught:
         run(group.call("wait_on_rank", 1, 6.0, deadline_s=2))
     assert "in wait_on_rank" in caught.value.trace
     assert run(group.call("wait_on_rank", 0, 0.0)) == ["done", "done"]
@@ -225,7 +226,7 @@ def test_a_worker_that_is_given_up_is_ended_and_says_why_and_where_it_hung(
                 await group.call_rank(1, "echo", 1)
             if started[0] == "local":  # whose threads cannot be killed: nothing of the role is used any more
                 hanging.cancel()
-                with pytest.raises(WorkerHungError, match="rank 1"):
+                with refused(WorkerHungError, "rank 1"):
                     await group.call_rank(0, "echo", 1)
                 return
             with pytest.raises(WorkerHungError, match="it said nothing"):
@@ -245,12 +246,12 @@ def test_a_worker_that_is_given_up_is_ended_and_says_why_and_where_it_hung(
 
 def test_failure_to_make_a_worker_names_it_and_leaves_nothing(run: Run, another: Executor) -> None:
     broken = spec("broken", target="executor_workers:BrokenOnRank", args={"rank": 1})
-    with pytest.raises(WorkerError, match=r"broken rank 1 on .*: start failed: ValueError: cannot be made on rank 1"):
+    with refused(WorkerError, "broken rank 1", "ValueError", "rank 1"):
         run(another.start([spec("fine"), broken]))
 
 
 def test_worker_class_that_does_not_exist_is_named(run: Run, another: Executor) -> None:
-    with pytest.raises(PluginLoadError, match=r"judge rank 0 on .*executor_workers has no 'Nobody'"):
+    with refused(PluginLoadError, "judge rank 0", "executor_workers", "'Nobody'"):
         run(another.start([spec(ranks=1, target="executor_workers:Nobody")]))
 
 
@@ -275,7 +276,7 @@ def test_variables_of_a_role_are_there_and_gone_afterwards(run: Run, another: Ex
 def test_roles_that_contradict_each_other_cannot_share_a_process() -> None:
     executor = make_executor("local", CpuPlatform(), slots_per_node=2)
     one, two = spec("one", env={"COLOUR": "blue"}), spec("two", env={"COLOUR": "red"})
-    with pytest.raises(UnsupportedError, match=r"one wants COLOUR=blue and two wants COLOUR=red.*executor: ray"):
+    with refused(UnsupportedError, "COLOUR=blue", "COLOUR=red"):
         asyncio.run(executor.start([one, two]))
     assert "COLOUR" not in os.environ
 
@@ -290,14 +291,14 @@ def test_local_executor_has_the_slots_of_this_host_only() -> None:
     where = place_roles({"a": TrainWorkerConfig(device_mapping=(3,))}, TwoDevices(), num_gpus_per_node=8)["a"]
     executor = make_executor("local", TwoDevices(), slots_per_node=8)
     wanted = GroupSpec(role="actor_train", kind="train", target="executor_workers:Recorder", places=where)
-    with pytest.raises(PlacementError, match=r"actor_train asks for slot 3, but there are 2 slots \(0 to 1\)"):
+    with refused(PlacementError, "actor_train", "slot 3", "2", "0", "1"):
         asyncio.run(executor.start([wanted]))
 
 
 def test_local_executor_refuses_two_workers_that_train() -> None:
     executor = make_executor("local", CpuPlatform(), slots_per_node=2)
     two = GroupSpec(role="actor_train", kind="train", target="executor_workers:Recorder", places=places(2))
-    with pytest.raises(UnsupportedError, match=r"actor_train has 2 workers.*set executor: ray"):
+    with refused(UnsupportedError, "actor_train", "2"):
         asyncio.run(executor.start([two]))
 
 
@@ -322,13 +323,13 @@ def test_workers_of_ray_are_told_who_they_are(run: Run, group: WorkerGroup) -> N
 
 @only_ray
 def test_result_that_cannot_be_sent_is_an_error_of_its_call(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="unsendable failed: its result cannot be sent to another process"):
+    with refused(WorkerError, "unsendable"):
         run(group.call_rank(0, "unsendable"))
 
 
 @only_ray
 def test_arguments_that_cannot_be_sent_are_refused(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(UnsupportedError, match=r"judge.echo: its arguments cannot be sent to another process"):
+    with refused(UnsupportedError, "judge.echo"):
         run(group.call("echo", (each for each in ())))
 
 
@@ -347,13 +348,12 @@ def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending
             task = asyncio.ensure_future(waiting)
             await asyncio.sleep(0.2)
             os.kill(victim.pid, signal.SIGKILL)
-            when = "during sleep" if pending == "own call" else "between two calls"
-            text = f"^victims rank 1 on {victim.host} died {when}: process {victim.pid} is gone"
-            with pytest.raises(WorkerDiedError, match=text):
+            with refused(WorkerDiedError, f"victims rank 1 on {victim.host}", victim.pid) as caught:
                 await asyncio.wait_for(task, 30)
-            with pytest.raises(WorkerDiedError, match="victims rank 1"):
+            assert caught.value.method == ("sleep" if pending == "own call" else "")
+            with refused(WorkerDiedError, "victims rank 1"):
                 another.check_alive()
-            with pytest.raises(WorkerDiedError, match="victims rank 1"):
+            with refused(WorkerDiedError, "victims rank 1"):
                 await groups["others"].call("greet", "Ann")
 
     run(kill_one())
@@ -364,9 +364,7 @@ def test_a_worker_whose_engine_died_counts_as_dead_and_can_be_replaced(run: Run,
     async def lose_one() -> None:
         async with another:
             group = (await another.start([spec(survives="while_others_live")]))["judge"]
-            with pytest.raises(
-                WorkerDiedError, match=r"judge rank 1 on .* died during lose_engine: the engine is gone"
-            ):
+            with refused(WorkerDiedError, "judge rank 1", "lose_engine"):
                 await group.call_rank(1, "lose_engine")
             another.check_alive()
             assert group.lost == {1}
@@ -386,13 +384,13 @@ def test_the_last_worker_of_a_role_that_outlives_all_can_be_replaced(run: Run, a
             hanging = asyncio.ensure_future(group.call("wait_forever"))
             await asyncio.sleep(0.2)
             os.kill(group.members[0].pid, signal.SIGKILL)
-            with pytest.raises(WorkerDiedError, match="engine rank 0"):
+            with refused(WorkerDiedError, "engine rank 0"):
                 await asyncio.wait_for(hanging, 60)
             another.check_alive()
             assert group.lost == {0}
             assert group.outlives_all
             assert await group.call("greet", "Ann") == []
-            with pytest.raises(WorkerDiedError, match="engine rank 0"):
+            with refused(WorkerDiedError, "engine rank 0"):
                 await group.call_each("greet", [("Ann",)])
             await group.replace(0)
             assert await group.call("greet", "Ann") == ["hello Ann from 0"]
@@ -419,7 +417,7 @@ def test_a_worker_behind_a_gap_of_the_network_is_given_up_where_its_group_surviv
             error = ray.exceptions.ActorUnavailableError("no route to host", None)
             behind._unreachable(next(iter(behind._pending)), error)
             for each in asked:
-                with pytest.raises(WorkerDiedError, match=r"judge rank 1 .*no route to host"):
+                with refused(WorkerDiedError, "judge rank 1", "route"):
                     await each
             another.check_alive()
             assert group.lost == {1}
@@ -434,7 +432,7 @@ def test_crash_is_told_from_a_kill_and_shows_where_it_was(run: Run, another: Exe
     async def crash() -> None:
         async with another:
             groups = await another.start([spec(ranks=1)])
-            with pytest.raises(WorkerDiedError, match=r"died during crash: process .* crashed: Segm") as caught:
+            with refused(WorkerDiedError, "crash") as caught:
                 await groups["judge"].call("crash")
             assert "executor_workers.py" in caught.value.trace
 
@@ -449,7 +447,7 @@ def test_collectives_fail_with_the_cause_and_not_with_its_echo(run: Run, another
             pair = spec("actor_train", target="executor_workers:Collective")
             group = (await another.start([pair]))["actor_train"]
             assert await group.call("sum_of_ranks") == [3, 3]
-            with pytest.raises(WorkerDiedError, match=r"actor_train rank 1 on .* died during die_before_reduce"):
+            with refused(WorkerDiedError, "actor_train rank 1", "die_before_reduce"):
                 await group.call("die_before_reduce", 1)
 
     run(reduce())
@@ -461,5 +459,5 @@ def test_ray_address_where_nobody_answers_is_an_error_at_once(monkeypatch: pytes
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         executor = make_executor("ray", CpuPlatform(), slots_per_node=2)
-        with pytest.raises(PlacementError, match=f"no Ray answers at RAY_ADDRESS={address}"):
+        with refused(PlacementError, "RAY_ADDRESS", address):
             asyncio.run(executor.start([]))

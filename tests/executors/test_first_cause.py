@@ -18,6 +18,7 @@ from roll_core.errors import (
 from roll_core.runtime.executors import calls
 from roll_core.runtime.executors.base import Member
 from roll_core.runtime.executors.calls import CallFailed, Failure, collect
+from roll_core.testing.errors import refused
 
 Settle = Callable[[list[asyncio.Future[Any]]], Coroutine[Any, Any, None]]
 
@@ -57,7 +58,7 @@ def test_error_of_one_rank_is_raised_though_others_never_answer(monkeypatch: pyt
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[1].set_exception(failed(ValueError("bad batch")))
 
-    with pytest.raises(WorkerError, match=r"^actor rank 1 on h1: step failed: ValueError: bad batch$") as caught:
+    with refused(WorkerError, "actor rank 1", "h1", "ValueError") as caught:
         outcome(settle)
     assert isinstance(caught.value.__cause__, ValueError)
     assert caught.value.trace == "trace"
@@ -69,7 +70,7 @@ def test_earliest_error_by_the_workers_clocks_is_the_cause() -> None:
         futures[2].set_exception(failed(ValueError("first"), at=10.0))
         futures[1].set_result(None)
 
-    with pytest.raises(WorkerError, match=r"rank 2 .* first"):
+    with refused(WorkerError, "rank 2", "first"):
         outcome(settle)
 
 
@@ -78,7 +79,7 @@ def test_lowest_rank_speaks_for_all_that_fail_alike() -> None:
         for rank, at in ((2, 10.0), (1, 10.01), (0, 10.02)):
             futures[rank].set_exception(failed(ValueError("same"), at=at))
 
-    with pytest.raises(WorkerError, match="rank 0 "):
+    with refused(WorkerError, "rank 0"):
         outcome(settle)
 
 
@@ -98,7 +99,7 @@ def test_broken_connection_is_not_the_cause_when_a_later_error_is(echo: Exceptio
         await asyncio.sleep(0.05)
         futures[2].set_exception(failed(NonFiniteError("loss is nan"), at=10.05))
 
-    with pytest.raises(NonFiniteError, match=r"^actor rank 2 on h2: loss is nan$"):
+    with refused(NonFiniteError, "actor rank 2", "h2"):
         outcome(settle)
 
 
@@ -108,7 +109,7 @@ def test_broken_connection_is_the_cause_when_nothing_else_is_known(monkeypatch: 
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[0].set_exception(failed(ConnectionResetError("reset")))
 
-    with pytest.raises(WorkerError, match="rank 0 on h0: step failed: ConnectionResetError"):
+    with refused(WorkerError, "rank 0", "h0", "ConnectionResetError"):
         outcome(settle)
 
 
@@ -121,7 +122,7 @@ def test_death_explains_the_errors_that_came_before_the_news_of_it() -> None:
         futures[1].set_exception(death)
         futures[2].set_exception(death)
 
-    with pytest.raises(WorkerDiedError, match=r"^critic rank 1 on h9 died between two calls: process 5 is gone$"):
+    with refused(WorkerDiedError, "critic rank 1", "h9", "5"):
         outcome(settle)
 
 
@@ -129,9 +130,7 @@ def test_deadline_names_every_rank_that_did_not_answer() -> None:
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[1].set_result(None)
 
-    with pytest.raises(
-        WorkerTimeoutError, match=r"^actor: step got no answer within 0.05 s from rank 0 on h0; rank 2 on h2$"
-    ):
+    with refused(WorkerTimeoutError, "0.05", "rank 0", "h0", "rank 2", "h2"):
         outcome(settle, seconds=0.05)
 
 
@@ -152,6 +151,6 @@ def test_an_error_that_says_itself_where_it_comes_from_does_not_become_its_own_c
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[0].set_exception(failed(WorkerTimeoutError("judge", "make", 60.0, [0], ["h0"])))
 
-    with pytest.raises(WorkerTimeoutError, match="judge: make got no answer") as caught:
+    with refused(WorkerTimeoutError, "judge", "make", "rank 0") as caught:
         outcome(settle, ranks=1)
     assert caught.value.__cause__ is None

@@ -18,6 +18,7 @@ from roll_core.spec.config import (
     TrainWorkerConfig,
     WorkerConfig,
 )
+from roll_core.testing.errors import mentions, refused
 
 
 class EightAccelerators(CpuPlatform):
@@ -105,7 +106,7 @@ def test_a_node_that_a_cluster_lacks_is_named_also_where_it_is_needed_more_than_
     wanted = [GroupSpec(role="actor_train", kind="train", target="unused:Unused", places=places)]
     reservation = Reservation(EightAccelerators(), 8, 60)
     needs = reservation._slots_needed(wanted)
-    with pytest.raises(PlacementError, match="actor_train asks for slot 31, but there are 24 slots"):
+    with refused(PlacementError, "actor_train", "slot 31", "24"):
         reservation._check_existence(wanted, needs, [{"GPU": 8.0}] * 3)
     reservation._check_existence(wanted, needs, [{"GPU": 8.0}] * 4)
 
@@ -124,32 +125,30 @@ def test_strategy_that_needs_two_slots_each_gets_them() -> None:
 
 
 def test_strategy_and_config_that_disagree_on_slots_per_worker_are_refused() -> None:
-    with pytest.raises(PlacementError, match=r"actor_infer: num_gpus_per_worker is 4, but .* take 2 slots"):
+    with refused(PlacementError, "actor_infer", "num_gpus_per_worker", "4", "2"):
         place({"actor_infer": infer("list(range(0,4))", 4)}, slots_per_worker={"actor_infer": 2})
 
 
 def test_mapping_that_is_no_multiple_of_a_workers_slots_is_refused() -> None:
-    with pytest.raises(PlacementError, match=r"actor_infer: device_mapping has 3 slots.*multiple of the 2 slots"):
+    with refused(PlacementError, "actor_infer", "device_mapping", "3", "2"):
         place({"actor_infer": infer([0, 1, 2])}, slots_per_worker={"actor_infer": 2})
 
 
 def test_worker_that_trains_takes_one_slot() -> None:
     config = TrainWorkerConfig(device_mapping=(0, 1), num_gpus_per_worker=2)
-    with pytest.raises(
-        PlacementError, match=r"actor_train: num_gpus_per_worker is 2, but a worker that trains takes 1"
-    ):
+    with refused(PlacementError, "actor_train", "num_gpus_per_worker", "2", "1"):
         place({"actor_train": config})
 
 
 def test_worker_whose_slots_lie_on_two_nodes_is_refused() -> None:
-    with pytest.raises(PlacementError, match=r"actor_infer rank 1 takes slots 7, 8, which lie on nodes 0, 1"):
+    with refused(PlacementError, "actor_infer rank 1", "slots 7", "8", "nodes 0", "1"):
         place({"actor_infer": infer([5, 6, 7, 8], 2)})
 
 
 def test_slot_that_does_not_exist_names_role_slot_and_what_exists() -> None:
     with pytest.raises(PlacementError) as caught:
         place({"actor_train": train("list(range(0,16))")}, num_nodes=1)
-    assert str(caught.value).startswith("actor_train asks for slot 8, but there are 8 slots (0 to 7) on one node")
+    assert mentions(str(caught.value), "actor_train", "slot 8", "8", "0", "7")
 
 
 def test_num_gpus_per_node_of_the_config_wins_over_the_count_here() -> None:
@@ -216,7 +215,7 @@ def test_more_slots_than_cores_can_be_asked_for_by_num_gpus_per_node() -> None:
 
 
 def test_slot_beyond_the_cores_says_how_to_get_it() -> None:
-    with pytest.raises(PlacementError, match=r"a asks for slot 5, .*num_gpus_per_node: 6 makes more of them"):
+    with refused(PlacementError, "slot 5", "num_gpus_per_node", "6"):
         place_roles({"a": train([0, 5])}, CpuPlatform(), num_gpus_per_node=2, num_nodes=1, cores=2)
 
 

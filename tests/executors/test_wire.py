@@ -21,6 +21,7 @@ from roll_core.errors import CorruptTensorError, GuardTrippedError, UnsupportedE
 from roll_core.runtime.executors import wire
 from roll_core.runtime.executors.calls import CallFailed, Failure
 from roll_core.runtime.executors.codecs import WIRE, decode, encode_failure, encode_result
+from roll_core.testing.errors import mentions, refused
 from roll_core.types import Reward, Sample
 
 PLAIN = st.recursive(
@@ -109,23 +110,23 @@ def test_paths_sets_and_enums() -> None:
 
     assert there_and_back([Path("/a/b"), {1, 2}, frozenset("x")]) == [Path("/a/b"), {1, 2}, {"x"}]
     assert there_and_back(pickle.PickleBuffer) is pickle.PickleBuffer
-    with pytest.raises(UnsupportedError, match="cannot be found by its name"):
+    with refused(UnsupportedError, "Inner"):
         wire.dumps(Inner.A)
 
 
 @pytest.mark.parametrize(
-    ("value", "named"),
+    ("value", "facts"),
     [
-        (torch.zeros(2), "torch.Tensor"),
-        ({"deep": [(threading.Lock(),)]}, "lock"),
-        (np.array([object()]), "dtype object"),
-        (lambda: 0, "<lambda>"),
-        (2**70, "too large"),
-        ("\ud800", "surrogates"),
+        (torch.zeros(2), ("torch.Tensor",)),
+        ({"deep": [(threading.Lock(),)]}, ("lock",)),
+        (np.array([object()]), ("object",)),
+        (lambda: 0, ("<lambda>",)),
+        (2**70, ("1180591620717411303424",)),
+        ("\ud800", ("surrogates",)),
     ],
 )
-def test_what_has_no_place_is_refused_by_name(value: Any, named: str) -> None:
-    with pytest.raises(UnsupportedError, match=named):
+def test_what_has_no_place_is_refused_by_name(value: Any, facts: str) -> None:
+    with refused(UnsupportedError, *facts):
         wire.dumps(value)
 
 
@@ -133,7 +134,7 @@ def test_a_name_that_is_no_dataclass_makes_nothing() -> None:
     forged = wire.msgpack.packb(
         wire.msgpack.ExtType(wire.RECORD, wire.dumps(["subprocess:Popen", {"args": ["touch", "/nowhere"]}]))
     )
-    with pytest.raises(UnsupportedError, match="subprocess:Popen is no dataclass"):
+    with refused(UnsupportedError, "subprocess:Popen"):
         wire.loads(forged)
 
 
@@ -153,7 +154,7 @@ def test_an_error_of_a_library_arrives_as_its_words() -> None:
     with pytest.raises(CallFailed) as caught:
         decode(WIRE, encode_failure(WIRE, raised))
     assert caught.value.failure.error is None
-    assert caught.value.failure.summary == "OutOfMemoryError: no memory"
+    assert mentions(caught.value.failure.summary, "OutOfMemoryError")
 
 
 def test_a_result_may_hold_a_failure_of_a_sync() -> None:

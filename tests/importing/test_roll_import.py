@@ -16,6 +16,7 @@ from roll_core.config import load
 from roll_core.pipelines.config import ImportanceWeightConfig
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.providers import InferProvider, TrainProvider
+from roll_core.testing.errors import mentions
 
 FILES = Path(__file__).parent / "roll"
 IMPORTABLE = (
@@ -434,7 +435,7 @@ def test_warnings_of_the_new_config_are_in_the_report(tmp_path, capsys):
     masked = RLVR + "rewards: {judge: {worker_cls: my.Worker}}\ndifficulty_mask: true\n"
     (tmp_path / "theirs.yaml").write_text(masked)
     assert main(["import", "roll", str(tmp_path / "theirs.yaml"), "-o", str(tmp_path / "ours.yaml")]) == 0
-    assert re.search(r"ours\.yaml:\d+:1: warning: difficulty_mask: ", capsys.readouterr().out)
+    assert re.search(r"ours\.yaml:\d+:1: warning: ROLL-C050 difficulty_mask: ", capsys.readouterr().out)
 
 
 def test_an_unknown_key_is_told_with_the_nearest_one(registry):
@@ -456,28 +457,28 @@ def test_nothing_that_decides_what_is_learnt_disappears(lines, refused, tmp_path
     file = tmp_path / "theirs.yaml"
     file.write_text((FILES / "rlvr_ppo_critic.yaml").read_text() + lines + "\n")
     assert main(["import", "roll", str(file), "-o", str(tmp_path / "ours.yaml")]) == 1
-    assert re.search(rf"refused by roll-core check:\n  \S+ours\.yaml:\d+:\d+: {refused}", capsys.readouterr().out)
+    assert re.search(rf"\n  \S+ours\.yaml:\d+:\d+: ROLL-[CP]\d+ {refused}", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("dpo", r"dpo\.yaml:6:1: chosen_key belongs to ROLL's dpo"),
-        ("agentic", r"agentic\.yaml:9:1: train_env_manager belongs to ROLL's agentic"),
-        ("distill", r"distill\.yaml:6:1: student belongs to ROLL's distill"),
-        ("onpolicy_distill", r"onpolicy_distill\.yaml:5:1: student_train belongs to ROLL's on-policy distillation"),
+        ("dpo", r"dpo\.yaml:6:1: chosen_key"),
+        ("agentic", r"agentic\.yaml:9:1: train_env_manager"),
+        ("distill", r"distill\.yaml:6:1: student"),
+        ("onpolicy_distill", r"onpolicy_distill\.yaml:5:1: student_train"),
         (
             "rlvr_images",
-            r"rlvr_images\.yaml:4:37: actor_train\.data_args\.image_max_pixels belongs to ROLL's rlvr with",
+            r"rlvr_images\.yaml:4:37: actor_train\.data_args\.image_max_pixels",
         ),
-        ("rollout_only", r"rollout_only\.yaml:3:1: actor_infer belongs to ROLL's rollout alone"),
+        ("rollout_only", r"rollout_only\.yaml:3:1: actor_infer"),
     ],
 )
 def test_a_pipeline_that_is_not_here_is_said_so(file, says, tmp_path, capsys):
     out = tmp_path / "ours.yaml"
     assert main(["import", "roll", str(FILES / f"{file}.yaml"), "-o", str(out)]) == 2
     shown = capsys.readouterr()
-    assert re.match(rf"error: \S*{says}", shown.err)
+    assert re.match(rf"error: ROLL-\w+ \S*{says}", shown.err)
     assert shown.out == ""
     assert not out.exists()
 
@@ -485,11 +486,11 @@ def test_a_pipeline_that_is_not_here_is_said_so(file, says, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "the file is empty"),
-        ("a: [1", "not valid YAML"),
-        ("a: 1\n", "this is no config of ROLL's"),
-        ("sequence_length: ${response_len}\nsft_train: {}\n", "refers to a key that is not in this config"),
-        ("defaults: [absent]\nsft_train: {}\n", "there is no fragment 'absent'"),
+        ("", "ROLL-C021"),
+        ("a: [1", "ROLL-C021"),
+        ("a: 1\n", "ROLL-M002"),
+        ("sequence_length: ${response_len}\nsft_train: {}\n", "ROLL-C024"),
+        ("defaults: [absent]\nsft_train: {}\n", "ROLL-C023"),
     ],
 )
 def test_files_that_roll_could_not_load_either(text, says, tmp_path, capsys):
@@ -514,7 +515,7 @@ def test_values_of_another_shape_are_refused_and_not_fallen_over(line, tmp_path,
     file = tmp_path / "theirs.yaml"
     file.write_text(f"pretrain: m\nsequence_length: 8\nsft_train:\n  {line}\n")
     assert main(["import", "roll", str(file), "-o", str(tmp_path / "ours.yaml")]) == 1
-    assert "refused by roll-core check" in capsys.readouterr().out
+    assert mentions(capsys.readouterr().out, "roll-core")
 
 
 def test_what_comes_from_the_environment_stays_there(registry, monkeypatch):
@@ -544,14 +545,14 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path, capsys):
     out.write_text("mine")
     assert main(["import", "roll", str(FILES / "sft_defaults.yaml"), "-o", str(out)]) == 2
     assert out.read_text() == "mine"
-    assert "is there already" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "already")
 
 
 def test_without_a_plugin_its_keys_stay_and_the_package_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("ROLL_PLUGINS", "roll-core")
     out = tmp_path / "ours.yaml"
     assert main(["import", "roll", str(FILES / "sft_fsdp2.yaml"), "-o", str(out)]) == 1
-    assert "pip install roll-strategy-fsdp2" in capsys.readouterr().out
+    assert mentions(capsys.readouterr().out, "roll-strategy-fsdp2")
     assert yaml.safe_load(out.read_text())["sft_train"]["strategy_args"]["strategy_config"]["efsdp_size"] == 2
 
 

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from roll_core.testing.errors import mentions
+
 BROKEN = {
     "import": (
         "import a_module_that_is_nowhere",
@@ -131,10 +133,10 @@ def test_a_broken_plugin_is_listed_with_its_cause_and_named_where_it_is_missed(s
     assert listed["state"] == "failed"
     assert cause in listed["error"]
     done = site.check("hf_infer", "acme")
-    assert done.stdout.startswith("run0.yaml: ok: rlvr"), "a config that does not use it is not hurt"
+    assert mentions(done.stdout, "run0.yaml: ok:", "rlvr"), "a config that does not use it is not hurt"
     assert done.returncode == 2
-    assert "run1.yaml:6:34: actor_infer.strategy_args.strategy_name: no infer strategy is called 'acme'" in done.stderr
-    assert "failed to load: acme 1.2: " in done.stderr
+    assert mentions(done.stderr, "run1.yaml:6:34: ROLL-P004 actor_infer.strategy_args.strategy_name", "'acme'")
+    assert mentions(done.stderr, "acme 1.2")
     assert done.stderr.endswith("1 mistake\n"), "one message, no traceback"
 
 
@@ -144,14 +146,14 @@ def test_the_listing_for_people_names_the_cause_too(site):
         done = site.roll_core("plugins", *arguments)
         assert done.returncode == 0
         assert "acme 1.0" in done.stdout
-        assert "No module named 'a_module_that_is_nowhere'" in done.stdout
+        assert mentions(done.stdout, "'a_module_that_is_nowhere'")
 
 
 def test_check_of_the_plugins_fails_for_a_broken_one_and_says_so(site):
     site.install("acme", source="import a_module_that_is_nowhere")
     done = site.roll_core("plugins", "--check", "--disable-plugin", "roll-core")
     assert done.returncode == 2
-    assert "broken: plugin acme 1.0: importing acme.plugin failed" in done.stdout
+    assert mentions(done.stdout, "acme 1.0", "acme.plugin")
 
 
 def test_what_a_plugin_prints_on_import_does_not_end_up_in_the_json(site):
@@ -171,11 +173,11 @@ def test_two_plugins_with_one_strategy_name_hurt_only_who_uses_it(site):
     site.install("acme-one", "1.1", name="engine")
     site.install("acme-two", "2.2", name="engine")
     listing = site.roll_core("plugins")
-    assert "conflict: infer strategy 'engine' is offered by acme-one 1.1 and acme-two 2.2" in listing.stdout
+    assert mentions(listing.stdout, "'engine'", "acme-one 1.1", "acme-two 2.2")
     wanted = site.check("hf_infer", "engine")
-    assert wanted.stdout.startswith("run0.yaml: ok: rlvr")
+    assert mentions(wanted.stdout, "run0.yaml: ok:", "rlvr")
     assert wanted.returncode == 2
-    assert "infer strategy 'engine' is offered by acme-one 1.1 and acme-two 2.2" in wanted.stderr
+    assert mentions(wanted.stderr, "'engine'", "acme-one 1.1", "acme-two 2.2")
     assert "'acme-one/engine' or 'acme-two/engine'" in wanted.stderr
     assert "--disable-plugin acme-two" in wanted.stderr
 
@@ -202,7 +204,7 @@ def test_a_disabled_plugin_is_not_even_imported(site):
     site.install("acme", source="raise SystemExit('imported')")
     assert site.listing("--disable-plugin", "acme")["acme"]["state"] == "disabled"
     wanted = site.check("acme", disable="ACME")
-    assert "not loaded: acme 1.0 (--disable-plugin)" in wanted.stderr
+    assert mentions(wanted.stderr, "acme 1.0", "(--disable-plugin)")
     assert "imported" not in wanted.stderr
 
 
@@ -223,7 +225,7 @@ def test_disabling_a_plugin_that_is_not_installed_is_a_mistake(site):
     site.install("acme")
     done = site.roll_core("plugins", "--disable-plugin", "acmee")
     assert done.returncode == 2
-    assert "--disable-plugin acmee: no such plugin is installed; did you mean acme?" in done.stderr
+    assert mentions(done.stderr, "--disable-plugin acmee:", "acme?")
 
 
 def test_damaged_distributions_do_not_hide_the_others(site):
@@ -249,7 +251,7 @@ def test_a_plugin_without_its_engine_says_what_is_missing(site):
     )
     done = site.roll_core("plugins", "--check")
     assert done.returncode == 2
-    assert "no-such-engine is not installed, wanted >=2. Run: pip install 'no-such-engine>=2'" in done.stdout
+    assert mentions(done.stdout, "no-such-engine", "2", "'no-such-engine>=2'")
     assert site.check("acme").returncode == 0, "the machine that checks need not have the engine"
 
 

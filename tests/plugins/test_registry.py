@@ -26,6 +26,7 @@ from roll_core.spec.providers import (
     TrainProvider,
 )
 from roll_core.spec.reward import RewardFunction
+from roll_core.testing.errors import mentions, refused
 
 
 def plugin(package, version="1.0", *providers, **fields):
@@ -72,16 +73,13 @@ def test_a_conflict_names_both_packages_their_versions_and_the_way_out():
     registry = Registry([plugin("one", "1.1", engine("x")), plugin("two", "2.2", engine("x")), plugin("three", "3")])
     with pytest.raises(ProviderConflictError) as raised:
         registry.find(InferProvider, "x")
-    assert str(raised.value) == (
-        "infer strategy 'x' is offered by one 1.1 and two 2.2: write 'one/x' or 'two/x',"
-        " or leave one out with --disable-plugin two"
-    )
+    assert mentions(str(raised.value), "'x'", "1.1", "2.2", "'one/x'", "'two/x'")
 
 
 def test_a_conflict_inside_of_one_package_names_its_entry_points():
     first = plugin("one", "1.1", engine("x"), entry_point="first")
     second = plugin("one", "1.1", engine("x"), entry_point="second")
-    with pytest.raises(ProviderConflictError, match="--disable-plugin first or --disable-plugin second"):
+    with refused(ProviderConflictError, "--disable-plugin first", "--disable-plugin second"):
         Registry([first, second]).find(InferProvider, "one/x")
 
 
@@ -89,26 +87,22 @@ def test_an_unknown_name_gets_the_nearest_and_the_available_ones():
     registry = Registry([plugin("one", "1.0", engine("turbine"))])
     with pytest.raises(UnknownProviderError) as raised:
         registry.find(InferProvider, "turbin")
-    assert str(raised.value) == (
-        "no infer strategy is called 'turbin'; did you mean 'turbine'?\n    available: turbine"
-    )
+    assert mentions(str(raised.value), "'turbin'", "'turbine'")
     assert raised.value.__cause__ is None
 
 
 def test_the_beginning_of_a_name_gets_those_that_begin_so():
     registry = Registry([plugin("one", "1.0", engine("turbine_of_acme"), engine("turbine_of_ours"), engine("fan"))])
-    with pytest.raises(UnknownProviderError, match="did you mean 'turbine_of_acme' or 'turbine_of_ours'"):
+    with refused(UnknownProviderError, "'turbine_of_acme'", "'turbine_of_ours'"):
         registry.find(InferProvider, "turb")
-    with pytest.raises(UnknownProviderError, match="no infer strategy is called ''\n"):
+    with refused(UnknownProviderError, "''", "turbine_of_ours"):
         registry.find(InferProvider, "")
 
 
 def test_an_unknown_name_of_a_known_package_says_what_to_install():
-    with pytest.raises(UnknownProviderError, match="pip install roll-infer-vllm"):
+    with refused(UnknownProviderError, "roll-infer-vllm"):
         Registry([]).find(InferProvider, "vllm")
-    with pytest.raises(
-        UnknownProviderError, match=r"did you mean 'megatron_train'\?\n.*pip install roll-strategy-megatron"
-    ):
+    with refused(UnknownProviderError, "'megatron_train'", "roll-strategy-megatron"):
         Registry([]).find(TrainProvider, "megatron_trian")
 
 
@@ -117,22 +111,22 @@ def test_an_unknown_name_lists_the_plugins_that_failed_and_chains_the_first_caus
     registry = Registry([failed("one", cause), failed("two", ValueError("no"))])
     with pytest.raises(UnknownProviderError) as raised:
         registry.find(InferProvider, "x")
-    assert "failed to load: one 1.0: ImportError: libcuda.so.1 is missing" in str(raised.value)
-    assert "failed to load: two 1.0: ValueError: no" in str(raised.value)
+    assert mentions(str(raised.value), "one 1.0", "ImportError", "libcuda.so.1")
+    assert mentions(str(raised.value), "two 1.0", "ValueError")
     assert raised.value.__cause__.__cause__ is cause
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"),
+    ("name", "facts"),
     [
-        ("nobody/x", "no plugin 'nobody' is installed; installed: one, two"),
-        ("one/y", "one 1.0 offers x"),
-        ("two/x", "two 1.0 offers no infer strategy"),
+        ("nobody/x", ("'nobody'",)),
+        ("one/y", ("1.0",)),
+        ("two/x", ("1.0",)),
     ],
 )
-def test_a_qualified_name_that_does_not_exist_says_what_the_package_offers(name, answer):
+def test_a_qualified_name_that_does_not_exist_says_what_the_package_offers(name, facts):
     registry = Registry([plugin("one", "1.0", engine("x")), plugin("two")])
-    with pytest.raises(UnknownProviderError, match=answer):
+    with refused(UnknownProviderError, *facts):
         registry.find(InferProvider, name)
 
 
@@ -192,38 +186,38 @@ def test_a_target_is_imported_down_to_its_attribute():
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "answer"),
+    ("source", "target", "facts"),
     [
-        ("raise SystemExit(0)", "broken_target:X", "reward 'x' of acme: importing broken_target failed: SystemExit: 0"),
-        ("import nowhere_at_all", "broken_target:X", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
-        ("", "broken_target:X", "reward 'x' of acme: broken_target has no 'X'"),
-        ("class X: pass", "broken_target:X.Y", "broken_target has no 'X.Y'"),
-        ("", "broken_target", "target 'broken_target' is not 'module:attribute'"),
+        ("raise SystemExit(0)", "broken_target:X", ("'x'", "broken_target", "SystemExit", "0")),
+        ("import nowhere_at_all", "broken_target:X", ("ModuleNotFoundError", "'nowhere_at_all'")),
+        ("", "broken_target:X", ("'x'", "broken_target", "'X'")),
+        ("class X: pass", "broken_target:X.Y", ("broken_target", "'X.Y'")),
+        ("", "broken_target", ("'broken_target'", "'module:attribute'")),
     ],
 )
-def test_a_target_that_cannot_be_loaded_names_its_owner_and_the_cause(module, source, target, answer):
+def test_a_target_that_cannot_be_loaded_names_its_owner_and_the_cause(module, source, target, facts):
     module("broken_target", source)
-    with pytest.raises(PluginLoadError, match=answer):
+    with refused(PluginLoadError, *facts):
         load_target(target, owner="reward 'x' of acme")
 
 
 def test_a_target_of_another_class_is_refused(module):
     module("other_class", "class X: pass")
-    with pytest.raises(PluginLoadError, match=r"is not a subclass of roll_core\.spec\.reward\.RewardFunction"):
+    with refused(PluginLoadError, "roll_core.spec.reward.RewardFunction"):
         load_class("other_class:X", RewardFunction, owner="x")
 
 
 @pytest.mark.parametrize(
-    ("source", "answer"),
+    ("source", "facts"),
     [
-        ("class X(RewardFunction): pass", "does not implement score"),
-        ("X = 3", "is not a subclass"),
+        ("class X(RewardFunction): pass", ("score",)),
+        ("X = 3", ("subclass",)),
     ],
 )
-def test_a_part_that_breaks_its_contract_is_refused(module, source, answer):
+def test_a_part_that_breaks_its_contract_is_refused(module, source, facts):
     module("contract_breaker", "from roll_core.spec.reward import RewardFunction\n" + source)
     record = RewardProvider(name="x", target="contract_breaker:X", summary="")
-    with pytest.raises(PluginLoadError, match=answer):
+    with refused(PluginLoadError, *facts):
         check_part(record, owner="x")
 
 
@@ -239,7 +233,7 @@ def test_a_strategy_that_declares_other_capabilities_than_its_record_is_refused(
             start = generate = abort = update_weights = stop = lambda self: None
         """,
     )
-    with pytest.raises(PluginLoadError, match="has other capabilities than its record"):
+    with refused(PluginLoadError, "boaster:X", "capabilities"):
         check_part(engine("x", "boaster:X"), owner="x")
     check_part(engine("x", "boaster:X", capabilities=InferCapabilities(sleeps=True)), owner="x")
 
@@ -255,10 +249,16 @@ def test_requirements_that_are_not_met_say_found_wanted_and_the_command():
     version = importlib.metadata.version("pytest")
     with pytest.raises(MissingRequirementError) as raised:
         check_requirements(engine("x", needs=("pytest<1", "no-such-package[gpu]>=2,<3")), owner="infer strategy 'x'")
-    assert str(raised.value) == (
-        f"infer strategy 'x': pytest {version} is installed, wanted <1;"
-        " no-such-package is not installed, wanted <3,>=2."
-        " Run: pip install 'pytest<1' 'no-such-package[gpu]<3,>=2'"
+    assert mentions(
+        str(raised.value),
+        "'x'",
+        version,
+        "1",
+        "no-such-package",
+        "3",
+        "2",
+        "'pytest<1'",
+        "'no-such-package[gpu]<3,>=2'",
     )
 
 
@@ -269,14 +269,11 @@ def test_a_need_with_alternatives_is_met_by_any_one_of_them():
 def test_a_need_none_of_whose_alternatives_is_met_says_what_was_found_of_each():
     with pytest.raises(MissingRequirementError) as raised:
         check_requirements(engine("x", needs=(("no-such-package>=1", "no-such-package-cpu>=1"),)), owner="x")
-    assert str(raised.value) == (
-        "x: no-such-package is not installed, wanted >=1, and no-such-package-cpu is not installed, wanted >=1."
-        " Run: pip install 'no-such-package>=1'"
-    )
+    assert mentions(str(raised.value), "no-such-package", "1", "no-such-package-cpu", "'no-such-package>=1'")
 
 
 def test_of_alternatives_the_installed_one_is_brought_to_its_version():
-    with pytest.raises(MissingRequirementError, match=r"Run: pip install 'pytest<1'$"):
+    with refused(MissingRequirementError, "'pytest<1'"):
         check_requirements(engine("x", needs=(("no-such-package>=1", "pytest<1"),)), owner="x")
 
 
@@ -349,9 +346,7 @@ def test_event_hooks_are_told_in_order_and_may_take_fewer_arguments(importable):
 @pytest.mark.parametrize("crash", ["raise ValueError('no')", "raise SystemExit(0)"])
 def test_an_event_hook_that_raises_is_an_error_that_names_its_package(importable, crash):
     importable.install("acme-crash", "0.9", source=LISTENER.replace('heard.append(("started", run))', crash))
-    with pytest.raises(
-        PluginHookError, match=r"plugin acme-crash 0\.9: roll_run_started raised (ValueError|SystemExit)"
-    ) as raised:
+    with refused(PluginHookError, "acme-crash 0.9", "roll_run_started") as raised:
         Events(load_registry()).run_started("the run")
     assert raised.value.__cause__ is not None
     assert raised.value.exit_code == 1
@@ -360,7 +355,7 @@ def test_an_event_hook_that_raises_is_an_error_that_names_its_package(importable
 def test_the_end_of_a_run_is_told_to_every_plugin_even_if_one_raises(importable):
     importable.install("acme-a", source=LISTENER.replace('heard.append(("finished", error))', "raise ValueError('no')"))
     importable.install("acme-b", source=LISTENER)
-    with pytest.raises(PluginHookError, match="acme-a"):
+    with refused(PluginHookError, "acme-a"):
         Events(load_registry()).run_finished("the run", None)
     import acme_b.plugin
 

@@ -18,6 +18,7 @@ from roll_core.errors import CheckpointError, WorkerTimeoutError
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.manifest import read_manifest, verify
 from roll_core.runtime.resuming import SavedRun
+from roll_core.testing.errors import mentions, refused
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
@@ -141,7 +142,7 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(
     latest = store.latest_good()
     assert latest is not None
     assert latest.step == 1
-    assert "step-2 is damaged and is passed over: actor/model.safetensors does not have the digest" in caplog.text
+    assert mentions(caplog.text, "step-2", "actor/model.safetensors")
 
 
 @settings(max_examples=40)
@@ -190,7 +191,7 @@ def test_a_manifest_that_is_not_one_is_damage(tmp_path: Path, manifest: str) -> 
     path = save(store, 1)
     (path / "manifest.json").write_text(manifest)
     assert len(verify(path)) == 1
-    with pytest.raises(CheckpointError, match="every checkpoint"):
+    with refused(CheckpointError, "step-1", "manifest.json"):
         store.latest_good()
 
 
@@ -270,7 +271,7 @@ def test_a_forged_field_of_a_manifest_is_a_checkpoint_error(tmp_path: Path, key:
     path = save(CheckpointStore(tmp_path / "c"), 1)
     (tmp_path / "c" / "secret").write_bytes(b"x")
     forge(path, "manifest.json", json.loads((path / "manifest.json").read_text(encoding="utf-8")) | {key: value})
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with refused(CheckpointError, path):
         CheckpointStore.open(path)
 
 
@@ -292,9 +293,7 @@ def test_a_full_disk_says_so_and_leaves_the_checkpoint_before_intact(tmp_path: P
             raise RuntimeError("serialization failed") from error  # as libraries wrap it
 
     with (
-        pytest.raises(
-            CheckpointError, match=r"no space for the checkpoint of step 2 .* the last checkpoint is .*step-1"
-        ),
+        refused(CheckpointError, "step 2", "step-1"),
         store.writing(2, {}) as path,
     ):
         fill(path)
@@ -310,7 +309,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     try:
         store = CheckpointStore(tmp_path)
         save(store, 1, b"x" * 100_000)
-        with pytest.raises(CheckpointError, match="no space for the checkpoint of step 2"):
+        with refused(CheckpointError, "step 2"):
             save(store, 2, b"y" * 200_000)
         assert visible(store) == ["step-1"]
         latest = store.latest_good()
@@ -348,5 +347,5 @@ def test_writing_aside_lets_the_event_loop_go_on_and_can_be_cancelled(tmp_path: 
 
 def test_an_error_of_the_disk_is_a_checkpoint_error(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written: .*Input/output"), store.writing(2, {}):
+    with refused(CheckpointError, "step 2", "Input/output"), store.writing(2, {}):
         raise OSError(errno.EIO, "Input/output error")

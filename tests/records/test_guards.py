@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from roll_core.errors import GuardTrippedError, MissingTensorError, UnsupportedError
 from roll_core.runtime.guards import REMEDIES, GuardEvent, Guards, guard_table
 from roll_core.spec.config import GuardConfig, GuardsConfig, RunConfig
+from roll_core.testing.errors import mentions, refused
 
 DOCS = Path(__file__).parents[2] / "docs" / "guards.md"
 
@@ -26,9 +27,7 @@ def test_what_is_in_order_trips_nothing() -> None:
 
 @pytest.mark.parametrize("name", [name for name, info in guard_table().items() if info.default == "error"])
 def test_a_guard_ends_the_run_by_its_id_with_what_to_do(name: str) -> None:
-    with pytest.raises(
-        GuardTrippedError, match=rf"guard {name}: seen at step 3; .*\(docs/guards.md#{name}\)"
-    ) as caught:
+    with refused(GuardTrippedError, "guard", name, "step 3", "(docs/guards.md#") as caught:
         guards().check(name, False, "seen at step 3")
     assert caught.value.guard == name
     assert REMEDIES[name] in str(caught.value)
@@ -59,7 +58,7 @@ def test_a_guard_that_warns_names_the_steps_and_warns_once_per_stretch_of_them(
         watch.step = step
         watch.check("all_groups_filtered", False, "no reward signal at {steps}: why {not}")
     assert [(event.since, event.step) for event in events] == [(0, 0), (3, 3), (3, 4), (3, 4), (3, 5), (9, 9)]
-    assert events[-2].message == "no reward signal at steps 4–6: why {not}"
+    assert mentions(events[-2].message, "steps 4–6", "{not}")
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [re.findall(r"at (steps? [\d–]+):", each) for each in warned] == [["step 1"], ["step 4"], ["step 10"]]
 
@@ -91,7 +90,7 @@ def test_a_threshold_holds_numbers_and_nothing_else(value: float, trips: bool) -
 
 
 def test_a_guard_that_does_not_exist_is_named_with_those_that_do() -> None:
-    with pytest.raises(UnsupportedError, match="no guard 'non_finit'; there are weights_unchanged, "):
+    with refused(UnsupportedError, "'non_finit'", "weights_unchanged"):
         guards().check("non_finit", True, "")
 
 
@@ -133,7 +132,7 @@ def test_a_pipeline_of_a_plugin_may_have_guards_of_its_own() -> None:
         """A step's images are all black."""
 
     assert guard_table(FlowGuards)["black_images"].meaning == "A step's images are all black."
-    with pytest.raises(GuardTrippedError, match="guard black_images: 8 of 8"):
+    with refused(GuardTrippedError, "black_images", "8"):
         Guards(FlowGuards()).check("black_images", False, "8 of 8")
 
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from roll_core.builtin.rewards.config import FunctionConfig
 from roll_core.builtin.rewards.function import FunctionReward
 from roll_core.errors import ConfigError, DataError, RewardFailure
+from roll_core.testing.errors import refused
 
 BOTH = pytest.mark.parametrize("isolation", ["process", "none"])
 
@@ -99,32 +100,32 @@ def test_a_function_may_say_that_it_failed(reward_of, asking, isolation, returne
 
 @BOTH
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "facts"),
     [
-        ("return None", "returned NoneType as its value"),
-        ("return '1.0'", "returned str as its value"),
-        ("return [1.0]", "returned list as its value"),
-        ("return 1j", "returned complex as its value"),
-        ("return float('nan')", "returned nan as its value, which is not a finite number"),
-        ("return float('-inf')", "returned -inf"),
-        ("return {'score': 1.0}", "neither a value nor a failure"),
-        ("return {'value': 1.0, 'parts': [1]}", "returned list as detail 'parts'"),
-        ("return {'value': 1.0, 'part': float('nan')}", "nan as detail 'part'"),
-        ("return {}['answer']", r"KeyError: 'answer' \(user_rewards_\w+\.py:1 in f\)"),
-        ("raise SystemExit(1)", "SystemExit: 1"),
-        ("from roll_core.errors import RewardFailure; raise RewardFailure('judge offline')", "^judge offline$"),
+        ("return None", ("NoneType",)),
+        ("return '1.0'", ("str",)),
+        ("return [1.0]", ("list",)),
+        ("return 1j", ("complex",)),
+        ("return float('nan')", ("nan",)),
+        ("return float('-inf')", ("-inf",)),
+        ("return {'score': 1.0}", ("failure",)),
+        ("return {'value': 1.0, 'parts': [1]}", ("'parts'",)),
+        ("return {'value': 1.0, 'part': float('nan')}", ("'part'",)),
+        ("return {}['answer']", ("KeyError", "'answer'", "user_rewards_", "py", "1")),
+        ("raise SystemExit(1)", ("SystemExit", "1")),
+        ("from roll_core.errors import RewardFailure; raise RewardFailure('judge offline')", ("judge", "offline")),
     ],
 )
-def test_whatever_else_a_function_does_is_a_failure_with_its_cause(reward_of, asking, isolation, body, message):
+def test_whatever_else_a_function_does_is_a_failure_with_its_cause(reward_of, asking, isolation, body, facts):
     reward = reward_of(f"def f(prompt, response): {body}", isolation=isolation)
-    with pytest.raises(RewardFailure, match=message):
+    with refused(RewardFailure, *facts):
         reward.score(asking("x"))
 
 
 @BOTH
 def test_a_missing_column_is_a_failure_that_names_it(reward_of, asking, isolation):
     reward = reward_of("def f(prompt, response, answer): return 1", isolation=isolation)
-    with pytest.raises(RewardFailure, match=r"TypeError.*'answer'"):
+    with refused(RewardFailure, "TypeError", "'answer'"):
         reward.score(asking("x", solution=1))
 
 
@@ -141,7 +142,7 @@ def test_a_function_that_hangs_is_a_failure_at_its_deadline(reward_of, asking, i
         isolation=isolation,
         timeout_s=2,
     )
-    with pytest.raises(RewardFailure, match=r"longer than 2 s"):
+    with refused(RewardFailure, "2"):
         reward.score(asking("hang"))
     assert reward.score(asking("go on")).value == 1.0
     (tmp_path / "enough").touch()
@@ -151,9 +152,9 @@ def test_without_isolation_only_so_many_hanging_calls_are_given_up_on(reward_of,
     release = threading.Event()
     reward = reward_of("def f(prompt, response, wait): return wait()", isolation="none", timeout_s=0.5)
     for _ in range(8):
-        with pytest.raises(RewardFailure, match="given up"):
+        with refused(RewardFailure, "0.5"):
             reward.score(asking("x", wait=release.wait))
-    with pytest.raises(RewardFailure, match="isolation: process"):
+    with refused(RewardFailure, "8", "isolation: process"):
         reward.score(asking("x", wait=release.wait))
     release.set()
     deadline = time.monotonic() + 30
@@ -164,19 +165,19 @@ def test_without_isolation_only_so_many_hanging_calls_are_given_up_on(reward_of,
 
 @BOTH
 @pytest.mark.parametrize(
-    ("source", "function", "message"),
+    ("source", "function", "facts"),
     [
-        ("raise RuntimeError('no model')", "f", "RuntimeError: no model"),
-        ("import no_such_module_anywhere", "f", "No module named 'no_such_module_anywhere'"),
-        ("import sys; sys.exit(1)", "f", "SystemExit: 1"),
-        ("def g(prompt, response): return 1", "f", "has no attribute 'f'"),
-        ("f = 3", "f", "is int, not a function"),
-        ("def f(prompt): return 1", "f", r"cannot be called as f\(prompt, response, \*\*metadata\)"),
-        ("async def f(prompt, response): return 1", "f", "coroutine function"),
+        ("raise RuntimeError('no model')", "f", ("RuntimeError",)),
+        ("import no_such_module_anywhere", "f", ("'no_such_module_anywhere'",)),
+        ("import sys; sys.exit(1)", "f", ("SystemExit", "1")),
+        ("def g(prompt, response): return 1", "f", ("'f'",)),
+        ("f = 3", "f", ("int",)),
+        ("def f(prompt): return 1", "f", ("f(prompt, response, **metadata)",)),
+        ("async def f(prompt, response): return 1", "f", ("coroutine",)),
     ],
 )
-def test_a_function_that_cannot_be_used_is_told_before_anything_starts(reward_of, isolation, source, function, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_a_function_that_cannot_be_used_is_told_before_anything_starts(reward_of, isolation, source, function, facts):
+    with refused(ConfigError, *facts) as caught:
         reward_of(source, function, isolation=isolation)
     assert caught.value.problems[0].key == "function"
     assert "working directory" in caught.value.problems[0].hint
@@ -214,7 +215,7 @@ def test_arrays_travel_to_the_process_as_lists(reward_of, asking):
 
 def test_a_column_that_cannot_travel_is_named(reward_of, asking):
     reward = reward_of("def f(prompt, response, **metadata): return 1")
-    with pytest.raises(DataError, match=r"column 'when'.*isolation: none"):
+    with refused(DataError, "'when'"):
         reward.score(asking("", when=object()))
 
 
@@ -226,7 +227,7 @@ def test_closing_before_the_start_changes_nothing_and_closing_twice_ends_it_once
     assert reward.score(asking("")).value == 1.0
     reward.close()
     reward.close()
-    with pytest.raises(RewardFailure, match="closed"):
+    with refused(RewardFailure, "closed"):
         reward.score(asking(""))
 
 

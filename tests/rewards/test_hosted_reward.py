@@ -15,6 +15,7 @@ from roll_core.runtime.executors.base import Peers, Place
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider
+from roll_core.testing.errors import mentions, refused
 
 OWNER = "reward 'acme' of roll-acme 1.2"
 REWARD = """
@@ -99,7 +100,7 @@ def test_a_score_that_hangs_is_a_failure_at_its_deadline_and_others_are_not_affe
     right, hung, later = scored(worker, [asking(each, extra=0) for each in ("a", hangs, "bb")])
     assert (right.value, later.value) == (3.0, 4.0)
     assert hung.value is None
-    assert "longer than 3 s" in hung.failure
+    assert mentions(hung.failure, "3 s")
     assert time.monotonic() - began < 120  # not the 600 s of the sleep
     assert [each.value for each in asyncio.run(worker.score([asking("ccc", extra=0)]))] == [5.0]
 
@@ -111,13 +112,13 @@ def test_an_exception_is_a_failure_that_names_reward_package_and_line_and_its_tr
     raised, failed, number = scored(worker_of(), [asking(each, extra=0) for each in ("raise", "fail", "number")])
     assert raised.failure.startswith(f"{OWNER}: KeyError: 'oops' (user_rewards_")
     assert failed.failure == "the sandbox died"
-    assert number.failure.startswith(f"{OWNER}: TypeError: score returned float")
-    assert "Traceback (most recent call last)" in caplog.text
+    assert mentions(number.failure, OWNER, "TypeError")
+    assert mentions(caplog.text, "Traceback")
 
 
-@pytest.mark.parametrize(("name", "says"), [("Broken", "no such service"), ("NoReward", "is not a subclass of")])
-def test_a_reward_that_cannot_be_loaded_is_an_error_at_the_start(worker_of, name, says):
-    with pytest.raises(PluginLoadError, match=f"^{OWNER}: .*{says}"):
+@pytest.mark.parametrize(("name", "facts"), [("Broken", ("service",)), ("NoReward", ("subclass",))])
+def test_a_reward_that_cannot_be_loaded_is_an_error_at_the_start(worker_of, name, facts):
+    with refused(PluginLoadError, OWNER, *facts):
         asyncio.run(worker_of(name).start())
 
 

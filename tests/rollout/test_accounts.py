@@ -9,6 +9,7 @@ from roll_core.errors import RollError
 from roll_core.runtime.rollout.accounts import Accounts
 from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.testing.errors import refused
 
 
 class Losing(Dispatcher):
@@ -46,23 +47,23 @@ def test_accounts_agree_where_each_open_id_is_waited_for_by_one():
 
 
 @pytest.mark.parametrize(
-    ("ids", "waited_for", "message"),
+    ("ids", "waited_for", "facts"),
     [
-        (["a"], [["a", "b"]], "b are waited for, but nobody works on them"),
-        (["a", "b"], [["a"]], "b are worked on, but nobody waits for them"),
-        (["a"], [["a"], ["a"]], "a are waited for twice"),
-        (["z"], [["f", "c", "e", "d"]], "c, d, e and 1 more are waited for, .*; z are worked on"),
+        (["a"], [["a", "b"]], ("b",)),
+        (["a", "b"], [["a"]], ("b",)),
+        (["a"], [["a"], ["a"]], ("a",)),
+        (["z"], [["f", "c", "e", "d"]], ("1",)),
     ],
 )
-def test_an_id_that_is_lost_abandoned_or_waited_for_twice_is_named(ids, waited_for, message):
-    with pytest.raises(RollError, match=message):
+def test_an_id_that_is_lost_abandoned_or_waited_for_twice_is_named(ids, waited_for, facts):
+    with refused(RollError, *facts):
         opened(*ids, waited_for=waited_for).check()
 
 
 def test_one_id_does_not_end_twice():
     accounts = opened("a", waited_for=[])
     accounts.end("a", "answered")
-    with pytest.raises(RollError, match="'a' ends \\(answered\\) though nobody waits for it"):
+    with refused(RollError, "'a'"):
         accounts.end("a", "answered")
 
 
@@ -77,7 +78,7 @@ def test_what_a_death_loses_or_doubles_is_found(kind, places):
         async with dispatcher.paused(in_flight=True):
             dispatcher.add(engine("1"))
             first.kill()
-            with pytest.raises(RollError, match=f"output 0 of a is to be drawn, and in {places} places"):
+            with refused(RollError, "0", "a", places):
                 dispatcher.check()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -86,10 +87,8 @@ def test_what_a_death_loses_or_doubles_is_found(kind, places):
     in_virtual_time(main)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"), [(Losing, r"to be drawn, and in 0 places"), (Mute, r"train/0/a\d.* are waited for")]
-)
-def test_who_waits_for_a_batch_is_told_of_a_lost_request_instead_of_waiting_for_ever(kind, message):
+@pytest.mark.parametrize(("kind", "facts"), [(Losing, ("0",)), (Mute, ("train/0/a0",))])
+def test_who_waits_for_a_batch_is_told_of_a_lost_request_instead_of_waiting_for_ever(kind, facts):
     async def main():
         first = engine("0")
         dispatcher = kind([first, engine("1")])
@@ -97,7 +96,7 @@ def test_who_waits_for_a_batch_is_told_of_a_lost_request_instead_of_waiting_for_
         waiting = asyncio.ensure_future(scheduler.batch(0))
         await asyncio.sleep(1)
         first.kill()
-        with pytest.raises(RollError, match=message):
+        with refused(RollError, *facts):
             await waiting
 
     in_virtual_time(main)
@@ -111,7 +110,7 @@ def test_a_scheduler_that_forgets_what_it_asked_for_is_found_at_the_end_of_its_b
         await asyncio.sleep(0.1)
         forgotten = next(id for id in scheduler._by_request if id.endswith("/a11"))
         del scheduler._by_request[forgotten]
-        with pytest.raises(RollError, match=f"{forgotten} are worked on, but nobody waits for them"):
+        with refused(RollError, forgotten):
             await batch
         dispatcher.forget([forgotten])
         await scheduler.close()

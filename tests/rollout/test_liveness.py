@@ -8,6 +8,7 @@ from rollout_fleet import PROMPT, engine, in_virtual_time, length_of, request, r
 from roll_core.errors import WorkerHungError
 from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.runtime.rollout.liveness import Patience
+from roll_core.testing.errors import mentions
 from roll_core.testing.simulation import SimulatedEngine, Speed
 
 FOR_EVER = 1e9
@@ -162,13 +163,13 @@ def test_an_engine_that_does_not_tell_shows_that_it_lives_by_answers_alone():
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "facts"),
     [
-        (SimulatedEngine, "the request a and 2 more waited 10 s for a token, replica_timeout allows 10 s"),
-        (Silent, "the request a and 2 more waited 30 s for an answer, rpc_timeout allows 30 s (its engine does not"),
+        (SimulatedEngine, ("2", "replica_timeout", "10 s")),
+        (Silent, ("2", "rpc_timeout", "30 s")),
     ],
 )
-def test_when_the_only_one_hangs_everybody_who_waits_is_told_who_how_long_and_by_which_key(kind, words):
+def test_when_the_only_one_hangs_everybody_who_waits_is_told_who_how_long_and_by_which_key(kind, facts):
     async def main():
         replica = made(kind, "actor_infer")
         dispatcher = fleet([replica])
@@ -177,7 +178,7 @@ def test_when_the_only_one_hangs_everybody_who_waits_is_told_who_how_long_and_by
         replica.stall(FOR_EVER)
         with pytest.raises(WorkerHungError) as raised:
             await waiting
-        assert str(raised.value).startswith(f"actor_infer rank 0 on nowhere was given up: {words}")
+        assert mentions(str(raised.value), "actor_infer rank 0", *facts)
         assert dispatcher.accounts.ended == {"failed": 3}
         await dispatcher.close()
 

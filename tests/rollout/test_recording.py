@@ -10,6 +10,7 @@ from rollout_fleet import PROMPT, plan, prompt
 from roll_core.errors import RecordingError
 from roll_core.runtime.rollout.groups import BatchFacts, Verdicts
 from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch, Recorder, Recording
+from roll_core.testing.errors import refused
 from roll_core.types import Group, Reward, Sample, SamplingParams
 
 REWARDS = (
@@ -94,10 +95,10 @@ def test_a_changed_byte_is_found(tmp_path):
     path = recording.steps[1]
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text(lines[0] + lines[2] + lines[1], encoding="utf-8")
-    with pytest.raises(RecordingError, match=r"step-1\.jsonl is damaged"):
+    with refused(RecordingError, "step-1", "jsonl"):
         recording.batch(1, plan_of())
     path.write_text("".join(lines)[:-9], encoding="utf-8")
-    with pytest.raises(RecordingError, match="is damaged"):
+    with refused(RecordingError, "step-1.jsonl"):
         recording.batch(1, plan_of())
 
 
@@ -105,7 +106,7 @@ def test_a_changed_byte_is_found(tmp_path):
 def test_a_file_that_is_no_recording_is_named(tmp_path, head):
     recording = record(tmp_path, 1)
     recording.steps[1].write_text(head, encoding="utf-8")
-    with pytest.raises(RecordingError, match=r"step-1\.jsonl cannot be read"):
+    with refused(RecordingError, "step-1", "jsonl"):
         recording.batch(1, plan_of())
 
 
@@ -114,40 +115,40 @@ def test_another_schema_is_refused(tmp_path):
     path = recording.steps[1]
     head, _, rest = path.read_text(encoding="utf-8").partition("\n")
     path.write_text(json.dumps(json.loads(head) | {"schema": 2}) + "\n" + rest, encoding="utf-8")
-    with pytest.raises(RecordingError, match="has schema 2, this roll-core reads 1"):
+    with refused(RecordingError, "schema 2", "roll-core", "1"):
         recording.batch(1, plan_of())
 
 
 def test_what_is_missing_is_said(tmp_path):
-    with pytest.raises(RecordingError, match="has no recorded rollouts"):
+    with refused(RecordingError, tmp_path, "record_rollouts"):
         Recording(tmp_path)
     recording = record(tmp_path, 1, 2, 4)
-    with pytest.raises(RecordingError, match=r"of the steps 1–2, 4; step 3 is asked for"):
+    with refused(RecordingError, "1", "2", "4", "step 3"):
         recording.check(BatchTerms.of(plan_of()), range(1, 5))
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "facts"),
     [
-        ({"n": 4}, "recorded with num_return_sequences_in_group 3, this config has 4"),
-        ({"counts": {"ä b": 1}}, "recorded with rollout_batch_size 2, this config has 1"),
-        ({"params": SamplingParams(temperature=0.5)}, "recorded with temperature 1, this config has 0.5"),
+        ({"n": 4}, ("num_return_sequences_in_group", "3", "4")),
+        ({"counts": {"ä b": 1}}, ("rollout_batch_size", "2", "1")),
+        ({"params": SamplingParams(temperature=0.5)}, ("1", "0.5")),
     ],
 )
-def test_other_terms_are_refused(tmp_path, given, message):
-    with pytest.raises(RecordingError, match=message):
+def test_other_terms_are_refused(tmp_path, given, facts):
+    with refused(RecordingError, *facts):
         record(tmp_path, 1).batch(1, plan_of(**given))
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "facts"),
     [
-        (lambda found: replace(found, id="other"), "answers prompt ä b4, where this run has other:"),
-        (lambda found: replace(found, tokens=PROMPT[:-1]), "where this run has ä b4 with other tokens: replay with"),
+        (lambda found: replace(found, id="other"), ("b4",)),
+        (lambda found: replace(found, tokens=PROMPT[:-1]), ("b4",)),
     ],
 )
-def test_prompts_of_other_data_are_refused(tmp_path, changed, message):
-    with pytest.raises(RecordingError, match=message):
+def test_prompts_of_other_data_are_refused(tmp_path, changed, facts):
+    with refused(RecordingError, *facts):
         record(tmp_path, 1).batch(1, plan_of(prompt=lambda tag, position: changed(prompt(tag, position))))
 
 

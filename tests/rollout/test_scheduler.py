@@ -14,6 +14,7 @@ from roll_core.errors import CheckpointMismatchError
 from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.runtime.rollout.saved import array_from
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.testing.errors import refused
 from roll_core.testing.simulation import SimulatedEngine, Speed
 from roll_core.types import Group, Reward, SamplingParams
 
@@ -361,7 +362,7 @@ def test_a_judge_that_raises_ends_the_batch_with_its_error_and_leaves_nothing_ru
     async def main():
         dispatcher = fleet()
         scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), dispatcher, judge, seed=1)
-        with pytest.raises(ValueError, match="no such judge"):
+        with refused(ValueError, "judge"):
             await scheduler.batch(0)
         assert dispatcher.num_running == dispatcher.num_open == 0
 
@@ -381,7 +382,7 @@ def test_what_fails_between_two_batches_ends_the_next_one():
         scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), dispatcher, judge, seed=1)
         await scheduler.batch(0)
         await asyncio.sleep(3600)
-        with pytest.raises(ValueError, match="no such judge"):
+        with refused(ValueError, "judge"):
             await scheduler.batch(1)
         assert dispatcher.num_running == dispatcher.num_open == 0
 
@@ -472,9 +473,9 @@ def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept
         dispatcher = fleet()
         state = await state_that_keeps(kept, dispatcher)
         other = RolloutScheduler(plan(ahead=1.0, n=5), dispatcher, None, seed=1)
-        with pytest.raises(CheckpointMismatchError, match=r"^the checkpoint keeps 4 answers to .* asks for 5"):
+        with refused(CheckpointMismatchError, "4", "5"):
             other.load_state(state)
-        with pytest.raises(CheckpointMismatchError, match="saved rollouts of 'a' cannot be read"):
+        with refused(CheckpointMismatchError, "'a'"):
             other.load_state({"a": {"next": 3}})
 
     in_virtual_time(main)
@@ -494,8 +495,7 @@ def test_a_checkpoint_with_longer_answers_than_the_config_allows_is_refused(kept
             RolloutScheduler(plan(ahead=1.0, params=params), dispatcher, None, seed=1).load_state(state)
 
         resumed(longest)
-        found = rf"an answer of \d+ tokens to .* allows {longest - 1}: leave response_length"
-        with pytest.raises(CheckpointMismatchError, match=found):
+        with refused(CheckpointMismatchError, longest - 1, "response_length"):
             resumed(longest - 1)
 
     in_virtual_time(main)

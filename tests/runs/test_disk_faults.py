@@ -17,6 +17,7 @@ from roll_core.pipelines.sft import SFTPipeline
 from roll_core.runtime.jsonlines import LineWriter
 from roll_core.runtime.record import RunFacts, RunRecord, read_record
 from roll_core.runtime.tracking import MetricsFile
+from roll_core.testing.errors import refused
 
 FULL = Path("/dev/full")
 """Every write to it fails as on a full disk."""
@@ -77,10 +78,10 @@ def test_a_full_disk_ends_a_run_with_one_error_and_a_closed_record(local_runs, m
     assert not any("Traceback" in said for said in (local_runs.screen.getvalue(), *capfd.readouterr()))
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
+@pytest.mark.parametrize("name", [("config.yaml",), ("run.json",)])
 def test_a_disk_that_is_full_from_the_start_is_an_error_that_names_the_file(local_runs, monkeypatch, name):
     full_for(name, monkeypatch)
-    with pytest.raises(RunFileError, match=name):
+    with refused(RunFileError, *name):
         local_runs.run(local_runs.sft())
 
 

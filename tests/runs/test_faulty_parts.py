@@ -9,6 +9,7 @@ import pytest
 
 from roll_core.errors import InvalidCompletionError, PluginError, PluginLoadError
 from roll_core.plugins.registry import load_registry
+from roll_core.testing.errors import mentions
 
 PLUGIN = Path(__file__).parent / "faulty.py"
 
@@ -35,13 +36,13 @@ def test_a_completion_that_is_invalid_ends_the_run_and_names_role_engine_and_pac
     result = local_runs.run(with_engine(faulty(local_runs), fault))
     assert isinstance(result.error, InvalidCompletionError)
     assert "actor_infer rank 0 on " in str(result.error)
-    assert "infer strategy 'faulty_engine' of roll-faulty 1: " in str(result.error)
+    assert mentions(str(result.error), "'faulty_engine'", "roll-faulty", "1")
 
 
 def test_a_completion_that_is_invalid_ends_a_run_on_ray_too(faulty, ray_runs):
     result = ray_runs.run(with_engine(faulty(ray_runs, num_gpus_per_node=2), "list"))
     assert isinstance(result.error, InvalidCompletionError)
-    assert "infer strategy 'faulty_engine' of roll-faulty 1: " in str(result.error)
+    assert mentions(str(result.error), "'faulty_engine'", "roll-faulty", "1")
 
 
 def with_reward(config, fault, folder, **given):

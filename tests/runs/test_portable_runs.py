@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from roll_core.errors import CheckpointMismatchError, ConfigError
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.manifest import verify
+from roll_core.testing.errors import mentions, refused
 
 CLOCKS = ("time", "tokens_per_s")
 ROUNDING = 2e-5
@@ -100,14 +101,14 @@ def test_another_model_is_refused_by_name(local_runs):
     saved = local_runs.ok(sft(local_runs, "hf_train", max_steps=2))
     other = sft(local_runs, "fsdp2_train", model=TIED, resume_from_checkpoint=str(at(saved, 2)))
     result = local_runs.run(other)
-    assert "parameter lm_head.weight is in only one of the checkpoint and the model" in str(result.error)
+    assert mentions(str(result.error), "lm_head.weight")
 
 
 def test_adapters_on_another_base_model_are_refused(local_runs):
     saved = local_runs.ok(sft(local_runs, "hf_train", max_steps=2, model=ADAPTERS))
     other = sft(local_runs, "fsdp2_train", model=ADAPTERS, seed=4, resume_from_checkpoint=str(at(saved, 2)))
     result = local_runs.run(other)
-    assert "trained on another base model" in str(result.error)
+    assert mentions(str(result.error), "base")
 
 
 def test_a_flipped_byte_of_the_state_is_found_before_it_is_used(local_runs):
@@ -129,5 +130,5 @@ def test_a_strategy_that_cannot_export_its_state_is_refused_before_anything_star
     unable = plugin.HF_TRAIN.__class__(tasks=("causal_lm",))
     monkeypatch.setattr(plugin, "HF_TRAIN", unable)
     local_runs.registry = load_registry()
-    with pytest.raises(ConfigError, match="hf_train does not export its training state"):
+    with refused(ConfigError, "hf_train"):
         local_runs.run(sft(local_runs, "hf_train"))

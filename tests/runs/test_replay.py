@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from roll_core.errors import ConfigError
+from roll_core.testing.errors import mentions, refused
 
 STD_FILTER = {"type": "std_filter", "filter_args": {"std_threshold": 0.45}}
 CORRECTION = {"is_weight": {"enabled": True, "upper_bound": 1.05}, "filters": [{"enabled": True, "ratio_low": 0.9}]}
@@ -77,7 +78,7 @@ def test_a_resumed_run_records_on_and_a_replay_can_be_resumed(local_runs):
     assert_equal(local_runs, whole, rest)
     checkpoint = str(whole.run_dir.checkpoints / "step-2")
     generating = local_runs.run(config | {"exp_name": "on", "resume_from_checkpoint": checkpoint})
-    assert "is of a run that replayed rollouts" in str(generating.error)
+    assert mentions(str(generating.error), "replayed")
 
 
 def test_a_replay_may_have_another_loss_but_not_other_prompts_or_versions(local_runs):
@@ -90,10 +91,10 @@ def test_a_replay_may_have_another_loss_but_not_other_prompts_or_versions(local_
         assert [one[name] for name in names] == [other[name] for name in names]
     longer = local_runs.run(replaying(config, recorded, ppo_epochs=2))
     assert "step 2" in str(longer.error)
-    assert "was drawn when 2 optimizer steps were done, here 4 are" in str(longer.error)
+    assert mentions(str(longer.error), "2", "4")
     assert longer.steps_done == 1
     elsewhere = local_runs.run(replaying(config, recorded, seed=4))
-    assert "replay with the data, the tokenizer and the seed of the recorded run" in str(elsewhere.error)
+    assert mentions(str(elsewhere.error), "tokenizer", "seed")
     assert elsewhere.error.exit_code == 2
 
 
@@ -101,17 +102,14 @@ def test_what_cannot_be_replayed_is_refused_by_check(local_runs):
     config = local_runs.rlvr(max_steps=2)
     recorded = local_runs.ok(config | {"record_rollouts": True})
     validation = {"data_args": {"file_name": str(local_runs.folder / "val.jsonl")}}
-    for given, message in [
-        ({"max_steps": 3}, "has recorded rollouts of the steps 1–2; step 3 is asked for"),
-        ({"num_return_sequences_in_group": 2}, "recorded with num_return_sequences_in_group 4, this config has 2"),
-        ({"record_rollouts": True}, "would write again what replay_rollouts reads"),
-        (
-            {"validation": validation, "eval_steps": 1},
-            "starts no engine, and validation needs one: set eval_steps to 0",
-        ),
-        ({"replay_rollouts": str(local_runs.folder)}, "has no recorded rollouts"),
+    for given, facts in [
+        ({"max_steps": 3}, ("1–2", "step 3")),
+        ({"num_return_sequences_in_group": 2}, ("num_return_sequences_in_group 4", "2")),
+        ({"record_rollouts": True}, ("record_rollouts", "replay_rollouts")),
+        ({"validation": validation, "eval_steps": 1}, ("validation", "eval_steps")),
+        ({"replay_rollouts": str(local_runs.folder)}, (local_runs.folder,)),
     ]:
-        with pytest.raises(ConfigError, match=message):
+        with refused(ConfigError, *facts):
             local_runs.run(replaying(config, recorded, **given))
     by_link = replaying(config, recorded) | {"exp_name": "rlvr", "replay_rollouts": "output/rlvr/latest"}
     assert_equal(local_runs, recorded, local_runs.ok(by_link))

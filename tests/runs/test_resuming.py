@@ -8,6 +8,7 @@ import pytest
 from roll_core.errors import CheckpointMismatchError
 from roll_core.runtime.checkpoints import CheckpointStore
 from roll_core.runtime.resuming import SavedRole, SavedRun
+from roll_core.testing.errors import mentions
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_one_before_is_taken(
     spec = str(saved[-1].path.parent.parent) if spec == "run" else spec
     result = local_runs.ok(local_runs.sft(max_steps=5, resume_from_checkpoint=spec))
     assert resumed_from(result) == 3
-    assert "step-4 is damaged and is passed over" in result.run_dir.log.read_text(encoding="utf-8")
+    assert mentions(result.run_dir.log.read_text(encoding="utf-8"), "step-4")
     assert [line["step"] for line in local_runs.metrics(result)] == [1, 2, 3, 4, 5]
 
 
@@ -47,8 +48,8 @@ def test_a_damaged_checkpoint_that_is_asked_for_by_name_ends_the_run_and_offers_
     flip(saved[-1])
     result = local_runs.run(local_runs.sft(resume_from_checkpoint=str(saved[-1].path)))
     assert (result.outcome, result.steps_done) == ("failed", 0)
-    assert "weights.safetensors does not have the digest that was recorded" in str(result.error)
-    assert f"the last good one beside it is {saved[-2].path}" in str(result.error)
+    assert mentions(str(result.error), "weights.safetensors")
+    assert mentions(str(result.error), saved[-2].path)
     assert result.error.exit_code == 1
 
 
@@ -76,7 +77,7 @@ def test_only_the_newest_checkpoints_are_kept(local_runs):
 def test_a_checkpoint_of_another_pipeline_is_refused_before_anything_starts(local_runs, saved):
     result = local_runs.run(local_runs.rlvr(resume_from_checkpoint=str(saved[-1].path)))
     assert isinstance(result.error, CheckpointMismatchError)
-    assert "is of the pipeline sft, this config's is rlvr" in str(result.error)
+    assert mentions(str(result.error), "sft", "rlvr")
     assert result.error.exit_code == 2
 
 
@@ -88,5 +89,5 @@ def test_a_checkpoint_of_another_strategy_is_refused_with_the_way_out(local_runs
         pass
     result = local_runs.run(local_runs.sft(resume_from_checkpoint=str(store.directory / "step-1")))
     assert isinstance(result.error, CheckpointMismatchError)
-    assert "sft_train in the format of other_train, which hf_train does not read" in str(result.error)
+    assert mentions(str(result.error), "sft_train", "other_train", "hf_train")
     assert "sft_train.strategy_args.strategy_name=other_train and portable_checkpoints=true" in str(result.error)

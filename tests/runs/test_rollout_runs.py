@@ -15,6 +15,7 @@ from roll_core.builtin.hf.core import EngineCore
 from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.errors import NonFiniteError
 from roll_core.pipelines.rlvr import RLVRPipeline
+from roll_core.testing.errors import mentions, refused
 
 STD_FILTER = {"type": "std_filter", "filter_args": {"std_threshold": 0.45}}
 
@@ -280,36 +281,36 @@ def test_a_worker_that_generates_ahead_and_fails_ends_the_run_with_its_error(loc
     monkeypatch.setattr(EngineCore, "step", broken)
     result = local_runs.run(asynchronous(local_runs, 1.0, max_steps=6))
     assert result.outcome == "failed"
-    assert "the engine is out" in str(result.error)
+    assert mentions(str(result.error), "engine")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "facts"),
     [
-        ({"async_generation_ratio": 1}, "needs slots of its own: actor_train has slot 0 too"),
-        ({"async_generation_ratio": 0.1}, "async_generation_ratio 0.1 × rollout_batch_size 4 = 0.4 prompts"),
+        ({"async_generation_ratio": 1}, ("actor_train", "slot 0")),
+        ({"async_generation_ratio": 0.1}, ("async_generation_ratio", "0.1", "rollout_batch_size", "4", "0.4")),
         (
             {"async_generation_ratio": 1, "is_use_additional_prompts": True},
-            "is_use_additional_prompts is for synchronous training",
+            ("is_use_additional_prompts",),
         ),
-        ({"take_first_ready": True}, "less than one batch has to be ahead of training, not 0 "),
+        ({"take_first_ready": True}, ("0",)),
         (
             {"take_first_ready": True, "is_use_additional_prompts": True, "max_additional_running_prompts": 4},
-            "less than one batch has to be ahead of training, not 1 ",
+            ("1",),
         ),
         (
             {
                 "force_disable_old_logprobs_recompute": True,
                 "train_infer_correction": {"is_weight": {"enabled": True}},
             },
-            "leaves nothing to compare",
+            (),
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_starts(local_runs, given, message):
+def test_what_makes_no_sense_is_refused_before_anything_starts(local_runs, given, facts):
     from roll_core.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, *facts):
         local_runs.run(local_runs.rlvr(**given))
 
 

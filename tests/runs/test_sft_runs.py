@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from roll_core.errors import ModelError
+from roll_core.testing.errors import mentions
 
 
 @pytest.mark.on_ray
@@ -160,7 +161,7 @@ def test_a_learning_rate_of_zero_is_found_out(runs):
     config["sft_train"]["training_args"]["learning_rate"] = 0.0
     result = runs.run(config)
     assert type(result.error).__name__ == "WeightsUnchangedError"
-    assert "learning rate was 0" in str(result.error)
+    assert mentions(str(result.error), "rate", "0")
 
 
 def test_a_model_that_the_run_before_has_not_written_is_named(local_runs):
@@ -168,7 +169,7 @@ def test_a_model_that_the_run_before_has_not_written_is_named(local_runs):
     del config["sft_train"]["model_args"]["random_init"]
     result = local_runs.run(config)
     assert isinstance(result.error, ModelError)
-    assert str(result.error).startswith("there is no directory output/before/latest/export: mend the path")
+    assert mentions(str(result.error), "output/before/latest/export")
 
 
 def test_reinforcement_learning_renders_chats_as_the_fine_tuning_before_it(local_runs):

@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
 from roll_core.spec.train import StepStats
+from roll_core.testing.errors import refused
 from roll_core.types import Completion, CompletionOutput, DataRank, GenerateRequest, SamplingParams, TrainSequence
 
 
@@ -280,7 +280,7 @@ def test_the_failure_of_one_request_is_raised_as_it_is():
 
     async def fail():
         role = GroupInferRole("actor_infer", InferWorkerConfig(), group)
-        with pytest.raises(ValueError, match="1 broke"):
+        with refused(ValueError, "1"):
             await role.generate(requests([1, 1, 1]))
         await asyncio.sleep(0.01)
 

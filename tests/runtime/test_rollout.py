@@ -4,7 +4,6 @@ import asyncio
 from unittest import mock
 
 import numpy as np
-import pytest
 
 from roll_core.errors import DataError, RewardFailure
 from roll_core.runtime.executors.base import Peers
@@ -17,6 +16,7 @@ from roll_core.spec.config import RewardConfig
 from roll_core.spec.pipeline import Prompt
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.reward import RewardFunction, RewardRequest
+from roll_core.testing.errors import refused
 from roll_core.types import Completion, CompletionOutput, Group, Reward, Sample, SamplingParams
 
 
@@ -105,7 +105,7 @@ def test_a_tag_chooses_its_judge_and_an_unknown_tag_is_an_error_that_names_those
     judges = Judges({"math": "m", "code": "c"}, {"code": ["python"]})
     assert judges.domain_of("math") == "math"
     assert judges.domain_of("python") == "code"
-    with pytest.raises(DataError, match=r"'poetry'.*code, math, python"):
+    with refused(DataError, "'poetry'"):
         judges.domain_of("poetry")
     assert Judges({"only": "o"}, {}).domain_of("anything") == "only"
 

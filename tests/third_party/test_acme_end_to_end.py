@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from roll_core.testing.errors import mentions
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).resolve().parent / "roll-acme"
 
@@ -103,7 +105,7 @@ def test_sft_trains_what_does_not_tell_the_models_first_choices(installed, confi
     }
     config.write_text(yaml.safe_dump(sft), encoding="utf-8")
     done = roll_core(installed, "run", str(config))
-    assert "BigramTrainStrategy does not export models" in done.stdout + done.stderr  # and gets that far
+    assert mentions(done.stdout + done.stderr, "BigramTrainStrategy")  # and gets that far
     run = config.parent / "output" / "roll" / "latest"
     last = json.loads((run / "metrics.jsonl").read_text("utf-8").splitlines()[-1])
     assert {"train/loss", "val/loss"} <= set(last)
@@ -120,7 +122,7 @@ def test_a_mistake_in_the_plugins_own_keys_is_located_like_any_other(installed, 
 def test_a_strategy_on_a_platform_that_it_does_not_name_is_refused(installed, config):
     done = roll_core(installed, "run", str(config), "platform=cpu")
     assert done.returncode == 2
-    assert "acme_train runs on acme_board, but platform is cpu" in done.stdout + done.stderr
+    assert mentions(done.stdout + done.stderr, "acme_train", "acme_board")
 
 
 def test_without_the_plugin_the_run_says_what_is_missing(config):

@@ -15,6 +15,7 @@ from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.modeling.model import load_model, scalar_head
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import LossOutput, TrainingSpec, Want
+from roll_core.testing.errors import refused
 from roll_core.types import TrainSequence
 
 
@@ -249,30 +250,30 @@ def test_a_nan_loss_names_the_sequences_and_leaves_no_gradient(build, sequences)
     with torch.no_grad():
         strategy.model.model.embed_tokens.weight[int(sequences[2].tokens[0])] = math.nan
     hit = [each.id for each in sequences if sequences[2].tokens[0] in each.tokens[:-1]]
-    with pytest.raises(NonFiniteError, match=", ".join(hit)):
+    with refused(NonFiniteError, *hit):
         strategy.forward_backward(pack(sequences), Poisoned(1.0))
     assert float(strategy.optimizer.flat_grad.abs().sum()) == 0.0
 
 
 def test_a_nan_that_the_loss_made_itself_names_the_microbatch(build, sequences):
-    with pytest.raises(NonFiniteError, match=r"every output is finite.*s0, s1"):
+    with refused(NonFiniteError, "s0", "s1"):
         build().forward_backward(pack(sequences), Poisoned(math.nan))
 
 
 def test_a_role_that_only_scores_has_no_optimizer(build, sequences):
     strategy = build(forward_only=True)
     assert set(strategy.memory()) == {"weights"}
-    with pytest.raises(UnsupportedError, match="only scores"):
+    with refused(UnsupportedError, "student", "scores"):
         strategy.forward_backward(pack(sequences), SFTObjective())
-    with pytest.raises(UnsupportedError, match="only scores"):
+    with refused(UnsupportedError, "student", "scores"):
         strategy.optimizer_step()
 
 
 def test_a_language_model_has_no_values_and_a_critic_no_logprobs(build, sequences):
     (micro,) = pack(sequences)
-    with pytest.raises(UnsupportedError, match="no values"):
+    with refused(UnsupportedError, "values"):
         build(forward_only=True).forward(micro, Want(values=True))
-    with pytest.raises(UnsupportedError, match="no logprobs"):
+    with refused(UnsupportedError, "logprobs"):
         build(task="value", forward_only=True).forward(micro, Want(logprobs=True))
 
 

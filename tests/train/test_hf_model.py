@@ -12,6 +12,7 @@ from roll_core.errors import ModelError
 from roll_core.modeling.model import load_model, quiet, scalar_head
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
+from roll_core.testing.errors import refused
 
 
 def equal(one, other):
@@ -68,45 +69,45 @@ def test_critics_have_a_small_new_head_whatever_the_architecture(tiny, model_typ
 
 def test_a_language_model_is_no_reward_model(tiny, tmp_path):
     load_model(ModelSpec(random_init=tiny)).save_pretrained(tmp_path / "model")
-    with pytest.raises(ModelError, match="no scoring head"):
+    with refused(ModelError, "score.weight"):
         load_model(ModelSpec(path=str(tmp_path / "model"), task="reward"))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "facts"),
     [
-        ({"model_type": "qwen33"}, "did you mean 'qwen3'"),
-        ({"hiden_size": 8}, "unknown key 'hiden_size'; did you mean 'hidden_size'"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ({"model_type": "llama", "head_dim": None, "hidden_size": 30}, "not a multiple of"),
-        ({"hidden_size": "large"}, "hidden_size"),
-        ({"vocab_size": 5}, "vocab_size 5 is smaller than the tokenizer"),
+        ({"model_type": "qwen33"}, ("'qwen3'",)),
+        ({"hiden_size": 8}, ("'hiden_size'", "'hidden_size'")),
+        ({"num_key_value_heads": 3}, ("num_attention_heads", "4", "num_key_value_heads", "3")),
+        ({"model_type": "llama", "head_dim": None, "hidden_size": 30}, ("30", "4")),
+        ({"hidden_size": "large"}, ("hidden_size",)),
+        ({"vocab_size": 5}, ("vocab_size", "5")),
     ],
 )
-def test_random_models_that_make_no_sense_are_refused(tiny, tokenizer, change, message):
-    with pytest.raises(ModelError, match=message):
+def test_random_models_that_make_no_sense_are_refused(tiny, tokenizer, change, facts):
+    with refused(ModelError, *facts):
         load_model(ModelSpec(random_init=tiny | change, tokenizer=tokenizer))
 
 
 def test_stored_models_that_make_no_sense_are_refused(tiny, tmp_path):
-    with pytest.raises(ModelError, match="no such directory"):
+    with refused(ModelError, tmp_path / "nowhere"):
         load_model(ModelSpec(path=str(tmp_path / "nowhere")))
-    with pytest.raises(ModelError, match=r"no config.json"):
+    with refused(ModelError, "config.json"):
         load_model(ModelSpec(path=str(tmp_path)))
-    with pytest.raises(ModelError, match="needs a source"):
+    with refused(ModelError, "model_name_or_path", "pretrain", "random_init"):
         load_model(ModelSpec())
-    with pytest.raises(ModelError, match="give vocab_size, or a tokenizer"):
+    with refused(ModelError, "vocab_size"):
         load_model(ModelSpec(random_init={"model_type": "qwen3"}))
     load_model(ModelSpec(random_init=tiny)).save_pretrained(tmp_path / "model")
-    for overrides, message in (
-        ({"num_hidden_layers": 3}, "layer_types has 2 entries; set both"),
-        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "the checkpoint lacks 11"),
-        ({"nonsense": 1}, "unknown key 'nonsense'"),
+    for overrides, facts in (
+        ({"num_hidden_layers": 3}, ("layer_types", "2")),
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, ("11",)),
+        ({"nonsense": 1}, ("'nonsense'",)),
     ):
-        with pytest.raises(ModelError, match=message):
+        with refused(ModelError, *facts):
             load_model(ModelSpec(path=str(tmp_path / "model"), config_overrides=overrides))
     (tmp_path / "model" / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="cannot load the weights"):
+    with refused(ModelError, tmp_path / "model"):
         load_model(ModelSpec(path=str(tmp_path / "model")))
 
 

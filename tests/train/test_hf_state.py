@@ -18,6 +18,7 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import TrainingSpec, Want
 from roll_core.testing.bench import Case
+from roll_core.testing.errors import refused
 from roll_core.testing.stored_buffers import check_stored_buffers
 from roll_core.testing.subject import registry
 
@@ -101,19 +102,19 @@ def test_a_damaged_state_is_named(build, tmp_path, file, harm):
         target.unlink()
     else:
         target.write_bytes(target.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
+    with refused(CheckpointError, tmp_path):
         strategy.load(tmp_path)
 
 
 def test_a_state_of_another_model_is_refused(build, tiny, tmp_path):
     build(training=TRAINING).save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"only one of|the model has"):
+    with refused(CheckpointError, tmp_path):
         build(training=TRAINING, random_init=tiny | {"num_hidden_layers": 3}).load(tmp_path)
-    with pytest.raises(CheckpointError, match="the model has"):
+    with refused(CheckpointError, "model.layers.0.mlp.gate_proj.weight", "(48, 32)", "(64, 32)"):
         build(training=TRAINING, random_init=tiny | {"intermediate_size": 64}).load(tmp_path)
     state = json.loads((tmp_path / "state.json").read_text())
     (tmp_path / "state.json").write_text(json.dumps(state | {"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99"):
+    with refused(CheckpointError, "99"):
         build(training=TRAINING).load(tmp_path)
 
 

@@ -12,6 +12,7 @@ from roll_core.errors import ModelError, UnsupportedError
 from roll_core.modeling.model import load_model, scalar_head
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, Want
+from roll_core.testing.errors import refused
 
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
 MOE = {
@@ -88,9 +89,9 @@ def test_exported_adapters_are_those_that_are_merged(build, sequences):
 
 
 def test_adapters_are_not_exported_alone_where_they_are_not_all(build):
-    with pytest.raises(UnsupportedError, match=r"norm, lm_head, embed_tokens \(additional_target\) is trained in full"):
+    with refused(UnsupportedError, "lm_head", "embed_tokens", "additional_target"):
         next(iter(build(lora=EXTRA).export_adapters()))
-    with pytest.raises(UnsupportedError, match="trains its whole model"):
+    with refused(UnsupportedError, "student", "adapters"):
         next(iter(build().export_adapters()))
 
 
@@ -236,27 +237,27 @@ def test_targets_are_ends_of_paths_or_a_regular_expression(build, targets, owner
 
 
 @pytest.mark.parametrize(
-    ("lora", "message"),
+    ("lora", "facts"),
     [
-        ({"targets": ("q_porj",)}, r"lora_target: Qwen3ForCausalLM has no module 'q_porj'; did you mean 'q_proj'\?"),
-        ({"targets": ("xyz",)}, "has no module 'xyz'; there are down_proj, gate_proj, k_proj"),
-        ({"targets": ("mlp",)}, "lora_target: mlp of Qwen3ForCausalLM is a Qwen3MLP, and only linear layers"),
-        ({"targets": ("embed_tokens",)}, "is an Embedding, and only linear layers"),
-        ({"targets": "q_proj$|v_proj$"}, "matches the whole path of no linear layer"),
-        ({"targets": ("q_proj",), "extra_modules": ("lmhead",)}, "additional_target: .* did you mean 'lm_head'"),
-        ({"targets": ("q_proj", "up_proj"), "extra_modules": ("mlp",)}, "both take model.layers.0.mlp.up_proj"),
+        ({"targets": ("q_porj",)}, ("lora_target", "'q_porj'", "'q_proj'")),
+        ({"targets": ("xyz",)}, ("'xyz'", "down_proj", "gate_proj", "k_proj")),
+        ({"targets": ("mlp",)}, ("lora_target",)),
+        ({"targets": ("embed_tokens",)}, ("Embedding",)),
+        ({"targets": "q_proj$|v_proj$"}, ("linear",)),
+        ({"targets": ("q_proj",), "extra_modules": ("lmhead",)}, ("additional_target", "'lm_head'")),
+        ({"targets": ("q_proj", "up_proj"), "extra_modules": ("mlp",)}, ("model.layers.0.mlp.up_proj",)),
     ],
     ids=str,
 )
-def test_modules_that_cannot_be_taken_are_named_with_the_nearest(build, lora, message):
-    with pytest.raises(ModelError, match=message):
+def test_modules_that_cannot_be_taken_are_named_with_the_nearest(build, lora, facts):
+    with refused(ModelError, *facts):
         build(lora=LoraSpec(**{"rank": 2, "alpha": 2.0} | lora))
 
 
 def test_weights_that_are_one_are_not_untied(build, tiny):
     tied = tiny | {"tie_word_embeddings": True}
     for lora in ({"targets": ("lm_head",)}, {"targets": ("q_proj",), "extra_modules": ("embed_tokens",)}):
-        with pytest.raises(ModelError, match="tie_word_embeddings"):
+        with refused(ModelError, "tie_word_embeddings"):
             build(random_init=tied, lora=LoraSpec(**{"rank": 2, "alpha": 2.0} | lora))
     assert "lm_head.weight" not in dict(build(random_init=tied, lora=LORA).export_weights())
 
@@ -372,5 +373,5 @@ def test_switching_adapters_off_freezes_and_thaws_nothing(build, forward_only):
 
 
 def test_a_model_without_adapters_has_no_base_to_ask(build, sequences):
-    with pytest.raises(UnsupportedError, match="no adapters"):
+    with refused(UnsupportedError, "Qwen3ForCausalLM"):
         build().forward(pack(sequences)[0], Want(logprobs=True, base=True))

@@ -13,6 +13,7 @@ from roll_core.modeling.adapter_updates import collected, compare_adapter, refus
 from roll_core.modeling.buckets import Incoming
 from roll_core.modeling.comparing import entries
 from roll_core.spec.weights import make_manifest
+from roll_core.testing.errors import refused
 
 RANK = 2
 ROOM = {
@@ -42,7 +43,7 @@ def test_an_adapter_of_some_layers_and_a_smaller_rank_fits():
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
+    ("changes", "error", "facts"),
     [
         (
             {
@@ -50,27 +51,27 @@ def test_an_adapter_of_some_layers_and_a_smaller_rank_fits():
                 "layers.9.q_proj.lora_B.weight": torch.ones(8, RANK),
             },
             UnexpectedTensorError,
-            r"was sent layers\.9\.q_proj\.lora_A\.weight, for which Acme's model has no adapter \(2 such tensors\)",
+            ("layers.9.q_proj.lora_A.weight", "2"),
         ),
-        ({"model.norm.weight": torch.ones(6)}, UnexpectedTensorError, r"model\.norm\.weight"),
+        ({"model.norm.weight": torch.ones(6)}, UnexpectedTensorError, ("model.norm.weight",)),
         (
             {"layers.0.q_proj.lora_A.weight": torch.ones(RANK, 7)},
             CorruptTensorError,
-            r"lora_A\.weight is \[2, 7\] in the manifest; Acme's model takes \[4, 6\]",
+            ("lora_A.weight", "[2, 7]", "[4, 6]"),
         ),
-        ({"layers.0.q_proj.lora_B.weight": torch.ones(8, 5)}, CorruptTensorError, r"takes \[8, 4\]"),
-        ({"layers.0.q_proj.lora_B.weight": torch.ones(8)}, CorruptTensorError, r"is \[8\] in the manifest"),
-        ({"layers.0.q_proj.lora_B.weight": torch.ones(8, 3)}, CorruptTensorError, "has rank 3, the adapter 2"),
+        ({"layers.0.q_proj.lora_B.weight": torch.ones(8, 5)}, CorruptTensorError, ("[8, 4]",)),
+        ({"layers.0.q_proj.lora_B.weight": torch.ones(8)}, CorruptTensorError, ("[8]",)),
+        ({"layers.0.q_proj.lora_B.weight": torch.ones(8, 3)}, CorruptTensorError, ("rank 3", "2")),
         (
             {"layers.0.q_proj.lora_B.weight": None},
             MissingTensorError,
-            r"q_proj\.lora_B\.weight is not in the manifest, but layers\.0\.q_proj\.lora_A\.weight is",
+            ("q_proj.lora_B.weight", "layers.0.q_proj.lora_A.weight"),
         ),
-        ({"layers.0.o_proj.lora_B.weight": torch.ones(6, RANK)}, MissingTensorError, r"o_proj\.lora_A\.weight is not"),
+        ({"layers.0.o_proj.lora_B.weight": torch.ones(6, RANK)}, MissingTensorError, ("o_proj.lora_A.weight",)),
     ],
 )
-def test_what_does_not_fit_is_named(changes, error, words):
-    with pytest.raises(error, match=words):
+def test_what_does_not_fit_is_named(changes, error, facts):
+    with refused(error, *facts):
         refuse(adapter(**changes))
 
 
@@ -90,7 +91,7 @@ def test_what_is_collected_outlives_the_memory_that_it_came_in():
 
 def test_a_tensor_that_does_not_come_is_named():
     manifest, tensors = make_manifest(1, adapter().items()), adapter(**{"layers.0.q_proj.lora_B.weight": None})
-    with pytest.raises(MissingTensorError, match=r"q_proj\.lora_B\.weight was not sent of version 1"):
+    with refused(MissingTensorError, "q_proj.lora_B.weight", "version 1"):
         collected(Incoming("engine rank 0", manifest, iter(tensors.items())))
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from roll_core.errors import MissingTensorError, UnexpectedTensorError, WeightSyncError
 from roll_core.runtime.weight_sync.buckets import fill, nothing_left, plan_buckets, view
 from roll_core.spec.weights import digest, make_manifest
+from roll_core.testing.errors import refused
 from roll_core.types import TensorEntry, WeightManifest
 
 
@@ -50,15 +51,15 @@ def test_what_is_filled_in_can_be_read_out():
 
 
 @pytest.mark.parametrize(
-    ("exported", "error", "words"),
+    ("exported", "error", "facts"),
     [
-        ({"t0": torch.zeros(2)}, MissingTensorError, "ended before t1"),
-        ({"t1": torch.zeros(3), "t0": torch.zeros(2)}, WeightSyncError, "yielded t1 where it had offered t0"),
-        ({"t0": torch.zeros(2), "t1": torch.zeros(4)}, WeightSyncError, r"t1 of shape \(4,\), offered was \(3,\)"),
-        ({"t0": torch.zeros(2), "t1": torch.zeros(3), "t2": torch.zeros(1)}, UnexpectedTensorError, "yielded t2"),
+        ({"t0": torch.zeros(2)}, MissingTensorError, ("t1",)),
+        ({"t1": torch.zeros(3), "t0": torch.zeros(2)}, WeightSyncError, ("t1", "t0")),
+        ({"t0": torch.zeros(2), "t1": torch.zeros(4)}, WeightSyncError, ("t1", "4", "3")),
+        ({"t0": torch.zeros(2), "t1": torch.zeros(3), "t2": torch.zeros(1)}, UnexpectedTensorError, ("t2",)),
     ],
 )
-def test_an_export_that_differs_from_the_offer_is_refused(exported, error, words):
+def test_an_export_that_differs_from_the_offer_is_refused(exported, error, facts):
     (bucket,) = plan_buckets(offered(2, 3), 1 << 20)
 
     def take_all():
@@ -66,5 +67,5 @@ def test_an_export_that_differs_from_the_offer_is_refused(exported, error, words
         fill(torch.zeros(bucket.num_bytes, dtype=torch.uint8), bucket, tensors)
         nothing_left(tensors)
 
-    with pytest.raises(error, match=words):
+    with refused(error, *facts):
         take_all()

@@ -11,6 +11,7 @@ from roll_core.runtime.weight_sync import cuda_ipc
 from roll_core.runtime.weight_sync.channel import ReceiversLostError
 from roll_core.runtime.weight_sync.plan import Deadline
 from roll_core.spec.weights import make_manifest
+from roll_core.testing.errors import refused
 
 BUCKET = 16 << 10
 
@@ -131,13 +132,13 @@ def test_between_publishes_neither_end_holds_the_memory():
 
 
 @pytest.mark.parametrize(
-    ("name", "refuses", "words"),
+    ("name", "refuses", "facts"),
     [
-        ("another device", "", "lies on device the one device, and this process computes on another device"),
-        ("the one device", "invalid device context", "cannot be opened: invalid device context"),
+        ("device-2", "", ("device-2",)),
+        ("the one device", "invalid-context", ("invalid-context",)),
     ],
 )
-def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch, name, refuses, words):
+def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch, name, refuses, facts):
     manifest = make_manifest(1, [("a", torch.arange(100))])
     sender = cuda_ipc.CudaIpcSender((0,), BUCKET, "cpu")
     kind = HostMemory(name)
@@ -152,7 +153,7 @@ def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch,
         lost.extend(caught.value.gone)
 
     sending = in_thread(send)
-    with pytest.raises(WeightSyncError, match=words):
+    with refused(WeightSyncError, *facts):
         list(receiver.receive(manifest, Deadline(20)))
     receiver.close()
     sending.join(20)
@@ -166,11 +167,11 @@ def test_a_device_without_memory_left_says_how_much_was_asked_for(monkeypatch, d
 
     monkeypatch.setattr(device, "allocate", allocate)
     sender = cuda_ipc.CudaIpcSender((), BUCKET, "cpu")
-    with pytest.raises(WeightSyncError, match="no 1024 bytes for a bucket on cpu: out of memory"):
+    with refused(WeightSyncError, "1024"):
         sender.lend(1024)
     sender.close()
 
 
 def test_devices_whose_memory_nobody_can_lend_are_refused():
-    with pytest.raises(UnsupportedError, match="memory of the device npu:0 cannot be lent"):
+    with refused(UnsupportedError, "npu:0"):
         cuda_ipc.CudaIpcSender((0,), BUCKET, "npu:0")

@@ -13,6 +13,7 @@ from roll_core.runtime.weight_sync import disk
 from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
 from roll_core.runtime.weight_sync.plan import Deadline
 from roll_core.spec.weights import make_manifest
+from roll_core.testing.errors import refused
 
 TENSORS = {
     "a": torch.randn(300, 20),
@@ -101,7 +102,7 @@ def test_a_sender_that_closes_frees_receivers_that_wait(where):
     sender = disk.DiskSender(1, BUCKET, where)
     receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
     threading.Timer(0.2, sender.close).start()
-    with pytest.raises(SenderLostError, match="hung up before bucket-0"):
+    with refused(SenderLostError, "bucket-0"):
         list(receiver.receive(MANIFEST, Deadline(10)))
     receiver.close()
     assert files_below(where) == []
@@ -110,7 +111,7 @@ def test_a_sender_that_closes_frees_receivers_that_wait(where):
 def test_a_sender_that_writes_nothing_is_not_waited_for_after_the_deadline(where):
     sender = disk.DiskSender(1, BUCKET, where)
     receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
-    with pytest.raises(SenderLostError, match="had not written bucket-0 when the deadline passed"):
+    with refused(SenderLostError, "bucket-0"):
         list(receiver.receive(MANIFEST, Deadline(0.2)))
     sender.close()
 
@@ -130,7 +131,7 @@ def test_a_bucket_that_was_cut_short_is_not_taken_for_whole(tmp_path):
     folder = disk.Folder(sender.address)
     folder.write("1/bucket-0", b"short")
     receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
-    with pytest.raises(SenderLostError, match="bucket-0 ends after 5 of"):
+    with refused(SenderLostError, "bucket-0", "5"):
         list(receiver.receive(MANIFEST, Deadline(5)))
     sender.close()
 
@@ -153,5 +154,5 @@ def test_a_full_disk_is_an_error_of_the_sync(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk.Folder, "write", full)
-    with pytest.raises(WeightSyncError, match=r"\(model_update_dir\): .*No space left"):
+    with refused(WeightSyncError, "(model_update_dir)", "No space"):
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(5))

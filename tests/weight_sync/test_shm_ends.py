@@ -11,6 +11,7 @@ from roll_core.runtime.weight_sync import pool, shm
 from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
 from roll_core.runtime.weight_sync.plan import Deadline
 from roll_core.spec.weights import make_manifest
+from roll_core.testing.errors import refused
 
 TENSORS = {"a": torch.randn(300, 20), "b": torch.randn(4000).bfloat16(), "c": torch.tensor(3)}
 BUCKET = 16 << 10
@@ -89,17 +90,17 @@ def test_a_sender_that_is_gone_is_noticed_by_its_receiver():
     sender = shm.ShmSender(1, BUCKET)
     receiver = shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
     sender.close()
-    with pytest.raises(SenderLostError, match="hung up before bucket 0"):
+    with refused(SenderLostError, "bucket 0"):
         next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(10)))
     receiver.close()
-    with pytest.raises(SenderLostError, match="cannot be reached"):
+    with refused(SenderLostError):
         shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
 
 
 def test_a_sender_that_fills_nothing_is_silent_at_the_deadline():
     sender = shm.ShmSender(1, BUCKET)
     receiver = shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
-    with pytest.raises(SenderLostError, match="had not filled bucket 0"):
+    with refused(SenderLostError, "bucket 0"):
         next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(0.1)))
     receiver.close()
     sender.close()

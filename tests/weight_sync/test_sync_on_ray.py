@@ -9,6 +9,7 @@ from roll_core.runtime.executors import make_executor
 from roll_core.runtime.executors.base import GroupSpec, Place
 from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
+from roll_core.testing.errors import refused
 
 
 @pytest.mark.ray
@@ -46,10 +47,10 @@ def test_publishes_between_ray_workers():
                 for held in await infer.call("values"):
                     assert all(same_values(held[name], sent[name]) for name in sent)
                 await infer.call_rank(1, "set_fault", "flip:half")
-                with pytest.raises(CorruptTensorError, match=r"actor_infer rank 1 .* half"):
+                with refused(CorruptTensorError, "actor_infer rank 1", "half"):
                     await publisher.publish(1)
             await infer.call_rank(0, "set_fault", "die:left")
-            with pytest.raises(WorkerDiedError, match="actor_infer rank 0"):
+            with refused(WorkerDiedError, "actor_infer rank 0"):
                 await publisher.publish(1)
 
     asyncio.run(scenario())

@@ -11,6 +11,7 @@ from sync_workers import ProcessGroup, same_values
 from roll_core.errors import WorkerDiedError
 from roll_core.runtime import publishing
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
+from roll_core.testing.errors import mentions
 
 ALL = ("cuda_ipc", "shm", "collective")
 
@@ -81,25 +82,24 @@ def test_memory_of_the_shared_device_is_lent(way, caplog):
     caplog.set_level(logging.INFO)
     publisher, recorded = way(ALL, as_it_is)
     assert publisher.transport == recorded == "cuda_ipc"
-    assert said(caplog) == "weights of actor_train reach actor_infer by cuda_ipc"
+    assert mentions(said(caplog), "actor_train", "actor_infer", "cuda_ipc")
 
 
 @pytest.mark.parametrize(
-    ("device", "why"),
+    ("device", "facts"),
     [
-        (("another", ""), "no rank of actor_train has whole tensors on the device of rank 0 of actor_infer"),
+        (("another", ""), ("rank 0",)),
         (
             ("the one device", "invalid device context"),
-            "it was tried, and failed: actor_infer rank 0: the sender's memory on cpu cannot be opened: invalid device"
-            " context",
+            ("actor_infer rank 0", "cpu", "invalid"),
         ),
     ],
 )
-def test_where_it_cannot_be_the_log_says_why_and_the_next_way_is_taken(way, caplog, device, why):
+def test_where_it_cannot_be_the_log_says_why_and_the_next_way_is_taken(way, caplog, device, facts):
     caplog.set_level(logging.INFO)
     publisher, recorded = way(ALL, lambda _, infer: infer.call("use_device", *device))
     assert publisher.transport == recorded == "shm"
-    assert said(caplog) == f"weights of actor_train reach actor_infer by shm (cuda_ipc: {why})"
+    assert mentions(said(caplog), "actor_train", "actor_infer", "shm (cuda_ipc:", *facts)
 
 
 def test_a_backend_that_does_not_work_gives_way_to_gloo(way, caplog, groups):
@@ -113,8 +113,8 @@ def test_a_backend_that_does_not_work_gives_way_to_gloo(way, caplog, groups):
 
     publisher, recorded = way(("collective",), on_devices)
     assert (publisher.transport, publisher.backend, recorded) == ("collective", "gloo", "collective")
-    assert "(not madeup: it was tried, and failed: " in said(caplog)
-    assert "this torch has no collective backend madeup" in said(caplog)
+    assert mentions(said(caplog), "(not madeup:")
+    assert mentions(said(caplog), "madeup")
 
 
 def test_an_engine_that_dies_while_it_is_tried_is_dead_and_not_a_reason(way, monkeypatch):

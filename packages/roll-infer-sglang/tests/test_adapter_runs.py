@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from sglang_on_a_cpu import ON_A_CPU
 
 from roll_core.testing.adapter_run import AdapterRunTests
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+@pytest.mark.engine("sglang")
 @pytest.mark.timeout(900)
 class TestAdapterRun(AdapterRunTests):
     engine = "sglang"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from sglang_on_a_cpu import ON_A_CPU, stood_in
 
 from roll_core.testing.infer.adapted import Adapted, AdaptedTests
 from roll_infer_sglang.config import SglangConfig
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+pytestmark = pytest.mark.engine("sglang")
 
 
 class TestAdapted(AdaptedTests):

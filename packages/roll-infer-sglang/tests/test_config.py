@@ -9,6 +9,7 @@ from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.modeling.architectures import package_folder
 from roll_core.plugins.registry import load_registry
+from roll_core.testing.errors import mentions, refused
 from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
 from roll_infer_sglang.config import SglangConfig, _architectures
 
@@ -52,15 +53,15 @@ def test_no_argument_is_both_passed_on_and_refused():
 
 
 @pytest.mark.parametrize(
-    ("beside", "words"),
+    ("beside", "facts"),
     [
-        ({"load_format": "dummy"}, "random weights beneath"),
-        ({"sleep_level": 2}, "lose the weights beneath"),
-        ({"tp_size": 2}, "over several slots"),
+        ({"load_format": "dummy"}, ("weights",)),
+        ({"sleep_level": 2}, ("weights",)),
+        ({"tp_size": 2}, ("slots",)),
     ],
 )
-def test_adapters_are_refused_beside_what_would_break_them(beside, words):
-    with pytest.raises(ValidationError, match=f"enable_lora: .*{words}"):
+def test_adapters_are_refused_beside_what_would_break_them(beside, facts):
+    with refused(ValidationError, "enable_lora", *facts):
         SglangConfig.model_validate({"enable_lora": True, **beside})
 
 
@@ -71,7 +72,7 @@ def test_adapters_are_served_only_where_it_is_asked_for():
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 80])
 def test_a_share_of_the_memory_is_a_share(share):
-    with pytest.raises(ValidationError, match="mem_fraction_static"):
+    with refused(ValidationError, "mem_fraction_static"):
         SglangConfig(mem_fraction_static=share)
 
 
@@ -95,18 +96,18 @@ def test_check_names_the_nearest_argument(tmp_path, capsys):
     assert main(["check", str(tmp_path / "run.yaml")]) == 2
     said = capsys.readouterr().err
     assert "actor_infer.strategy_args.strategy_config.mem_fraction" in said
-    assert "did you mean mem_fraction_static?" in said
+    assert mentions(said, "mem_fraction_static")
 
 
 def test_models_and_lengths_that_it_cannot_serve_are_refused():
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         SglangConfig(enable_lora=True).check_model({key: 8})
         SglangConfig().check_model({key: 0, "hidden_size": 64})
-        with pytest.raises(ValueError, match="mixtures of experts"):
+        with refused(ValueError, "experts"):
             SglangConfig().check_model({key: 8})
     SglangConfig().check_lengths(1024, 1024)
     SglangConfig(context_length=2048).check_lengths(1024, 1024)
-    with pytest.raises(ValueError, match=r"context_length 2047 .* = 2048"):
+    with refused(ValueError, "context_length", "2047", "2048"):
         SglangConfig(context_length=2047).check_lengths(1024, 1024)
 
 

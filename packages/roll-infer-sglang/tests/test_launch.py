@@ -10,6 +10,7 @@ import pytest
 from roll_core.errors import ModelError
 from roll_core.modeling.engine_files import engine_files
 from roll_core.spec.model import LoraSpec, MeshInfo
+from roll_core.testing.errors import refused
 from roll_core.testing.infer.live import biased
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.launch import SPARE_TOKENS, check_sizes, server_arguments
@@ -48,7 +49,7 @@ def test_a_cpus_cache_is_bounded_unless_the_user_says_how():
 def test_the_context_is_the_models_unless_it_is_to_be_shorter():
     assert told()["context_length"] == 256 + SPARE_TOKENS
     assert told(context_length=100)["context_length"] == 100 + SPARE_TOKENS
-    with pytest.raises(ModelError, match="context_length is 257, but the model has 256 positions"):
+    with refused(ModelError, "context_length", "257", "256"):
         told(context_length=257)
 
 
@@ -79,29 +80,29 @@ def test_kernels_of_adapters_are_the_users_and_on_a_cpu_those_that_it_has():
 
 
 def test_adapters_over_several_slots_are_refused():
-    with pytest.raises(ModelError, match="actor_infer rank 0: enable_lora: adapters over several slots"):
+    with refused(ModelError, "actor_infer rank 0", "enable_lora"):
         told(lora=LORA)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_slots", "said"),
+    ("sizes", "num_slots", "facts"),
     [
         (
             {"num_attention_heads": 6, "num_key_value_heads": 2},
             4,
-            "num_attention_heads 6 is not a multiple of 4, tp",
+            ("num_attention_heads", "6", "4"),
         ),
         (
             {"num_attention_heads": 8, "num_key_value_heads": 1},
             2,
-            "num_key_value_heads 1 is not a multiple of 2, tp",
+            ("num_key_value_heads", "1", "2"),
         ),
-        ({"intermediate_size": 96}, 2, "intermediate_size 96 is not a multiple of 2 × 32, tp_size × 32:"),
-        ({"moe_intermediate_size": 96}, 2, "moe_intermediate_size 96 is not a multiple of 2 × 32"),
+        ({"intermediate_size": 96}, 2, ("intermediate_size", "96", "2", "32", "tp_size")),
+        ({"moe_intermediate_size": 96}, 2, ("moe_intermediate_size", "96", "2", "32")),
     ],
 )
-def test_a_model_that_would_be_filled_up_is_refused(sizes, num_slots, said):
-    with pytest.raises(ModelError, match=f"^actor_infer rank 0: the model's {said}"):
+def test_a_model_that_would_be_filled_up_is_refused(sizes, num_slots, facts):
+    with refused(ModelError, "actor_infer rank 0", *facts):
         check_sizes(SimpleNamespace(**sizes), num_slots, "actor_infer rank 0")
     even = dict.fromkeys(sizes, 64 * num_slots) | {"moe_intermediate_size": None}
     check_sizes(SimpleNamespace(**even), num_slots, "actor_infer rank 0")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from roll_core.errors import UnsupportedError
+from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_sglang.drawing import Draw
 from roll_infer_sglang.routing import Routing
@@ -39,7 +40,7 @@ def test_layers_without_experts_are_left_out(keys, layers, dtype):
 
 def test_an_answer_that_does_not_tell_and_a_model_without_experts():
     assert Routing.of(config(num_experts=8)).read({"finish_reason": None}) is None
-    with pytest.raises(UnsupportedError, match="needs experts, and this dense has none"):
+    with refused(UnsupportedError, "dense"):
         Routing.of(config(model_type="dense"))
 
 

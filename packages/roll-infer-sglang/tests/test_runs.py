@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from sglang_on_a_cpu import ON_A_CPU
 from roll_core.testing.quickstart import QuickStartTests
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+@pytest.mark.engine("sglang")
 @pytest.mark.timeout(900)  # a server takes 30 s of CPU time to start
 class TestQuickStart(QuickStartTests):
     engine = "sglang"

@@ -3,7 +3,6 @@ published weights, and together they show the whole."""
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import product
 
 import numpy as np
@@ -17,7 +16,7 @@ from roll_infer_sglang.config import SglangConfig
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+    pytest.mark.engine("sglang"),
 ]
 
 

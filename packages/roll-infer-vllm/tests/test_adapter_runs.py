@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from roll_core.testing.adapter_run import AdapterRunTests
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.engine("vllm")
 @pytest.mark.timeout(900)
 class TestAdapterRun(AdapterRunTests):
     engine = "vllm"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from vllm_live import CACHE
 
 from roll_core.testing.infer.adapted import Adapted, AdaptedTests
 from roll_infer_vllm.config import VllmConfig
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = pytest.mark.engine("vllm")
 
 
 class TestAdapted(AdaptedTests):

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
+from roll_core.testing.errors import mentions, refused
 from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
 from roll_infer_vllm.config import VllmConfig
 
@@ -50,15 +51,15 @@ def test_no_argument_is_both_passed_on_and_refused():
 
 
 @pytest.mark.parametrize(
-    ("beside", "words"),
+    ("beside", "facts"),
     [
-        ({"load_format": "dummy"}, "random weights beneath the adapter"),
-        ({"sleep_level": 2}, "would lose the weights beneath"),
-        ({"tensor_parallel_size": 2}, "over several slots"),
+        ({"load_format": "dummy"}, ("weights",)),
+        ({"sleep_level": 2}, ("weights",)),
+        ({"tensor_parallel_size": 2}, ("slots",)),
     ],
 )
-def test_adapters_are_refused_beside_what_would_break_them(beside, words):
-    with pytest.raises(ValidationError, match=f"enable_lora: .*{words}"):
+def test_adapters_are_refused_beside_what_would_break_them(beside, facts):
+    with refused(ValidationError, "enable_lora", *facts):
         VllmConfig.model_validate({"enable_lora": True, **beside})
 
 
@@ -100,7 +101,7 @@ def test_check_names_the_nearest_argument(run, capsys):
     assert main(["check", str(run("{attention_backends: FLASH_ATTN}"))]) == 2
     said = capsys.readouterr().err
     assert "actor_infer.strategy_args.strategy_config.attention_backends" in said
-    assert "did you mean attention_backend?" in said
+    assert mentions(said, "attention_backend")
 
 
 # -- 8 bits ------------------------------------------------------------------------------------------------------------
@@ -115,15 +116,15 @@ def test_eight_bits_start_without_weights_by_a_method_of_ours():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "facts"),
     [
-        ({"quantization": "awq"}, "'fp8'"),
-        ({"quantization": "fp8", "load_format": "auto"}, "load_format auto would read files for nothing"),
-        ({"quantization": "fp8", "enable_lora": True}, "enable_lora: quantization: fp8 takes the model beneath"),
+        ({"quantization": "awq"}, ("'fp8'",)),
+        ({"quantization": "fp8", "load_format": "auto"}, ("load_format",)),
+        ({"quantization": "fp8", "enable_lora": True}, ("enable_lora", "fp8")),
     ],
 )
-def test_what_does_not_go_with_eight_bits_is_refused(given, words):
-    with pytest.raises(ValidationError, match=words):
+def test_what_does_not_go_with_eight_bits_is_refused(given, facts):
+    with refused(ValidationError, *facts):
         VllmConfig.model_validate(given)
 
 
@@ -132,7 +133,7 @@ def test_mixtures_of_experts_are_refused_unless_only_adapters_are_published(key)
     VllmConfig(enable_lora=True).check_model({key: 8})
     for quantization in (None, "fp8"):
         VllmConfig(quantization=quantization).check_model({key: 0, "hidden_size": 64})
-        with pytest.raises(ValueError, match="mixtures of experts"):
+        with refused(ValueError, "experts"):
             VllmConfig(quantization=quantization).check_model({key: 8})
 
 
@@ -189,20 +190,20 @@ def test_a_run_in_eight_bits_weighs_tokens_and_watches_with_bounds_of_its_own(ru
 def test_check_refuses_what_a_run_in_eight_bits_could_not_do(run):
     from roll_core.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="no mixtures of experts"):
+    with refused(ConfigError, "experts"):
         loaded(run, "+actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 8}")
-    with pytest.raises(ConfigError, match="found dtype, but vllm's strategy_config makes it fp8"):
+    with refused(ConfigError, "strategy_config", "fp8"):
         loaded(run, "+actor_infer.weight_format=dtype")
 
 
 @pytest.mark.parametrize(
-    ("why", "model_from", "words"),
+    ("why", "model_from", "facts"),
     [
-        ("fp8 needs compute capability 8.9, but A100 has 8.0", "actor_train", "asks for weights in fp8: fp8 needs"),
-        ("", "", "asks for weights in fp8, but no role publishes weights to it"),
+        ("fp8 needs compute capability 8.9, but A100 has 8.0", "actor_train", ("fp8",)),
+        ("", "", ("fp8",)),
     ],
 )
-def test_eight_bits_are_refused_where_they_cannot_be(run, monkeypatch, why, model_from, words):
+def test_eight_bits_are_refused_where_they_cannot_be(run, monkeypatch, why, model_from, facts):
     from roll_core.builtin.cpu import CpuPlatform
     from roll_core.errors import UnsupportedError
     from roll_core.plugins.registry import load_registry
@@ -214,7 +215,7 @@ def test_eight_bits_are_refused_where_they_cannot_be(run, monkeypatch, why, mode
     config = loaded(run)
     roles = [RoleSpec(name="actor_infer", kind="generate", model_from=model_from)]
     places = {"actor_infer": (Place(rank=0, world_size=1),)}
-    with pytest.raises(UnsupportedError, match=f"actor_infer: strategy_config {words}"):
+    with refused(UnsupportedError, "actor_infer", "strategy_config", *facts):
         group_specs(roles, config, load_registry(), CpuPlatform(), places, run("{}"))
 
 

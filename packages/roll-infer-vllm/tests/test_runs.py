@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,7 +13,7 @@ STRICT = ("guards.logprob_gap=error",)
 OTHER_TORCH = "2.12.1"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.engine("vllm")
 @pytest.mark.timeout(900)
 class TestQuickStart(QuickStartTests):
     engine = "vllm"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.errors import MissingRequirementError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.testing.bench import Case
 from roll_core.testing.losses import TRAINING
@@ -23,11 +22,14 @@ from deepspeed_ranks import ENVIRONMENT, PRELOAD
 @pytest.fixture(scope="session")
 def provider():
     found = next(iter(roll_train_strategies()))
-    try:
-        check_requirements(found, owner="the tests")
-    except MissingRequirementError as error:
-        pytest.skip(str(error))
+    check_requirements(found, owner="the tests")
     return found
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "provider" in getattr(item, "fixturenames", ()) and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.engine("deepspeed"))
 
 
 @pytest.fixture(scope="session")

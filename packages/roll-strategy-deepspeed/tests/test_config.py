@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from roll_core.errors import UnsupportedError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import TrainingSpec
+from roll_core.testing.errors import refused
 from roll_strategy_deepspeed.config import DeepSpeedConfig
 from roll_strategy_deepspeed.engine_config import engine_config
 
@@ -106,26 +107,26 @@ def test_the_pipelines_norm_is_the_one_that_clips():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "facts"),
     [
-        ({"zero_optimisation": {}}, "zero_optimisation"),
-        ({"optimizer": {"type": "AdamW"}}, "optimizer"),
-        ({"scheduler": {}}, "scheduler"),
-        ({"train_batch_size": 8}, "train_batch_size"),
-        ({"gradient_clipping": 1.0}, "gradient_clipping"),
-        ({"zero_optimization": {"stage": 4}}, "stage"),
-        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "reduce_bucket_size"),
-        ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "device"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer needs stage 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param needs stage 3"),
-        ({"fp16": {"loss_scale": -1}}, "loss_scale"),
-        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer"),
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+        ({"zero_optimisation": {}}, ("zero_optimisation",)),
+        ({"optimizer": {"type": "AdamW"}}, ("optimizer",)),
+        ({"scheduler": {}}, ("scheduler",)),
+        ({"train_batch_size": 8}, ("train_batch_size",)),
+        ({"gradient_clipping": 1.0}, ("gradient_clipping",)),
+        ({"zero_optimization": {"stage": 4}}, ("stage",)),
+        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, ("reduce_bucket_size",)),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, ("reduce_bucket_size",)),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, ("device",)),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ("offload_optimizer", "stage 1", "2", "3")),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ("offload_param", "stage 3")),
+        ({"fp16": {"loss_scale": -1}}, ("loss_scale",)),
+        ({"zero_force_ds_cpu_optimizer": True}, ("zero_force_ds_cpu_optimizer",)),
+        ({"wall_clock_breakdown": True}, ("wall_clock_breakdown",)),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(keys, said):
-    with pytest.raises(ValidationError, match=said):
+def test_what_cannot_be_honoured_is_refused(keys, facts):
+    with refused(ValidationError, *facts):
         DeepSpeedConfig.model_validate(keys)
 
 
@@ -138,11 +139,11 @@ def test_what_cannot_be_honoured_is_refused(keys, said):
     ],
 )
 def test_a_precision_that_contradicts_the_model_is_refused(dtype, keys):
-    with pytest.raises(UnsupportedError, match=f"model_args.dtype is {dtype}"):
+    with refused(UnsupportedError, "model_args.dtype", dtype):
         given(dtype=dtype, **keys)
 
 
 def test_float16_needs_a_stage_that_scales_the_loss():
-    with pytest.raises(UnsupportedError, match="stage 0 cannot train in fp16"):
+    with refused(UnsupportedError, "stage 0", "fp16"):
         given(dtype="fp16")
     assert given(dtype="fp16", training=None)["fp16"]["enabled"] is True

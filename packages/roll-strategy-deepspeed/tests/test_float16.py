@@ -13,6 +13,7 @@ from deepspeed_programs import load_and_tell, step_and_tell
 from roll_core.spec.train import Want
 from roll_core.testing.bench import Step
 from roll_core.testing.bounds import BOUNDS, check_near, check_rows, check_same
+from roll_core.testing.errors import mentions
 from roll_core.testing.losses import GRADIENT, LOSSES, MAGNIFIED, SPLITS, TRAINING, SpoiltGradient
 from roll_core.testing.models import make_batch
 from roll_core.testing.programs import fail_to_build, score, train
@@ -113,7 +114,7 @@ def test_a_saved_state_goes_on_with_the_scale_that_was_found(half, ranks_in_floa
 def test_stage_0_cannot_train_in_float16(half, ranks_in_float16):
     refused, _ = ranks_in_float16(fail_to_build, half(0))[0]
     assert refused is not None
-    assert "zero_optimization.stage 0 cannot train in fp16" in refused.message
+    assert mentions(refused.message, "zero_optimization.stage", "0", "fp16")
     scored = ranks_in_float16(score, half(0).with_(training=None), BATCH, Want(logprobs=True), STEP.split)[0]
     assert all(np.isfinite(row).all() for row in scored["logprobs"].values())
 

@@ -14,6 +14,7 @@ from roll_core.spec.model import LoraSpec
 from roll_core.spec.train import Want
 from roll_core.testing.bench import Step
 from roll_core.testing.bounds import check_near, check_same
+from roll_core.testing.errors import mentions
 from roll_core.testing.losses import LOSSES, SPLITS
 from roll_core.testing.models import make_batch
 from roll_core.testing.programs import export_after_steps, load_damaged, resume, save_between, train
@@ -55,7 +56,7 @@ def test_a_state_of_other_adapters_or_of_a_whole_model_is_refused(ranks, adapted
     assert "alpha" in other.message
     whole = ranks(load_damaged, case, folder)[0]
     assert whole.kinds[0] == "CheckpointError"
-    assert "holds adapters" in whole.message
+    assert mentions(whole.message, "adapters")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it

@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+    pytest.mark.engine("deepspeed"),
     pytest.mark.timeout(960),  # five runs, each of which starts Ray where there are two ranks
 ]
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+    pytest.mark.engine("deepspeed"),
     pytest.mark.timeout(1500),
 ]
 

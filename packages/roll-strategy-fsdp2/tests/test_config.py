@@ -6,6 +6,7 @@ import pytest
 
 from roll_core.config.loading import load
 from roll_core.errors import ConfigError
+from roll_core.testing.errors import mentions, refused
 from roll_core.testing.subject import registry
 
 RUN = """\
@@ -22,17 +23,17 @@ sft_train:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "facts"),
     [
-        ("ulysses_size: 2, ring_size: 2", "two ways to share tokens: set one of them"),
-        ("tensor_model_parallel_size: 2, ep_size: 2", "spreads the experts over its own ranks: leave ep_size out"),
+        ("ulysses_size: 2, ring_size: 2", ("ulysses_size", "ring_size")),
+        ("tensor_model_parallel_size: 2, ep_size: 2", ("ep_size",)),
     ],
 )
-def test_check_refuses_what_does_not_go_together(tmp_path, keys, said):
+def test_check_refuses_what_does_not_go_together(tmp_path, keys, facts):
     file = tmp_path / "run.yaml"
     text = RUN.format(slots=8).replace("tensor_model_parallel_size: 2, ulysses_size: 2", keys)
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=said):
+    with refused(ConfigError, *facts):
         load(file, [], registry())
 
 
@@ -44,4 +45,4 @@ def test_check_counts_replicas_and_not_ranks(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(file, [], registry())
     said = str(caught.value)
-    assert "6 ranks are not a multiple of tensor_model_parallel_size 2 × ulysses_size 2 = 4" in said
+    assert mentions(said, "6", "tensor_model_parallel_size", "2", "ulysses_size", "4")

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import Task
 
-with_every_arrangement = pytest.mark.skipif(
-    os.environ.get("ROLL_CONFORMANCE") != "full", reason="the kit for every arrangement: ./run test-engines fsdp2"
-)
+with_every_arrangement = pytest.mark.engine
 
 
 class TestFSDP2(TrainStrategyConformance):

@@ -7,6 +7,7 @@ from fsdp2_programs import TINY, Job, train, train_with_tokens_mixed
 
 from roll_core.errors import PlacementError
 from roll_core.spec.model import MeshInfo
+from roll_core.testing.errors import refused
 from roll_core.testing.ranks import RanksFailedError
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import make_meshes
@@ -16,26 +17,26 @@ RING = {"ring_size": 2}
 
 
 def test_heads_that_cannot_be_dealt_out_are_named(ranks):
-    with pytest.raises(RanksFailedError, match="PlacementError: ulysses_size 3 does not divide the 4 attention heads"):
+    with refused(RanksFailedError, "PlacementError", "ulysses_size", "3", "4"):
         ranks(train, Job(world_size=3, config={"ulysses_size": 3}))
     odd = TINY | {"num_attention_heads": 12, "num_key_value_heads": 3}
-    with pytest.raises(RanksFailedError, match="ulysses_size 2 is neither a divisor nor a multiple of the 3 key"):
+    with refused(RanksFailedError, "ulysses_size", "2", "3"):
         ranks(train, Job(world_size=2, config=ULYSSES, model={"random_init": odd}))
 
 
 @pytest.mark.parametrize("config", [ULYSSES, RING], ids=["ulysses", "ring"])
 def test_a_model_that_computes_with_padding_is_refused(ranks, config):
     job = Job(world_size=2, config=config, model={"attn_implementation": "sdpa"})
-    with pytest.raises(RanksFailedError, match=r"UnsupportedError: .*with padding \(attn_implementation: sdpa\)"):
+    with refused(RanksFailedError, "UnsupportedError", "attn_implementation"):
         ranks(train, job)
 
 
 @pytest.mark.parametrize("config", [ULYSSES, RING], ids=["ulysses", "ring"])
 def test_a_model_that_mixes_tokens_outside_attention_is_found_out(ranks, config):
-    with pytest.raises(RanksFailedError, match=r"ModelError: .*more than attention mixes them"):
+    with refused(RanksFailedError, "ModelError"):
         ranks(train_with_tokens_mixed, Job(world_size=2, config=config))
 
 
 def test_sizes_must_divide_the_ranks():
-    with pytest.raises(PlacementError, match="ring_size 4 does not divide its 6 ranks"):
+    with refused(PlacementError, "ring_size", "4", "6"):
         make_meshes(MeshInfo(role="actor_train", world_size=6), FSDP2Config(ring_size=4))

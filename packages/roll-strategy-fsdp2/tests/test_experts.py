@@ -7,6 +7,7 @@ from fsdp2_programs import MOE, TINY, Job, train
 
 from roll_core.errors import PlacementError
 from roll_core.spec.model import MeshInfo
+from roll_core.testing.errors import refused
 from roll_core.testing.ranks import RanksFailedError
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import make_meshes
@@ -21,19 +22,19 @@ def test_a_rank_holds_some_experts_whole_and_its_share_of_the_rest(ranks):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "facts"),
     [
-        ({}, "UnsupportedError: .*no plan for expert parallelism with Qwen3ForCausalLM"),
-        (MOE | {"num_experts": 3}, "PlacementError: .*ep_size 2 does not divide the 3 experts of layers.0.mlp.experts"),
+        ({}, ("UnsupportedError",)),
+        (MOE | {"num_experts": 3}, ("PlacementError", "ep_size", "2", "3", "layers.0.mlp.experts")),
     ],
     ids=["no experts", "number"],
 )
-def test_models_whose_experts_cannot_be_spread_are_named(ranks, change, said):
+def test_models_whose_experts_cannot_be_spread_are_named(ranks, change, facts):
     job = Job(world_size=2, config={"ep_size": 2}, model={"random_init": TINY | change})
-    with pytest.raises(RanksFailedError, match=said):
+    with refused(RanksFailedError, *facts):
         ranks(train, job)
 
 
 def test_the_ranks_of_a_copy_must_be_a_multiple():
-    with pytest.raises(PlacementError, match="ep_size 4 does not divide the 2 ranks that share a copy"):
+    with refused(PlacementError, "ep_size", "4", "2"):
         make_meshes(MeshInfo(role="actor_train", world_size=4), FSDP2Config(ep_size=4, fsdp_size=2))

@@ -27,6 +27,7 @@ from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.model import LoraSpec, MeshInfo
+from roll_core.testing.errors import mentions
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head"))
@@ -200,7 +201,7 @@ def test_adapters_that_are_exported_alone_make_the_merged_weights_of_those_benea
 def test_a_model_without_adapters_exports_none_alone(ranks):
     [error] = ranks(ask_for_adapters, Job())
     assert error.is_a(UnsupportedError)
-    assert "there are no adapters to export" in error.message
+    assert mentions(error.message, "adapters")
 
 
 def test_adapters_alone_have_gradients_and_moments(ranks):

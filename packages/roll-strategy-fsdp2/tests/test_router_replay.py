@@ -9,6 +9,7 @@ from fsdp2_programs import MOE
 
 from roll_core.spec.providers import TrainProvider
 from roll_core.testing.bench import Case
+from roll_core.testing.errors import refused
 from roll_core.testing.losses import TRAINING
 from roll_core.testing.models import write_checkpoint
 from roll_core.testing.replaying import check_replay
@@ -42,6 +43,6 @@ def test_experts_are_replayed_as_in_one_process(ranks, tmp_path, name):
 
 
 def test_routers_that_are_not_known_are_named():
-    with pytest.raises(ValueError, match="the model is of type gpt_oss"):
+    with refused(ValueError, "gpt_oss"):
         FSDP2Config().check_router_replay({"model_type": "gpt_oss"})
     FSDP2Config().check_router_replay({"model_type": "qwen3_moe"})

@@ -10,6 +10,7 @@ from roll_core.modeling.model import load_model
 from roll_core.modeling.process_group import ProcessGroup
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.testing.errors import refused
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import find_layers, make_meshes
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
@@ -31,12 +32,12 @@ def test_named_classes_are_found_outermost_first(model):
 
 
 def test_a_class_that_the_model_does_not_have_is_answered_with_those_that_it_has(model):
-    with pytest.raises(ModelError, match=r"no module of class LlamaDecoderLayer.*Qwen3DecoderLayer"):
+    with refused(ModelError, "LlamaDecoderLayer", "Qwen3DecoderLayer"):
         find_layers(model, ["LlamaDecoderLayer"])
 
 
 def test_fsdp_size_must_divide_the_ranks():
-    with pytest.raises(PlacementError, match="fsdp_size 3 does not divide its 4 ranks"):
+    with refused(PlacementError, "fsdp_size", "3", "4"):
         make_meshes(MeshInfo(role="actor_train", world_size=4), FSDP2Config(fsdp_size=3))
 
 
@@ -44,7 +45,7 @@ def test_roles_of_one_rank_share_a_process_and_others_do_not():
     import torch.distributed as dist
 
     one, two = (ProcessGroup(MeshInfo(role=name)) for name in ("actor_train", "reference"))
-    with pytest.raises(WorkerError, match="already has a default process group"):
+    with refused(WorkerError, "group"):
         ProcessGroup(MeshInfo(role="critic", world_size=2))
     one.close()
     one.close()
@@ -55,6 +56,6 @@ def test_roles_of_one_rank_share_a_process_and_others_do_not():
 
 def test_another_configuration_is_refused():
     strategy = FSDP2Strategy(StrategyConfig(), None)
-    with pytest.raises(UnsupportedError, match="take an FSDP2Config"):
+    with refused(UnsupportedError, "FSDP2Config"):
         strategy.build(ModelSpec(random_init=TINY), MeshInfo(role="reference"))
     strategy.close()

@@ -28,6 +28,7 @@ from test_arrangements import (
 
 from roll_core.data.pack import pack
 from roll_core.testing.bounds import check_near, check_rows
+from roll_core.testing.errors import refused
 from roll_core.testing.models import make_batch
 from roll_core.testing.replaying import WANT, on_hf_train, with_experts
 from roll_strategy_megatron.config import MegatronConfig
@@ -121,7 +122,7 @@ def test_experts_lie_as_the_tokens_of_a_rank_do(cp_rank):
 
 
 def test_models_without_experts_are_refused():
-    with pytest.raises(ValueError, match="the model is of type qwen3"):
+    with refused(ValueError, "qwen3"):
         MegatronConfig().check_router_replay({"model_type": "qwen3"})
     MegatronConfig().check_router_replay({"model_type": "deepseek_v3"})
     MegatronConfig().check_router_replay({})

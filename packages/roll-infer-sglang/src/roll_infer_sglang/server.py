@@ -180,6 +180,7 @@ def _refuse_unknown(unknown: Mapping[str, Sequence[str]]) -> None:
             key=name,
             message="the installed SGLang has no such argument",
             hint=f"did you mean {close[0]}?" if close else "",
+            code="ROLL-C010",
         )
         for name, close in unknown.items()
     ]

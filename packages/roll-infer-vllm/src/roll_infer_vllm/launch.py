@@ -155,7 +155,11 @@ def _check_known(given: Mapping[str, Any], known: set[str]) -> None:
             hint = f"did you mean {close[0]}?" if close else ""
             problems.append(
                 ConfigProblem(
-                    where="strategy_config", key=name, message="the installed vLLM has no such argument", hint=hint
+                    where="strategy_config",
+                    key=name,
+                    message="the installed vLLM has no such argument",
+                    hint=hint,
+                    code="ROLL-C010",
                 )
             )
     if problems:

@@ -34,7 +34,7 @@ def check_configs(
             sys.stderr.write(f"{error}\n")
         except PluginError as error:
             mistakes += 1
-            sys.stderr.write(f"{config}: {error}\n")
+            sys.stderr.write(f"{config}: {error.described()}\n")
         else:
             sys.stderr.writelines(f"{line}\n" for line in warnings_of(loaded))
             sys.stdout.write(f"{config}: ok: {summary(loaded)}\n")
@@ -47,7 +47,7 @@ def check_configs(
 
 def warnings_of(loaded: LoadedConfig) -> list[str]:
     """A line for each warning."""
-    return [f"{each.where}: warning: {each.key}: {each.message}" for each in loaded.warnings]
+    return [f"{each.where}: warning: {each.code} {each.key}: {each.message}" for each in loaded.warnings]
 
 
 def summary(loaded: LoadedConfig) -> str:

@@ -78,10 +78,10 @@ class FileCheck:
                 continue
             if not os.path.isdir(folder):
                 hint = "correct the path, or name the config of the run that writes it before this one"
-                yield Finding(at, f"there is no directory {source}", hint)
+                yield Finding(at, f"there is no directory {source}", hint, code="ROLL-C040")
             elif not os.path.isfile(os.path.join(folder, "config.json")):
                 hint = "name a directory that save_pretrained or an export wrote"
-                yield Finding(at, f"{source} has no config.json", hint)
+                yield Finding(at, f"{source} has no config.json", hint, code="ROLL-C040")
 
     def _rows(
         self, path: KeyPath, data: DataArguments, schema: type[RunConfig], found: dict[KeyPath, list[Rows]]
@@ -94,7 +94,7 @@ class FileCheck:
             try:
                 rows = first_rows(name, data, FIRST_ROWS)
             except (DataError, OSError) as error:
-                yield Finding(at, str(error))
+                yield Finding(at, str(error), code=getattr(error, "code", "ROLL-C040"))
                 continue
             if rows is None:
                 continue
@@ -106,7 +106,7 @@ class FileCheck:
                 for row in rows if needed and not missing else ():
                     messages_of(row, data, rows, response="response" in needed)
             except DataError as error:
-                yield Finding(at, str(error))
+                yield Finding(at, str(error), code=getattr(error, "code", "ROLL-C040"))
 
     def _rewards(
         self, schema: type[RunConfig], data: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]
@@ -133,7 +133,7 @@ class FileCheck:
                 for key, column in reward.columns().items() if columns else ():
                     if column not in columns:
                         message = f"the rows have no column {column!r}: they have {', '.join(sorted(columns))}"
-                        found.append(Finding((*path, key), message))
+                        found.append(Finding((*path, key), message, code="ROLL-C041"))
                 if _runs_here(reward, data):
                     checks.append(pool.submit(self._code, path, reward, columns or None))
             return found + [each for check in checks for each in check.result()]
@@ -145,7 +145,7 @@ class FileCheck:
         except TimeoutError as error:
             self._unchecked.append(f"{'.'.join(path)}: {error}")
             return []
-        return [Finding((*path, key), message, hint) for key, message in mistakes.items()]
+        return [Finding((*path, key), message, hint, code="ROLL-C041") for key, message in mistakes.items()]
 
     def _is_written(self, name: str) -> bool:
         """True if an earlier run of the same command may write it."""
@@ -175,7 +175,7 @@ def _missing_columns(path: KeyPath, data: DataArguments, rows: Rows, needed: tup
         try:
             need_column(getattr(data, key), rows)
         except DataError as error:
-            yield Finding((*path, key), str(error))
+            yield Finding((*path, key), str(error), code=error.code)
 
 
 def _unscored(rewards: Mapping[KeyPath, RewardConfig], scored: Mapping[KeyPath, list[Rows]]) -> Iterator[Finding]:
@@ -185,7 +185,7 @@ def _unscored(rewards: Mapping[KeyPath, RewardConfig], scored: Mapping[KeyPath, 
         wrong = next((row for each in files for row in each if row.tag not in known), None)
         if wrong is not None:
             message = f"{wrong.where} has tag {wrong.tag!r}, but rewards score {', '.join(sorted(known))}"
-            yield Finding((*path, "tag"), message, "see rewards.<domain>.tag_included")
+            yield Finding((*path, "tag"), message, "see rewards.<domain>.tag_included", code="ROLL-C041")
 
 
 def _runs_here(reward: RewardConfig, data: Mapping[Any, Any]) -> bool:

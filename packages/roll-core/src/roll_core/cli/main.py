@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = command(words[1:])
         sys.stdout.flush()
     except RollError as error:
-        _complain(str(error))
+        _complain(error.described())
         return error.exit_code
     except _TerminatedError as error:
         _complain(str(error))

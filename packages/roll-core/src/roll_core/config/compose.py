@@ -137,7 +137,7 @@ def _create(source: Source, problems: list[ConfigProblem]) -> DictConfig:
     try:
         cfg: DictConfig = OmegaConf.create(source.data)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        located = _malformed(source) or [ConfigProblem(source.name, "", _first_line(error))]
+        located = _malformed(source) or [ConfigProblem(source.name, "", _first_line(error), code="ROLL-C023")]
         raise ConfigError([*problems, *located]) from error
     return cfg
 
@@ -163,7 +163,9 @@ def _malformed(source: Source) -> list[ConfigProblem]:
                 mark = source.value_mark(path)
                 where = source.name if mark is None else f"{source.name}:{mark.line}:{mark.column}"
                 hint = "a reference is written ${seed}; text in which ${ is meant as it stands, \\${"
-                found.append(ConfigProblem(where, ".".join(path), f"{data!r} is not an interpolation", hint))
+                found.append(
+                    ConfigProblem(where, ".".join(path), f"{data!r} is not an interpolation", hint, code="ROLL-C024")
+                )
 
     visit(source.data, ())
     return found
@@ -321,7 +323,7 @@ class _Composition:
         path = ("defaults", *at)
         mark = self.source.value_mark(path) if at else self.source.key_mark(path)
         where = self.source.name if mark is None else f"{self.source.name}:{mark.line}:{mark.column}"
-        return ConfigProblem(where, "defaults", message, hint)
+        return ConfigProblem(where, "defaults", message, hint, code="ROLL-C023")
 
 
 def _merge(layers: Sequence[FileLayer]) -> DictConfig:
@@ -382,14 +384,20 @@ def _apply(cfg: DictConfig, override: Override, written: Written, problems: list
         if override.action == "add" and present is not None and not isinstance(override.value, (dict, list)):
             problems.append(
                 ConfigProblem(
-                    "command line", override.text, "adds a key that is there already", f"write {override.text[1:]}"
+                    "command line",
+                    override.text,
+                    "adds a key that is there already",
+                    f"write {override.text[1:]}",
+                    code="ROLL-C025",
                 )
             )
             return
         _unfold(cfg, override.path[:-1], written)
         OmegaConf.update(cfg, override.key, override.value, merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
-        problems.append(ConfigProblem("command line", override.text, f"cannot be applied: {_first_line(error)}"))
+        problems.append(
+            ConfigProblem("command line", override.text, f"cannot be applied: {_first_line(error)}", code="ROLL-C025")
+        )
     else:
         written.layers.append(OverrideLayer(override.path, override.value))
 
@@ -417,7 +425,9 @@ def _delete(cfg: DictConfig, override: Override, problems: list[ConfigProblem]) 
     parent_key, _, last = override.key.rpartition(".")
     parent: Any = OmegaConf.select(cfg, parent_key) if parent_key else cfg
     if not OmegaConf.is_dict(parent) or last not in parent:
-        problems.append(ConfigProblem("command line", override.text, f"there is no key {override.key} to remove"))
+        problems.append(
+            ConfigProblem("command line", override.text, f"there is no key {override.key} to remove", code="ROLL-C025")
+        )
     else:
         del parent[last]
 
@@ -472,7 +482,7 @@ def _interpolation(raw: str, here: KeyPath) -> Interpolation:
 def _unresolved(error: Exception, raw: str, here: KeyPath, written: Written) -> ConfigProblem:
     where, key = str(written.value(here)), ".".join(here)
     if isinstance(error, RecursionError) or "Recursive interpolation" in str(error):
-        return ConfigProblem(where, key, f"{raw} refers to itself")
+        return ConfigProblem(where, key, f"{raw} refers to itself", code="ROLL-C024")
     reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", _first_line(error)).strip('"')
     hint = ""
     if "Interpolation key" in reason and "not found" in reason:
@@ -480,7 +490,7 @@ def _unresolved(error: Exception, raw: str, here: KeyPath, written: Written) -> 
         hint = (
             "a reference is written from the top, ${actor_train.infer_batch_size}, or from here, ${.infer_batch_size}"
         )
-    return ConfigProblem(where, key, f"{raw}: {reason}", hint)
+    return ConfigProblem(where, key, f"{raw}: {reason}", hint, code="ROLL-C024")
 
 
 def _first_line(error: BaseException) -> str:
@@ -504,4 +514,4 @@ def _report_missing(
     elif data == MISSING:
         broken.add(path)
         where = str(written.value(path))
-        problems.append(ConfigProblem(where, ".".join(path), "has to be given: it is written as ???"))
+        problems.append(ConfigProblem(where, ".".join(path), "has to be given: it is written as ???", code="ROLL-C011"))

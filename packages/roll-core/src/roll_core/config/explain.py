@@ -29,6 +29,22 @@ class Finding:
     """pydantic's name of the error."""
     shown: str = ""
     """The value as `message` shows it."""
+    code: str = ""
+    """Of `roll_core.errors`; derived from `kind` if empty."""
+
+
+CODES = {
+    "extra_forbidden": "ROLL-C010",
+    "missing": "ROLL-C011",
+    "invalid_key": "ROLL-C012",
+    "value_error": "ROLL-C014",
+}
+"""By pydantic's name of the error; any other is about a single value."""
+
+
+def code_of(found: Finding) -> str:
+    """The stable code of a mistake."""
+    return found.code or CODES.get(found.kind, "ROLL-C013")
 
 
 def findings(errors: Sequence[Any], data: Any, prefix: KeyPath = ()) -> list[Finding]:
@@ -86,7 +102,8 @@ def _finding(path: KeyPath, errors: list[Any]) -> Finding:
     if kind == "missing":
         return Finding(path, "is missing", at_key=True, kind=kind)
     if kind == "string_pattern_mismatch" and error["loc"][-1:] == ("[key]",):
-        return Finding(path, f"found the key {name!r}, expected {_expected(error)}", at_key=True, kind=kind)
+        message = f"found the key {name!r}, expected {_expected(error)}"
+        return Finding(path, message, at_key=True, kind=kind, code="ROLL-C012")
     if kind == "invalid_key" or error["loc"][-1:] == ("[key]",):
         name = name.lower() if name in ("True", "False") else name
         return Finding(path, f"a key is text, found {name}", f"put quotes around it: '{name}'", True, "invalid_key")

@@ -55,7 +55,7 @@ def load(
     composed = compose(Path(path), overrides, registry)
     config, pipeline = validate(composed, registry, further, needs=needs)
     warnings = tuple(
-        ConfigProblem(str(composed.written.key(tuple(key.split(".")))), key, reason)
+        ConfigProblem(str(composed.written.key(tuple(key.split(".")))), key, reason, code="ROLL-C050")
         for key, reason in config.warnings().items()
     )
     return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files, warnings=warnings)

@@ -55,6 +55,7 @@ def parse_overrides(
                     COMMAND_LINE,
                     text,
                     f"{parsed.key_or_group!r} is not among the fragments of the file's defaults list",
+                    code="ROLL-C025",
                 )
             )
         else:
@@ -71,9 +72,11 @@ def _parse(parser: Any, text: str) -> Any:
 
     key, equals, value = text.partition("=")
     if not equals and not text.startswith("~"):
-        return ConfigProblem(COMMAND_LINE, text, "is not an override", "an override is written key=value")
+        return ConfigProblem(
+            COMMAND_LINE, text, "is not an override", "an override is written key=value", code="ROLL-C025"
+        )
     if not key.strip("+~ "):
-        return ConfigProblem(COMMAND_LINE, text, "has no key", "an override is written key=value")
+        return ConfigProblem(COMMAND_LINE, text, "has no key", "an override is written key=value", code="ROLL-C025")
     candidates = [text]
     if key.endswith("device_mapping"):
         # Hydra's grammar takes list(range(0,8)) for a call and range(0,8) for a sweep; ours reads it, as text.
@@ -92,7 +95,7 @@ def _parse(parser: Any, text: str) -> Any:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             failure = f"cannot be read: {lines[0] if lines else type(error).__name__}"
     hint = f"put quotes around the value: \"{key}='…'\"" if "cannot be read" in failure else ""
-    return ConfigProblem(COMMAND_LINE, text, failure, hint)
+    return ConfigProblem(COMMAND_LINE, text, failure, hint, code="ROLL-C025")
 
 
 def _plain(value: Any) -> Any:

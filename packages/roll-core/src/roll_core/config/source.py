@@ -88,14 +88,18 @@ def read_source(path: Path, name: str, *, fragment: bool = False) -> Source:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        problems.append(ConfigProblem(name, "", "there is no such file", _similar_file(path)))
+        problems.append(ConfigProblem(name, "", "there is no such file", _similar_file(path), code="ROLL-C020"))
     except IsADirectoryError:
-        problems.append(ConfigProblem(name, "", "this is a folder, expected a YAML file"))
+        problems.append(ConfigProblem(name, "", "this is a folder, expected a YAML file", code="ROLL-C020"))
     except (OSError, ValueError) as error:
-        problems.append(ConfigProblem(name, "", f"cannot be read: {getattr(error, 'strerror', None) or error}"))
+        problems.append(
+            ConfigProblem(name, "", f"cannot be read: {getattr(error, 'strerror', None) or error}", code="ROLL-C020")
+        )
     else:
         if len(content) > MAX_BYTES:
-            problems.append(ConfigProblem(name, "", f"has {len(content)} bytes; a config has at most {MAX_BYTES}"))
+            problems.append(
+                ConfigProblem(name, "", f"has {len(content)} bytes; a config has at most {MAX_BYTES}", code="ROLL-C020")
+            )
         else:
             _Reader(source, problems, fragment=fragment).read(content)
     if problems:
@@ -267,7 +271,9 @@ class _Reader:
             if key is None:
                 self._problem(mark, _dotted(path), "a key is text, but here it is empty or null")
             elif key in found:
-                self._problem(mark, _dotted(child), f"this key was given before, at line {given[key].line}")
+                self._problem(
+                    mark, _dotted(child), f"this key was given before, at line {given[key].line}", code="ROLL-C022"
+                )
                 child = (*child, "again")
             else:
                 self.source.keys[child] = given[key] = mark
@@ -314,8 +320,10 @@ class _Reader:
         lines = self.text.split("\n")
         return lines[line][column : column + 1] if line < len(lines) else ""
 
-    def _problem(self, mark: Mark, key: str, message: str, hint: str = "") -> None:
-        self.problems.append(ConfigProblem(f"{self.source.name}:{mark.line}:{mark.column}", key, message, hint))
+    def _problem(self, mark: Mark, key: str, message: str, hint: str = "", code: str = "ROLL-C021") -> None:
+        self.problems.append(
+            ConfigProblem(f"{self.source.name}:{mark.line}:{mark.column}", key, message, hint, code=code)
+        )
 
 
 def _mark(event: Any) -> Mark:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
-from roll_core.config.explain import Finding, show
+from roll_core.config.explain import Finding, code_of, show
 from roll_core.config.foreign_keys import foreign_hint
 from roll_core.config.mistakes import take_out, validate_all
 from roll_core.config.model_keys import model_keys
@@ -132,7 +132,7 @@ class _Validation:
             if name not in self.composed.referred:
                 message = f"is not used: no key of the config, and nothing refers to it as ${{{name}}}"
                 hint = f"write strategy_config: ${{{name}}}, or what else it is for"
-                self.found.append(Finding((name,), message, hint, at_key=True))
+                self.found.append(Finding((name,), message, hint, at_key=True, code="ROLL-C015"))
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -140,12 +140,14 @@ class _Validation:
         """The pipeline that is asked for. Where its name is misspelt: the nearest, so that the rest is checked too."""
         available = ", ".join(self.registry.names(PipelineProvider)) or "none"
         if "pipeline" not in self.data:
-            self.found.append(Finding(("pipeline",), "is missing", f"available: {available}", at_key=True))
+            self.found.append(
+                Finding(("pipeline",), "is missing", f"available: {available}", at_key=True, code="ROLL-C011")
+            )
             return None
         name = self.data["pipeline"]
         if not isinstance(name, str):
             message = f"found {show(name)}, expected the name of a pipeline"
-            self.found.append(Finding(("pipeline",), message, f"available: {available}"))
+            self.found.append(Finding(("pipeline",), message, f"available: {available}", code="ROLL-C013"))
             return None
         provider = self._find(PipelineProvider, name, ("pipeline",))
         if provider is None:
@@ -166,18 +168,18 @@ class _Validation:
             provider = self.registry.find(kind, name)
         except PluginError as error:
             message, _, hint = str(error).partition("\n    ")
-            self.found.append(Finding(path, message, hint))
+            self.found.append(Finding(path, message, hint, code=error.code))
             if isinstance(error, UnknownProviderError) and self.cause is None:
                 self.cause = error.__cause__
             return None
         if problem := signature_problem(provider):
-            self.found.append(Finding(path, f"{self.registry.owner(provider)}: {problem}"))
+            self.found.append(Finding(path, f"{self.registry.owner(provider)}: {problem}", code="ROLL-P003"))
         if self._runs_here(role):
             try:
                 check_requirements(provider, owner=self.registry.owner(provider))
             except MissingRequirementError as error:
                 message, _, hint = str(error).partition(". Run: ")
-                self.found.append(Finding(path, message, hint and f"run: {hint}"))
+                self.found.append(Finding(path, message, hint and f"run: {hint}", code=error.code))
         return provider
 
     def _named_parts(self, schema: type[RunConfig]) -> None:
@@ -191,7 +193,9 @@ class _Validation:
             reads_values = isinstance(provider, AdvantageProvider) and provider.needs_critic
             if reads_values and "critic" in schema.model_fields and self.data.get("critic") is None:
                 message = f"{name} reads a critic's values, but there is no role critic"
-                self.found.append(Finding((key,), message, "add the role critic, or take an estimator without one"))
+                self.found.append(
+                    Finding((key,), message, "add the role critic, or take an estimator without one", code="ROLL-C014")
+                )
         trackers = self.data.get("track_with", schema.model_fields["track_with"].default)
         single = isinstance(trackers, str)
         names = [trackers] if single else trackers if isinstance(trackers, list) else []
@@ -207,7 +211,7 @@ class _Validation:
             for key in options:
                 if isinstance(key, str) and key not in names:
                     message = f"is not used: track_with names {', '.join(map(str, names)) or 'no tracker'}"
-                    self.found.append(Finding(("tracker_kwargs", key), message, at_key=True))
+                    self.found.append(Finding(("tracker_kwargs", key), message, at_key=True, code="ROLL-C015"))
 
     def _options(self, record: Provider, path: KeyPath, given: Any) -> None:
         """The keys of a part that is no role are those of the schema that it brings; without one it takes none."""
@@ -236,7 +240,9 @@ class _Validation:
                 owner = self.registry.owner(provider)
                 schema = schema_of(provider, RewardConfig, owner=owner)
         if role.get("strategy_args") is not None:
-            self.found.append(Finding((*path, "strategy_args"), "a reward takes no strategy", at_key=True))
+            self.found.append(
+                Finding((*path, "strategy_args"), "a reward takes no strategy", at_key=True, code="ROLL-C017")
+            )
         self.extra_paths += [(*path, *each) for each in paths(schema)]
         known = set(schema.model_fields)
         unjudged = isinstance(name, str) and schema is RewardConfig
@@ -299,20 +305,20 @@ class _Validation:
         given, computed = role.get("weight_format"), strategy.weight_format()
         if isinstance(given, str) and given != computed:
             message = f"found {given}, but {provider.name}'s strategy_config makes it {computed}"
-            self.found.append(Finding((*path, "weight_format"), message, "leave it out"))
+            self.found.append(Finding((*path, "weight_format"), message, "leave it out", code="ROLL-C016"))
         elif computed != "dtype":
             role["weight_format"] = computed
         if strategy.serves_adapters() and not any(map(_trains_adapters, self._model_args())):
             message = f"asks {provider.name} for adapters as they are, but no role trains any"
             hint = "set lora_target in the model_args of the role that is trained, or let it send whole weights"
-            self.found.append(Finding(at_config, message, hint))
+            self.found.append(Finding(at_config, message, hint, code="ROLL-C014"))
         policy = self.data.get(self.policy_role)
         source = policy if isinstance(policy, dict) else role
         keys = model_keys(source.get("model_args"), self.data.get("pretrain"))
         try:
             strategy.check_model(keys)
         except ValueError as error:
-            self.found.append(Finding(at_config, str(error)))
+            self.found.append(Finding(at_config, str(error), code="ROLL-C018"))
         self._architecture(path, role, (self.policy_role,) if source is policy else path, strategy, keys)
         try:
             strategy.check_lengths(self._length("prompt_length"), self._longest_response(role))
@@ -367,7 +373,9 @@ class _Validation:
             and not Path(python).expanduser().exists()
         ):
             message = f"there is no {python}"
-            self.found.append(Finding(at, message, "name an interpreter, or the folder of a virtual environment"))
+            self.found.append(
+                Finding(at, message, "name an interpreter, or the folder of a virtual environment", code="ROLL-C003")
+            )
 
     def _other_registry(self, worker: type[WorkerConfig], name: str, at_name: KeyPath) -> None:
         """Say so if the name exists, but for roles of the other kind."""
@@ -376,7 +384,7 @@ class _Validation:
             last = self.found.pop()
             does = "trains or scores" if worker.kind == "generate" else "generates"
             wanted = "generates" if worker.kind == "generate" else "trains" if worker.kind == "train" else "only scores"
-            self.found.append(Finding(at_name, f"{name} {does}, but this role {wanted}", last.hint))
+            self.found.append(Finding(at_name, f"{name} {does}, but this role {wanted}", last.hint, code="ROLL-C017"))
 
     def _suits(
         self, path: KeyPath, worker: type[WorkerConfig], role: dict[Any, Any], provider: TrainProvider | InferProvider
@@ -385,19 +393,27 @@ class _Validation:
         if worker.kind == "train" and isinstance(provider, TrainProvider) and provider.forward_only:
             trained = [each.name for each in self.registry.providers(TrainProvider) if not each.forward_only]
             message = f"{provider.name} has no optimizer, but this role is trained"
-            self.found.append(Finding(at_name, message, f"strategies that train: {', '.join(trained)}"))
+            self.found.append(
+                Finding(at_name, message, f"strategies that train: {', '.join(trained)}", code="ROLL-C017")
+            )
         platform = self.data.get("platform")
         if isinstance(platform, str) and provider.platforms and platform not in provider.platforms:
             message = f"{provider.name} runs on {', '.join(provider.platforms)}, but platform is {platform}"
             others = [
                 each.name for each in self.registry.providers(type(provider)) if _replaces(each, provider, platform)
             ]
-            self.found.append(Finding(at_name, message, f"strategies that do: {', '.join(others)}" if others else ""))
+            self.found.append(
+                Finding(
+                    at_name, message, f"strategies that do: {', '.join(others)}" if others else "", code="ROLL-C017"
+                )
+            )
         capabilities = provider.capabilities
         moves = capabilities.sleeps if isinstance(capabilities, InferCapabilities) else capabilities.offload
         if role.get("is_offload_states") is True and not moves:
             message = f"{provider.name} moves nothing off its slots"
-            self.found.append(Finding((*path, "is_offload_states"), message, "leave it out, or write false"))
+            self.found.append(
+                Finding((*path, "is_offload_states"), message, "leave it out, or write false", code="ROLL-C017")
+            )
         raw = role.get("model_args")
         model = raw if isinstance(raw, dict) else {}
         if worker.kind == "train" and not provider.capabilities.lora and _trains_adapters(model):
@@ -405,17 +421,17 @@ class _Validation:
             able = [other.name for other in known if other.capabilities.lora and not other.forward_only]
             hint = f"strategies that do: {', '.join(able)}"
             message = f"{provider.name} trains no adapters"
-            self.found.append(Finding((*path, "model_args", "lora_target"), message, hint))
+            self.found.append(Finding((*path, "model_args", "lora_target"), message, hint, code="ROLL-C017"))
         if isinstance(provider, TrainProvider) and not provider.capabilities.gradient_checkpointing:
             self._no_gradient_checkpointing(path, worker, role, provider)
         if self.data.get("portable_checkpoints") is True and not _exports_state(worker, provider):
             message = f"{provider.name} does not export its training state, so portable_checkpoints cannot be honoured"
-            self.found.append(Finding(at_name, message, "leave portable_checkpoints out"))
+            self.found.append(Finding(at_name, message, "leave portable_checkpoints out", code="ROLL-C017"))
         dtype = model.get("dtype")
         if isinstance(dtype, str) and dtype in ("fp32", "bf16", "fp16") and dtype not in provider.capabilities.dtypes:
             message = f"{provider.name} does not compute in {dtype}"
             hint = f"it computes in {', '.join(provider.capabilities.dtypes)}"
-            self.found.append(Finding((*path, "model_args", "dtype"), message, hint))
+            self.found.append(Finding((*path, "model_args", "dtype"), message, hint, code="ROLL-C017"))
 
     def _no_gradient_checkpointing(
         self, path: KeyPath, worker: type[WorkerConfig], role: dict[Any, Any], provider: TrainProvider
@@ -427,7 +443,9 @@ class _Validation:
             return
         if model.get(key) is False:
             message = f"found false, but {provider.name} does not checkpoint gradients"
-            self.found.append(Finding((*path, "model_args", key), message, "leave it out, or write true"))
+            self.found.append(
+                Finding((*path, "model_args", key), message, "leave it out, or write true", code="ROLL-C017")
+            )
         elif key not in model:
             role["model_args"] = model | {key: True}
 
@@ -448,14 +466,16 @@ class _Validation:
             if not spreads and type(given) is int and given > 1:
                 message = f"found {given}, but a worker of {provider.name} takes 1 slot"
                 hint = "more workers are more slots in device_mapping"
-                self.found.append(Finding((*path, "num_gpus_per_worker"), message, hint))
+                self.found.append(Finding((*path, "num_gpus_per_worker"), message, hint, code="ROLL-C019"))
             return
         if computed > 1 and not spreads:
             message = f"makes a worker take {computed} slots, but {provider.name} does not declare tensor_parallel"
-            self.found.append(Finding((*path, "strategy_args", "strategy_config"), message))
+            self.found.append(Finding((*path, "strategy_args", "strategy_config"), message, code="ROLL-C019"))
         if type(given) is int and given > 0 and given != computed:
             message = f"found {given}, but {provider.name}'s strategy_config makes it {computed}"
-            self.found.append(Finding((*path, "num_gpus_per_worker"), message, f"leave it out, or write {computed}"))
+            self.found.append(
+                Finding((*path, "num_gpus_per_worker"), message, f"leave it out, or write {computed}", code="ROLL-C016")
+            )
         elif given is None and role.get("device_mapping") is not None:
             role["num_gpus_per_worker"] = computed
 
@@ -477,7 +497,7 @@ class _Validation:
                     f" {', '.join(map(str, nodes))} of num_gpus_per_node {per_node} slots each"
                 )
                 hint = "the slots of one worker lie on one node: change device_mapping, or spread the model over fewer"
-                self.found.append(Finding((*path, "device_mapping"), message, hint))
+                self.found.append(Finding((*path, "device_mapping"), message, hint, code="ROLL-C019"))
                 return
 
     def _replicas(
@@ -487,7 +507,9 @@ class _Validation:
         given, computed = role.get("ranks_per_replica"), strategy.ranks_per_replica()
         if type(given) is int and given > 0 and given != computed:
             message = f"found {given}, but {provider.name}'s strategy_config makes it {computed}"
-            self.found.append(Finding((*path, "ranks_per_replica"), message, f"leave it out, or write {computed}"))
+            self.found.append(
+                Finding((*path, "ranks_per_replica"), message, f"leave it out, or write {computed}", code="ROLL-C016")
+            )
         elif computed > 1:
             role["ranks_per_replica"] = computed
         ranks = _num_ranks(role)
@@ -496,7 +518,7 @@ class _Validation:
         if computed > 1 and ranks is not None and ranks % computed:
             message = f"{ranks} ranks are not a multiple of {strategy.replica_arithmetic()} = {computed}"
             hint = "the number of ranks is that product times data parallel"
-            self.found.append(Finding((*path, "strategy_args", "strategy_config"), message, hint))
+            self.found.append(Finding((*path, "strategy_args", "strategy_config"), message, hint, code="ROLL-C019"))
 
     def _explained(
         self, path: KeyPath, role: dict[Any, Any], provider: TrainProvider, strategy: StrategyConfig, ranks: int | None
@@ -508,15 +530,17 @@ class _Validation:
         undeclared = [kind for kind, size in sizes.items() if size > 1 and not getattr(can, kind)]
         for kind in undeclared:
             message = f"asks for {kind} {sizes[kind]}, which {provider.name} does not declare"
-            self.found.append(Finding(at_config, message))
+            self.found.append(Finding(at_config, message, code="ROLL-C019"))
         declared = prod(size for kind, size in sizes.items() if kind != "expert_parallel" and getattr(can, kind))
         if replica > declared and not undeclared:
             message = f"spreads a replica over {replica} ranks, but {provider.name} declares parallelism for {declared}"
-            self.found.append(Finding(at_config, message))
+            self.found.append(Finding(at_config, message, code="ROLL-C019"))
         if ranks is not None and ranks > replica and not can.data_parallel:
             key = "world_size" if role.get("device_mapping") is None else "device_mapping"
             message = f"found {ranks} ranks, but {provider.name} has no data parallelism: a role has {replica} of them"
-            self.found.append(Finding((*path, key), message, "take a strategy that declares data_parallel"))
+            self.found.append(
+                Finding((*path, key), message, "take a strategy that declares data_parallel", code="ROLL-C019")
+            )
 
     def _spread(self, path: KeyPath, role: dict[Any, Any], strategy: StrategyConfig) -> None:
         """The model can be cut as the strategy is to cut it, as far as the model is known, and computed as it says."""
@@ -528,7 +552,7 @@ class _Validation:
             try:
                 check(keys)
             except ValueError as error:
-                self.found.append(Finding((*path, "strategy_args", "strategy_config"), str(error)))
+                self.found.append(Finding((*path, "strategy_args", "strategy_config"), str(error), code="ROLL-C018"))
         self._architecture(path, role, path, strategy, model_keys(given, self.data.get("pretrain")))
 
     def _architecture(
@@ -542,7 +566,7 @@ class _Validation:
             strategy.check_architecture(keys)
         except ValueError as error:
             name = role["strategy_args"]["strategy_name"]
-            self.found.append(Finding(self._model_at(source), f"{name} of {'.'.join(path)}: {error}"))
+            self.found.append(Finding(self._model_at(source), f"{name} of {'.'.join(path)}: {error}", code="ROLL-C018"))
 
     def _runs_here(self, role: Mapping[Any, Any]) -> bool:
         """True if this environment is the one in which the role's workers run."""
@@ -567,12 +591,14 @@ class _Validation:
             does = "return the experts that it chose" if path != (self.policy_role,) else "replay an engine's experts"
             message = f"{provider.name} of {'.'.join(path)} does not {does}"
             hint = f"strategies that do: {', '.join(able)}; or write mode: disable"
-            self.found.append(Finding(at_mode, message, hint))
+            self.found.append(Finding(at_mode, message, hint, code="ROLL-C017"))
             return
         try:
             strategy.check_router_replay(model_keys(policy.get("model_args"), self.data.get("pretrain")))
         except ValueError as error:
-            self.found.append(Finding(at_mode, f"R3 {error}", "write mode: disable, or leave router_replay out"))
+            self.found.append(
+                Finding(at_mode, f"R3 {error}", "write mode: disable, or leave router_replay out", code="ROLL-C018")
+            )
 
     # -- problems ------------------------------------------------------------------------------------------------------
 
@@ -610,7 +636,7 @@ class _Validation:
         *above, last = found.path or ("",)
         if found.kind == "invalid_key" and last in ("True", "False"):
             last = last.lower()  # as YAML writes it
-        return ConfigProblem(str(place), ".".join((*above, last)), message, found.hint), place
+        return ConfigProblem(str(place), ".".join((*above, last)), message, found.hint, code_of(found)), place
 
     def _subject(self, found: Finding) -> KeyPath:
         """The path to point at. A rule about several keys concerns a whole mapping: the first key that it names and
@@ -633,7 +659,7 @@ class _Validation:
             everywhere = [*(paths(schema) if schema is not None else ()), *self.extra_paths]
             hint = foreign_hint(path, self._written_at(path), everywhere) if schema is not None else ""
             hint = hint or suggest_key(path, siblings, everywhere)[0]
-        return Finding(path, found.message, hint, at_key=True, kind=found.kind)
+        return Finding(path, found.message, hint, at_key=True, kind=found.kind, code=found.code)
 
     def _written_at(self, path: KeyPath) -> Any:
         data: Any = self.composed.data
@@ -722,4 +748,4 @@ def _trains_adapters(model_args: dict[Any, Any]) -> bool:
 
 
 def _under(prefix: KeyPath, found: Finding) -> Finding:
-    return Finding(prefix + found.path, found.message, found.hint, found.at_key, found.kind)
+    return Finding(prefix + found.path, found.message, found.hint, found.at_key, found.kind, code=found.code)

@@ -22,14 +22,21 @@ def without_a_way(
     if not common:
         message = f"{pair} have no weight transport in common"
         offered, taken = trainer.capabilities.weight_transports, engine.capabilities.weight_transports
-        return Finding(at_engine, message, f"one sends by {_words(offered)}, the other takes them by {_words(taken)}")
+        return Finding(
+            at_engine,
+            message,
+            f"one sends by {_words(offered)}, the other takes them by {_words(taken)}",
+            code="ROLL-C030",
+        )
     directory = data.get("model_update_dir") is not None
     if directory and "disk" not in common:
         message = f"asks for the weight transport disk, which {pair} do not share"
-        return Finding(("model_update_dir",), message, f"leave it out; they share {_words(common)}")
+        return Finding(("model_update_dir",), message, f"leave it out; they share {_words(common)}", code="ROLL-C030")
     why = within_one_process(trainer, engine, directory=directory)
     if data.get("executor") == "local" and why:
-        return Finding(("executor",), f"{why}: executor local has only one", "leave it out, or write ray")
+        return Finding(
+            ("executor",), f"{why}: executor local has only one", "leave it out, or write ray", code="ROLL-C030"
+        )
     return None
 
 

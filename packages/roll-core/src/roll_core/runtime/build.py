@@ -67,6 +67,7 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
                     key=f"{role.name}.model_args",
                     message="names no model",
                     hint="give model_name_or_path or random_init here, or pretrain for all roles",
+                    code="ROLL-C011",
                 )
             ]
         )
@@ -266,7 +267,11 @@ def provider_of(role: RoleSpec, worker: WorkerConfig, registry: Registry) -> Tra
         raise ConfigError(
             [
                 ConfigProblem(
-                    where=role.name, key=f"{role.name}.strategy_args", message="is missing", hint="give a strategy_name"
+                    where=role.name,
+                    key=f"{role.name}.strategy_args",
+                    message="is missing",
+                    hint="give a strategy_name",
+                    code="ROLL-C011",
                 )
             ]
         )

@@ -199,9 +199,11 @@ def _advice(error: Exception, registry: Registry, run_dir: RunDir) -> str:
 
 
 def _described(error: BaseException) -> str:
-    """The message; with its type where that is not one of ROLL's, whose messages stand alone."""
+    """The message after its code; after the exception's type if it is none of ROLL's."""
+    if isinstance(error, RollError):
+        return error.described().rstrip()
     name, message = type(error).__name__, str(error)
-    return (message if isinstance(error, RollError) else f"{name}: {message}") if message else name
+    return f"{name}: {message}" if message else name
 
 
 def _report(run_dir: RunDir) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from roll_core.config.secrets import Redactor
-from roll_core.errors import RunFileError, RunPreemptedError
+from roll_core.errors import RollError, RunFileError, RunPreemptedError
 from roll_core.runtime.jsonlines import safe
 from roll_core.runtime.run_dir import experiment_runs
 from roll_core.runtime.run_files import writing
@@ -137,7 +137,8 @@ class RunRecord:
         if error is not None:
             outcome = _outcome_of(error)
             told = {"advice": advice} if advice else {}
-            self._data["error"] = {"type": type(error).__name__, "message": str(error), **told}
+            code = {"code": error.code} if isinstance(error, RollError) else {}
+            self._data["error"] = {"type": type(error).__name__, **code, "message": str(error), **told}
         self._data.update(outcome=outcome, ended=round(time.time(), 3), time=[dict(row) for row in time_rows] or None)
         try:
             self._write()

@@ -88,6 +88,7 @@ def _model_path(config: RunConfig) -> str:
                     key="tokenizer",
                     message="is missing, and no model is loaded that would bring one",
                     hint="give tokenizer.kind (char, byte or bpe), or pretrain",
+                    code="ROLL-C011",
                 )
             ]
         )

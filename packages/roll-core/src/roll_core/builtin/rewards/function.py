@@ -137,6 +137,7 @@ def _cannot_use(config: FunctionConfig, reason: str) -> ConfigError:
                 key="function",
                 message=f"{config.function} cannot be used: {reason}",
                 hint=f"it is imported with the working directory {os.getcwd()} first on the module path",
+                code="ROLL-C041",
             )
         ]
     )

@@ -21,6 +21,7 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec
+from roll_core.testing.errors import refused
 from roll_core.testing.infer.adapters import RANK, drawn, merged
 from roll_core.testing.infer.interrupting import until_interrupted, was_whole
 from roll_core.testing.infer.live import Live, biased, request
@@ -116,12 +117,12 @@ class AdaptedTests:
         adapter = live.drawn(4)
         live.publish(list(adapter.items()))
         half = {name: each for name, each in adapter.items() if name != f"{LAYERS[0]}.lora_B.weight"}
-        with pytest.raises(MissingTensorError, match=rf"{LAYERS[0]}\.lora_B\.weight is not in the manifest"):
+        with refused(MissingTensorError, f"{LAYERS[0]}.lora_B.weight"):
             live.publish(list(half.items()))
         smaller = {name: each[: RANK - 1] if ".lora_A." in name else each[:, 1:] for name, each in adapter.items()}
-        with pytest.raises(CorruptTensorError, match=f"has rank {RANK - 1}, the adapter {RANK}"):
+        with refused(CorruptTensorError, f"rank {RANK - 1}", RANK):
             live.publish(list(smaller.items()))
-        with pytest.raises(UnexpectedTensorError, match=r"model\.norm\.weight"):
+        with refused(UnexpectedTensorError, "model.norm.weight"):
             live.publish([("model.norm.weight", live.base["model.norm.weight"])])
         with pytest.raises(StaleWeightsError):
             live.publish(list(adapter.items()), version=0)

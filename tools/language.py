@@ -1,0 +1,76 @@
+"""Checks the language of docs and messages; part of `./run lint`. Words and rules: CONTRIBUTING.md.
+
+Pages and packages that are already clean are listed in `PAGES` and `PACKAGES`, so that they stay clean. A page that
+is cleaned joins the list. `python tools/language.py PATH...` checks other files.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES: tuple[str, ...] = ("docs/errors.md", "docs/support.md")
+PACKAGES: tuple[str, ...] = ()
+"""Folders of sources whose error and log messages are checked as well."""
+
+MAX_COLUMNS = 100
+MAX_CELL_WORDS = 15
+WORDS = re.compile(
+    r"\b(whoever|nobody|anew|so many|so long as|drawn|errands?|judgement|verdicts?|is given up|was given up"
+    r"|signs? of life|eight bits|first choices?|is to be|are to be|shall|lent|beneath)\b",
+    re.IGNORECASE,
+)
+"""What the glossary replaces by the field's terms: sampled, request, reward, killed, heartbeat, fp8, argmax …"""
+LOGGERS = {"debug", "info", "warning", "error", "exception", "critical"}
+
+
+def main(arguments: list[str]) -> int:
+    """0 if nothing is found."""
+    named = [Path(each) for each in arguments] or [REPOSITORY / each for each in (*PAGES, *PACKAGES)]
+    files = [each for path in named for each in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    found = [line for file in files for line in (page(file) if file.suffix == ".md" else source(file))]
+    sys.stdout.writelines(f"{line}\n" for line in found)
+    return 1 if found else 0
+
+
+def page(file: Path) -> Iterator[str]:
+    """What is wrong in a page, as `file:line: reason`."""
+    code = False
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        code ^= line.startswith("```")
+        if code or line.startswith(("```", "    ")):
+            continue
+        where = f"{file}:{number}:"
+        if line.startswith("|"):
+            for cell in re.split(r"(?<!\\)\|", line)[1:-1]:
+                if len(cell.split()) > MAX_CELL_WORDS:
+                    yield f"{where} a table cell has {len(cell.split())} words, at most {MAX_CELL_WORDS}"
+        elif len(line) > MAX_COLUMNS and " " in line.strip():
+            yield f"{where} {len(line)} columns, at most {MAX_COLUMNS}"
+        for word in WORDS.findall(re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)):
+            yield f"{where} {word!r} is not a word of the glossary"
+
+
+def source(file: Path) -> Iterator[str]:
+    """The same for messages of errors and logs in a module."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        called = node.exc if isinstance(node, ast.Raise) else node
+        if not isinstance(called, ast.Call):
+            continue
+        logs = isinstance(called.func, ast.Attribute) and called.func.attr in LOGGERS
+        if not isinstance(node, ast.Raise) and not logs:
+            continue
+        texts = [each.value for part in called.args for each in ast.walk(part) if isinstance(each, ast.Constant)]
+        for word in WORDS.findall(" ".join(text for text in texts if isinstance(text, str))):
+            yield f"{file}:{called.lineno}: {word!r} is not a word of the glossary"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
