@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
+    from roll_core.spec.providers import AdvantageProvider
     from roll_core.spec.train import LossFn
     from roll_core.types import (
         Completion,
@@ -340,6 +341,10 @@ class Run(ABC):
     @abstractmethod
     def advantage_estimator(self, name: str) -> AdvantageEstimator:
         """The estimator that a plugin offers under this name."""
+
+    @abstractmethod
+    def advantage_provider(self, name: str) -> AdvantageProvider:
+        """The record of that estimator: what it needs, and what it does itself."""
 
     @abstractmethod
     def policy_loss(self, name: str) -> str:
