@@ -148,7 +148,7 @@ def groups_of(*rewards: tuple[float | None, ...], tags: str = "") -> list[Group]
 def step(groups, roles=None, **given):
     run = FakeRun(groups, {"actor_train": FakeRole()} | (roles or {}))
     pipeline = RLVRPipeline(config(**given))
-    pipeline.num_steps(run)
+    pipeline.prepare(run)
     asyncio.run(pipeline.setup(run))
     asyncio.run(pipeline.step(run))
     return run, run.roles["actor_train"].updates[0][0] if run.roles["actor_train"].updates else []
@@ -259,7 +259,7 @@ def test_the_kl_that_adapts_its_weight_is_averaged_as_the_config_says(given, mea
     run.roles = {"actor_train": FakeRole(logprob=-0.5), "reference": reference}
     kl = {"add_token_level_kl": True, "init_kl_coef": 0.1, "target_kl": 0.3, "kl_horizon": 100, "reference": {}}
     pipeline = RLVRPipeline(config(adv_estimator="reinforce", **kl, **given))
-    pipeline.num_steps(run)
+    pipeline.prepare(run)
     asyncio.run(pipeline.setup(run))
     asyncio.run(pipeline.step(run))
     assert run.metrics["kl/mean"] == pytest.approx(mean, abs=1e-6)
@@ -421,7 +421,7 @@ def test_optimizer_steps_of_several_domains_are_shuffled_by_seed_and_step_alone(
         run.groups = groups_of((1.0, 0.0), (1.0, 0.0), tags="ab")
         run.roles = {"actor_train": FakeRole(logprob=-0.5), "critic": FakeRole()}
         pipeline = RLVRPipeline(config(**PPO, **given))
-        pipeline.num_steps(run)
+        pipeline.prepare(run)
         asyncio.run(pipeline.setup(run))
         for run.step in steps:
             asyncio.run(pipeline.step(run))

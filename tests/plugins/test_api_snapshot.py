@@ -105,8 +105,8 @@ METHODS = {
     reward.RewardFunction: {"start": "(self)", "score!": "(self, request)", "close": "(self)"},
     tracker.Tracker: {"log!": "(self, step, metrics)", "log_config": "(self, config)", "close!": "(self)"},
     pipeline.Pipeline: {
+        "prepare!": "(self, run)",
         "roles!": "(self)",
-        "num_steps!": "(self, run)",
         "setup": "(self, run)",
         "step!": "(self, run)",
         "evaluate": "(self, run)",

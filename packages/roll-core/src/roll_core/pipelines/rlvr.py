@@ -43,7 +43,14 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     """A policy, the engine that samples it, judges; a reference and a critic where the algorithm needs them."""
 
     @override
-    def num_steps(self, run: Run) -> int:
+    def prepare(self, run: Run) -> int:
+        self._read_prompts(run)
+        self._set_up_sampling(run)
+        self._set_up_objective(run)
+        return self.config.max_steps
+
+    def _read_prompts(self, run: Run) -> None:
+        """The training prompts and the order in which they are sampled."""
         config = self.config
         data = config.actor_train.data_args
         prompts = run.prompts(data)
@@ -54,10 +61,14 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             seed=config.seed,
             domains=domains(config.rewards, {prompt.tag for prompt in prompts}),
         )
+
+    def _set_up_sampling(self, run: Run) -> None:
+        """Sampling parameters of rollouts, and validation."""
+        config = self.config
         self.sampling = config.actor_infer.generating_args.sampling_params(
             default_max_new_tokens=config.response_length
         )
-        # Greedy draws have no temperature to divide by; their logprobs are those of the model itself.
+        # Greedy sampling has no temperature to divide by: its logprobs are those of the model itself.
         self.temperature = self.sampling.temperature or 1.0
         self.validation = None
         if config.validation is not None:
@@ -69,6 +80,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 source="actor_train",
                 batch_size=config.val_batch_size,
             )
+
+    def _set_up_objective(self, run: Run) -> None:
+        """From rewards to the loss: normaliser, estimator, KL controller, policy objective."""
+        config = self.config
         self.estimator: AdvantageEstimator = run.advantage_estimator(config.adv_estimator)
         normalises = run.advantage_provider(config.adv_estimator).normalise != "config"
         self.normaliser = (
@@ -78,7 +93,6 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         )
         self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self.policy_objective = self._policy_objective(run)
-        return config.max_steps
 
     @override
     def roles(self) -> Sequence[RoleSpec]:

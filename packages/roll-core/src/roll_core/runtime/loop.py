@@ -304,7 +304,7 @@ class _Driver:
                 recorder=Recorder(self.run_dir.path, history=history, resumed_step=resumed_step),
             )
             with ledger.stage("data"):
-                num_steps = self.pipeline.num_steps(run)
+                num_steps = self.pipeline.prepare(run)
             self.record.update(
                 steps_asked=num_steps,
                 platform=platform.name,

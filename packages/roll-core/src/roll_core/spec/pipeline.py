@@ -354,6 +354,8 @@ class Run(ABC):
 class Pipeline(ABC, Generic[ConfigT]):
     """The algorithmic program of a run. Everything stateful that a resumed run needs is in `state`.
 
+        prepare -> roles -> setup -> [load_state] -> { step, evaluate?, state? } * prepare's result
+
     Coroutines, awaited by the runtime: `setup`, `step`, `evaluate`.
     """
 
@@ -362,14 +364,14 @@ class Pipeline(ABC, Generic[ConfigT]):
         self.config = config
 
     @abstractmethod
-    def roles(self) -> Sequence[RoleSpec]:
-        """The roles to build, trained ones first. Called once, after `num_steps`. Where `PipelineProvider.plan` names a
-        function, its plan has the same roles."""
+    def prepare(self, run: Run) -> int:
+        """Read the data and build what needs no role (order of rows, sampling, objective); return the number of steps
+        of the whole run. Called once, first, with the tokenizer loaded and no role built."""
 
     @abstractmethod
-    def num_steps(self, run: Run) -> int:
-        """Steps of the whole run. Called once the tokenizer is there and before any role is built: read the data
-        here."""
+    def roles(self) -> Sequence[RoleSpec]:
+        """The roles to build, trained ones first. Called once, after `prepare`. If `PipelineProvider.plan` names a
+        function, its plan has the same roles."""
 
     async def setup(self, run: Run) -> None:
         """All roles are built. Runs before a resumed run's state is loaded."""
