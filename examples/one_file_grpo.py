@@ -18,8 +18,6 @@ import torch
 
 from roll_core.algorithms.advantages import grpo
 from roll_core.algorithms.losses import PolicyObjective
-from roll_core.algorithms.normalise import RewardNormaliser
-from roll_core.algorithms.rewards import token_rewards
 from roll_core.builtin.hf.config import HFInferConfig, HFTrainConfig
 from roll_core.builtin.hf.engine import HFInferStrategy
 from roll_core.builtin.hf.train import HFTrainStrategy
@@ -95,19 +93,7 @@ async def train(steps: int = STEPS, seed: int = 0) -> list[float]:
             mask_T = torch.from_numpy(np.concatenate([sequence.loss_mask for sequence in sequences]))
             lengths = [len(sequence) for sequence in sequences]
             segments_T = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(lengths))
-            normalised_S = RewardNormaliser("group", "group")(scores_S, groups_S)
-            credit = grpo(
-                AdvantageInput(
-                    token_rewards_T=token_rewards(normalised_S, mask_T, segments_T),
-                    scores_S=normalised_S,
-                    mask_T=mask_T,
-                    segments_T=segments_T,
-                    groups_S=groups_S,
-                    values_T=None,
-                    gamma=1.0,
-                    lambd=1.0,
-                )
-            )
+            credit = grpo(AdvantageInput(scores_S=scores_S, mask_T=mask_T, segments_T=segments_T, groups_S=groups_S))
             advantages = np.split(credit.advantages_T.numpy(), np.cumsum(lengths)[:-1])
             batch = [replace(s, advantages=a) for s, a in zip(sequences, advantages, strict=True)]
 

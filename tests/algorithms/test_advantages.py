@@ -17,11 +17,12 @@ from roll_core.testing.errors import refused
 
 
 def batch_of(rewards, masks, *, groups=None, values=None, gamma=1.0, lambd=1.0, scores=None):
-    """Per-sequence lists laid end to end."""
+    """Per-sequence lists laid end to end. Rewards of single tokens enter as a negative KL, `scores` by sequence."""
     segments = [s for s, mask in enumerate(masks) for _ in mask]
     return AdvantageInput(
-        token_rewards_T=torch.tensor([r for row in rewards for r in row], dtype=torch.float32),
-        scores_S=torch.tensor(scores or [sum(row) for row in rewards], dtype=torch.float32),
+        scores_S=torch.tensor(scores or [0.0] * len(masks), dtype=torch.float32),
+        kl_T=torch.tensor([-r for row in rewards for r in row], dtype=torch.float32),
+        kl_coef=1.0,
         mask_T=torch.tensor([bool(m) for mask in masks for m in mask], dtype=torch.bool),
         segments_T=torch.tensor(segments, dtype=torch.int64),
         groups_S=torch.tensor(groups or list(range(len(masks))), dtype=torch.int64),
@@ -59,16 +60,20 @@ def test_rewards_off_the_mask_are_not_read():
     assert out.advantages_T.tolist() == [0, 1, 0, 1]
 
 
-def test_grpo_gives_every_token_the_normalised_reward():
-    out = grpo(batch_of([[0, 0, 1.25], [0, -1.25, 0]], [[0, 1, 1], [1, 1, 0]], groups=[7, 7]))
-    assert out.advantages_T.tolist() == [0, 1.25, 1.25, -1.25, -1.25, 0]
+def test_grpo_gives_every_token_the_reward_relative_to_its_group():
+    # Group 7: rewards 1, 4: mean 2.5, unbiased deviation sqrt(2 * 1.5^2 / 1) = 1.5 * sqrt(2), so -+ 1/sqrt(2).
+    # Group 2 has no spread.
+    masks = [[0, 1, 1], [1, 1, 0], [1], [1]]
+    zeros = [[0] * len(mask) for mask in masks]
+    out = grpo(batch_of(zeros, masks, groups=[7, 7, 2, 2], scores=[1, 4, 3, 3]))
+    assert out.advantages_T.tolist() == pytest.approx([0, *[-(0.5**0.5)] * 2, *[0.5**0.5] * 2, 0, 0, 0], abs=1e-6)
     assert out.returns_T is None
 
 
 def test_grpo_counts_penalties_from_the_token_on():
-    # score 1 at the last token, KL penalties 0.1, 0.2, 0.3: 1-0.3 = 0.7; 0.7-0.2 = 0.5; 0.5-0.1 = 0.4
-    out = grpo(batch_of([[-0.1, -0.2, 0.7]], [[1, 1, 1]]))
-    assert out.advantages_T.tolist() == pytest.approx([0.4, 0.5, 0.7])
+    # The score alone in its group counts 0; penalties 0.1, 0.2, 0.3: -0.3; -0.3-0.2 = -0.5; -0.5-0.1 = -0.6
+    out = grpo(batch_of([[-0.1, -0.2, -0.3]], [[1, 1, 1]], scores=[5]))
+    assert out.advantages_T.tolist() == pytest.approx([-0.6, -0.5, -0.3])
 
 
 def test_rloo_subtracts_the_mean_of_the_others():
@@ -158,8 +163,10 @@ def test_one_token_alone(estimate):
 @pytest.mark.parametrize("estimate", ESTIMATORS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_rewards_that_are_not_finite_are_an_error(estimate, poison):
-    with refused(NonFiniteError, "1", "2", "index"):
+    with pytest.raises(NonFiniteError):
         estimate(batch_of([[0, poison]], [[1, 1]], values=[[0, 0]]))
+    with pytest.raises(NonFiniteError):
+        estimate(batch_of([[0, 0]], [[1, 1]], values=[[0, 0]], scores=[poison]))
 
 
 def test_values_that_are_not_finite_are_an_error():
@@ -170,9 +177,9 @@ def test_values_that_are_not_finite_are_an_error():
 @pytest.mark.parametrize("estimate", ESTIMATORS)
 def test_the_input_is_not_modified(estimate):
     batch = batch_of([[1, 2], [3, 4]], [[1, 1], [1, 0]], groups=[0, 0], values=[[1, 1], [1, 1]])
-    before = [batch.token_rewards_T.clone(), batch.scores_S.clone(), batch.values_T.clone()]
+    before = [batch.kl_T.clone(), batch.scores_S.clone(), batch.values_T.clone()]
     estimate(batch)
-    assert all(map(torch.equal, before, [batch.token_rewards_T, batch.scores_S, batch.values_T]))
+    assert all(map(torch.equal, before, [batch.kl_T, batch.scores_S, batch.values_T]))
 
 
 # -- against loops over tokens -----------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from roll_core.algorithms.advantages import grpo
 from roll_core.algorithms.losses import PolicyObjective
-from roll_core.algorithms.normalise import RewardNormaliser
-from roll_core.algorithms.rewards import token_rewards
 from roll_core.spec.algorithms import AdvantageInput
 from roll_core.spec.train import TokenOutputs
 
@@ -53,19 +51,8 @@ def test_rewards_to_loss_is_the_papers_objective(micro_of, rows):
     }
     layout = micro_of(masks, groups=groups)
     mask_T, segments_T = layout.loss_mask_T, layout.segments_T
-    scores_S = RewardNormaliser("group", "group")(torch.tensor(rewards), torch.tensor(groups))
-    found = grpo(
-        AdvantageInput(
-            token_rewards_T=token_rewards(scores_S, mask_T, segments_T),
-            scores_S=scores_S,
-            mask_T=mask_T,
-            segments_T=segments_T,
-            groups_S=torch.tensor(groups),
-            values_T=None,
-            gamma=1.0,
-            lambd=1.0,
-        )
-    )
+    scores_S, groups_S = torch.tensor(rewards), torch.tensor(groups)
+    found = grpo(AdvantageInput(scores_S=scores_S, mask_T=mask_T, segments_T=segments_T, groups_S=groups_S))
     ends = [0]
     for mask in masks:
         ends.append(ends[-1] + len(mask))

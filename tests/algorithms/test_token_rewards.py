@@ -9,6 +9,7 @@ import torch
 from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, token_rewards
 from roll_core.errors import NonFiniteError
 from roll_core.testing.errors import refused
+from roll_core.spec.algorithms import AdvantageInput
 
 
 def flat(*rows):
@@ -19,40 +20,45 @@ MASK = flat([0, 1, 1], [1, 0, 1, 0], [0, 0]).bool()
 SEGMENTS = flat([0] * 3, [1] * 4, [2] * 2)
 
 
+def batch(scores, mask=MASK, segments=SEGMENTS, **given):
+    groups = torch.zeros(len(scores), dtype=torch.int64)
+    return AdvantageInput(scores_S=scores, mask_T=mask, segments_T=segments, groups_S=groups, **given)
+
+
 def test_a_score_stands_at_the_last_masked_token():
-    out = token_rewards(torch.tensor([2.0, -3.0, 7.0]), MASK, SEGMENTS)
+    out = token_rewards(batch(torch.tensor([2.0, -3.0, 7.0])))
     assert out.tolist() == [0, 0, 2, 0, 0, -3, 0, 0, 0]
 
 
 def test_the_kl_penalty_stands_at_each_masked_token():
     # coefficient 0.5: -0.5*kl, and at the last masked token added to the score
     kl = torch.tensor([math.nan, 1.0, 2.0, 3.0, math.nan, 4.0, 0.0, 0.0, 0.0])
-    out = token_rewards(torch.tensor([2.0, -3.0, 7.0]), MASK, SEGMENTS, kl_T=kl, kl_coef=0.5)
+    out = token_rewards(batch(torch.tensor([2.0, -3.0, 7.0]), kl_T=kl, kl_coef=0.5))
     assert out.tolist() == [0, -0.5, 1.0, -1.5, 0, -5.0, 0, 0, 0]
 
 
 def test_token_rewards_are_clipped_after_the_penalty():
     kl = torch.full((9,), 8.0)
-    out = token_rewards(torch.tensor([6.0, -3.0, 0.0]), MASK, SEGMENTS, kl_T=kl, kl_coef=0.5, reward_clip=1.5)
+    out = token_rewards(batch(torch.tensor([6.0, -3.0, 0.0]), kl_T=kl, kl_coef=0.5, reward_clip=1.5))
     assert out.tolist() == [0, -1.5, 1.5, -1.5, 0, -1.5, 0, 0, 0]
 
 
 def test_no_sequences_are_no_error():
     none = torch.tensor([])
-    assert token_rewards(none, none.bool(), none.long()).shape == (0,)
+    assert token_rewards(batch(none, none.bool(), none.long())).shape == (0,)
 
 
 def test_the_input_is_not_modified():
     scores = torch.tensor([2.0, -3.0, 7.0])
-    token_rewards(scores, MASK, SEGMENTS, kl_T=torch.ones(9), kl_coef=1.0)
+    token_rewards(batch(scores, kl_T=torch.ones(9), kl_coef=1.0))
     assert scores.tolist() == [2.0, -3.0, 7.0]
 
 
 def test_scores_and_penalties_that_are_not_finite_are_an_error():
     with refused(NonFiniteError, "scores"):
-        token_rewards(torch.tensor([math.nan, 0.0, 0.0]), MASK, SEGMENTS)
+        token_rewards(batch(torch.tensor([math.nan, 0.0, 0.0])))
     with refused(NonFiniteError, "KL"):
-        token_rewards(torch.zeros(3), MASK, SEGMENTS, kl_T=torch.full((9,), math.inf), kl_coef=0.1)
+        token_rewards(batch(torch.zeros(3), kl_T=torch.full((9,), math.inf), kl_coef=0.1))
 
 
 def test_answers_cut_at_the_limit_are_masked():

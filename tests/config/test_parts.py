@@ -90,6 +90,7 @@ def problems(tmp_path, monkeypatch):
     losses = ("loss", "loss_with_names", "loss_of_two", "loss_by_name", "elsewhere")
     providers = (
         *(record(AdvantageProvider, name, name) for name in ("estimator", "estimator_of_two")),
+        record(AdvantageProvider, "relative", "estimator", needs_groups=True, normalise="group"),
         *(record(PolicyLossProvider, name, name) for name in losses),
         record(PolicyLossProvider, "needy_loss", "loss", needs=("no-such-distribution>=2",)),
         *(record(RewardProvider, name, name) for name in ("Judge", "JudgeOfTexts", "Forgetful")),
@@ -192,6 +193,21 @@ def test_plugins_check_refuses_a_part_that_cannot_be_called():
 )
 def test_a_part_that_can_be_called_or_not_be_read_is_none(problems, override):
     assert not problems(override)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "relative"])
+def test_an_estimator_that_normalises_rewards_itself_accepts_no_other_normalisation(problems, estimator):
+    chosen = f"adv_estimator={estimator}"
+    assert not problems(chosen, "norm_mean_type=group", "norm_std_type=group")
+    found = problems(chosen, "norm_mean_type=batch", "norm_std_type=running")
+    assert keys(found) == ["norm_mean_type", "norm_std_type"]
+    assert not problems("adv_estimator=estimator", "norm_mean_type=batch", "norm_std_type=running")
+
+
+@pytest.mark.parametrize(("estimator", "refused"), [("grpo", 1), ("rloo", 1), ("relative", 1), ("reinforce", 0)])
+def test_an_estimator_that_compares_samples_needs_two_of_each_prompt(problems, estimator, refused):
+    found = problems(f"adv_estimator={estimator}", "num_return_sequences_in_group=1")
+    assert keys(found) == ["num_return_sequences_in_group"] * refused
 
 
 def test_a_requirement_that_is_not_installed_is_a_mistake_where_the_part_would_run(problems):

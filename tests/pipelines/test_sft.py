@@ -33,7 +33,7 @@ def visited(num_rows: int, num_steps: int, **given) -> list[int]:
     )
     role = {"data_args": {"file_name": "rows.jsonl"}, "training_args": {"per_device_train_batch_size": 4}}
     pipeline = SFTPipeline(SFTConfig.model_validate({"pipeline": "sft", "sft_train": role} | given))
-    pipeline.num_steps(run)
+    pipeline.prepare(run)
     for run.step in range(num_steps):
         asyncio.run(pipeline.step(run))
     return found

@@ -59,7 +59,7 @@ class FaultyTrain(HFTrainStrategy):
 
 
 class FaultyPipeline(RLVRPipeline):
-    def num_steps(self, run):
+    def prepare(self, run):
         raise KeyError("boom")
 
 

@@ -86,6 +86,37 @@ def test_the_plugins_own_parts_train_together(installed, config, executor):
     assert (run / "acme.txt").read_text("utf-8") == "fine"
 
 
+def test_the_plugins_estimator_trains_as_grpo_does(installed, config):
+    written = yaml.safe_load(config.read_text("utf-8"))
+    rows = "".join(json.dumps({"id": i, "prompt": letter * 2}) + "\n" for i, letter in enumerate("abcd" * 2))
+    (config.parent / "rows.jsonl").write_text(rows, encoding="utf-8")
+    kept = {key: written[key] for key in ("platform", "output_dir", "tokenizer", "prompt_length", "response_length")}
+    written["policy"]["training_args"]["per_device_train_batch_size"] = 8
+    rlvr = kept | {
+        "pipeline": "rlvr",
+        "max_steps": 5,
+        "save_steps": 0,
+        "eval_steps": 0,
+        "track_with": [],
+        "rollout_batch_size": 4,
+        "num_return_sequences_in_group": 4,
+        "actor_train": written["policy"],
+        "actor_infer": written["sampler"],
+        "rewards": written["rewards"],
+    }
+    config.write_text(yaml.safe_dump(rlvr), encoding="utf-8")
+    found = {}
+    for estimator in ("grpo", "acme_relative"):
+        done = roll_core(installed, "run", str(config), f"adv_estimator={estimator}")
+        run = config.parent / "output" / "roll" / "latest"
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+        assert len(lines) == 5, done.stdout + done.stderr
+        names = ("score/mean", "advantage/max", "advantage/min", "actor/loss", "actor/grad_norm")
+        found[estimator] = [[line[name] for name in names] for line in lines]
+    assert found["acme_relative"] == found["grpo"]
+    assert any(line[1] > 0.5 for line in found["grpo"])
+
+
 def test_sft_trains_what_does_not_tell_the_models_first_choices(installed, config):
     written = yaml.safe_load(config.read_text("utf-8"))
     rows = [{"id": i, "prompt": letter, "response": letter * 3} for i, letter in enumerate("abcd")]

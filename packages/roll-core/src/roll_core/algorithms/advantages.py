@@ -1,12 +1,13 @@
 """Advantage estimators: how the reward of a sequence becomes credit for each of its tokens.
 
-T flat tokens, S sequences, N masked tokens (those that the model drew).
+T flat tokens, S sequences, N masked tokens (those that the policy generated).
 
 Every recursion runs over masked tokens only: a token that an environment wrote in the middle of a response is neither
 a step in time nor discounted over, so the successor of a turn's last token is the next turn's first. Rewards of tokens
 that are not masked are not read.
 
-Normalising rewards is a stage of its own, `roll_core.algorithms.normalise`, that runs before an estimator.
+`reinforce`, `rloo` and `gae` receive rewards that are normalised as the config says
+(`roll_core.algorithms.normalise`). `grpo` normalises them itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from roll_core.algorithms._segments import (
     reverse_discounted_sum,
     sums_by,
 )
+from roll_core.algorithms.normalise import clip, divide_by_std, moments_by
+from roll_core.algorithms.rewards import token_rewards
 from roll_core.errors import UnsupportedError
 from roll_core.spec.algorithms import AdvantageOutput
 
@@ -39,22 +42,23 @@ def reinforce(batch: AdvantageInput) -> AdvantageOutput:
     advantage (arXiv:2503.20783). With the KL in the reward of each token, and advantages whitened over the batch
     (`whiten_advantages`), it is REINFORCE++ (arXiv:2501.03262 eq. 8-10).
     """
-    rewards_N, segments_N = _masked_rewards(batch)
-    returns_T = _scatter(reverse_discounted_sum(rewards_N, segments_N, batch.gamma), batch)
-    return AdvantageOutput(advantages_T=returns_T, returns_T=returns_T)
+    rewards_T = token_rewards(batch)
+    returns_T = _returns_to_go(rewards_T, batch)
+    return AdvantageOutput(advantages_T=returns_T, returns_T=returns_T, token_rewards_T=rewards_T)
 
 
 def grpo(batch: AdvantageInput) -> AdvantageOutput:
-    """The group-relative reward of the sequence, for each of its tokens (arXiv:2402.03300 §4.1.2).
+    """`A_i = (R_i - mean(R)) / (std(R) + 1e-6)` over the samples of one prompt, for each token of response `i`
+    (arXiv:2402.03300 §4.1.2). The deviation is unbiased; a group without spread gets 0.
 
-    `(R_i - mean(group)) / std(group)` is computed by the normalisation stage, which the pipeline sets to the group
-    for this estimator. Without per-token penalties and with `gamma` 1 every token gets exactly that number; with
-    penalties in the reward, or rewards at several tokens, the sum of those from the token on, as the paper has it for
-    process supervision (§4.1.3). `gamma` below 1 discounts that sum, as ROLL does.
+    With the KL in the reward a token gets the sum of the rewards from it on, as the paper has it for process
+    supervision (§4.1.3). `gamma` below 1 discounts that sum, as ROLL does.
     """
-    rewards_N, segments_N = _masked_rewards(batch)
-    advantages_T = _scatter(reverse_discounted_sum(rewards_N, segments_N, batch.gamma), batch)
-    return AdvantageOutput(advantages_T=advantages_T)
+    require_finite("rewards", batch.scores_S)
+    means_S, stds_S = moments_by(batch.scores_S, batch.groups_S)
+    relative_S = divide_by_std(batch.scores_S.double() - means_S, stds_S)
+    rewards_T = token_rewards(batch, clip(relative_S, batch.reward_clip).float())
+    return AdvantageOutput(advantages_T=_returns_to_go(rewards_T, batch), token_rewards_T=rewards_T)
 
 
 def rloo(batch: AdvantageInput) -> AdvantageOutput:
@@ -69,7 +73,8 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
             f"rloo takes the whole response as one action, so gamma {batch.gamma:g} cannot be honoured: set gamma to 1,"
             " or adv_estimator to reinforce"
         )
-    rewards_N, segments_N = _masked_rewards(batch)
+    rewards_T = token_rewards(batch)
+    rewards_N, segments_N = _masked(rewards_T, batch)
     totals_S = sums_by(rewards_N, segments_N, batch.groups_S.numel())
     groups_S, num_groups = dense(batch.groups_S)
     # Sequences without a masked token take no part: they have no reward to compare with.
@@ -78,7 +83,7 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
     others_S = sums_by(takes_part_S.long(), groups_S, num_groups)[groups_S] - 1
     baselines_S = (sums_by(totals_S, groups_S, num_groups)[groups_S] - totals_S) / others_S.clamp(min=1)
     advantages_S = torch.where(others_S > 0, totals_S - baselines_S, 0.0)
-    return AdvantageOutput(advantages_T=_scatter(advantages_S[segments_N], batch))
+    return AdvantageOutput(advantages_T=_scatter(advantages_S[segments_N], batch), token_rewards_T=rewards_T)
 
 
 def gae(batch: AdvantageInput) -> AdvantageOutput:
@@ -89,20 +94,26 @@ def gae(batch: AdvantageInput) -> AdvantageOutput:
     """
     if batch.values_T is None:
         raise UnsupportedError("gae reads the critic's values, and there are none: give the run the role critic")
-    rewards_N, segments_N = _masked_rewards(batch)
+    rewards_T = token_rewards(batch)
+    rewards_N, segments_N = _masked(rewards_T, batch)
     values_N = batch.values_T[batch.mask_T].double()
     require_finite("the critic's values", values_N)
     deltas_N = rewards_N + batch.gamma * next_in_segment(values_N, segments_N) - values_N
     advantages_N = reverse_discounted_sum(deltas_N, segments_N, batch.gamma * batch.lambd)
     return AdvantageOutput(
-        advantages_T=_scatter(advantages_N, batch), returns_T=_scatter(advantages_N + values_N, batch)
+        advantages_T=_scatter(advantages_N, batch),
+        returns_T=_scatter(advantages_N + values_N, batch),
+        token_rewards_T=rewards_T,
     )
 
 
-def _masked_rewards(batch: AdvantageInput) -> tuple[Tensor, Tensor]:
-    rewards_N = batch.token_rewards_T[batch.mask_T].double()
-    require_finite("token rewards", rewards_N)
-    return rewards_N, batch.segments_T[batch.mask_T]
+def _returns_to_go(rewards_T: Tensor, batch: AdvantageInput) -> Tensor:
+    rewards_N, segments_N = _masked(rewards_T, batch)
+    return _scatter(reverse_discounted_sum(rewards_N, segments_N, batch.gamma), batch)
+
+
+def _masked(rewards_T: Tensor, batch: AdvantageInput) -> tuple[Tensor, Tensor]:
+    return rewards_T[batch.mask_T].double(), batch.segments_T[batch.mask_T]
 
 
 def _scatter(values_N: Tensor, batch: AdvantageInput) -> Tensor:

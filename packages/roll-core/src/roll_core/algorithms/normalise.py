@@ -92,7 +92,7 @@ class RewardNormaliser:
             rewards = rewards - self._statistics(self.mean, rewards_S, groups_S, domain_S, names)[0]
         if self.std is not None:
             std_S = self._statistics(self.std, rewards_S, groups_S, domain_S, names)[1]
-            rewards = torch.where(std_S > EPSILON, rewards / (std_S + EPSILON), rewards)
+            rewards = divide_by_std(rewards, std_S)
         return clip(rewards, self.clip).float()
 
     def state(self) -> dict[str, dict[str, float]]:
@@ -124,6 +124,11 @@ def moments_by(values_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tensor]:
     squares_G = sums_by((values - means_S).square(), index_S, num_groups)
     stds_G = (squares_G / (counts_G - 1).clamp(min=1)).sqrt()
     return means_S, stds_G[index_S]
+
+
+def divide_by_std(values: Tensor, stds: Tensor) -> Tensor:
+    """`values / (stds + 1e-6)`; a value without spread (a deviation of at most 1e-6) is not scaled."""
+    return torch.where(stds > EPSILON, values / (stds + EPSILON), values)
 
 
 def clip(values: Tensor, bound: float | None) -> Tensor:

@@ -10,41 +10,37 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll_core.algorithms._segments import is_last_in_segment, require_finite
-from roll_core.algorithms.normalise import clip, moments_by
+from roll_core.algorithms.normalise import clip, moments_by, whiten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from roll_core.spec.algorithms import AdvantageInput
     from roll_core.types import FinishReason
 
 
-def token_rewards(
-    scores_S: Tensor,
-    mask_T: Tensor,
-    segments_T: Tensor,
-    *,
-    kl_T: Tensor | None = None,
-    kl_coef: float = 0.0,
-    reward_clip: float | None = None,
-) -> Tensor:
+def token_rewards(batch: AdvantageInput, scores_S: Tensor | None = None) -> Tensor:
     """`[T]` float32: each score at its sequence's last masked token, less `kl_coef * kl_T` at every masked token, then
-    clamped to `± reward_clip`; 0 off the mask.
+    clamped to `± reward_clip`, then whitened if `whiten_rewards`; 0 off the mask.
 
-    The KL term is the config's `add_token_level_kl` (arXiv:1909.08593 eq. 2, spread over tokens). A
-    sequence without a masked token has nowhere to put its score, and takes no part. Raises `NonFiniteError`.
+    `scores_S` replaces the batch's scores, for an estimator that normalises them. The KL term is the config's
+    `add_token_level_kl` (arXiv:1909.08593 eq. 2, spread over tokens). A sequence without a masked token has nowhere to
+    put its score, and takes no part. Raises `NonFiniteError`.
     """
+    scores_S = batch.scores_S if scores_S is None else scores_S
+    mask_T, kl_T = batch.mask_T, batch.kl_T
     require_finite("scores", scores_S)
-    segments_N = segments_T[mask_T]
+    segments_N = batch.segments_T[mask_T]
     rewards_N = torch.where(is_last_in_segment(segments_N), scores_S.double()[segments_N], 0.0)
     if kl_T is not None:
         kl_N = kl_T[mask_T].double()
         require_finite("the KL between policy and reference", kl_N)
-        rewards_N = rewards_N - kl_coef * kl_N
+        rewards_N = rewards_N - batch.kl_coef * kl_N
     rewards_T = torch.zeros(mask_T.shape, dtype=torch.float32, device=scores_S.device)
-    rewards_T[mask_T] = clip(rewards_N, reward_clip).float()
-    return rewards_T
+    rewards_T[mask_T] = clip(rewards_N, batch.reward_clip).float()
+    return whiten(rewards_T, mask_T) if batch.whiten_rewards else rewards_T
 
 
 def max_len_mask(finish_reasons: Sequence[FinishReason]) -> Tensor:

@@ -149,6 +149,8 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
         name="grpo",
         target="roll_core.algorithms.advantages:grpo",
         summary="Reward less the group's mean, over the group's deviation",
+        needs_groups=True,
+        normalise="group",
     )
     yield AdvantageProvider(
         name="reinforce",
@@ -159,6 +161,7 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
         name="rloo",
         target="roll_core.algorithms.advantages:rloo",
         summary="Reward less the mean of the group's other samples",
+        needs_groups=True,
     )
     yield AdvantageProvider(
         name="gae",
@@ -182,6 +185,7 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
         target="roll_core.algorithms.policy_losses:vanilla",
         config="roll_core.builtin.options:PolicyLossOptions",
         summary="Log-probability times advantage",
+        off_policy=False,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.config.compose import compose
-from roll_core.config.validate import validate
+from roll_core.config.validate import NAMED_PARTS, validate
 from roll_core.errors import ConfigProblem
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
@@ -54,9 +54,11 @@ def load(
     """
     composed = compose(Path(path), overrides, registry)
     config, pipeline = validate(composed, registry, further, needs=needs)
+    names = {key: getattr(config, key, None) for key in NAMED_PARTS}
+    parts = {key: registry.find(NAMED_PARTS[key], name) for key, name in names.items() if name is not None}
     warnings = tuple(
         ConfigProblem(str(composed.written.key(tuple(key.split(".")))), key, reason, code="ROLL-C050")
-        for key, reason in config.warnings().items()
+        for key, reason in config.warnings(parts).items()
     )
     return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files, warnings=warnings)
 

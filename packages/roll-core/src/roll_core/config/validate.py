@@ -190,12 +190,8 @@ class _Validation:
             provider = self._find(kind, name, (key,))
             if isinstance(provider, PolicyLossProvider):
                 self._options(provider, ("pg_options",), self.data.get("pg_options"))
-            reads_values = isinstance(provider, AdvantageProvider) and provider.needs_critic
-            if reads_values and "critic" in schema.model_fields and self.data.get("critic") is None:
-                message = f"{name} reads a critic's values, but there is no role critic"
-                self.found.append(
-                    Finding((key,), message, "add the role critic, or take an estimator without one", code="ROLL-C014")
-                )
+            if isinstance(provider, AdvantageProvider):
+                self._estimator(provider, key, schema)
         trackers = self.data.get("track_with", schema.model_fields["track_with"].default)
         single = isinstance(trackers, str)
         names = [trackers] if single else trackers if isinstance(trackers, list) else []
@@ -212,6 +208,21 @@ class _Validation:
                 if isinstance(key, str) and key not in names:
                     message = f"is not used: track_with names {', '.join(map(str, names)) or 'no tracker'}"
                     self.found.append(Finding(("tracker_kwargs", key), message, at_key=True, code="ROLL-C015"))
+
+    def _estimator(self, provider: AdvantageProvider, key: str, schema: type[RunConfig]) -> None:
+        """What an advantage estimator needs of the rest of the config."""
+        name, data = provider.name, self.data
+        if provider.needs_critic and "critic" in schema.model_fields and data.get("critic") is None:
+            message = f"{name} reads a critic's values, but there is no role critic"
+            self.found.append(Finding((key,), message, "add the role critic, or take an estimator without one", code="ROLL-C014"))
+        if provider.needs_groups and data.get("num_return_sequences_in_group") == 1:
+            message = f"{name} compares the samples of one prompt, so each prompt needs at least 2"
+            self.found.append(Finding(("num_return_sequences_in_group",), message, code="ROLL-C014"))
+        for norm in ("norm_mean_type", "norm_std_type") if provider.normalise != "config" else ():
+            if data.get(norm) not in (None, provider.normalise):
+                message = f"{name} normalises rewards itself, by {provider.normalise}"
+                hint = f"leave {norm} out, or choose an estimator that does not normalise (adv_estimator: reinforce)"
+                self.found.append(Finding((norm,), message, hint, code="ROLL-C014"))
 
     def _options(self, record: Provider, path: KeyPath, given: Any) -> None:
         """The keys of a part that is no role are those of the schema that it brings; without one it takes none."""

@@ -21,9 +21,12 @@ from roll_core.spec.config import (
     TrainWorkerConfig,
     WorkerConfig,
 )
+from roll_core.spec.providers import PolicyLossProvider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from roll_core.spec.providers import Provider
 
 NormType = Literal["batch", "group", "running"]
 Level = Literal["token", "segment", "geometric", "sequence"]
@@ -204,9 +207,11 @@ class RLVRConfig(RewardRunConfig):
     lambd: Fraction = 0.95
     """GAE's trade-off of bias and variance."""
     norm_mean_type: NormType | None = None
-    """Whose mean reward is subtracted; `grpo` always takes the group's."""
+    """Whose mean reward is subtracted. An estimator that normalises itself (`grpo`: by the group) accepts only its own
+    value."""
     norm_std_type: NormType | None = None
-    """By whose standard deviation rewards are divided; `grpo` takes the group's where not given otherwise."""
+    """By whose standard deviation rewards are divided. An estimator that normalises itself (`grpo`: by the group)
+    accepts only its own value."""
     reward_clip: PositiveFloat | None = None
     """Rewards are clamped to ± this after normalisation."""
     whiten_rewards: bool = False
@@ -382,17 +387,10 @@ class RLVRConfig(RewardRunConfig):
             raise ValueError(
                 "rewards is empty: at least one judge is needed, for example rewards.math.reward: math_rule"
             )
-        if self.num_return_sequences_in_group == 1 and self.adv_estimator in {"grpo", "rloo"}:
-            raise ValueError(
-                f"adv_estimator {self.adv_estimator} compares the answers of one prompt:"
-                " num_return_sequences_in_group must be at least 2"
-            )
-        if self.norm_mean_type is not None and self.norm_mean_type != "group" and self.adv_estimator == "grpo":
-            raise ValueError("grpo subtracts the group's mean: leave norm_mean_type out, or take reinforce")
         return self
 
     @override
-    def warnings(self) -> dict[str, str]:
+    def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
         found: dict[str, str] = {}
         if self.use_kl_loss and self.kl_loss_coef and self.kl_loss_penalty == "k1":
             found["kl_loss_penalty"] = (
@@ -400,9 +398,10 @@ class RLVRConfig(RewardRunConfig):
                 " pull towards the reference. Write k2 or k3; k1 is for the KL in the reward (kl_penalty)"
             )
         num_steps = self.steps_per_batch(self.actor_train)
-        if self.pg_variant == "vanilla" and num_steps > 1:
+        loss = parts["pg_variant"]
+        if isinstance(loss, PolicyLossProvider) and not loss.off_policy and num_steps > 1:
             found["pg_variant"] = (
-                f"vanilla has no importance ratio, and the policy takes {num_steps} optimizer steps on each batch"
+                f"{loss.name} has no importance ratio, and the policy takes {num_steps} optimizer steps on each batch"
                 f" (ppo_epochs {self.ppo_epochs}): all but the first are off-policy without a correction. Write ppo, or"
                 " make it one step"
             )

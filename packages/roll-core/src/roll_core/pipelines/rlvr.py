@@ -19,7 +19,7 @@ from typing_extensions import override
 from roll_core.algorithms.kl import KLController, approx_kl, mean_kl
 from roll_core.algorithms.losses import PolicyObjective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
-from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, token_rewards
+from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.pipelines.correction import correct
 from roll_core.pipelines.experience import Experience, logprob_gaps, sample_metrics, without_experts
@@ -43,7 +43,14 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     """A policy, the engine that samples it, judges; a reference and a critic where the algorithm needs them."""
 
     @override
-    def num_steps(self, run: Run) -> int:
+    def prepare(self, run: Run) -> int:
+        self._read_prompts(run)
+        self._set_up_sampling(run)
+        self._set_up_objective(run)
+        return self.config.max_steps
+
+    def _read_prompts(self, run: Run) -> None:
+        """The training prompts and the order in which they are sampled."""
         config = self.config
         data = config.actor_train.data_args
         prompts = run.prompts(data)
@@ -54,10 +61,14 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             seed=config.seed,
             domains=domains(config.rewards, {prompt.tag for prompt in prompts}),
         )
+
+    def _set_up_sampling(self, run: Run) -> None:
+        """Sampling parameters of rollouts, and validation."""
+        config = self.config
         self.sampling = config.actor_infer.generating_args.sampling_params(
             default_max_new_tokens=config.response_length
         )
-        # Greedy draws have no temperature to divide by; their logprobs are those of the model itself.
+        # Greedy sampling has no temperature to divide by: its logprobs are those of the model itself.
         self.temperature = self.sampling.temperature or 1.0
         self.validation = None
         if config.validation is not None:
@@ -69,16 +80,19 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 source="actor_train",
                 batch_size=config.val_batch_size,
             )
+
+    def _set_up_objective(self, run: Run) -> None:
+        """From rewards to the loss: normaliser, estimator, KL controller, policy objective."""
+        config = self.config
         self.estimator: AdvantageEstimator = run.advantage_estimator(config.adv_estimator)
-        grouped = config.adv_estimator == "grpo"
-        self.normaliser = RewardNormaliser(
-            "group" if grouped else config.norm_mean_type,
-            config.norm_std_type or ("group" if grouped else None),
-            config.reward_clip,
+        normalises = run.advantage_provider(config.adv_estimator).normalise != "config"
+        self.normaliser = (
+            RewardNormaliser(None, None)
+            if normalises
+            else RewardNormaliser(config.norm_mean_type, config.norm_std_type, config.reward_clip)
         )
         self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self.policy_objective = self._policy_objective(run)
-        return config.max_steps
 
     @override
     def roles(self) -> Sequence[RoleSpec]:
@@ -177,35 +191,33 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     def _credit(self, run: Run, experience: Experience) -> Experience:
         """From scores to advantages; samples that the masks leave out still count in their group's statistics."""
         config = self.config
-        groups_S, mask_T, segments_T = experience.groups_S, experience.mask_T, experience.segments_T
+        groups_S, mask_T = experience.groups_S, experience.mask_T
         tags = [sample.tag for sample in experience.samples]
         entries = domains(config.rewards, set(tags))
         scores_S = self.normaliser(experience.scores_S.float(), groups_S, [entries.get(tag, tag) for tag in tags])
-        kl_coef = self.kl.coef
-        kl_T = self._penalty(run, experience) if config.add_token_level_kl else None
-        rewards_T = token_rewards(
-            scores_S, mask_T, segments_T, kl_T=kl_T, kl_coef=kl_coef, reward_clip=config.reward_clip
-        )
-        if config.whiten_rewards:
-            rewards_T = whiten(rewards_T, mask_T)
+        kl_coef = self.kl.coef  # of this step: `_penalty` adapts the next one's
         found = self.estimator(
             AdvantageInput(
-                token_rewards_T=rewards_T,
                 scores_S=scores_S,
                 mask_T=mask_T,
-                segments_T=segments_T,
+                segments_T=experience.segments_T,
                 groups_S=groups_S,
                 values_T=experience.flat("values"),
                 gamma=config.gamma,
                 lambd=config.lambd,
+                kl_T=self._penalty(run, experience) if config.add_token_level_kl else None,
+                kl_coef=kl_coef,
+                reward_clip=config.reward_clip,
+                whiten_rewards=config.whiten_rewards,
             )
         )
         advantages_T = whiten(found.advantages_T, mask_T) if config.whiten_advantages else found.advantages_T
         advantages_T = clip(advantages_T, config.advantage_clip)
         drawn_N = advantages_T[mask_T]
+        if found.token_rewards_T is not None:
+            run.log({"reward/normalised_mean": float(found.token_rewards_T.sum() / len(experience.samples))})
         run.log(
             {
-                "reward/normalised_mean": float(rewards_T.sum() / len(experience.samples)),
                 "advantage/mean": float(drawn_N.mean()),
                 "advantage/max": float(drawn_N.max()),
                 "advantage/min": float(drawn_N.min()),

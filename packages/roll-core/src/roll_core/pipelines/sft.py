@@ -31,7 +31,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
     """One model that learns rows of prompt and response."""
 
     @override
-    def num_steps(self, run: Run) -> int:
+    def prepare(self, run: Run) -> int:
         config = self.config
         self.rows = run.sequences(
             config.sft_train.data_args, overlong=config.overlong, on_prompt=config.train_on_prompt

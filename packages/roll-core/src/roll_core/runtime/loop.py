@@ -306,7 +306,7 @@ class _Driver:
                 recorder=Recorder(self.run_dir.path, history=history, resumed_step=resumed_step),
             )
             with ledger.stage("data"):
-                num_steps = self.pipeline.num_steps(run)
+                num_steps = self.pipeline.prepare(run)
             self.record.update(
                 steps_asked=num_steps,
                 platform=platform.name,
@@ -537,9 +537,9 @@ class _Driver:
     async def _measure_memory(self, run: ActiveRun) -> None:
         """Into the record, beside what was predicted. Rewards have no model and are not asked. All is done and exported
         by then: a worker that does not answer costs the figures and not the run."""
-        groups = [role.group for role in run.train_roles.values()] + [role.group for role in run.infer_roles.values()]
         try:
-            measured = {group.role: await group.call("memory_use") for group in groups}
+            measured = {name: await role.memory_use() for name, role in run.train_roles.items()}
+            measured |= {name: await role.memory_use() for name, role in run.infer_roles.items()}
         except RollError as error:
             log.warning("what the workers took of memory is not known: %s", error)
             return

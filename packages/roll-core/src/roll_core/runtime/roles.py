@@ -8,21 +8,22 @@ import logging
 import math
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from typing_extensions import override
 
 from roll_core.data.pack import balance, totals
 from roll_core.errors import RollError, UnsupportedError, WorkerDiedError, WorkerTimeoutError
+from roll_core.runtime.executors.base import WorkerStub
 from roll_core.runtime.placement import slots_of
 from roll_core.runtime.portable_state import FOLDER
 from roll_core.runtime.rollout.dispatcher import Dispatcher
 from roll_core.runtime.rollout.liveness import ENDLESS
 from roll_core.runtime.rollout.workers import WorkerReplica
 from roll_core.runtime.turns import SlotTurns
-from roll_core.runtime.workers.infer import EngineReading, join_readings
-from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
+from roll_core.runtime.workers.infer import EngineReading, InferWorker, join_readings
+from roll_core.runtime.workers.train import TrainWorker, combine
 from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 from roll_core.spec.train import Want
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.runtime.memory_use import MemoryUse
     from roll_core.runtime.rollout.drafts import FindStop
     from roll_core.runtime.rollout.liveness import Patience
     from roll_core.runtime.rollout.routing import Routing
     from roll_core.spec.config import WorkerConfig
-    from roll_core.spec.train import LossFn, LossMetrics, StepStats
+    from roll_core.spec.train import LossFn, LossMetrics, Part, StepStats
     from roll_core.types import Completion, DataRank, GenerateRequest, TrainSequence
 
 T = TypeVar("T")
@@ -71,6 +73,7 @@ class GroupTrainRole(TrainRole):
         """`trains` is false for a role that only scores; one that `offloads` makes room for others between its
         `turns`."""
         self.name, self.config, self.group, self.trains = name, config, group, trains
+        self._workers = WorkerStub[TrainWorker](group)
         self.capabilities = capabilities or TrainCapabilities()
         self.movable = (TRAINED if trains else WEIGHTS) if offloads else frozenset[str]()
         self._turns = turns or SlotTurns()
@@ -84,18 +87,18 @@ class GroupTrainRole(TrainRole):
 
     async def leave(self, parts: frozenset[str]) -> None:
         """Move parts of every rank to the host."""
-        await self.group.call("offload", sorted(parts))
+        await self._workers(TrainWorker.offload).all(sorted(cast("frozenset[Part]", parts)))
 
     async def enter(self, parts: frozenset[str]) -> None:
         """Move them back."""
-        await self.group.call("onload", sorted(parts))
+        await self._workers(TrainWorker.onload).all(sorted(cast("frozenset[Part]", parts)))
 
     def _turn(self, parts: frozenset[str]) -> AbstractAsyncContextManager[None]:
         return self._turns.take({self.name: parts})
 
     async def start(self) -> None:
         """Build the model on every rank."""
-        self._ranks = await self.group.call("start")
+        self._ranks = await self._workers(TrainWorker.start).all()
 
     @property
     def data_parallel(self) -> int:
@@ -147,8 +150,9 @@ class GroupTrainRole(TrainRole):
         )
         shares = balance(sequences, self.data_parallel)
         async with self._turn(WEIGHTS):
-            answers: list[ScoredShare] = await self.group.call_each(
-                "score", [([sequences[i] for i in shares[rank.index]], want) for rank in self._ranks]
+            score = self._workers(TrainWorker.score)
+            answers = await score.each(
+                [score.args([sequences[i] for i in shares[rank.index]], want) for rank in self._ranks]
             )
 
         def in_order(field: str, wanted: bool) -> list[Any] | None:
@@ -201,8 +205,9 @@ class GroupTrainRole(TrainRole):
     ) -> tuple[LossMetrics, StepStats]:
         shares = balance(batch, self.data_parallel)
         denominators = totals(batch, max_length=max_length)
-        answers: list[UpdateShare] = await self.group.call_each(
-            "update", [([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
+        update = self._workers(TrainWorker.update)
+        answers = await update.each(
+            [update.args([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
         )
         stats = answers[0].stats
         # The first step of a warm-up has a learning rate of 0: it is no new version.
@@ -215,36 +220,44 @@ class GroupTrainRole(TrainRole):
 
     async def save(self, path: Path) -> bool:
         """Write every rank's state below `path`; whether some rank has left something for `finish_save`."""
-        folders = [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)]
+        save = self._workers(TrainWorker.save)
         async with self._turn(TRAINED):
-            return any(await self.group.call_each("save", folders))
+            return any(await save.each([save.args(folder) for folder in self._rank_folders(path)]))
 
     async def finish_save(self) -> None:
         """Write what the last `save` has left. Takes no turn: nothing of it is on the role's slots, which may be used
         meanwhile, also by this role."""
-        await self.group.call("finish_save")
+        await self._workers(TrainWorker.finish_save).all()
 
     async def load(self, path: Path, version: int) -> None:
         """Continue from what `save` wrote, at weight version `version`."""
+        load = self._workers(TrainWorker.load)
         async with self._turn(TRAINED):
-            await self.group.call_each("load", [(str(path / f"rank-{rank}"),) for rank in range(self.group.world_size)])
+            await load.each([load.args(folder) for folder in self._rank_folders(path)])
         self._version = version
+
+    def _rank_folders(self, path: Path) -> list[str]:
+        return [str(path / f"rank-{rank}") for rank in range(self.group.world_size)]
 
     async def save_portable(self, path: Path) -> None:
         """Write below `path` what every strategy continues from."""
         async with self._turn(TRAINED):
-            await self.group.call("save_portable", str(path / FOLDER))
+            await self._workers(TrainWorker.save_portable).all(str(path / FOLDER))
 
     async def load_portable(self, path: Path, version: int) -> None:
         """Continue from what `save_portable` of any strategy wrote, at weight version `version`."""
         async with self._turn(TRAINED):
-            await self.group.call("load_portable", str(path / FOLDER))
+            await self._workers(TrainWorker.load_portable).all(str(path / FOLDER))
         self._version = version
+
+    async def memory_use(self) -> list[MemoryUse | None]:
+        """What each rank's process and device hold; None where unknown."""
+        return await self._workers(TrainWorker.memory_use).all()
 
     async def export(self, path: Path) -> None:
         """Write a directory that transformers loads."""
         async with self._turn(TRAINED):
-            await self.group.call("export", str(path))
+            await self._workers(TrainWorker.export).all(str(path))
 
 
 class GroupInferRole(InferRole):
@@ -272,6 +285,7 @@ class GroupInferRole(InferRole):
         it is `fed`, which is to say that weights are published to it. Where all replicas have died `bring_back`
         publishes to new ones. The rest is for its `Dispatcher`."""
         self.name, self.config, self.group = name, config, group
+        self._workers = WorkerStub[InferWorker](group)
         self.capabilities = capabilities or InferCapabilities()
         self._replicas = {rank: WorkerReplica(group, rank) for rank in range(group.world_size)}
         self._waiting: set[int] = set()
@@ -305,16 +319,16 @@ class GroupInferRole(InferRole):
     async def leave(self, parts: frozenset[str]) -> None:
         """Put every replica to sleep."""
         self.holds_weights = False
-        await self._tell("sleep")
+        await self._call_survivors(InferWorker.sleep)
 
     async def enter(self, parts: frozenset[str]) -> None:
         """Wake them."""
-        await self._tell("wake")
+        await self._call_survivors(InferWorker.wake)
 
-    async def _tell(self, method: str) -> None:
-        """Call every replica that lives; one that dies over it is made anew as others are."""
+    async def _call_survivors(self, method: Callable[[InferWorker], Coroutine[Any, Any, None]]) -> None:
+        """Call every replica that lives; one that exits during the call is restarted as others are."""
         ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
-        told = await asyncio.gather(*[self.group.call_rank(rank, method) for rank in ranks], return_exceptions=True)
+        told = await asyncio.gather(*[self._workers(method).at(rank) for rank in ranks], return_exceptions=True)
         for rank, outcome in zip(ranks, told, strict=True):
             died = isinstance(outcome, WorkerDiedError) and rank in self.group.lost
             if isinstance(outcome, BaseException) and not died:
@@ -322,9 +336,9 @@ class GroupInferRole(InferRole):
 
     async def start(self) -> None:
         """Make every engine ready."""
-        await self.group.call("start")
+        await self._workers(InferWorker.start).all()
         if self.capabilities.endpoint:
-            for rank, url in enumerate(await self.group.call("endpoint")):
+            for rank, url in enumerate(await self._workers(InferWorker.endpoint).all()):
                 log.info("%s rank %d serves OpenAI's API at %s", self.name, rank, url)
 
     async def revive(self) -> None:
@@ -333,7 +347,7 @@ class GroupInferRole(InferRole):
             rank = min(self.group.lost)
             self.dispatcher.remove(self._replicas[rank])
             await self.group.replace(rank)
-            await self.group.call_rank(rank, "start")
+            await self._workers(InferWorker.start).at(rank)
             self._waiting.add(rank)
 
     async def give_up(self, ranks: Sequence[int], why: str) -> bool:
@@ -423,11 +437,15 @@ class GroupInferRole(InferRole):
                 )
             yield
 
+    async def memory_use(self) -> list[MemoryUse | None]:
+        """What each replica's process and device hold; None where unknown."""
+        return await self._workers(InferWorker.memory_use).all()
+
     async def engine_metrics(self) -> dict[str, float]:
         """What the engines did since the last call, over all replicas. One that is late is left out: where it hangs it
         is the dispatcher that finds out."""
         ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
-        asked = [self.group.call_rank(rank, "metrics", deadline_s=METRICS_S) for rank in ranks]
+        asked = [self._workers(InferWorker.metrics, METRICS_S).at(rank) for rank in ranks]
         readings: list[EngineReading] = []
         for rank, told in zip(ranks, await asyncio.gather(*asked, return_exceptions=True), strict=True):
             if not isinstance(told, BaseException):

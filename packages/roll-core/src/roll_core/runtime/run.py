@@ -252,7 +252,7 @@ class ActiveRun(Run):
 
     @override
     def advantage_estimator(self, name: str) -> AdvantageEstimator:
-        provider = self._registry.find(AdvantageProvider, name)
+        provider = self.advantage_provider(name)
         critic = "critic" in self.config.roles()
         if provider.needs_critic and not critic:
             raise UnsupportedError(f"adv_estimator {name} reads a critic's values: give the run the role critic")
@@ -260,6 +260,10 @@ class ActiveRun(Run):
             raise UnsupportedError(f"adv_estimator {name} reads no values, so the role critic would not be used")
         found: AdvantageEstimator = load_target(provider.target, owner=f"advantage estimator {name}")
         return found
+
+    @override
+    def advantage_provider(self, name: str) -> AdvantageProvider:
+        return self._registry.find(AdvantageProvider, name)
 
     @override
     def policy_loss(self, name: str) -> str:

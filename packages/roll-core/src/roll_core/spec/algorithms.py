@@ -20,22 +20,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInput:
-    """What an estimator may read. All sequences of the batch; sequences without a reward are not among them."""
+    """What an estimator may read. All sequences of the batch that have a reward.
 
-    token_rewards_T: Tensor
-    """float32; a sequence's reward stands at its last masked token, per-token penalties (KL) at theirs."""
+    `roll_core.algorithms.rewards.token_rewards` computes the reward of each token from it.
+    """
+
     scores_S: Tensor
-    """float32, the normalised reward of each sequence, without per-token penalties."""
+    """float32, the reward of each sequence: normalised as the config says, or as scored if the estimator normalises
+    (`AdvantageProvider.normalise`)."""
     mask_T: Tensor
-    """bool, tokens that the model drew."""
+    """bool, tokens that the policy generated."""
     segments_T: Tensor
     """int64, index of each token's sequence."""
     groups_S: Tensor
     """int64, index of each sequence's group."""
-    values_T: Tensor | None
+    values_T: Tensor | None = None
     """float32, the critic's value before each token; None without a critic."""
-    gamma: float
-    lambd: float
+    gamma: float = 1.0
+    lambd: float = 1.0
+    kl_T: Tensor | None = None
+    """float32, KL to the reference of each token, if the config puts it into the reward."""
+    kl_coef: float = 0.0
+    reward_clip: float | None = None
+    """Bound of a normalised reward, and of a token's reward."""
+    whiten_rewards: bool = False
+    """Whiten the token rewards before credit is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,8 @@ class AdvantageOutput:
     advantages_T: Tensor
     returns_T: Tensor | None = None
     """The critic's target, where there is one."""
+    token_rewards_T: Tensor | None = None
+    """The token rewards that were credited; their mean is the metric `reward/normalised_mean`."""
 
 
 class AdvantageEstimator(Protocol):

@@ -29,7 +29,7 @@ from roll_core.spec.platform import EnvVar, RoleKind  # noqa: TC001 - pydantic r
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from roll_core.spec.providers import ModelParallelism
+    from roll_core.spec.providers import ModelParallelism, Provider
     from roll_core.types import SamplingParams
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -800,10 +800,11 @@ class RunConfig(Config):
         """Whether the routers of `policy_role` repeat, in training, what they chose in the engine."""
         return False
 
-    def warnings(self) -> Mapping[str, str]:
+    def warnings(self, parts: Mapping[str, Provider]) -> Mapping[str, str]:
         """Dotted keys of this config that are valid but probably not meant, each with the reason and the way out.
 
-        `roll-core check` prints them with the place of the key, a run logs them. Called on a valid config.
+        `parts` has the records of the parts that `adv_estimator` and `pg_variant` name, by key. `roll-core check`
+        prints the warnings with the place of the key, a run logs them. Called on a valid config.
         """
         return {}
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
+    from roll_core.spec.providers import AdvantageProvider
     from roll_core.spec.train import LossFn
     from roll_core.types import (
         Completion,
@@ -342,12 +343,18 @@ class Run(ABC):
         """The estimator that a plugin offers under this name."""
 
     @abstractmethod
+    def advantage_provider(self, name: str) -> AdvantageProvider:
+        """The record of that estimator: what it needs, and what it does itself."""
+
+    @abstractmethod
     def policy_loss(self, name: str) -> str:
         """`"module:attribute"` of the policy loss that a plugin offers under this name: it travels to the workers."""
 
 
 class Pipeline(ABC, Generic[ConfigT]):
     """The algorithmic program of a run. Everything stateful that a resumed run needs is in `state`.
+
+        prepare -> roles -> setup -> [load_state] -> { step, evaluate?, state? } * prepare's result
 
     Coroutines, awaited by the runtime: `setup`, `step`, `evaluate`.
     """
@@ -357,14 +364,14 @@ class Pipeline(ABC, Generic[ConfigT]):
         self.config = config
 
     @abstractmethod
-    def roles(self) -> Sequence[RoleSpec]:
-        """The roles to build, trained ones first. Called once, after `num_steps`. Where `PipelineProvider.plan` names a
-        function, its plan has the same roles."""
+    def prepare(self, run: Run) -> int:
+        """Read the data and build what needs no role (order of rows, sampling, objective); return the number of steps
+        of the whole run. Called once, first, with the tokenizer loaded and no role built."""
 
     @abstractmethod
-    def num_steps(self, run: Run) -> int:
-        """Steps of the whole run. Called once the tokenizer is there and before any role is built: read the data
-        here."""
+    def roles(self) -> Sequence[RoleSpec]:
+        """The roles to build, trained ones first. Called once, after `prepare`. If `PipelineProvider.plan` names a
+        function, its plan has the same roles."""
 
     async def setup(self, run: Run) -> None:
         """All roles are built. Runs before a resumed run's state is loaded."""

@@ -166,12 +166,21 @@ class AdvantageProvider(Provider):
     """Offers an advantage estimator; `target` is a function, see `roll_core.spec.algorithms.AdvantageEstimator`."""
 
     needs_critic: bool = False
-    """Whether it reads the critic's values."""
+    """True if it reads the critic's values."""
+    needs_groups: bool = False
+    """True if it compares the samples of one prompt: each prompt then needs at least two."""
+    normalise: Literal["config", "group", "batch"] = "config"
+    """Who normalises rewards. `config`: the pipeline, by `norm_mean_type` and `norm_std_type`. `group` or `batch`: the
+    estimator itself, by mean and deviation of these; it then receives rewards as scored, and a config may set the two
+    keys to this value only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossProvider(Provider):
     """Offers a policy loss; `target` is a function, see `roll_core.spec.algorithms.PolicyLoss`."""
+
+    off_policy: bool = True
+    """False if it has no importance ratio: `check` then warns of several optimizer steps per batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from roll_core.types import SamplingParams
 class BanditPipeline(Pipeline[BanditConfig]):
     """One policy, one sampler, one judge."""
 
-    def num_steps(self, run: Run) -> int:
+    def prepare(self, run: Run) -> int:
         self.prompts = run.prompts(self.config.policy.data_args)
         self.sampling = SamplingParams(max_new_tokens=self.config.response_length)
         return self.config.max_steps

@@ -2,6 +2,7 @@
 
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import (
+    AdvantageProvider,
     InferCapabilities,
     InferProvider,
     PipelineProvider,
@@ -63,6 +64,17 @@ def roll_rewards():
         target="roll_acme.reward:ShareOfLetter",
         config="roll_acme.config:ShareConfig",
         summary="Share of one letter in the answer",
+    )
+
+
+@hookimpl
+def roll_advantage_estimators():
+    yield AdvantageProvider(
+        name="acme_relative",
+        target="roll_acme.credit:relative_to_group",
+        summary="Reward relative to the other samples of the prompt",
+        needs_groups=True,
+        normalise="group",
     )
 
 

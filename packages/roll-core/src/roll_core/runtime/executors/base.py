@@ -1,6 +1,6 @@
 """What pipelines know of workers: groups of them that are called as one. They cannot tell the executors apart.
 
-    Executor.start([GroupSpec, ...]) -> {role: WorkerGroup} -> await group.call("forward", batch) -> Executor.close()
+    Executor.start([GroupSpec, ...]) -> {role: WorkerGroup} -> WorkerStub(group)(Worker.method).all(...) -> close()
 
 A worker is an object of the class that `GroupSpec.target` names, made as `Class(place=..., peers=..., **args)`. Its
 sync methods, and its making, all run on one thread of its own, in the order of the calls; its async methods run on an
@@ -14,14 +14,14 @@ import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from roll_core.errors import UnsupportedError, WorkerHungError
 from roll_core.runtime.executors.calls import collect
 from roll_core.runtime.placement import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
     from types import TracebackType
     from typing import NoReturn, Self
 
@@ -37,7 +37,7 @@ Survival = Literal["never", "while_others_live", "always"]
 STACK_S = 3.0
 """How long a worker that missed a deadline may take to say what it is doing."""
 
-__all__ = ["Executor", "GroupSpec", "Member", "Peers", "Place", "WorkerGroup"]
+__all__ = ["Executor", "GroupSpec", "Member", "Peers", "Place", "WorkerCall", "WorkerGroup", "WorkerStub"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +177,60 @@ class WorkerGroup(ABC):
     @abstractmethod
     def _begin(self, rank: int, method: str, arguments: Any) -> asyncio.Future[Any]:
         """Begin a call, in order with others to this rank. The future raises `CallFailed` or `WorkerDiedError`."""
+
+
+W = TypeVar("W")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class WorkerStub(Generic[W]):
+    """Calls of a worker class that mypy checks: `await WorkerStub[TrainWorker](group)(TrainWorker.save).all(path)`.
+
+    Everything but tests calls workers through it. `WorkerGroup.call_each` says what a call raises.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[W, P], Coroutine[Any, Any, R]], deadline_s: float | None = None
+    ) -> WorkerCall[P, R]: ...
+
+    @overload
+    def __call__(self, method: Callable[Concatenate[W, P], R], deadline_s: float | None = None) -> WorkerCall[P, R]: ...
+
+    def __call__(self, method: Callable[..., Any], deadline_s: float | None = None) -> WorkerCall[..., Any]:
+        """A method of the worker class, sync or async; None is the group's own deadline, `math.inf` is none."""
+        return WorkerCall(self._group, method.__name__, deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCall(Generic[P, R]):
+    """One method of a worker class, to be called on all ranks or on one."""
+
+    group: WorkerGroup
+    method: str
+    deadline_s: float | None
+
+    async def all(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Every living rank with the same arguments; results by rank."""
+        return await self.group.call(self.method, *args, deadline_s=self.deadline_s)
+
+    async def each(self, args_by_rank: Sequence[tuple[Any, ...]]) -> list[R]:
+        """Every rank with arguments of its own, made by `args`; results by rank."""
+        return await self.group.call_each(self.method, args_by_rank, deadline_s=self.deadline_s)
+
+    async def at(self, rank: int, *args: P.args, **kwargs: P.kwargs) -> R:
+        """One rank."""
+        result: R = await self.group.call_rank(rank, self.method, *args, deadline_s=self.deadline_s)
+        return result
+
+    @staticmethod
+    def args(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
+        """One rank's arguments for `each`."""
+        return args
 
 
 class Executor(ABC):
