@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
+    from roll_core.spec.rollout import RolloutProgram
     from roll_core.spec.train import LossFn
     from roll_core.types import (
         Completion,
@@ -158,6 +159,8 @@ class RolloutPlan:
     replay: str = ""
     """Directory of a run that did: its batches are this run's too. The role that generates is not among the pipeline's
     `roles` then, and nothing is judged."""
+    program: Callable[[], RolloutProgram] | None = None
+    """Makes the rollout program of each group; None for a single turn."""
 
 
 class Rollouts(ABC):
