@@ -429,6 +429,33 @@ def test_a_resumed_scheduler_goes_on_with_the_prompts_and_groups_that_were_saved
     in_virtual_time(main)
 
 
+def test_a_checkpoint_has_the_tokens_that_a_weight_update_interrupted_while_generation_goes_on():
+    async def main():
+        queue = fleet()
+        scheduler = RolloutScheduler(plan(ahead=2.0, concurrent=True), queue, None, seed=1)
+        await scheduler.batch(0)
+        async with queue.paused(in_flight=False):
+            pass
+        await asyncio.sleep(0.5)
+        assert queue.num_running > 0
+        kept = json.loads(json.dumps(scheduler.state()))["a"]["kept"]
+        partial = {f"a{each['position']}" for each in kept if each["drawn"] is not None}
+        assert len(partial) > 3
+        await scheduler.close()
+        second = engine("second")
+        resumed = RolloutScheduler(plan(ahead=2.0, concurrent=True), RequestQueue([second]), None, seed=1)
+        resumed.load_state({"a": {"next": 18, "kept": kept}})
+        groups, _ = await resumed.batch(1)
+        check(groups)
+        # Requests that continue outputs have an id of their own, whole ones that of the group.
+        begun = [id.rpartition("/")[2].partition("#") for id in second.begun]
+        assert {row for row, mark, _ in begun if mark} == partial
+        assert not {row for row, mark, _ in begun if not mark} & partial
+        await resumed.close()
+
+    in_virtual_time(main)
+
+
 @pytest.mark.parametrize("stale", ["drop", "reuse"])
 def test_groups_that_a_smaller_bound_makes_too_old_are_dropped_or_reused(stale):
     async def main():

@@ -5,7 +5,6 @@ The loop that drives it is in `roll_core.runtime.loop`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from roll_core.errors import PluginError, RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.rollout.batches import RewardStats, RunRollouts
 from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
-from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch, Replay, ReplayedRole
+from roll_core.runtime.rollout.recording import RecordedSource, Replay, ReplayedRole
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.runtime.turns import SlotTurns
 from roll_core.spec.pipeline import Run
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.ledger import Ledger
     from roll_core.runtime.publishing import Publishing
     from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
-    from roll_core.runtime.rollout.batches import BatchFacts
+    from roll_core.runtime.rollout.batches import BatchSource
     from roll_core.runtime.rollout.program import Scorer
     from roll_core.runtime.rollout.recording import Recorder
     from roll_core.runtime.rollout.scoring import RewardRouter
@@ -168,7 +167,8 @@ class ActiveRun(Run):
     def rollouts(self, role: str, plan: RolloutPlan) -> RunRollouts:
         if plan.replay:
             replayed = self._replayed[role] = ReplayedRole(role, self.config.roles()[role])
-            return RunRollouts(self, role, plan, Replay(Path(plan.replay), plan, replayed))
+            source: BatchSource = Replay(Path(plan.replay), plan, replayed)
+            return RunRollouts(self, role, plan, source, check=partial(self._check_batch, role, plan))
         self._need_rewards()
         if plan.concurrent:
             self.busy_roles.add(role)
@@ -184,16 +184,13 @@ class ActiveRun(Run):
             serve=engine.served,
         )
         self._schedulers.append(scheduler)
-        metrics = partial(self._rollout_metrics, engine)
-        if not plan.record:
-            return RunRollouts(self, role, plan, scheduler, metrics=metrics)
-        self._recorder.begin()
+        source = RecordedSource(scheduler, plan, self._recorder, engine) if plan.record else scheduler
+        check, metrics = partial(self._check_batch, role, plan), partial(self._rollout_metrics, engine)
+        return RunRollouts(self, role, plan, source, check=check, metrics=metrics)
 
-        async def record(step: int, groups: Sequence[Group], facts: BatchFacts) -> None:
-            batch = RecordedBatch(groups=groups, facts=facts, weight_version=engine.weight_version)
-            await asyncio.to_thread(self._recorder.write, step + 1, BatchTerms.of(plan), batch)
-
-        return RunRollouts(self, role, plan, scheduler, record=record, metrics=metrics)
+    def _check_batch(self, role: str, plan: RolloutPlan, groups: Sequence[Group], stats: RewardStats) -> None:
+        self.check_tokens(role, groups, mixed=plan.ahead > 0)
+        self.check_rewards(stats)
 
     @property
     def _scorer(self) -> Scorer | None:

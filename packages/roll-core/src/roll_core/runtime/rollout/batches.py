@@ -13,10 +13,9 @@ from roll_core.errors import DataError
 from roll_core.spec.pipeline import Rollouts
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Mapping, Sequence
 
-    from roll_core.spec.pipeline import RolloutPlan
+    from roll_core.spec.pipeline import RolloutPlan, Run
     from roll_core.types import Group
 
 
@@ -79,55 +78,31 @@ class BatchSource(Protocol):
         """See `Rollouts.load_state`."""
 
 
-class BatchChecks(Protocol):
-    """What `RunRollouts` needs of its run."""
-
-    step: int
-
-    def stage(self, name: str) -> AbstractContextManager[Any]:
-        """See `Run.stage`."""
-
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """See `Run.log`."""
-
-    def guard(self, guard_id: str, ok: bool, message: str, *, fatal: bool = False) -> None:
-        """See `Run.guard`."""
-
-    def check_tokens(self, role: str, groups: Sequence[Group], *, mixed: bool = False) -> None:
-        """Trip a guard unless the tokens can be trained on."""
-
-    def check_rewards(self, stats: RewardStats) -> None:
-        """Trip a guard if too many rewards failed."""
-
-
 class RunRollouts(Rollouts):
     """The batches of a source, within a run."""
 
     def __init__(
         self,
-        run: BatchChecks,
+        run: Run,
         role: str,
         plan: RolloutPlan,
         source: BatchSource,
         *,
-        record: Callable[[int, Sequence[Group], BatchFacts], Awaitable[None]] | None = None,
+        check: Callable[[Sequence[Group], RewardStats], None],
         metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`record` stores each batch; `metrics` are further ones of the step."""
+        """`check` trips the guards on tokens and rewards; `metrics` are further ones of the step."""
         self._run, self._role, self._plan, self._source = run, role, plan, source
-        self._record, self._further_metrics = record, metrics
+        self._check, self._further_metrics = check, metrics
 
     @override
     async def batch(self) -> list[Group]:
         run = self._run
         with run.stage("rollout"):
             groups, facts = await self._source.batch(run.step)
-            if self._record is not None:
-                await self._record(run.step, groups, facts)
-        run.check_tokens(self._role, groups, mixed=self._plan.ahead > 0)
+        self._check(groups, facts.rewards)
         if self._plan.routed_experts:
             check_experts(groups, f"step {run.step + 1}: {self._role}")
-        run.check_rewards(facts.rewards)
         bound = math.ceil(self._plan.ahead)
         oldest = max(facts.ages, default=0)
         run.guard(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import RollError
 from roll_core.runtime.executors.calls import retrieve
-from roll_core.runtime.rollout.replicas import NO_TIMEOUTS, HealthMonitor, ReplicaPool, Router
+from roll_core.runtime.rollout.replicas import NO_TIMEOUTS, ReplicaPool, Router
 from roll_core.runtime.rollout.requests import (
     FINISHED,
     PAUSED,
@@ -71,7 +71,8 @@ class RequestQueue:
         self._expand, self._find_stop = expand or max_running is not None, find_stop
         self._pool = ReplicaPool(
             Router(routing, max_running),
-            partial(HealthMonitor, timeouts, progress_s),
+            timeouts,
+            progress_s,
             on_result=self._result,
             on_lost=self._lost,
         )

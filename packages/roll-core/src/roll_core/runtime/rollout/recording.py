@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
+    from roll_core.runtime.rollout.batches import BatchSource
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.pipeline import Prompt, RolloutPlan
     from roll_core.types import Completion, GenerateRequest, RoutedExperts
@@ -127,6 +128,23 @@ class Recorder:
             os.replace(working, path)
         except OSError as error:
             raise RunDirectoryError(f"cannot record the rollouts in {path}: {error.strerror or error}") from error
+
+
+class RecordedSource:
+    """Records the batches of another source."""
+
+    def __init__(self, source: BatchSource, plan: RolloutPlan, recorder: Recorder, role: InferRole) -> None:
+        """Creates the folder. Raises `RunDirectoryError`."""
+        self._source, self._terms, self._recorder, self._role = source, BatchTerms.of(plan), recorder, role
+        self.state, self.load_state = source.state, source.load_state
+        recorder.begin()
+
+    async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
+        """The source's batch, once its file is complete."""
+        groups, facts = await self._source.batch(step)
+        batch = RecordedBatch(groups=groups, facts=facts, weight_version=self._role.weight_version)
+        await asyncio.to_thread(self._recorder.write, step + 1, self._terms, batch)
+        return groups, facts
 
 
 class Recording:

@@ -269,15 +269,15 @@ class ReplicaPool:
     def __init__(
         self,
         router: Router,
-        monitor: Callable[[Callable[[ReplicaSlot, str], Awaitable[None]]], HealthMonitor],
+        timeouts: HealthTimeouts,
+        progress_s: float,
         *,
         on_result: Callable[[SubRequest, Completion | BaseException], None],
         on_lost: Callable[[Sequence[SubRequest]], None],
     ) -> None:
-        """`monitor` makes the health monitor, given what ends a replica that timed out. `on_lost` takes the
-        sub-requests of a lost replica."""
+        """Polls progress every `progress_s` seconds (0: never). `on_lost` takes the sub-requests of a lost replica."""
         self._router, self._on_result, self._on_lost = router, on_result, on_lost
-        self.monitor = monitor(self._terminate)
+        self.monitor = HealthMonitor(timeouts, progress_s, self._terminate)
         self._slots: list[ReplicaSlot] = []
         self._numbers, self._attempts = itertools.count(), itertools.count()
         self._slot_of: dict[str, ReplicaSlot] = {}
