@@ -165,7 +165,7 @@ def test_an_engine_that_does_not_tell_shows_that_it_lives_by_answers_alone():
     ("kind", "words"),
     [
         (SimulatedEngine, "the request a and 2 more waited 10 s for a token, replica_timeout allows 10 s"),
-        (Silent, "the request a and 2 more waited 30 s for an answer, rpc_timeout allows 30 s (its engine does not"),
+        (Silent, "the request a and 2 more waited 30 s for a result, rpc_timeout allows 30 s"),
     ],
 )
 def test_when_the_only_one_hangs_everybody_who_waits_is_told_who_how_long_and_by_which_key(kind, words):

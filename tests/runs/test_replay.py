@@ -90,7 +90,7 @@ def test_a_replay_may_have_another_loss_but_not_other_prompts_or_versions(local_
         assert [one[name] for name in names] == [other[name] for name in names]
     longer = local_runs.run(replaying(config, recorded, ppo_epochs=2))
     assert "step 2" in str(longer.error)
-    assert "was drawn when 2 optimizer steps were done, here 4 are" in str(longer.error)
+    assert "after 2 optimizer steps, this run has done 4:" in str(longer.error)
     assert longer.steps_done == 1
     elsewhere = local_runs.run(replaying(config, recorded, seed=4))
     assert "replay with the data, the tokenizer and the seed of the recorded run" in str(elsewhere.error)

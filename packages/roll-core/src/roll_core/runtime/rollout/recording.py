@@ -166,7 +166,7 @@ class Recording:
         missing = [step for step in steps if step not in self.steps]
         if missing:
             raise RecordingError(
-                f"{self.run} has recorded rollouts of the steps {ranges(self.steps)}; step {missing[0]} is asked for"
+                f"{self.run} has recorded rollouts of the steps {ranges(self.steps)}; this run needs step {missing[0]}"
             )
         step = steps[0] if steps else min(self.steps)
         terms.check(self._head(step)[0], self.steps[step])
@@ -284,8 +284,8 @@ class Replay:
         here = self._role.weight_version
         if found.weight_version != here:
             raise RecordingError(
-                f"step {step + 1} of {self._recording.run} was drawn when {found.weight_version} optimizer steps were"
-                f" done, here {here} are: a replay needs as many for each batch as the recorded run had (ppo_epochs,"
+                f"step {step + 1} of {self._recording.run} was generated after {found.weight_version} optimizer steps,"
+                f" this run has done {here}: a replay needs as many for each batch as the recorded run had (ppo_epochs,"
                 " gradient_accumulation_steps, warm-up, …)"
             )
         return found.groups, found.facts

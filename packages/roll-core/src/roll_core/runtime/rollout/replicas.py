@@ -570,8 +570,8 @@ class HealthMonitor:
         if slot.reports:
             return f"{work} waited {silent_s:.0f} s for a token, replica_timeout allows {limit_s:g} s"
         return (
-            f"{work} waited {silent_s:.0f} s for an answer, rpc_timeout allows {limit_s:g} s (its engine does not tell"
-            " what it has drawn)"
+            f"{work} waited {silent_s:.0f} s for a result, rpc_timeout allows {limit_s:g} s (its engine does not report"
+            " progress)"
         )
 
 

@@ -308,7 +308,7 @@ class RolloutScheduler:
         """
         if state.get(REPLAYED) is True:
             raise CheckpointMismatchError(
-                "the checkpoint is of a run that replayed rollouts and does not know which prompts are next: go on with"
+                "the checkpoint is of a run that replayed rollouts, and has no position in the prompts: resume it with"
                 " replay_rollouts"
             )
         for queue in self._queues:
@@ -342,13 +342,13 @@ class RolloutScheduler:
             lengths = [0 if output is None else len(output.token_ids) for output in calls.get("", ())]
         if lengths and len(lengths) != self.plan.n:
             raise CheckpointMismatchError(
-                f"the checkpoint keeps {len(lengths)} answers to prompt {prompt.id}, this config asks for"
-                f" {self.plan.n}: leave num_return_sequences_in_group as it was"
+                f"the checkpoint has {len(lengths)} responses to prompt {prompt.id}, this config samples {self.plan.n}:"
+                " keep num_return_sequences_in_group as it was"
             )
         if (longest := max(lengths, default=0)) > (limit := self.plan.params.max_new_tokens):
             raise CheckpointMismatchError(
-                f"the checkpoint keeps an answer of {longest} tokens to prompt {prompt.id}, this config allows"
-                f" {limit}: leave response_length (max_new_tokens) as it was"
+                f"the checkpoint has a response of {longest} tokens to prompt {prompt.id}, this config allows {limit}:"
+                " keep response_length (max_new_tokens) as it was"
             )
         return slot
 

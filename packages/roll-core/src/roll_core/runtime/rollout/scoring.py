@@ -58,7 +58,7 @@ class RewardRouter:
         if tag not in self._by_tag:
             known = ", ".join(sorted(self._by_tag))
             raise DataError(
-                f"no reward judges rows with tag {tag!r}: rewards know {known}; see rewards.<domain>.tag_included"
+                f"no reward scores rows with tag {tag!r}: rewards know {known}; see rewards.<domain>.tag_included"
             )
         return self._by_tag[tag]
 
