@@ -20,24 +20,16 @@ from roll_core.spec.rollout import RolloutContext, RolloutProgram
 from roll_core.types import GenerateRequest, Group
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-    from typing import Any, Protocol, TypeAlias
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from typing import Any, TypeAlias
 
+    from roll_core.runtime.rollout.queue import RequestQueue
     from roll_core.runtime.rollout.requests import Outputs, PendingRequest
     from roll_core.spec.pipeline import Prompt
     from roll_core.types import Completion, SamplingParams, TokenIds
 
     Scorer: TypeAlias = Callable[[Prompt, Group], Awaitable[Group]]
     """Returns the group with rewards."""
-
-    class Requests(Protocol):
-        """What a program needs of the request queue."""
-
-        def submit(self, request: GenerateRequest, sampled: Outputs | None = None) -> PendingRequest:
-            """Queue a request; `sampled` outputs are continued."""
-
-        def cancel(self, pending: Iterable[PendingRequest]) -> None:
-            """End requests whose result is not needed."""
 
 
 PROBE, EVALUATION, ROLLOUT = -2, -1, 0
@@ -63,7 +55,7 @@ class GroupContext(RolloutContext):
 
     def __init__(
         self,
-        queue: Requests,
+        queue: RequestQueue,
         prompt: Prompt,
         terms: GroupTerms,
         scorer: Scorer | None,
@@ -133,7 +125,7 @@ class SingleTurn(RolloutProgram):
 
 
 async def run_groups(
-    queue: Requests, prompts: Sequence[Prompt], terms: GroupTerms, scorer: Scorer | None
+    queue: RequestQueue, prompts: Sequence[Prompt], terms: GroupTerms, scorer: Scorer | None
 ) -> list[Group]:
     """One single-turn group per prompt, in prompt order, all at once: what an evaluation needs."""
     return await gather([SingleTurn().run(GroupContext(queue, prompt, terms, scorer), prompt) for prompt in prompts])

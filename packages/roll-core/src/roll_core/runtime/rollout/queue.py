@@ -161,7 +161,7 @@ class RequestQueue:
         self._queue = [item for item in self._queue if item[-1].parent not in chosen]
         heapq.heapify(self._queue)
         self._pool.drop_waiting(chosen)
-        stopped = asyncio.gather(*[each.stopped.wait() for each in chosen])
+        stopped = asyncio.gather(*[each.stopped.wait() for each in chosen if each.state is PAUSING])
         await self._pool.abort_until(stopped, lambda sub: sub.parent.state is PAUSING)
 
     def resume(self, pending: Iterable[PendingRequest]) -> None:
@@ -173,16 +173,16 @@ class RequestQueue:
 
     @asynccontextmanager
     async def paused(self, *, in_flight: bool) -> AsyncIterator[None]:
-        """Start nothing while weights are replaced. Running requests are interrupted first, unless they may stay
-        `in_flight`."""
+        """Start nothing while weights are replaced. Requests are paused, unless they may stay `in_flight`."""
         self._holds += 1
+        paused = [] if in_flight else [each for each in self._requests.values() if each.wants_tokens]
         try:
-            if not in_flight:
-                await self._pool.abort_all()
+            await self.pause(paused)
             with self._pool.monitor.suspended():
                 yield
         finally:
             self._holds -= 1
+            self.resume(paused)
             self._dispatch_soon()
 
     @property

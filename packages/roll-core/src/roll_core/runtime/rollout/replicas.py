@@ -286,7 +286,6 @@ class ReplicaPool:
         self._with_waiting: set[ReplicaSlot] = set()
         self.num_running = self.num_lost = self.num_continued = 0
         """Outputs that run, replicas that were lost, interrupted outputs that were continued."""
-        self._idle = asyncio.Event()
         self._last_error: WorkerDiedError | None = None
 
     def add(self, replica: Replica) -> None:
@@ -317,7 +316,7 @@ class ReplicaPool:
         self._router.remove(slot)
         self._slots.remove(slot)
         self._with_waiting.discard(slot)
-        self._count(-slot.load)
+        self.num_running -= slot.load
         self.num_lost += 1
         running, slot.running = slot.running, {}
         for id, sub in running.items():
@@ -385,7 +384,7 @@ class ReplicaPool:
         self._slot_of[request.id] = slot
         sub.parent.started(request.id, sub)
         self._router.change(slot, sub.size)
-        self._count(sub.size)
+        self.num_running += sub.size
         self._accepted.setdefault(slot, []).append(request)
 
     # -- what ends -----------------------------------------------------------------------------------------------------
@@ -405,7 +404,7 @@ class ReplicaPool:
         del self._slot_of[id]
         sub.parent.returned(id)
         self._router.change(slot, -sub.size)
-        self._count(-sub.size)
+        self.num_running -= sub.size
         return sub
 
     def cancel(self, requests: Iterable[PendingRequest]) -> None:
@@ -446,17 +445,6 @@ class ReplicaPool:
         slot.aborts.add(task)
         task.add_done_callback(slot.aborts.discard)
         return task
-
-    async def abort_all(self) -> None:
-        """Interrupt everything that runs."""
-        while self.num_running:
-            self._idle.clear()
-            await self.abort_until(self._idle.wait(), lambda sub: True)
-
-    def _count(self, by: int) -> None:
-        self.num_running += by
-        if not self.num_running:
-            self._idle.set()
 
     async def close(self) -> None:
         """Stop health checks."""
