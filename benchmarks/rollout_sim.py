@@ -2,7 +2,7 @@
 
     ./run bench rollout_sim [--workload rlvr|agentic] [--accelerators 8,64,512,4096] [--steps N]
 
-Scheduler, dispatcher and router are those of every run; engines are simulated (`roll_core.testing.simulation`):
+Scheduler, request queue and router are those of every run; engines are simulated (`roll_core.testing.simulation`):
 continuous batching whose steps take longer the more rows there are, prefill that holds them up. What they draw is
 either single answers with a long tail of lengths or trajectories of agents (`sim_workloads`). The load grows with the
 machine. The bound is the work of a step divided by what all accelerators do:
@@ -40,7 +40,7 @@ from common import RESULTS, write_result
 from sim_report import report
 from sim_workloads import LOADS, PROMPT, SPEED, UNIT, described
 
-from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.pipeline import Prompt, RolloutPlan
 from roll_core.testing.simulation import VirtualTimeLoop
@@ -160,15 +160,15 @@ async def simulate(
     groups = load.groups_per_accelerator * accelerators
     generate, train = split(accelerators, mode, load)
     engines = drawn.engines(generate)
-    dispatcher = Dispatcher(engines, max_running=load.max_running if mode.bounded else None)
-    scheduler = RolloutScheduler(make_plan(mode, groups, load.group), dispatcher, None, seed=0)
+    queue = RequestQueue(engines, max_running=load.max_running if mode.bounded else None)
+    scheduler = RolloutScheduler(make_plan(mode, groups, load.group), queue, None, seed=0)
     times, bounds, reaches, ages = [], [], [], []
     begun = loop.time()
     for step in range(mode.warm_up + steps):
         batch, facts = await scheduler.batch(step)
         work = drawn.work(batch)
         await asyncio.sleep(work.train_s / train)
-        async with dispatcher.paused(in_flight=mode.concurrent):
+        async with queue.paused(in_flight=mode.concurrent):
             for engine in engines:
                 engine.stall(SYNC_S)
             await asyncio.sleep(SYNC_S)
@@ -179,7 +179,6 @@ async def simulate(
             ages.append(max(facts.ages))
         begun = loop.time()
     await scheduler.close()
-    dispatcher.check()
     step_s, bound_s, reach_s = (float(np.mean(each)) for each in (times, bounds, reaches))
     return {
         "step_s": step_s,
@@ -215,9 +214,9 @@ async def scheduled(in_flight: int, batches: int, answers: Answers, *, one_by_on
     """Answers drawn while so many are in flight all the time."""
     group = answers.load.group
     engines = answers.engines(in_flight // SPEED.max_rows)
-    dispatcher = Dispatcher(engines, max_running=SPEED.max_rows if one_by_one else None)
+    queue = RequestQueue(engines, max_running=SPEED.max_rows if one_by_one else None)
     plan = make_plan(Mode("", ahead=1.0, concurrent=True), in_flight // group // 2, group)
-    scheduler = RolloutScheduler(plan, dispatcher, None, seed=0)
+    scheduler = RolloutScheduler(plan, queue, None, seed=0)
     for step in range(batches):
         await scheduler.batch(step)
     done = sum(engine.ended for engine in engines)
@@ -239,7 +238,7 @@ async def bare(in_flight: int, wanted: int, answers: Answers, *, one_by_one: boo
         for _ in range(count):
             requests.append(GenerateRequest(id=f"b/{next_id}", prompt_ids=PROMPT, params=params, n=n))
             next_id += 1
-        engine.begin(requests, lambda id, outcome: answered(engine))
+        engine.submit(requests, lambda id, outcome: answered(engine))
 
     def answered(engine: SimulatedEngine) -> None:
         nonlocal ended

@@ -13,7 +13,19 @@ import roll_core
 from roll_core.errors import ContractError
 from roll_core.plugins.kinds import KINDS
 from roll_core.runtime.build import role_config
-from roll_core.spec import HOOK_API, checks, hooks, infer, pipeline, platform, providers, reward, tracker, train
+from roll_core.spec import (
+    HOOK_API,
+    checks,
+    hooks,
+    infer,
+    pipeline,
+    platform,
+    providers,
+    reward,
+    rollout,
+    tracker,
+    train,
+)
 from roll_core.spec.config import RunConfig
 from roll_core.testing.errors import refused
 
@@ -114,6 +126,15 @@ METHODS = {
         "state": "(self)",
         "load_state": "(self, state)",
         "export_role": "(self)",
+    },
+    rollout.RolloutProgram: {
+        "run!": "(self, context, prompt)",
+        "snapshot": "(self)",
+        "restore": "(self, state)",
+    },
+    rollout.RolloutContext: {
+        "generate!": "(self, prompt_ids, *, n=1, params=None, key='')",
+        "score!": "(self, group)",
     },
 }
 CONSTRUCTORS = {

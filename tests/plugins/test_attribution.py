@@ -36,7 +36,7 @@ RUN_TRAIN = (f"{SITE}/roll_core/runtime/workers/train.py", 7, "update")
 RUN_INFER = (f"{SITE}/roll_core/runtime/workers/infer.py", 7, "result")
 HF = (f"{SITE}/roll_core/builtin/hf/train.py", 9, "forward_backward")
 TORCH = (f"{SITE}/torch/functional.py", 3, "einsum")
-RUNTIME = (f"{SITE}/roll_core/runtime/rollout/of_run.py", 5, "batch")
+RUNTIME = (f"{SITE}/roll_core/runtime/rollout/batches.py", 5, "batch")
 
 
 def frame(file, line, function):

@@ -2,6 +2,7 @@
 
 import asyncio
 import zlib
+from collections import Counter
 
 import numpy as np
 
@@ -29,9 +30,9 @@ class Noted(SimulatedEngine):
         super().__init__(*args, **given)
         self.begun = []
 
-    def begin(self, requests, answered):
+    def submit(self, requests, on_result):
         self.begun += [each.id for each in requests]
-        super().begin(requests, answered)
+        super().submit(requests, on_result)
 
 
 def engine(name, **speed):
@@ -41,6 +42,51 @@ def engine(name, **speed):
 def request(id, n=1, *, priority=0, **params):
     params = SamplingParams(**({"max_new_tokens": 500} | params))
     return GenerateRequest(id=id, prompt_ids=PROMPT, params=params, n=n, priority=priority)
+
+
+def ask(queue, requests, on_done, sampled=None, *, replica=None):
+    """Submit requests and call `on_done(id, completion or error)` for each; returns them pending."""
+
+    def done(id, future):
+        if not future.cancelled():
+            on_done(id, future.exception() or future.result())
+
+    pending = [queue.submit(each, (sampled or {}).get(each.id), replica=replica) for each in requests]
+    for each in pending:
+        each.done.add_done_callback(lambda future, id=each.request.id: done(id, future))
+    return pending
+
+
+def check_requests(queue, *callers):
+    """No request is lost or counts twice.
+
+    Each incomplete output of a request that wants tokens is in one place: in the queue, at one replica, or waiting for
+    one. What is complete or paused is in none. With `callers`, schedulers and lists of pending requests, each request
+    that is not finished has one caller, and each caller's requests are known to the queue.
+    """
+    slots = queue._pool._slots
+    subs = [item[-1] for item in queue._queue] + [item[-1] for slot in slots for item in slot.waiting]
+    subs = [sub for sub in subs if sub.parent.wants_tokens] + [sub for slot in slots for sub in slot.running.values()]
+    places = Counter(output for sub in subs for output in sub.outputs)
+    for id, pending in queue._requests.items():
+        assert pending.request.id == id
+        assert pending.state.value in ("queued", "running", "pausing", "paused")
+        assert bool(pending.running) == (pending.state.value in ("running", "pausing")), id
+        for output in pending.outputs:
+            most = 0 if output.complete or pending.state.value == "paused" else 1
+            least = most if pending.wants_tokens and pending.replica is None else 0
+            assert least <= places[output] <= most, f"output {output.index} of {id} is in {places[output]} places"
+    assert queue.num_running == sum(sub.size for slot in slots for sub in slot.running.values())
+    if callers:
+        waited_for = [each for caller in callers for each in _pending_of(caller) if each.state.value != "finished"]
+        assert Counter(waited_for) == Counter(queue._requests.values())
+
+
+def _pending_of(caller):
+    if isinstance(caller, list):
+        return caller
+    rollouts = [slot.rollout for group_queue in caller._queues for slot in group_queue.slots]
+    return [each for rollout in rollouts if rollout is not None for each in rollout.context.pending]
 
 
 def prompt(tag, position):

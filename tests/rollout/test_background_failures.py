@@ -7,9 +7,8 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from rollout_fleet import engine, plan, request
+from rollout_fleet import ask, engine, plan, request
 
 import roll_core.runtime
 from roll_core.runtime import openmp
@@ -18,12 +17,11 @@ from roll_core.runtime.executors import foreign_process
 from roll_core.runtime.executors.calls import CallFailed
 from roll_core.runtime.executors.host import WorkerThread
 from roll_core.runtime.executors.ray_worker import RayWorker
-from roll_core.runtime.rollout.dispatcher import Dispatcher
-from roll_core.runtime.rollout.liveness import Patience
+from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.runtime.rollout.replicas import HealthTimeouts, WorkerReplica
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.runtime.rollout.workers import WorkerReplica
 from roll_core.runtime.stopping import StopSignals
-from roll_core.types import Completion, CompletionOutput, Group
+from roll_core.types import Group
 
 RUNTIME = Path(roll_core.runtime.__file__).parent
 
@@ -34,14 +32,13 @@ TASKS = {
     ("executors/base.py", "_stacks"),
     ("executors/host.py", "begin"),
     ("executors/local.py", "_start_group"),
-    ("judging.py", "_judged"),
     ("loop.py", "_watched"),
     ("roles.py", "_is_done"),
     ("roles.py", "served"),
-    ("rollout/fleet.py", "_abort"),
-    ("rollout/fleet.py", "abort_all"),
-    ("rollout/of_run.py", "roll_out"),
-    ("rollout/workers.py", "begin"),
+    ("rollout/replicas.py", "_abort"),
+    ("rollout/replicas.py", "abort_until"),
+    ("rollout/replicas.py", "submit"),
+    ("rollout/scoring.py", "_scored"),
     ("saving.py", "_save"),
     ("stopping.py", "unless_asked"),
     ("weight_sync/publisher.py", "_transfer"),
@@ -103,58 +100,42 @@ async def boom_async(*args, **given):
     raise Boom
 
 
-def drawn():
-    return CompletionOutput(
-        token_ids=np.zeros(0, np.int64),
-        logprobs=np.zeros(0, np.float32),
-        versions=np.zeros(0, np.int32),
-        finish_reason="stop",
-    )
+async def completion_that_the_caller_cannot_use():
+    task = asyncio.ensure_future(RequestQueue([engine("0")]).generate([request("r1")], boom))
+    await asyncio.wait([task])
 
 
-async def finish_of_a_request_that_was_drawn_before():
-    Dispatcher([engine("0")]).ask([request("r1")], boom, {"r1": [drawn()]})
-
-
-async def failure_of_all_requests_with_the_last_replica():
+async def dispatch_to_a_replica():
     replica = engine("0")
-    dispatcher = Dispatcher([replica])
-    dispatcher.remove(replica)
-    dispatcher.ask([request("r1")], boom)
-
-
-async def request_of_a_replica_that_is_gone():
-    Dispatcher([engine("0")]).ask([request("r1")], boom, only_at=engine("1"))
+    replica.submit = boom
+    RequestQueue([replica]).submit(request("r1"))
 
 
 async def answer_of_a_worker():
     replica = WorkerReplica(SimpleNamespace(role="actor_infer", call_rank=lambda *a, **k: asyncio.sleep(0)), 0)
-    replica.begin([request("r1")], boom)
+    replica.submit([request("r1")], boom)
 
 
-async def request_that_a_worker_is_to_forget():
-    WorkerReplica(SimpleNamespace(role="actor_infer", call_rank=boom_async), 0).forget(["r1"])
+async def request_that_a_worker_should_cancel():
+    WorkerReplica(SimpleNamespace(role="actor_infer", call_rank=boom_async), 0).cancel(["r1"])
 
 
 async def progress_of_a_replica():
     replica = engine("0")
     replica.progress = boom_async
-    replica.begin = lambda requests, answered: None
-    dispatcher = Dispatcher([replica], progress_s=0.01, patience=Patience(tokens_s=60.0))
-    dispatcher.ask([request("r1")], lambda id, outcome: None)
+    replica.submit = lambda requests, on_result: None
+    queue = RequestQueue([replica], progress_s=0.01, timeouts=HealthTimeouts(token_s=60.0))
+    ask(queue, [request("r1")], lambda id, outcome: None)
 
 
 async def rewards_of_a_group():
-    async def judge(prompt, group):
+    async def score(prompt, group):
         return Group(id="a0", samples=())
 
-    dispatcher = Dispatcher([engine("0")])
-    scheduler = RolloutScheduler(plan(), dispatcher, judge, seed=1)
+    scheduler = RolloutScheduler(plan(), RequestQueue([engine("0", base_s=1e-6)]), score, seed=1)
     scheduler._settle = scheduler._fail = boom
     scheduler._wanted = True
     scheduler._admit()
-    id = next(iter(scheduler._by_request))
-    scheduler._answered(id, Completion(id=id, outputs=()))
 
 
 async def answer_of_an_actor():
@@ -172,11 +153,10 @@ async def background_task():
 @pytest.mark.parametrize(
     "inject",
     [
-        finish_of_a_request_that_was_drawn_before,
-        failure_of_all_requests_with_the_last_replica,
-        request_of_a_replica_that_is_gone,
+        completion_that_the_caller_cannot_use,
+        dispatch_to_a_replica,
         answer_of_a_worker,
-        request_that_a_worker_is_to_forget,
+        request_that_a_worker_should_cancel,
         progress_of_a_replica,
         rewards_of_a_group,
         answer_of_an_actor,

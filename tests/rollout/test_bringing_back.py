@@ -4,18 +4,18 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from rollout_fleet import engine, in_virtual_time, request, right_tokens
+from rollout_fleet import ask, engine, in_virtual_time, request, right_tokens
 
 from roll_core.errors import WeightSyncError, WorkerDiedError
 from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.roles import ATTEMPTS, GroupInferRole
-from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.spec.config import WorkerConfig
 from roll_core.testing.errors import refused
 
 
 class NoWorkers:
-    """Replicas are added to the dispatcher by hand."""
+    """Replicas are added to the queue by hand."""
 
     role = "actor_infer"
     world_size = 0
@@ -36,7 +36,7 @@ class Role(GroupInferRole):
         await asyncio.sleep(30)
         self.brought_back += 1
         replica = engine(str(self.brought_back))
-        self.dispatcher.add(replica)
+        self.queue.add(replica)
         if (life_s := next(self.lives_s)) is not None:
             asyncio.get_running_loop().call_later(life_s, replica.kill)
 
@@ -46,7 +46,7 @@ async def started(*lives_s):
     role = Role(*lives_s)
     await role.publish_to_a_new_one()
     yield role
-    await role.dispatcher.close()
+    await role.queue.close()
 
 
 def check(completions):
@@ -76,7 +76,7 @@ def test_what_kills_every_replica_ends_in_the_death_of_the_last_one():
             with refused(WorkerDiedError, ATTEMPTS, "rank 0"):
                 await role.generate(REQUESTS)
             assert role.brought_back == ATTEMPTS
-            assert role.dispatcher.num_open == 0
+            assert role.queue.num_pending == 0
 
     in_virtual_time(main)
 
@@ -96,7 +96,7 @@ def test_a_death_that_nobody_waits_for_is_mended_when_one_does():
     async def main():
         async with started(1.5, None) as role:
             found = {}
-            role.dispatcher.ask(REQUESTS[:2], found.__setitem__)
+            ask(role.queue, REQUESTS[:2], found.__setitem__)
             await asyncio.sleep(100)
             assert role.brought_back == 0
             check(await role.generate(REQUESTS[2:]))
@@ -116,7 +116,7 @@ def test_a_publish_that_fails_is_what_the_one_who_waits_hears():
             role._bring_back = refuses
             with pytest.raises(WeightSyncError, match="not these"):
                 await role.generate(REQUESTS)
-            assert role.dispatcher.num_open == 0
+            assert role.queue.num_pending == 0
 
     in_virtual_time(main)
 
@@ -127,7 +127,7 @@ def test_one_who_gives_up_waiting_leaves_nothing_behind():
             for wait_s in (1.0, 20.0):  # while it is drawn, and while it is brought back
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(role.generate(REQUESTS), wait_s)
-                assert role.dispatcher.num_open == 0
+                assert role.queue.num_pending == 0
 
     in_virtual_time(main)
 
@@ -136,11 +136,11 @@ def test_where_nobody_publishes_to_it_the_death_is_raised():
     async def main():
         role = GroupInferRole("judge", WorkerConfig(), NoWorkers(), progress_s=1.0)
         replica = engine("0")
-        role.dispatcher.add(replica)
+        role.queue.add(replica)
         asyncio.get_running_loop().call_later(1.5, replica.kill)
         with pytest.raises(WorkerDiedError):
             await role.generate(REQUESTS)
-        await role.dispatcher.close()
+        await role.queue.close()
 
     in_virtual_time(main)
 
@@ -192,7 +192,7 @@ class Published:
 
     def __init__(self):
         self.replicas = [engine("0"), engine("1")]
-        self.dispatcher = Dispatcher(self.replicas)
+        self.queue = RequestQueue(self.replicas)
         self.revived = []
 
     async def revive(self):
@@ -232,7 +232,7 @@ def test_nothing_begins_between_two_attempts_to_publish(error):
 
         publishing = asyncio.ensure_future(Publishing._until_nobody_dies(None, to, Link(publish), 3, 3))
         await asyncio.sleep(0.5)
-        found = await asyncio.gather(to.dispatcher.generate(REQUESTS), publishing)
+        found = await asyncio.gather(to.queue.generate(REQUESTS), publishing)
         check(found[0])
         assert found[1] == "report"
         assert attempts == [3, 3]

@@ -8,7 +8,7 @@ import pytest
 from rollout_fleet import PROMPT, plan, prompt
 
 from roll_core.errors import RecordingError
-from roll_core.runtime.rollout.groups import BatchFacts, Verdicts
+from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
 from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch, Recorder, Recording
 from roll_core.testing.errors import refused
 from roll_core.types import Group, Reward, Sample, SamplingParams
@@ -45,7 +45,7 @@ def batch(tag="ä b", positions=(4, 2)):
         for each in prompts
     ]
     facts = BatchFacts(
-        ages=(0, 2), left_out=1, stale=0, surplus=3, positions=positions, verdicts=Verdicts(judged=4, failed=2)
+        ages=(0, 2), left_out=1, stale=0, surplus=3, positions=positions, rewards=RewardStats(scored=4, failed=2)
     )
     return RecordedBatch(groups=groups, facts=facts, weight_version=3)
 
@@ -85,7 +85,7 @@ def test_a_batch_is_read_as_it_was_written(tmp_path):
 
 
 def test_a_step_without_a_group_is_one(tmp_path):
-    facts = BatchFacts(ages=(), left_out=9, stale=0, surplus=0, positions=(), verdicts=Verdicts())
+    facts = BatchFacts(ages=(), left_out=9, stale=0, surplus=0, positions=(), rewards=RewardStats())
     empty = RecordedBatch(groups=[], facts=facts, weight_version=0)
     assert_same(record(tmp_path, 1, recorded=empty).batch(1, plan_of()), empty)
 

@@ -5,16 +5,16 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_fleet import engine, in_virtual_time, plan, prompt, request
+from rollout_fleet import ask, engine, in_virtual_time, plan, prompt, request
 
 from roll_core.pipelines.prompt_order import PromptOrder
-from roll_core.runtime.rollout.dispatcher import Dispatcher
-from roll_core.runtime.rollout.routing import Router, Seat
+from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.runtime.rollout.replicas import ReplicaSlot, Router
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 
 
 def seats(router, count):
-    made = [Seat(replica=None, number=number) for number in range(count)]
+    made = [ReplicaSlot(replica=None, number=number) for number in range(count)]
     for each in made:
         router.add(each)
     return made
@@ -38,7 +38,7 @@ def test_the_least_loaded_is_chosen_and_of_equals_the_first(acts, most):
         elif act == "end" and seat is not None and seat.load >= size:
             router.change(seat, -size)
         elif act == "add":
-            living.append(Seat(replica=None, number=added))
+            living.append(ReplicaSlot(replica=None, number=added))
             added += 1
             router.add(living[-1])
         elif act == "remove" and seat is not None:
@@ -111,18 +111,17 @@ def places(replicas):
 
 @pytest.mark.parametrize(("routing", "stays"), [("sticky", True), ("prompt_affinity", True), ("least_loaded", False)])
 def test_what_a_synchronous_batch_left_unfinished_goes_on_where_it_was(routing, stays):
-    """In every step under another id."""
 
     async def main():
         replicas = [engine(str(i)) for i in range(3)]
-        dispatcher = Dispatcher(replicas, routing=routing)
-        scheduler = RolloutScheduler(plan(ahead=0.9), dispatcher, None, seed=1)
+        queue = RequestQueue(replicas, routing=routing)
+        scheduler = RolloutScheduler(plan(ahead=0.9), queue, None, seed=1)
         for step in range(6):
             await scheduler.batch(step)
-        assert dispatcher.accounts.continued > 10
+        assert queue.num_continued > 10
         assert all(len(names) == 1 for names in places(replicas).values()) == stays
         await scheduler.close()
-        await dispatcher.close()
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -131,10 +130,10 @@ def test_what_a_synchronous_batch_left_unfinished_goes_on_where_it_was(routing, 
 def test_a_row_goes_where_it_was_in_the_pass_before(routing, stays):
     async def main():
         replicas = [engine(str(i)) for i in range(3)]
-        dispatcher = Dispatcher(replicas, routing=routing)
+        queue = RequestQueue(replicas, routing=routing)
         order = PromptOrder([prompt("a", i) for i in range(8)], size=4, shares={}, seed=0)
         chosen = plan(counts=order.counts, prompt=order.prompt)
-        scheduler = RolloutScheduler(chosen, dispatcher, None, seed=1)
+        scheduler = RolloutScheduler(chosen, queue, None, seed=1)
         asked = {}
         for step in range(6):  # three passes
             before = [len(replica.begun) for replica in replicas]
@@ -145,7 +144,7 @@ def test_a_row_goes_where_it_was_in_the_pass_before(routing, stays):
                         asked.setdefault(row, []).append(replica.name)
         assert sorted(map(len, asked.values())) == [3] * 8
         assert all(len(set(names)) == 1 for names in asked.values()) == stays
-        await dispatcher.close()
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -156,11 +155,12 @@ def test_answers_of_a_prompt_stay_together_only_where_they_stick(routing, others
 
     async def main():
         replicas = [engine(str(i)) for i in range(2)]
-        dispatcher = Dispatcher(replicas, routing=routing, max_running=2)
-        dispatcher.ask([request("r", n=4)], lambda id, outcome: None)
+        queue = RequestQueue(replicas, routing=routing, max_running=2)
+        ask(queue, [request("r", n=4)], lambda id, outcome: None)
+        await asyncio.sleep(0)
         running = [len(each._requests) for each in replicas]
         assert running == [2, others]
-        while dispatcher.num_open:
+        while queue.num_pending:
             await asyncio.sleep(1)
         assert (replicas[1].ended > 0) == (others > 0)
 

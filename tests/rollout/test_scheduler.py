@@ -8,11 +8,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_fleet import PROMPT, engine, in_virtual_time, length_of, plan, prompt, right_tokens
+from rollout_fleet import PROMPT, check_requests, engine, in_virtual_time, length_of, plan, prompt, right_tokens
 
 from roll_core.errors import CheckpointMismatchError
-from roll_core.runtime.rollout.dispatcher import Dispatcher
-from roll_core.runtime.rollout.saved import array_from
+from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.runtime.rollout.recording import array_from
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.testing.errors import refused
 from roll_core.testing.simulation import SimulatedEngine, Speed
@@ -20,7 +20,7 @@ from roll_core.types import Group, Reward, SamplingParams
 
 
 def fleet(count=3, **given):
-    return Dispatcher([engine(str(i)) for i in range(count)], **given)
+    return RequestQueue([engine(str(i)) for i in range(count)], **given)
 
 
 def ids(groups):
@@ -34,10 +34,10 @@ def check(groups):
             assert sample.response_ids.tolist() == right_tokens(group.id, index)
 
 
-async def train(dispatcher, seconds=3.0, in_flight=False):
+async def train(queue, seconds=3.0, in_flight=False):
     """What happens between two batches: training, then new weights."""
     await asyncio.sleep(seconds)
-    async with dispatcher.paused(in_flight=in_flight):
+    async with queue.paused(in_flight=in_flight):
         await asyncio.sleep(0.1)
 
 
@@ -46,10 +46,10 @@ async def train(dispatcher, seconds=3.0, in_flight=False):
 @pytest.mark.parametrize("keep_partials", [True, False])
 def test_batches_are_in_prompt_order_and_never_older_than_allowed(ahead, concurrent, keep_partials):
     async def main():
-        dispatcher = fleet()
+        queue = fleet()
         scheduler = RolloutScheduler(
             plan(counts={"a": 6, "b": 2}, ahead=ahead, concurrent=concurrent, keep_partials=keep_partials),
-            dispatcher,
+            queue,
             None,
             seed=1,
         )
@@ -60,24 +60,24 @@ def test_batches_are_in_prompt_order_and_never_older_than_allowed(ahead, concurr
             assert max(facts.ages) <= math.ceil(ahead)
             assert facts.surplus == (math.floor(6 * ahead) + math.floor(2 * ahead))
             assert facts.stale == 0
-            assert (dispatcher.num_running == 0) or concurrent
-            await train(dispatcher)
+            assert (queue.num_running == 0) or concurrent
+            await train(queue)
         if ahead >= 1 and concurrent:
             assert min(facts.ages) >= 1  # all of it was begun while others were trained on
         await scheduler.close()
-        assert dispatcher.num_open == dispatcher.num_running == 0
-        dispatcher.check()
+        assert queue.num_pending == queue.num_running == 0
+        check_requests(queue, scheduler)
 
     in_virtual_time(main)
 
 
 def test_generation_ahead_saves_the_time_in_which_engines_would_wait():
     async def seconds(**given):
-        dispatcher = fleet()
-        scheduler = RolloutScheduler(plan(counts={"a": 12}, **given), dispatcher, None, seed=1)
+        queue = fleet()
+        scheduler = RolloutScheduler(plan(counts={"a": 12}, **given), queue, None, seed=1)
         for step in range(12):
             await scheduler.batch(step)
-            await train(dispatcher, 5.0, in_flight=True)
+            await train(queue, 5.0, in_flight=True)
         await scheduler.close()
         return asyncio.get_running_loop().time()
 
@@ -113,14 +113,14 @@ def judged(dispatcher_rng):
 @settings(max_examples=25)
 def test_a_batch_has_the_first_prompts_that_pass_whatever_is_ready_first(unwanted, ahead, concurrent, seed):
     async def main():
-        dispatcher = fleet()
+        queue = fleet()
         chosen = plan(
             ahead=ahead,
             concurrent=concurrent,
             max_tries=1000,
             keep=lambda group: group.samples[0].reward.value not in unwanted,
         )
-        scheduler = RolloutScheduler(chosen, dispatcher, judged(random.Random(seed)), seed=1)
+        scheduler = RolloutScheduler(chosen, queue, judged(random.Random(seed)), seed=1)
         wanted = (position for position in range(1000) if position not in unwanted)
         left_out = 0
         for step in range(4):
@@ -129,12 +129,12 @@ def test_a_batch_has_the_first_prompts_that_pass_whatever_is_ready_first(unwante
             assert max(facts.ages) <= math.ceil(ahead)
             check(groups)
             left_out += facts.left_out
-            await train(dispatcher, 1.0)
+            await train(queue, 1.0)
         if not ahead:
             last = int(groups[-1].id[1:])
             assert left_out == len([each for each in unwanted if each <= last])
         await scheduler.close()
-        dispatcher.check()
+        check_requests(queue, scheduler)
 
     in_virtual_time(main)
 
@@ -151,7 +151,7 @@ def test_what_is_passed_over_by_those_that_are_ready_first_is_in_the_next_batch(
     unwanted, ahead, concurrent, keep_partials, seed
 ):
     async def main():
-        dispatcher = fleet()
+        queue = fleet()
         chosen = plan(
             ahead=ahead,
             concurrent=concurrent,
@@ -160,7 +160,7 @@ def test_what_is_passed_over_by_those_that_are_ready_first_is_in_the_next_batch(
             max_tries=1000,
             keep=lambda group: group.samples[0].reward.value not in unwanted,
         )
-        scheduler = RolloutScheduler(chosen, dispatcher, judged(random.Random(seed)), seed=1)
+        scheduler = RolloutScheduler(chosen, queue, judged(random.Random(seed)), seed=1)
         seen: list[int] = []
         for step in range(6):
             waiting = {entry["position"] for entry in scheduler.state()["a"]["kept"]}
@@ -178,9 +178,9 @@ def test_what_is_passed_over_by_those_that_are_ready_first_is_in_the_next_batch(
             assert len(seen) == len(set(seen))
             asked = scheduler.state()["a"]["next"]
             assert {*seen, *left, *unwanted} >= set(range(asked))
-            await train(dispatcher, 1.0)
+            await train(queue, 1.0)
         await scheduler.close()
-        dispatcher.check()
+        check_requests(queue, scheduler)
 
     in_virtual_time(main)
 
@@ -194,7 +194,7 @@ def test_a_batch_does_not_wait_for_a_long_answer_unless_it_was_passed_over_befor
         replica = SimulatedEngine("0", Speed(max_rows=256), lengths, prompt_tokens=len(PROMPT))
         scheduler = RolloutScheduler(
             plan(ahead=0.5, concurrent=True, first_ready=True, params=SamplingParams(max_new_tokens=5000)),
-            Dispatcher([replica]),
+            RequestQueue([replica]),
             None,
             seed=1,
         )
@@ -217,8 +217,8 @@ def test_a_batch_does_not_wait_for_a_long_answer_unless_it_was_passed_over_befor
 def test_a_resumed_scheduler_still_knows_who_was_passed_over():
     async def main():
         chosen = plan(ahead=0.5, first_ready=True)
-        dispatcher = fleet()
-        scheduler = RolloutScheduler(chosen, dispatcher, judged(random.Random(0)), seed=1)
+        queue = fleet()
+        scheduler = RolloutScheduler(chosen, queue, judged(random.Random(0)), seed=1)
         seen: list[str] = []
         for step in range(8):
             state = json.loads(json.dumps(scheduler.state()))
@@ -242,15 +242,15 @@ def test_without_anything_ahead_prompts_are_replaced_round_by_round():
     def rounds(seed):
         asked = []
 
-        class Recording(Dispatcher):
-            def ask(self, requests, answered, drawn=None):
+        class Recording(SimulatedEngine):
+            def submit(self, requests, on_result):
                 asked.append([each.id for each in requests])
-                super().ask(requests, answered, drawn)
+                super().submit(requests, on_result)
 
         async def main():
-            dispatcher = Recording([engine("0")])
+            queue = RequestQueue([Recording("0", Speed(max_rows=8), length_of, prompt_tokens=len(PROMPT))])
             keep = lambda group: int(group.id[1:]) % 3 != 0  # noqa: E731
-            scheduler = RolloutScheduler(plan(keep=keep), dispatcher, judged(random.Random(seed)), seed=1)
+            scheduler = RolloutScheduler(plan(keep=keep), queue, judged(random.Random(seed)), seed=1)
             await scheduler.batch(0)
 
         in_virtual_time(main)
@@ -280,7 +280,7 @@ def test_groups_are_judged_while_others_are_drawn():
 
         speed = Speed(base_s=0.1, row_s=0.0, prompt_token_s=0.0, max_rows=4)
         replica = SimulatedEngine("0", speed, lambda id, index: 10, prompt_tokens=len(PROMPT))
-        scheduler = RolloutScheduler(plan(), Dispatcher([replica]), judge, seed=1)
+        scheduler = RolloutScheduler(plan(), RequestQueue([replica]), judge, seed=1)
         await scheduler.batch(0)
         assert judging == pytest.approx([1, 2, 3, 4, 5, 6], abs=1e-3)
         assert loop.time() == pytest.approx(7, abs=1e-3)
@@ -295,14 +295,14 @@ def test_replicas_that_die_while_batches_are_made_change_no_batch(seed):
     async def main():
         rng = random.Random(seed)
         living = [engine(f"e{i}") for i in range(3)]
-        dispatcher = Dispatcher(
+        queue = RequestQueue(
             living,
             progress_s=rng.choice([0.0, 0.3]),
             max_running=rng.choice([None, 12]),
             routing=rng.choice(["least_loaded", "prompt_affinity", "sticky"]),
         )
         chosen = plan(ahead=rng.choice([0.0, 0.5, 2.0]), concurrent=rng.random() < 0.5)
-        scheduler = RolloutScheduler(chosen, dispatcher, judged(rng), seed=1)
+        scheduler = RolloutScheduler(chosen, queue, judged(rng), seed=1)
 
         async def reap():
             for number in range(100):
@@ -310,7 +310,7 @@ def test_replicas_that_die_while_batches_are_made_change_no_batch(seed):
                 living.pop(rng.randrange(len(living))).kill()
                 if len(living) < 3:
                     living.append(engine(f"new{number}"))
-                    dispatcher.add(living[-1])
+                    queue.add(living[-1])
 
         reaper = asyncio.ensure_future(reap())
         for step in range(6):
@@ -318,30 +318,29 @@ def test_replicas_that_die_while_batches_are_made_change_no_batch(seed):
             assert ids(groups) == [f"a{6 * step + i}" for i in range(6)]
             check(groups)
             assert max(facts.ages) <= math.ceil(chosen.ahead)
-            dispatcher.check()
-            assert len(dispatcher.accounts.open) == dispatcher.num_open
-            await train(dispatcher, in_flight=rng.random() < 0.5)
+            check_requests(queue, scheduler)
+            await train(queue, in_flight=rng.random() < 0.5)
         reaper.cancel()
         await asyncio.gather(reaper, return_exceptions=True)
         await scheduler.close()
-        await dispatcher.close()
-        assert dispatcher.accounts.lost_replicas > 2
-        assert dispatcher.accounts.ended["answered"] >= 36
-        assert not dispatcher.accounts.open
+        await queue.close()
+        assert queue.num_lost_replicas > 2
+        assert queue.finished["completed"] >= 36
+        assert queue.num_pending == 0
 
     in_virtual_time(main)
 
 
 def test_a_filter_that_nothing_passes_ends_with_what_there_is():
     async def main():
-        dispatcher = fleet()
+        queue = fleet()
         tried = []
 
         def keep(group):
             tried.append(group.id)
             return group.id == "a3"
 
-        scheduler = RolloutScheduler(plan(keep=keep, max_tries=2.5), dispatcher, None, seed=1)
+        scheduler = RolloutScheduler(plan(keep=keep, max_tries=2.5), queue, None, seed=1)
         groups, facts = await scheduler.batch(0)
         assert ids(groups) == ["a3"]
         assert len(tried) == 15
@@ -360,11 +359,11 @@ def test_a_judge_that_raises_ends_the_batch_with_its_error_and_leaves_nothing_ru
         return group
 
     async def main():
-        dispatcher = fleet()
-        scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), dispatcher, judge, seed=1)
+        queue = fleet()
+        scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), queue, judge, seed=1)
         with refused(ValueError, "judge"):
             await scheduler.batch(0)
-        assert dispatcher.num_running == dispatcher.num_open == 0
+        assert queue.num_running == queue.num_pending == 0
 
     in_virtual_time(main)
 
@@ -378,27 +377,27 @@ def test_what_fails_between_two_batches_ends_the_next_one():
         return group
 
     async def main():
-        dispatcher = fleet()
-        scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), dispatcher, judge, seed=1)
+        queue = fleet()
+        scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), queue, judge, seed=1)
         await scheduler.batch(0)
         await asyncio.sleep(3600)
         with refused(ValueError, "judge"):
             await scheduler.batch(1)
-        assert dispatcher.num_running == dispatcher.num_open == 0
+        assert queue.num_running == queue.num_pending == 0
 
     in_virtual_time(main)
 
 
 def test_a_batch_that_is_called_off_leaves_nothing_running():
     async def main():
-        dispatcher = fleet()
-        scheduler = RolloutScheduler(plan(ahead=0.5), dispatcher, None, seed=1)
+        queue = fleet()
+        scheduler = RolloutScheduler(plan(ahead=0.5), queue, None, seed=1)
         waiting = asyncio.ensure_future(scheduler.batch(0))
         await asyncio.sleep(1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert dispatcher.num_running == dispatcher.num_open == 0
+        assert queue.num_running == queue.num_pending == 0
 
     in_virtual_time(main)
 
@@ -410,8 +409,8 @@ def test_a_resumed_scheduler_goes_on_with_the_prompts_and_groups_that_were_saved
         keep = lambda group: int(group.id[1:]) % 4 != 1  # noqa: E731
         wanted = (position for position in range(1000) if position % 4 != 1)
         chosen = plan(ahead=ahead, concurrent=concurrent, keep=keep)
-        dispatcher = fleet()
-        scheduler = RolloutScheduler(chosen, dispatcher, judged(random.Random(0)), seed=1)
+        queue = fleet()
+        scheduler = RolloutScheduler(chosen, queue, judged(random.Random(0)), seed=1)
         kept = 0
         for step in range(8):
             groups, facts = await scheduler.batch(step)
@@ -422,8 +421,8 @@ def test_a_resumed_scheduler_goes_on_with_the_prompts_and_groups_that_were_saved
             state = json.loads(json.dumps(scheduler.state()))
             kept += sum(each["group"] is not None or each["drawn"] is not None for each in state["a"]["kept"])
             await scheduler.close()
-            dispatcher = fleet()
-            scheduler = RolloutScheduler(chosen, dispatcher, judged(random.Random(step)), seed=1)
+            queue = fleet()
+            scheduler = RolloutScheduler(chosen, queue, judged(random.Random(step)), seed=1)
             scheduler.load_state(state)
         assert bool(kept) == bool(ahead)
         await scheduler.close()
@@ -431,14 +430,41 @@ def test_a_resumed_scheduler_goes_on_with_the_prompts_and_groups_that_were_saved
     in_virtual_time(main)
 
 
+def test_a_checkpoint_has_the_tokens_that_a_weight_update_interrupted_while_generation_goes_on():
+    async def main():
+        queue = fleet()
+        scheduler = RolloutScheduler(plan(ahead=2.0, concurrent=True), queue, None, seed=1)
+        await scheduler.batch(0)
+        async with queue.paused(in_flight=False):
+            pass
+        await asyncio.sleep(0.5)
+        assert queue.num_running > 0
+        kept = json.loads(json.dumps(scheduler.state()))["a"]["kept"]
+        partial = {f"a{each['position']}" for each in kept if each["drawn"] is not None}
+        assert len(partial) > 3
+        await scheduler.close()
+        second = engine("second")
+        resumed = RolloutScheduler(plan(ahead=2.0, concurrent=True), RequestQueue([second]), None, seed=1)
+        resumed.load_state({"a": {"next": 18, "kept": kept}})
+        groups, _ = await resumed.batch(1)
+        check(groups)
+        # Requests that continue outputs have an id of their own, whole ones that of the group.
+        begun = [id.rpartition("/")[2].partition("#") for id in second.begun]
+        assert {row for row, mark, _ in begun if mark} == partial
+        assert not {row for row, mark, _ in begun if not mark} & partial
+        await resumed.close()
+
+    in_virtual_time(main)
+
+
 @pytest.mark.parametrize("stale", ["drop", "reuse"])
 def test_groups_that_a_smaller_bound_makes_too_old_are_dropped_or_reused(stale):
     async def main():
-        dispatcher = fleet()
-        before = RolloutScheduler(plan(ahead=3.0, concurrent=True), dispatcher, None, seed=1)
+        queue = fleet()
+        before = RolloutScheduler(plan(ahead=3.0, concurrent=True), queue, None, seed=1)
         for step in range(4):
             await before.batch(step)
-            await train(dispatcher, 60)
+            await train(queue, 60)
         state = before.state()
         await before.close()
         after = RolloutScheduler(plan(ahead=1.0, concurrent=True, stale=stale), fleet(), None, seed=1)
@@ -457,11 +483,12 @@ def test_groups_that_a_smaller_bound_makes_too_old_are_dropped_or_reused(stale):
     in_virtual_time(main)
 
 
-async def state_that_keeps(kept, dispatcher):
+async def state_that_keeps(kept, queue):
     """Of a scheduler after its first batch, with nothing but groups that are whole, or nothing but drawn parts."""
-    scheduler = RolloutScheduler(plan(ahead=1.0), dispatcher, None, seed=1)
+    scheduler = RolloutScheduler(plan(ahead=1.0), queue, None, seed=1)
     await scheduler.batch(0)
     state = scheduler.state()
+    await scheduler.close()
     state["a"]["kept"] = [each for each in state["a"]["kept"] if each[kept] is not None]
     assert state["a"]["kept"]
     return state
@@ -470,9 +497,9 @@ async def state_that_keeps(kept, dispatcher):
 @pytest.mark.parametrize("kept", ["group", "drawn"])
 def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept):
     async def main():
-        dispatcher = fleet()
-        state = await state_that_keeps(kept, dispatcher)
-        other = RolloutScheduler(plan(ahead=1.0, n=5), dispatcher, None, seed=1)
+        queue = fleet()
+        state = await state_that_keeps(kept, queue)
+        other = RolloutScheduler(plan(ahead=1.0, n=5), queue, None, seed=1)
         with refused(CheckpointMismatchError, "4", "5"):
             other.load_state(state)
         with refused(CheckpointMismatchError, "'a'"):
@@ -484,15 +511,15 @@ def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept
 @pytest.mark.parametrize("kept", ["group", "drawn"])
 def test_a_checkpoint_with_longer_answers_than_the_config_allows_is_refused(kept):
     async def main():
-        dispatcher = fleet()
-        state = await state_that_keeps(kept, dispatcher)
+        queue = fleet()
+        state = await state_that_keeps(kept, queue)
         saved = [each["group"]["samples"] if kept == "group" else each["drawn"] for each in state["a"]["kept"]]
         tokens = "response_ids" if kept == "group" else "token_ids"
         longest = max(len(array_from(each[tokens], "<i8")) for answers in saved for each in answers if each)
 
         def resumed(limit):
             params = SamplingParams(max_new_tokens=limit)
-            RolloutScheduler(plan(ahead=1.0, params=params), dispatcher, None, seed=1).load_state(state)
+            RolloutScheduler(plan(ahead=1.0, params=params), queue, None, seed=1).load_state(state)
 
         resumed(longest)
         with refused(CheckpointMismatchError, longest - 1, "response_length"):
@@ -504,16 +531,16 @@ def test_a_checkpoint_with_longer_answers_than_the_config_allows_is_refused(kept
 def test_draws_depend_on_the_step_in_which_a_group_was_begun_and_not_on_what_else_runs():
     seeds = {}
 
-    class Recording(Dispatcher):
-        def ask(self, requests, answered, drawn=None):
-            seeds.setdefault(self.label, {}).update({each.id: each.params.seed for each in requests})
-            super().ask(requests, answered, drawn)
+    class Recording(RequestQueue):
+        def submit(self, request, sampled=None):
+            seeds.setdefault(self.label, {})[request.id] = request.params.seed
+            return super().submit(request, sampled)
 
     async def main():
         for label in ("one", "other"):
-            dispatcher = Recording([engine("0")])
-            dispatcher.label = label
-            scheduler = RolloutScheduler(plan(), dispatcher, None, seed=7)
+            queue = Recording([engine("0")])
+            queue.label = label
+            scheduler = RolloutScheduler(plan(), queue, None, seed=7)
             for step in (0, 1) if label == "one" else (1,):
                 if label == "other":
                     scheduler.load_state({"a": {"next": 6, "kept": []}})
@@ -538,10 +565,10 @@ def test_a_filter_that_raises_is_what_the_one_who_waits_for_the_batch_hears(judg
         raise ZeroDivisionError(group.id)
 
     async def main():
-        dispatcher = fleet()
-        scheduler = RolloutScheduler(plan(keep=broken), dispatcher, judge if judged else None, seed=1)
+        queue = fleet()
+        scheduler = RolloutScheduler(plan(keep=broken), queue, judge if judged else None, seed=1)
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(scheduler.batch(0), 500)
-        assert dispatcher.num_open == 0
+        assert queue.num_pending == 0
 
     in_virtual_time(main)

@@ -1,11 +1,11 @@
-"""Simulated agents against times that can be worked out by hand, and under the real dispatcher and scheduler."""
+"""Simulated agents against times that can be worked out by hand, and under the real queue and scheduler."""
 
 import asyncio
 
 import numpy as np
 import pytest
 
-from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.pipeline import Prompt, RolloutPlan
 from roll_core.testing.simulated_agents import Environments, SimulatedAgents, Trajectory
@@ -42,7 +42,7 @@ def times(trajectories, speed=SPEED):
     async def main():
         loop, ended = asyncio.get_running_loop(), {}
         engine = engine_of(trajectories, speed)
-        engine.begin([asked(id) for id in trajectories], lambda id, outcome: ended.__setitem__(id, loop.time()))
+        engine.submit([asked(id) for id in trajectories], lambda id, outcome: ended.__setitem__(id, loop.time()))
         await asyncio.sleep(1000)
         return ended
 
@@ -57,7 +57,7 @@ def test_a_trajectory_alone_takes_its_prompt_turns_environments_and_observations
 def test_an_output_has_the_tokens_of_all_turns():
     async def main():
         ended = {}
-        engine_of({"a": trajectory([10, 20], [0, 3], [7.0, 0.0])}).begin([asked("a")], ended.__setitem__)
+        engine_of({"a": trajectory([10, 20], [0, 3], [7.0, 0.0])}).submit([asked("a")], ended.__setitem__)
         await asyncio.sleep(100)
         return ended["a"].outputs[0]
 
@@ -88,13 +88,13 @@ def test_what_is_cut_short_goes_on_in_its_turn(cut_at, drawn, ends_at):
     async def main():
         loop, ended = asyncio.get_running_loop(), []
         engine = engine_of({"a": trajectory([10, 20], [0, 3], [7.0, 0.0])})
-        engine.begin([asked("a")], lambda id, outcome: ended.append((loop.time(), outcome.outputs[0])))
+        engine.submit([asked("a")], lambda id, outcome: ended.append((loop.time(), outcome.outputs[0])))
         await asyncio.sleep(cut_at)
         await engine.abort(["a"])
         await asyncio.sleep(50 - loop.time())
         prompt_ids = np.arange(5 + len(ended[0][1].token_ids))
         rest = GenerateRequest(id="a#0.0", prompt_ids=prompt_ids, params=SamplingParams(max_new_tokens=1000), n=1)
-        engine.begin([rest], lambda id, outcome: ended.append((loop.time(), outcome.outputs[0])))
+        engine.submit([rest], lambda id, outcome: ended.append((loop.time(), outcome.outputs[0])))
         await asyncio.sleep(100)
         return ended
 
@@ -110,11 +110,11 @@ def test_an_environment_works_on_while_nobody_draws_its_trajectory():
         loop, ended = asyncio.get_running_loop(), []
         environments, trajectories = Environments(), {"a": trajectory([10, 20], [0, 3], [7.0, 0.0])}
         engine, other = (engine_of(trajectories, environments=environments) for _ in range(2))
-        engine.begin([asked("a")], lambda id, outcome: None)
+        engine.submit([asked("a")], lambda id, outcome: None)
         await asyncio.sleep(1.0)
         await engine.abort(["a"])
         rest = GenerateRequest(id="a#0.0", prompt_ids=np.arange(15), params=SamplingParams(max_new_tokens=1000), n=1)
-        other.begin([rest], lambda id, outcome: ended.append(loop.time()))
+        other.submit([rest], lambda id, outcome: ended.append(loop.time()))
         await asyncio.sleep(100)
         return ended
 
@@ -142,7 +142,7 @@ def test_batches_of_trajectories_are_whole_while_weights_change_and_an_engine_di
             )
             for i in range(3)
         ]
-        dispatcher = Dispatcher(engines, max_running=8, progress_s=1.0)
+        queue = RequestQueue(engines, max_running=8, progress_s=1.0)
         plan = RolloutPlan(
             counts={"": 6},
             params=SamplingParams(max_new_tokens=10_000),
@@ -151,19 +151,19 @@ def test_batches_of_trajectories_are_whole_while_weights_change_and_an_engine_di
             ahead=1.0,
             concurrent=concurrent,
         )
-        scheduler = RolloutScheduler(plan, dispatcher, None, seed=0)
+        scheduler = RolloutScheduler(plan, queue, None, seed=0)
         found = []
         for step in range(4):
             groups, facts = await scheduler.batch(step)
             found += groups
             assert max(facts.ages) <= 1
             await asyncio.sleep(5.0)
-            async with dispatcher.paused(in_flight=step % 2 == 0):
+            async with queue.paused(in_flight=step % 2 == 0):
                 if step == 1:
                     engines[0].kill()
                 await asyncio.sleep(2.0)
         await scheduler.close()
-        dispatcher.check()
+        assert queue.num_pending == 0
         return found
 
     found = run(main)

@@ -50,7 +50,7 @@ def test_times_of_an_engine_are_those_of_its_formula():
         loop, ended = asyncio.get_running_loop(), {}
         lengths = {"a": 100, "b": 50}
         engine = SimulatedEngine("0", SPEED, lambda id, index: lengths[id], prompt_tokens=5)
-        engine.begin([asked("a"), asked("b")], lambda id, outcome: ended.__setitem__(id, (loop.time(), outcome)))
+        engine.submit([asked("a"), asked("b")], lambda id, outcome: ended.__setitem__(id, (loop.time(), outcome)))
         await asyncio.sleep(100)
         return ended
 
@@ -65,7 +65,7 @@ def test_rows_that_find_no_place_wait_and_a_group_computes_its_prompt_once():
     async def main():
         loop, ended = asyncio.get_running_loop(), []
         engine = SimulatedEngine("0", SPEED, lambda id, index: 10, prompt_tokens=5)
-        engine.begin([asked("a", n=6)], lambda id, outcome: ended.append((loop.time(), outcome)))
+        engine.submit([asked("a", n=6)], lambda id, outcome: ended.append((loop.time(), outcome)))
         await asyncio.sleep(100)
         return ended
 
@@ -78,11 +78,11 @@ def test_what_is_cut_short_has_the_tokens_of_the_time_it_had():
     async def main():
         ended = {}
         engine = SimulatedEngine("0", SPEED, lambda id, index: 1000, prompt_tokens=5)
-        engine.begin([asked("a"), asked("b")], ended.__setitem__)
+        engine.submit([asked("a"), asked("b")], ended.__setitem__)
         await asyncio.sleep(0.1 + 20.5 * 0.022)
         (told,) = [each for each in await engine.progress() if each.id == "a"]
         await engine.abort(["a", "unknown"])
-        engine.forget(["b"])
+        engine.cancel(["b"])
         await asyncio.sleep(100)
         return told, ended
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roll_core.runtime import judging, roles
+from roll_core.runtime import roles
+from roll_core.runtime.rollout import scoring
 from roll_core.testing.errors import mentions
 
 REFERENCE = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}
@@ -124,7 +125,7 @@ def test_a_judge_that_always_fails_ends_the_run(runs):
 
 
 def test_what_fails_is_judged_again_and_the_run_is_as_if_it_had_not(local_runs, monkeypatch):
-    monkeypatch.setattr(judging, "RETRY_S", 0.0)
+    monkeypatch.setattr(scoring, "RETRY_S", 0.0)
     flaky = {"digits": {"reward": "function", "function": "rollrewards:flaky"}}
     result = local_runs.ok(local_runs.rlvr(max_steps=2, rewards=flaky))
     lines = local_runs.metrics(result)

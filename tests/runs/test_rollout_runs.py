@@ -351,7 +351,7 @@ def test_a_run_whose_replicas_are_all_killed_goes_on_as_if_nothing_had_been(ray_
 
     async def kill_while_they_draw(run):
         engine = run.infer_role("actor_infer")
-        while engine.dispatcher.num_running < 4 * 4:
+        while engine.queue.num_running < 4 * 4:
             await asyncio.sleep(0)
         for member in engine.group.members:
             os.kill(member.pid, signal.SIGKILL)

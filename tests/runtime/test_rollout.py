@@ -1,16 +1,19 @@
 """Rollouts and judging: order, seeds, and the three states of a reward."""
 
 import asyncio
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 
 from roll_core.errors import DataError, RewardFailure
 from roll_core.runtime.executors.base import Peers
-from roll_core.runtime.judging import Judges
 from roll_core.runtime.placement import Place
-from roll_core.runtime.rollout.groups import stable_seed
-from roll_core.runtime.rollout.of_run import late_length_ratio, roll_out
+from roll_core.runtime.rollout.batches import late_length_ratio
+from roll_core.runtime.rollout.program import GroupTerms, run_groups
+from roll_core.runtime.rollout.requests import stable_seed
+from roll_core.runtime.rollout.scoring import RewardRouter
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.pipeline import Prompt
@@ -27,27 +30,35 @@ class Letters:
         return "".join(chr(97 + i) for i in ids)
 
 
-class EchoRole:
-    """Answers with the last prompt token and the request's seed; finishes in the reverse order."""
+class EchoQueue:
+    """Completes with the last prompt token and the output's index; finishes in the reverse order."""
 
-    async def generate(self, requests, on_completion=None):
-        self.requests = list(requests)
-        found = []
-        for request in reversed(self.requests):
-            outputs = tuple(
-                CompletionOutput(
-                    token_ids=np.array([int(request.prompt_ids[-1]), i]),
-                    logprobs=np.zeros(2, dtype=np.float32),
-                    versions=np.zeros(2, dtype=np.int32),
-                    finish_reason="length",
-                )
-                for i in range(request.n)
+    def __init__(self):
+        self.requests = []
+
+    def submit(self, request, sampled=None):
+        if not self.requests:
+            asyncio.get_running_loop().call_later(0.01, self.complete)
+        outputs = tuple(
+            CompletionOutput(
+                token_ids=np.array([int(request.prompt_ids[-1]), i]),
+                logprobs=np.zeros(2, dtype=np.float32),
+                versions=np.zeros(2, dtype=np.int32),
+                finish_reason="length",
             )
-            completion = Completion(id=request.id, outputs=outputs)
-            found.append(completion)
-            on_completion(completion)
-            await asyncio.sleep(0)
-        return found[::-1]
+            for i in range(request.n)
+        )
+        pending = SimpleNamespace(done=asyncio.get_running_loop().create_future())
+        self.requests.append(request)
+        self.ends = [(pending, Completion(id=request.id, outputs=outputs)), *getattr(self, "ends", [])]
+        return pending
+
+    def complete(self):
+        for pending, completion in self.ends:
+            pending.done.set_result(completion)
+
+    def cancel(self, pending):
+        assert all(each.done.done() for each in pending)
 
 
 class LengthJudge:
@@ -62,13 +73,20 @@ def prompts(count: int, tags: tuple[str, ...] = ("",)) -> list[Prompt]:
     return [Prompt(id=f"{i}/0", tokens=np.array([3, i]), text="?", tag=tags[i % len(tags)]) for i in range(count)]
 
 
-def run(role, found, **given):
-    arguments = {"n": 2, "seed_of": (1, "train", 0), "judges": None, "tokenizer": Letters()} | given
-    return asyncio.run(roll_out(role, found, SamplingParams(), **arguments))
+def run(found, router=None, **given):
+    """The groups, and the requests for them."""
+    terms = GroupTerms(**({"params": SamplingParams(), "n": 2, "seed_of": (1, "train", 0)} | given))
+    scorer = None if router is None else partial(router.score, tokenizer=Letters())
+    queue = EchoQueue()
+    return asyncio.run(run_groups(queue, found, terms, scorer)), queue.requests
+
+
+def seeds(found, **given):
+    return [request.params.seed for request in run(found, **given)[1]]
 
 
 def test_groups_are_in_prompt_order_and_samples_in_order_of_their_index():
-    groups = run(EchoRole(), prompts(4), judges=Judges({"only": LengthJudge()}, {}))
+    groups, _ = run(prompts(4), RewardRouter({"only": LengthJudge()}, {}))
     assert [group.id for group in groups] == ["0/0", "1/0", "2/0", "3/0"]
     assert [[sample.id for sample in group.samples] for group in groups[:1]] == [["0/0/0", "0/0/1"]]
     assert [[sample.reward.value for sample in group.samples] for group in groups] == [[0.0, 1.0]] * 4
@@ -76,23 +94,16 @@ def test_groups_are_in_prompt_order_and_samples_in_order_of_their_index():
 
 
 def test_every_request_has_a_seed_that_depends_on_run_step_and_prompt_only():
-    role = EchoRole()
-    run(role, prompts(3))
-    first = [request.params.seed for request in role.requests]
+    first = seeds(prompts(3))
     assert len(set(first)) == 3
-    run(role, prompts(3)[::-1])
-    assert [request.params.seed for request in role.requests] == first[::-1]
-    run(role, prompts(3), seed_of=(1, "train", 1))
-    assert not set(first) & {request.params.seed for request in role.requests}
+    assert seeds(prompts(3)[::-1]) == first[::-1]
+    assert not set(first) & set(seeds(prompts(3), seed_of=(1, "train", 1)))
 
 
 def test_a_fixed_seed_is_not_the_same_draw_for_every_prompt():
-    role = EchoRole()
-    asyncio.run(roll_out(role, prompts(3), SamplingParams(seed=0), n=1, seed_of=(1,), judges=None, tokenizer=Letters()))
-    first = [request.params.seed for request in role.requests]
+    first = seeds(prompts(3), params=SamplingParams(seed=0), seed_of=(1,))
     assert len(set(first)) == 3
-    asyncio.run(roll_out(role, prompts(3), SamplingParams(seed=0), n=1, seed_of=(2,), judges=None, tokenizer=Letters()))
-    assert [request.params.seed for request in role.requests] == first
+    assert seeds(prompts(3), params=SamplingParams(seed=0), seed_of=(2,)) == first
 
 
 def test_stable_seed_is_the_same_on_every_machine():
@@ -102,12 +113,12 @@ def test_stable_seed_is_the_same_on_every_machine():
 
 
 def test_a_tag_chooses_its_judge_and_an_unknown_tag_is_an_error_that_names_those_known():
-    judges = Judges({"math": "m", "code": "c"}, {"code": ["python"]})
-    assert judges.domain_of("math") == "math"
-    assert judges.domain_of("python") == "code"
+    router = RewardRouter({"math": "m", "code": "c"}, {"code": ["python"]})
+    assert router.domain_of("math") == "math"
+    assert router.domain_of("python") == "code"
     with refused(DataError, "'poetry'"):
-        judges.domain_of("poetry")
-    assert Judges({"only": "o"}, {}).domain_of("anything") == "only"
+        router.domain_of("poetry")
+    assert RewardRouter({"only": "o"}, {}).domain_of("anything") == "only"
 
 
 class Moody(RewardFunction):

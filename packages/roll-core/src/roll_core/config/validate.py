@@ -214,7 +214,9 @@ class _Validation:
         name, data = provider.name, self.data
         if provider.needs_critic and "critic" in schema.model_fields and data.get("critic") is None:
             message = f"{name} reads a critic's values, but there is no role critic"
-            self.found.append(Finding((key,), message, "add the role critic, or take an estimator without one", code="ROLL-C014"))
+            self.found.append(
+                Finding((key,), message, "add the role critic, or take an estimator without one", code="ROLL-C014")
+            )
         if provider.needs_groups and data.get("num_return_sequences_in_group") == 1:
             message = f"{name} compares the samples of one prompt, so each prompt needs at least 2"
             self.found.append(Finding(("num_return_sequences_in_group",), message, code="ROLL-C014"))

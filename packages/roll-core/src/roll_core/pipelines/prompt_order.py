@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.data.order import RowOrder
 from roll_core.errors import DataError
-from roll_core.runtime.rollout.groups import stable_seed
+from roll_core.runtime.rollout.requests import stable_seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

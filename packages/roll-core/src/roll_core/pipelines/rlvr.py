@@ -28,7 +28,7 @@ from roll_core.pipelines.messages import skipped
 from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder
 from roll_core.pipelines.validation import Validation
-from roll_core.runtime.rollout.groups import stable_seed
+from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
 from roll_core.spec.pipeline import Pipeline, RolloutPlan, Run
 

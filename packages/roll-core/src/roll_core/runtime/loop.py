@@ -38,7 +38,6 @@ from roll_core.runtime.console import Console
 from roll_core.runtime.data import RunData
 from roll_core.runtime.executors import choose_executor, make_executor
 from roll_core.runtime.guards import Guards
-from roll_core.runtime.judging import Judges, RewardRole
 from roll_core.runtime.known_errors import advise
 from roll_core.runtime.ledger import Ledger
 from roll_core.runtime.logs import run_logging
@@ -52,9 +51,10 @@ from roll_core.runtime.record import RunFacts, RunRecord, finished_run, read_rec
 from roll_core.runtime.report import write_report
 from roll_core.runtime.resuming import check_fits, load_run
 from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
-from roll_core.runtime.rollout.drafts import stop_finder
-from roll_core.runtime.rollout.liveness import Patience
 from roll_core.runtime.rollout.recording import Recorder
+from roll_core.runtime.rollout.replicas import HealthTimeouts
+from roll_core.runtime.rollout.requests import stop_finder
+from roll_core.runtime.rollout.scoring import RewardRole, RewardRouter
 from roll_core.runtime.run import ActiveRun
 from roll_core.runtime.run_dir import RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.run_files import explained, writing
@@ -448,12 +448,12 @@ class _Driver:
         tokenizer = self.run_dir.tokenizer
         groups = await executor.start(group_specs(roles, config, self.registry, platform, places, tokenizer))
         self.record.update(environments={role: dict(found) for role, found in executor.fingerprints.items()})
-        judges: dict[str, RewardRole] = {}
+        rewards: dict[str, RewardRole] = {}
         for role in roles:
             name, group, worker = role.name, groups[role.name], configs[role.name]
             if isinstance(worker, RewardConfig):
-                judges[name.partition(".")[2]] = judge = RewardRole(name, worker, group, self.redactor)
-                await judge.start()
+                rewards[name.partition(".")[2]] = reward = RewardRole(name, worker, group, self.redactor)
+                await reward.start()
                 continue
             moves = makes_room(role, config, self.registry, platform)
             provider = provider_of(role, worker, self.registry)
@@ -474,7 +474,7 @@ class _Driver:
                     max_running=config.max_running_requests,
                     expand=config.is_num_return_sequences_expand,
                     progress_s=alive_s if executor.shares_memory else min(PROGRESS_S, alive_s),
-                    patience=Patience(tokens_s=config.replica_timeout, answers_s=config.rpc_timeout),
+                    timeouts=HealthTimeouts(token_s=config.replica_timeout, result_s=config.rpc_timeout),
                     find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
                     bring_back=partial(run.bring_back, name) if fed else None,
                 )
@@ -492,9 +492,9 @@ class _Driver:
                 )
                 run.train_roles[name] = model
                 await run.turns.admit(model)
-        if judges:
-            tags = {domain: judge.config.tag_included for domain, judge in judges.items()}
-            run.judges = Judges(judges, tags)
+        if rewards:
+            tags = {domain: reward.config.tag_included for domain, reward in rewards.items()}
+            run.rewards = RewardRouter(rewards, tags)
         stack.push_async_callback(run.close)
         run.publishing = Publishing(run, roles, self.registry, executor, self.record)
         return executor

@@ -83,7 +83,7 @@ class Publishing:
         version = self._run.train_role(source).weight_version
         link = self._links.get((source, target))
         engine = self._run.engine(target)
-        whole = not engine.group.lost and not engine.dispatcher.nobody_left.is_set()
+        whole = not engine.group.lost and not engine.queue.no_replicas.is_set()
         if link is not None and link.version == version and engine.holds_weights and whole:
             return {}
         if engine.group.lost:
@@ -127,7 +127,7 @@ class Publishing:
                 found = await self._probe(link, source, target, changed_at)
                 metrics |= found if scheduled else {}
             except WorkerDiedError as error:
-                if not engine.dispatcher.nobody_left.is_set():
+                if not engine.queue.no_replicas.is_set():
                     raise
                 log.warning("%s is asked for the probe's logprobs once it is brought back: %s", target, error)
         return metrics
@@ -140,7 +140,7 @@ class Publishing:
         What is being drawn goes on under the new weights: as it is, or cut short and continued. Nothing begins between
         two attempts: whoever was cut off has a part of the weights.
         """
-        async with engine.dispatcher.paused(in_flight=link.in_flight):
+        async with engine.queue.paused(in_flight=link.in_flight):
             for left in reversed(range(ATTEMPTS)):
                 try:
                     await engine.revive()

@@ -18,9 +18,8 @@ from roll_core.errors import RollError, UnsupportedError, WorkerDiedError, Worke
 from roll_core.runtime.executors.base import WorkerStub
 from roll_core.runtime.placement import slots_of
 from roll_core.runtime.portable_state import FOLDER
-from roll_core.runtime.rollout.dispatcher import Dispatcher
-from roll_core.runtime.rollout.liveness import ENDLESS
-from roll_core.runtime.rollout.workers import WorkerReplica
+from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.runtime.rollout.replicas import NO_TIMEOUTS, WorkerReplica
 from roll_core.runtime.turns import SlotTurns
 from roll_core.runtime.workers.infer import EngineReading, InferWorker, join_readings
 from roll_core.runtime.workers.train import TrainWorker, combine
@@ -35,9 +34,8 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.executors.base import WorkerGroup
     from roll_core.runtime.memory_use import MemoryUse
-    from roll_core.runtime.rollout.drafts import FindStop
-    from roll_core.runtime.rollout.liveness import Patience
-    from roll_core.runtime.rollout.routing import Routing
+    from roll_core.runtime.rollout.replicas import HealthTimeouts, Routing
+    from roll_core.runtime.rollout.requests import FindStop
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.train import LossFn, LossMetrics, Part, StepStats
     from roll_core.types import Completion, DataRank, GenerateRequest, TrainSequence
@@ -278,27 +276,27 @@ class GroupInferRole(InferRole):
         expand: bool = False,
         find_stop: FindStop | None = None,
         progress_s: float = 0.0,
-        patience: Patience = ENDLESS,
+        timeouts: HealthTimeouts = NO_TIMEOUTS,
         bring_back: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """One that `sleeps` makes room for others between its `turns` and loses its weights by that; so it does once
         it is `fed`, which is to say that weights are published to it. Where all replicas have died `bring_back`
-        publishes to new ones. The rest is for its `Dispatcher`."""
+        publishes to new ones. The rest is for its `RequestQueue`."""
         self.name, self.config, self.group = name, config, group
         self._workers = WorkerStub[InferWorker](group)
         self.capabilities = capabilities or InferCapabilities()
         self._replicas = {rank: WorkerReplica(group, rank) for rank in range(group.world_size)}
         self._waiting: set[int] = set()
         """Ranks that were made anew and have no weights yet."""
-        self.dispatcher = Dispatcher(
+        self.queue = RequestQueue(
             self._replicas.values(),
             routing=routing,
             max_running=max_running,
             expand=expand,
             find_stop=find_stop,
             progress_s=progress_s,
-            patience=patience,
-            outlives_all=lambda: bring_back is not None and group.outlives_all,
+            timeouts=timeouts,
+            survives_all=lambda: bring_back is not None and group.outlives_all,
         )
         self._bring_back, self._bringing_back = bring_back, asyncio.Lock()
         self._turns, self._sleeps, self._fed = turns or SlotTurns(), sleeps, fed
@@ -345,7 +343,7 @@ class GroupInferRole(InferRole):
         """Make replicas anew that have died. They are given requests once weights have been published."""
         while self.group.lost:  # others may die meanwhile
             rank = min(self.group.lost)
-            self.dispatcher.remove(self._replicas[rank])
+            self.queue.remove(self._replicas[rank])
             await self.group.replace(rank)
             await self._workers(InferWorker.start).at(rank)
             self._waiting.add(rank)
@@ -364,7 +362,7 @@ class GroupInferRole(InferRole):
         self._version, self._fed, self.holds_weights = version, True, True
         for rank in sorted(self._waiting):
             self._replicas[rank] = WorkerReplica(self.group, rank)
-            self.dispatcher.add(self._replicas[rank])
+            self.queue.add(self._replicas[rank])
         self._waiting.clear()
 
     @property
@@ -379,7 +377,7 @@ class GroupInferRole(InferRole):
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         async with self.turn():
-            return await self.served(self.dispatcher.generate(requests, on_completion))
+            return await self.served(self.queue.generate(requests, on_completion))
 
     async def served(self, waiting: Coroutine[Any, Any, T]) -> T:
         """Wait, within a turn, for what replicas draw. Where none is left they are brought back, and what they were
@@ -390,9 +388,9 @@ class GroupInferRole(InferRole):
                 if await self._is_done(task):
                     return await task
                 async with self._bringing_back:
-                    if self._bring_back is not None and self.dispatcher.nobody_left.is_set():
+                    if self._bring_back is not None and self.queue.no_replicas.is_set():
                         await self._bring_back()
-            if not await self._is_done(task) and (death := self.dispatcher.end) is not None:
+            if not await self._is_done(task) and (death := self.queue.error) is not None:
                 raise death
             return await task
         finally:
@@ -401,7 +399,7 @@ class GroupInferRole(InferRole):
 
     async def _is_done(self, task: asyncio.Task[T]) -> bool:
         """True once it is; false where no replica is left before that."""
-        alone = asyncio.create_task(self.dispatcher.nobody_left.wait())
+        alone = asyncio.create_task(self.queue.no_replicas.wait())
         try:
             await asyncio.wait({task, alone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -415,7 +413,7 @@ class GroupInferRole(InferRole):
         """
         async with self.turn():
             asked = [
-                self.dispatcher.generate([replace(request, id=f"{request.id}/{rank}")], only_at=replica)
+                self.queue.generate([replace(request, id=f"{request.id}/{rank}")], replica=replica)
                 for rank, replica in self._replicas.items()
             ]
             outcomes = await asyncio.gather(*asked, return_exceptions=True)
@@ -443,7 +441,7 @@ class GroupInferRole(InferRole):
 
     async def engine_metrics(self) -> dict[str, float]:
         """What the engines did since the last call, over all replicas. One that is late is left out: where it hangs it
-        is the dispatcher that finds out."""
+        is the request queue that finds out."""
         ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
         asked = [self._workers(InferWorker.metrics, METRICS_S).at(rank) for rank in ranks]
         readings: list[EngineReading] = []

@@ -5,6 +5,9 @@ The loop that drives it is in `roll_core.runtime.loop`.
 
 from __future__ import annotations
 
+import logging
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -12,9 +15,10 @@ from typing_extensions import override
 
 from roll_core.errors import PluginError, RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.rollout.groups import EVALUATION, ROLLOUT, Verdicts
-from roll_core.runtime.rollout.of_run import DrawnRollouts, roll_out
-from roll_core.runtime.rollout.replay import ReplayedRole, ReplayedRollouts
+from roll_core.runtime.rollout.batches import RewardStats, RunRollouts
+from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
+from roll_core.runtime.rollout.recording import RecordedSource, Replay, ReplayedRole
+from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.runtime.turns import SlotTurns
 from roll_core.spec.pipeline import Run
 from roll_core.spec.providers import AdvantageProvider, InferProvider, PipelineProvider, PolicyLossProvider
@@ -29,12 +33,13 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.data import RunData
     from roll_core.runtime.guards import Guards
-    from roll_core.runtime.judging import Judges
     from roll_core.runtime.ledger import Ledger
     from roll_core.runtime.publishing import Publishing
     from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
-    from roll_core.runtime.rollout.of_run import RunRollouts
+    from roll_core.runtime.rollout.batches import BatchSource
+    from roll_core.runtime.rollout.program import Scorer
     from roll_core.runtime.rollout.recording import Recorder
+    from roll_core.runtime.rollout.scoring import RewardRouter
     from roll_core.runtime.run_dir import RunDir
     from roll_core.runtime.samples import SamplesFile
     from roll_core.spec.algorithms import AdvantageEstimator
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
     from roll_core.types import Group, Sample, SamplingParams, TrainSequence
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class ActiveRun(Run):
@@ -68,10 +75,10 @@ class ActiveRun(Run):
         """Of the roles' models."""
         self.train_roles: dict[str, GroupTrainRole] = {}
         self.infer_roles: dict[str, GroupInferRole] = {}
-        self.judges: Judges | None = None
+        self.rewards: RewardRouter | None = None
         self.busy_roles: set[str] = set()
         """Roles that generate while others train."""
-        self._rollouts: list[RunRollouts] = []
+        self._schedulers: list[RolloutScheduler] = []
         self._replayed: dict[str, ReplayedRole] = {}
         """Roles whose rollouts another run recorded."""
         self.publishing: Publishing
@@ -79,6 +86,8 @@ class ActiveRun(Run):
         self._registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
         self._recorder = recorder
         self._metrics: dict[str, float] = {}
+        self._retries = 0
+        """Retried scores, up to the last batch."""
 
     @override
     def train_role(self, name: str) -> GroupTrainRole:
@@ -142,36 +151,65 @@ class ActiveRun(Run):
         engine = self.engine(role)
         seeded = split == "val" or engine.capabilities.free_seeds
         with self.stage("rollout" if split == "train" else "evaluation"):
-            groups = await roll_out(
-                engine,
-                prompts,
-                params,
+            terms = GroupTerms(
+                params=params,
                 n=n,
                 seed_of=(self.config.seed, split, self.step) if seeded else None,
-                judges=self.judges,
-                tokenizer=self.tokenizer,
                 priority=ROLLOUT if split == "train" else EVALUATION,
             )
+            async with engine.turn():
+                groups = await engine.served(run_groups(engine.queue, prompts, terms, self._scorer))
         self.check_tokens(role, groups)
-        self.check_rewards(Verdicts.of(groups))
+        self.check_rewards(RewardStats.of(groups))
         return groups
 
     @override
     def rollouts(self, role: str, plan: RolloutPlan) -> RunRollouts:
         if plan.replay:
             replayed = self._replayed[role] = ReplayedRole(role, self.config.roles()[role])
-            self._rollouts.append(ReplayedRollouts(self, replayed, plan))
-            return self._rollouts[-1]
+            source: BatchSource = Replay(Path(plan.replay), plan, replayed)
+            return RunRollouts(self, role, plan, source, check=partial(self._check_batch, role, plan))
         self._need_rewards()
         if plan.concurrent:
             self.busy_roles.add(role)
-        self._rollouts.append(DrawnRollouts(self, self.engine(role), plan, self._recorder))
-        return self._rollouts[-1]
+        engine = self.engine(role)
+        seeded = engine.capabilities.free_seeds if plan.seeded is None else plan.seeded
+        log.info("rollouts of %s are %sseeded", role, "" if seeded else "not ")
+        scheduler = RolloutScheduler(
+            plan,
+            engine.queue,
+            self._scorer,
+            seed=self.config.seed if seeded else None,
+            lease=engine.turn,
+            serve=engine.served,
+        )
+        self._schedulers.append(scheduler)
+        source = RecordedSource(scheduler, plan, self._recorder, engine) if plan.record else scheduler
+        check, metrics = partial(self._check_batch, role, plan), partial(self._rollout_metrics, engine)
+        return RunRollouts(self, role, plan, source, check=check, metrics=metrics)
+
+    def _check_batch(self, role: str, plan: RolloutPlan, groups: Sequence[Group], stats: RewardStats) -> None:
+        self.check_tokens(role, groups, mixed=plan.ahead > 0)
+        self.check_rewards(stats)
+
+    @property
+    def _scorer(self) -> Scorer | None:
+        rewards = self.rewards
+        return None if rewards is None else partial(rewards.score, tokenizer=self.tokenizer)
+
+    def _rollout_metrics(self, engine: GroupInferRole) -> dict[str, float]:
+        found = {}
+        if lost := engine.queue.num_lost_replicas:
+            found["rollout/lost_replicas"] = float(lost)
+        if self.rewards is not None and (retries := self.rewards.retries - self._retries):
+            self._retries += retries
+            found["reward/retries"] = float(retries)
+        return found
 
     def _need_rewards(self) -> None:
         """Raise `PluginError` if the pipeline left out a reward role: samples would have no reward, or another's."""
         configured = {name for name, role in self.config.roles().items() if role.kind == "reward"}
-        listed = self.judges.domains if self.judges is not None else frozenset()
+        listed = self.rewards.domains if self.rewards is not None else frozenset()
         if missing := sorted(configured - {f"rewards.{domain}" for domain in listed}):
             owner = self._registry.owner(self._registry.find(PipelineProvider, self.config.pipeline))
             raise PluginError(
@@ -181,12 +219,12 @@ class ActiveRun(Run):
 
     async def close(self) -> None:
         """End what is being generated, while the workers still live."""
-        for rollouts in self._rollouts:
-            await rollouts.close()
+        for scheduler in self._schedulers:
+            await scheduler.close()
         for role in self.infer_roles.values():
-            await role.dispatcher.close()
-        if self.judges is not None:
-            await self.judges.close()
+            await role.queue.close()
+        if self.rewards is not None:
+            await self.rewards.close()
 
     def check_tokens(self, role: str, groups: Sequence[Group], *, mixed: bool = False) -> None:
         """What the engine drew must be what can be trained on: ids that exist, a logprob and a version for each.
@@ -218,15 +256,15 @@ class ActiveRun(Run):
         name = worker.strategy_args.strategy_name if worker.strategy_args else ""
         return f"{role}: {self._registry.owner(self._registry.find(InferProvider, name))}"
 
-    def check_rewards(self, verdicts: Verdicts) -> None:
-        """A judge that fails too often is broken, whatever it says of the rest."""
-        if verdicts.failed:
+    def check_rewards(self, stats: RewardStats) -> None:
+        """Trip the guard `reward_failures` if a reward function fails too often to be trusted."""
+        if stats.failed:
             threshold = self.config.guards.reward_failures.threshold
             self.guards.check(
                 "reward_failures",
-                verdicts.failed <= threshold * verdicts.judged,
-                f"{verdicts.failed} of {verdicts.judged} rewards could not be computed, more than the"
-                f" {threshold:.0%} allowed; the first: {verdicts.first_failure}",
+                stats.failed <= threshold * stats.scored,
+                f"{stats.failed} of {stats.scored} rewards could not be computed, more than the"
+                f" {threshold:.0%} allowed; the first: {stats.first_failure}",
             )
 
     @override

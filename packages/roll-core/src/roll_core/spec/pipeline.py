@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
     from roll_core.spec.providers import AdvantageProvider
+    from roll_core.spec.rollout import RolloutProgram
     from roll_core.spec.train import LossFn
     from roll_core.types import (
         Completion,
@@ -122,61 +123,63 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """How a pipeline wants its batches of groups made; see docs/rollouts.md."""
+    """How a pipeline's batches of groups are made; see docs/rollouts.md."""
 
     counts: Mapping[str, int]
     """Groups of a batch by tag, in the order in which the batch has them."""
     params: SamplingParams
     n: int
-    """Answers to a prompt."""
+    """Samples of a group."""
     prompt: Callable[[str, int], Prompt]
-    """The prompt at a position of a tag's endless order: the same whenever it is asked."""
+    """Returns the prompt at a position of a tag's endless order: the same in every call."""
     keep: Callable[[Group], bool] | None = None
-    """Whether a judged group is worth a place in a batch; one that is not is replaced by the tag's next prompt. None
-    keeps every group."""
+    """True if a scored group may be in a batch. Others are replaced by the tag's next prompts. None keeps every
+    group."""
     max_tries: float = 10.0
-    """For one batch at most so many times its prompts are asked; then it is as large as it got."""
+    """Samples at most `max_tries` × batch size prompts per batch. The batch may then be smaller than requested."""
     ahead: float = 0.0
-    """Batches that may be generated beyond the one that is asked for. No group is trained on more steps after its first
-    token was drawn than this, rounded up."""
+    """Batches that may be generated beyond the requested one. Rounded up, the maximum number of steps between a group's
+    first token and its training."""
     concurrent: bool = False
-    """Generation goes on while the batch is trained on; otherwise what is unfinished waits for the next batch."""
+    """Continue generation during training. If false, unfinished groups are paused until the next batch."""
     keep_partials: bool = True
-    """What is unfinished then goes on from its last token; otherwise it is drawn anew."""
+    """Resume paused responses from their last token. If false, regenerate them."""
     first_ready: bool = False
-    """A batch takes the groups that are ready first, but whatever it passes over is in the next batch; for an `ahead`
+    """A batch takes the groups that finish first, and the next batch the groups that were passed over. For an `ahead`
     of less than 1."""
     stale: Literal["drop", "reuse"] = "drop"
-    """Groups that are older than `ahead` allows, which a resumed run with another config may have: ask their prompts
-    again, or train on them nevertheless."""
+    """Sample the prompts of groups again that are older than `ahead` allows, or train on them. Only a run that was
+    resumed with another config has such groups."""
     record: bool = False
     """Write the batches to the run directory."""
     routed_experts: bool = False
-    """Samples carry the experts that the engine sent their tokens to."""
+    """Samples carry the experts to which the engine routed their tokens."""
     seeded: bool | None = None
-    """Requests carry seeds, so that what is drawn does not depend on what is drawn beside it; None where the engine's
-    capability `free_seeds` says that they cost nothing."""
+    """Seed each request, so that sampling is independent of batching. None: if the engine's capability `free_seeds`
+    declares that seeds cost nothing."""
     replay: str = ""
-    """Directory of a run that did: its batches are this run's too. The role that generates is not among the pipeline's
-    `roles` then, and nothing is judged."""
+    """Directory of a run whose recorded batches are replayed. The generating role is then not among the pipeline's
+    `roles`, and nothing is scored."""
+    program: Callable[[], RolloutProgram] | None = None
+    """Makes the rollout program of each group; None for a single turn."""
 
 
 class Rollouts(ABC):
-    """Batches of judged groups, one after the other, as a plan wants them. Groups are in prompt order; which groups a
-    batch has does not depend on which were finished first, unless the plan says so.
+    """Batches of scored groups, in prompt order. Which groups a batch has does not depend on the order in which they
+    finished, unless the plan has `first_ready`.
 
     Coroutines, to be awaited: `batch`.
     """
 
     @abstractmethod
     async def batch(self) -> list[Group]:
-        """The next one. The engine must hold the weights it is to use: `publish_weights` first. Fewer groups than were
-        planned, and possibly none, only where `max_tries` was not enough."""
+        """The next batch. Call `publish_weights` first, so that the engine has the current weights. Has fewer groups
+        than planned, possibly none, only after `max_tries`."""
 
     @abstractmethod
     def state(self) -> Mapping[str, Any]:
-        """Plain values (JSON): where the prompts are, and groups that are not trained on yet. For the pipeline's own
-        `state`."""
+        """Plain values (JSON) for the pipeline's own `state`: positions in the prompts, and groups that are not trained
+        on yet."""
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -309,14 +312,13 @@ class Run(ABC):
     async def rollout(
         self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
     ) -> list[Group]:
-        """Answer each prompt `n` times and judge the answers as they come. Groups are in prompt order; a sample's
-        `reward` is a value or a failure. The engine must hold the weights it is to use: `publish_weights` first.
-        Answers of `val` are seeded, those of `train` where the engine has seeds for nothing (`free_seeds`)."""
+        """Sample `n` responses to each prompt, and score each group when it is complete. Groups are in prompt order; a
+        sample's `reward` is a value or a failure. Call `publish_weights` first, so that the engine has the current
+        weights. Requests of `val` are seeded, those of `train` if seeds cost the engine nothing (`free_seeds`)."""
 
     @abstractmethod
     def rollouts(self, role: str, plan: RolloutPlan) -> Rollouts:
-        """Batches of groups, generated by `role` and judged as they come, or replayed. Called once for a role, in
-        `setup`."""
+        """Batches of groups, generated by `role` and scored, or replayed. Called once for a role, in `setup`."""
 
     @abstractmethod
     def prompts(self, data: DataArguments) -> Sequence[Prompt]:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.errors import WorkerDiedError, WorkerHungError
-from roll_core.runtime.rollout.replica import Replica
+from roll_core.runtime.rollout.replicas import Replica
 from roll_core.types import Completion, CompletionOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from roll_core.runtime.rollout.replica import Answered
+    from roll_core.runtime.rollout.replicas import OnResult
     from roll_core.types import FinishReason, GenerateRequest
 
 
@@ -110,7 +110,7 @@ class Row:
 @dataclass(eq=False, slots=True)
 class _Request:
     request: GenerateRequest
-    answered: Answered
+    on_result: OnResult
     rows: list[Row] = field(default_factory=list)
     left: int = 0
 
@@ -137,14 +137,14 @@ class SimulatedEngine(Replica):
         self.tokens = self.ended = 0
         """Tokens drawn so far by outputs that ended, and how many did."""
 
-    def begin(self, requests: Sequence[GenerateRequest], answered: Answered) -> None:
-        """See `Replica.begin`."""
+    def submit(self, requests: Sequence[GenerateRequest], on_result: OnResult) -> None:
+        """See `Replica.submit`."""
         if self.dead:
             for each in requests:
-                asyncio.get_running_loop().call_soon(answered, each.id, self._death())
+                asyncio.get_running_loop().call_soon(on_result, each.id, self._death())
             return
         for request in requests:
-            made = self._requests[request.id] = _Request(request, answered)
+            made = self._requests[request.id] = _Request(request, on_result)
             base, _, suffix = request.id.partition("#")
             before = len(request.prompt_ids) - self._prompt_tokens
             for index in range(request.n):
@@ -163,13 +163,13 @@ class SimulatedEngine(Replica):
                 self._end(row, "abort")
         self._advance()
 
-    def forget(self, ids: Sequence[str]) -> None:
-        """See `Replica.forget`."""
+    def cancel(self, ids: Sequence[str]) -> None:
+        """See `Replica.cancel`."""
         self._catch_up()
         for id in ids:
             request = self._requests.pop(id, None)
             if request is not None:
-                request.answered = lambda id, outcome: None
+                request.on_result = lambda id, outcome: None
                 for row in request.rows:
                     self._end(row, "abort")
         self._advance()
@@ -188,8 +188,8 @@ class SimulatedEngine(Replica):
         self._stalled_until = max(self._stalled_until, self._at) + seconds
         self._advance()
 
-    async def give_up(self, why: str) -> WorkerDiedError:
-        """See `Replica.give_up`."""
+    async def terminate(self, why: str) -> WorkerDiedError:
+        """See `Replica.terminate`."""
         self._end_all()
         return WorkerHungError(self.name, 0, "nowhere", "", why)
 
@@ -197,7 +197,7 @@ class SimulatedEngine(Replica):
         """Die: whatever runs is lost."""
         requests = self._end_all()
         for id, request in requests.items():
-            request.answered(id, self._death())
+            request.on_result(id, self._death())
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class SimulatedEngine(Replica):
         if not request.left:
             self._requests.pop(request.request.id, None)
             outputs = tuple(each.output for each in request.rows if each.output is not None)
-            request.answered(request.request.id, Completion(id=request.request.id, outputs=outputs))
+            request.on_result(request.request.id, Completion(id=request.request.id, outputs=outputs))
 
     def _output(self, row: Row, reason: FinishReason) -> CompletionOutput:
         drawn = 0 if row.start < 0 else min(row.stretch, int(self._progress - row.start + 1e-6))

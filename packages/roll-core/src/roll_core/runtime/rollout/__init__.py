@@ -1,12 +1,10 @@
-"""Rollouts: prompts are answered by the replicas of an engine, judged, and put together as batches.
+"""Rollouts: programs produce groups by requests to the replicas of an engine; groups are scored and put in batches.
 
-    prompts ──► RolloutScheduler ──► Dispatcher ──► Replica (an engine's worker, or a simulated one)
-                lines of groups      requests       draws tokens
-                in prompt order      and drafts
-    batch  ◄── judge, filter   ◄── completions ◄──
+    scheduler  which prompt is next, how far ahead of training; a program for each group          ──► batches
+    program    what `generate` and `score` of a program do; the single-turn program               ──► scoring
+    queue      requests in order; continues what a weight update or a lost replica interrupted    ──► requests
+    replicas   which replica runs what, which ones are alive
 
-The dispatcher knows requests, and how they go on when weights change under way; its fleet knows replicas: routing, the
-bound on what runs, deaths. The scheduler knows groups and batches: which prompt is next, what is left out, how far
-ahead of training generation may go. All live on one event loop, touch no clock but the loop's, and know no engine: the
-same code runs in virtual time on simulated engines (`roll_core.testing.simulation`).
+Everything lives on one event loop, uses no clock but the loop's, and knows no engine: the same code runs in virtual
+time on simulated engines (`roll_core.testing.simulation`).
 """

@@ -1,52 +1,62 @@
-"""The rollouts of a run in files of their own, exactly, from which another run trains without an engine.
+"""Rollouts as JSON, exactly: in checkpoints, and in files from which another run trains without an engine.
 
-    <run>/rollouts/step-12.jsonl    first what the batch was, then a line for each of its groups, in their order
+    <run>/rollouts/step-12.jsonl    a line about the batch, then a line for each of its groups, in their order
 
-Arrays are base64 of their little-endian bytes. The first line has the SHA-256 of what follows it.
+Arrays are base64 of their little-endian bytes. The first line has the SHA-256 of the lines that follow.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import hashlib
 import json
 import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+from typing_extensions import override
 
-from roll_core.errors import RecordingError, RunDirectoryError
-from roll_core.runtime.rollout.groups import BatchFacts, Verdicts
-from roll_core.runtime.rollout.saved import array_from, group_from, saved_array, saved_group
+from roll_core.errors import RecordingError, RunDirectoryError, UnsupportedError
+from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
 from roll_core.runtime.tracking import ranges
+from roll_core.spec.pipeline import InferRole
+from roll_core.types import CompletionOutput, Group, Reward, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from typing import Self
 
+    from roll_core.runtime.rollout.batches import BatchSource
+    from roll_core.spec.config import WorkerConfig
     from roll_core.spec.pipeline import Prompt, RolloutPlan
-    from roll_core.types import Group
+    from roll_core.types import Completion, GenerateRequest, RoutedExperts
 
 SCHEMA = 1
 FOLDER = "rollouts"
 TOKENS = "<i8"
+REPLAYED = "replayed"
+"""Key of the state of replayed rollouts, which have no group queues."""
+ARRAYS = {"response_ids": "<i8", "logprobs": "<f4", "loss_mask": "|b1", "versions": "<i4"}
+OUTPUT_ARRAYS = {"token_ids": "<i8", "logprobs": "<f4", "versions": "<i4"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTerms:
-    """What a run must have in common with the one whose rollouts it trains on."""
+    """Settings that a replay must have in common with the recorded run."""
 
     rollout_batch_size: int
     num_return_sequences_in_group: int
     temperature: float
-    """Of the draws: logprobs are those of this temperature."""
+    """Logprobs are those of this sampling temperature."""
 
     @classmethod
     def of(cls, plan: RolloutPlan) -> Self:
-        """Those of a plan."""
+        """The terms of a plan."""
         return cls(
             rollout_batch_size=sum(plan.counts.values()),
             num_return_sequences_in_group=plan.n,
@@ -54,7 +64,7 @@ class BatchTerms:
         )
 
     def check(self, recorded: BatchTerms, path: Path) -> None:
-        """Raise `RecordingError` where they differ."""
+        """Raise `RecordingError` if they differ."""
         for name, mine in asdict(self).items():
             theirs = getattr(recorded, name)
             if mine != theirs:
@@ -63,25 +73,25 @@ class BatchTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBatch:
-    """A step's rollouts as they were trained on."""
+    """The batch of a step, as it was trained on."""
 
     groups: Sequence[Group]
     facts: BatchFacts
     weight_version: int
-    """Of the engine when the batch was complete."""
+    """Of the engine's weights when the batch was complete."""
 
 
 class Recorder:
-    """Writes the rollouts of a run. Each file appears when it is complete."""
+    """Writes the rollouts of a run. Files appear once they are complete."""
 
     def __init__(self, run: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
-        """Below the directory `run`. A resumed run takes over what the one before, `history`, recorded up to
-        `resumed_step`, once it records at all."""
+        """Write below the directory `run`. If a resumed run records, it takes over the files of the run before it,
+        `history`, up to `resumed_step`."""
         self._folder = run / FOLDER
         self._history, self._resumed_step = history, resumed_step
 
     def begin(self) -> None:
-        """Make the folder. Raises `RunDirectoryError`."""
+        """Create the folder. Raises `RunDirectoryError`."""
         try:
             self._folder.mkdir(exist_ok=True)
             for step, file in steps_in(self._history).items() if self._history is not None else ():
@@ -91,7 +101,7 @@ class Recorder:
             raise RunDirectoryError(f"cannot record rollouts in {self._folder}: {error.strerror or error}") from error
 
     def write(self, step: int, terms: BatchTerms, batch: RecordedBatch) -> None:
-        """The batch of a step, counted from 1. Blocks; raises `RunDirectoryError`."""
+        """Write the batch of a step, counted from 1. Blocks; raises `RunDirectoryError`."""
         lines = [
             {
                 "id": group.id,
@@ -109,7 +119,7 @@ class Recorder:
             "sha256": hashlib.sha256(body).hexdigest(),
             "terms": asdict(terms),
             "weight_version": batch.weight_version,
-            "facts": asdict(batch.facts),
+            "facts": _saved_facts(batch.facts),
         }
         path = self._folder / f"step-{step}.jsonl"
         working = path.with_name(f".{path.name}")
@@ -120,11 +130,28 @@ class Recorder:
             raise RunDirectoryError(f"cannot record the rollouts in {path}: {error.strerror or error}") from error
 
 
+class RecordedSource:
+    """Records the batches of another source."""
+
+    def __init__(self, source: BatchSource, plan: RolloutPlan, recorder: Recorder, role: InferRole) -> None:
+        """Creates the folder. Raises `RunDirectoryError`."""
+        self._source, self._terms, self._recorder, self._role = source, BatchTerms.of(plan), recorder, role
+        self.state, self.load_state = source.state, source.load_state
+        recorder.begin()
+
+    async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
+        """The source's batch, once its file is complete."""
+        groups, facts = await self._source.batch(step)
+        batch = RecordedBatch(groups=groups, facts=facts, weight_version=self._role.weight_version)
+        await asyncio.to_thread(self._recorder.write, step + 1, self._terms, batch)
+        return groups, facts
+
+
 class Recording:
-    """The rollouts that a run recorded."""
+    """The recorded rollouts of a run."""
 
     def __init__(self, run: Path) -> None:
-        """Raises `RecordingError` where there are none."""
+        """Raises `RecordingError` if there are none."""
         self.run = run
         self.steps = steps_in(run)
         """Files by step."""
@@ -135,20 +162,19 @@ class Recording:
             )
 
     def check(self, terms: BatchTerms, steps: range) -> None:
-        """Raise `RecordingError` unless all of `steps` are there and were recorded on the same terms. Reads one
-        line."""
+        """Raise `RecordingError` unless all of `steps` exist and were recorded on the same terms. Reads one line."""
         missing = [step for step in steps if step not in self.steps]
         if missing:
             raise RecordingError(
-                f"{self.run} has recorded rollouts of the steps {ranges(self.steps)}; step {missing[0]} is asked for"
+                f"{self.run} has recorded rollouts of the steps {ranges(self.steps)}; this run needs step {missing[0]}"
             )
         step = steps[0] if steps else min(self.steps)
         terms.check(self._head(step)[0], self.steps[step])
 
     def batch(self, step: int, plan: RolloutPlan) -> RecordedBatch:
-        """The rollouts of a step, counted from 1, whose prompts must be those of `plan`. Blocks.
+        """The batch of a step, counted from 1. Blocks.
 
-        Raises `RecordingError` where they are not, and where the file is damaged.
+        Raises `RecordingError` if its prompts are not those of `plan`, or the file is damaged.
         """
         self.check(BatchTerms.of(plan), range(step, step + 1))
         path = self.steps[step]
@@ -157,16 +183,8 @@ class Recording:
             raise RecordingError(f"{path} is damaged: its contents are not those that were recorded")
         try:
             groups = [_group(json.loads(line), plan.prompt, path) for line in body.splitlines()]
-            facts = head["facts"]
-            return RecordedBatch(
-                groups=groups,
-                facts=BatchFacts(
-                    **facts
-                    | {name: tuple(facts[name]) for name in ("ages", "positions")}
-                    | {"verdicts": Verdicts(**facts["verdicts"])}
-                ),
-                weight_version=head["weight_version"],
-            )
+            facts = _facts_from(head["facts"])
+            return RecordedBatch(groups=groups, facts=facts, weight_version=head["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, RecordingError):
                 raise
@@ -195,8 +213,20 @@ class Recording:
         return head, rest
 
 
+def _saved_facts(facts: BatchFacts) -> dict[str, Any]:
+    found = asdict(facts)
+    stats = found.pop("rewards")
+    return found | {"verdicts": {"judged": stats.pop("scored"), **stats}}
+
+
+def _facts_from(saved: Mapping[str, Any]) -> BatchFacts:
+    found = {**saved} | {name: tuple(saved[name]) for name in ("ages", "positions")}
+    stats = dict(found.pop("verdicts"))
+    return BatchFacts(**found, rewards=RewardStats(scored=stats.pop("judged"), **stats))
+
+
 def steps_in(run: Path) -> dict[int, Path]:
-    """Files of recorded rollouts by step, in order."""
+    """Files of recorded rollouts by step, in ascending order."""
     found = {}
     for file in (run / FOLDER).glob("step-*.jsonl"):
         if named := re.fullmatch(r"step-([1-9][0-9]*)\.jsonl", file.name):
@@ -205,19 +235,167 @@ def steps_in(run: Path) -> dict[int, Path]:
 
 
 def _group(line: Mapping[str, Any], prompt: Callable[[str, int], Prompt], path: Path) -> Group:
-    asked = prompt(line["tag"], line["position"])
-    if asked.id != line["id"] or not np.array_equal(asked.tokens, array_from(line["prompt_ids"], TOKENS)):
+    expected = prompt(line["tag"], line["position"])
+    if expected.id != line["id"] or not np.array_equal(expected.tokens, array_from(line["prompt_ids"], TOKENS)):
         raise RecordingError(
-            f"{path} answers prompt {line['id']}, where this run has {asked.id}"
-            f"{'' if asked.id != line['id'] else ' with other tokens'}: replay with the data, the tokenizer and the"
+            f"{path} answers prompt {line['id']}, where this run has {expected.id}"
+            f"{'' if expected.id != line['id'] else ' with other tokens'}: replay with the data, the tokenizer and the"
             " seed of the recorded run"
         )
-    return group_from(line, asked)
+    return group_from(line, expected)
 
 
 def _take_over(file: Path, target: Path) -> None:
-    """Files do not change once they are there, so that two runs may have one in common."""
+    """Link a file of another run: files do not change once they exist."""
     try:
         os.link(file, target)
     except OSError:  # another file system, or one without links
         shutil.copyfile(file, target)
+
+
+class ReplayedRole(InferRole):
+    """Stands in for the engine of a replay. Its weight version is the trained one; it generates nothing."""
+
+    def __init__(self, name: str, config: WorkerConfig) -> None:
+        self.name, self.config = name, config
+        self.version = 0
+
+    @property
+    @override
+    def weight_version(self) -> int:
+        return self.version
+
+    @override
+    async def generate(
+        self, requests: Sequence[GenerateRequest], on_completion: Callable[[Completion], None] | None = None
+    ) -> NoReturn:
+        raise UnsupportedError(f"{self.name} is not started: replay_rollouts reads what it generated in another run")
+
+
+class Replay:
+    """Batches of another run, in the order in which they were recorded."""
+
+    def __init__(self, run: Path, plan: RolloutPlan, role: ReplayedRole) -> None:
+        self._recording, self._plan, self._role = Recording(run), plan, role
+
+    async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
+        """The batch that was trained on once `step` steps were done. Raises `RecordingError`."""
+        found = await asyncio.to_thread(self._recording.batch, step + 1, self._plan)
+        here = self._role.weight_version
+        if found.weight_version != here:
+            raise RecordingError(
+                f"step {step + 1} of {self._recording.run} was generated after {found.weight_version} optimizer steps,"
+                f" this run has done {here}: a replay needs as many for each batch as the recorded run had (ppo_epochs,"
+                " gradient_accumulation_steps, warm-up, …)"
+            )
+        return found.groups, found.facts
+
+    def state(self) -> Mapping[str, Any]:
+        """A mark alone: the step selects the batch."""
+        return {REPLAYED: True}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Ignore the state: the step selects the batch."""
+
+
+def saved_group(group: Group) -> dict[str, Any]:
+    """A group without what its prompt has, as JSON."""
+    return {
+        "samples": [
+            {
+                "id": sample.id,
+                "finish": sample.finish_reason,
+                "reward": _saved_reward(sample.reward),
+                **_saved_experts(sample.routed_experts),
+                **{name: saved_array(getattr(sample, name), dtype) for name, dtype in ARRAYS.items()},
+            }
+            for sample in group.samples
+        ]
+    }
+
+
+def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
+    """Read back what `saved_group` returned for a group of this prompt."""
+    return Group(
+        id=prompt.id,
+        samples=tuple(
+            Sample(
+                id=each["id"],
+                group_id=prompt.id,
+                prompt_ids=prompt.tokens,
+                finish_reason=each["finish"],
+                tag=prompt.tag,
+                metadata=prompt.metadata,
+                reward=_reward_from(each["reward"]),
+                routed_experts=_experts_from(each),
+                **{name: array_from(each[name], dtype) for name, dtype in ARRAYS.items()},
+            )
+            for each in saved["samples"]
+        ),
+    )
+
+
+def saved_outputs(outputs: Sequence[CompletionOutput | None]) -> list[dict[str, Any] | None]:
+    """Outputs as JSON; some may be partial or None."""
+    return [
+        None
+        if output is None
+        else {
+            "finish": output.finish_reason,
+            "stop": output.stop,
+            **_saved_experts(output.routed_experts),
+            **{name: saved_array(getattr(output, name), dtype) for name, dtype in OUTPUT_ARRAYS.items()},
+        }
+        for output in outputs
+    ]
+
+
+def outputs_from(saved: Sequence[Mapping[str, Any] | None]) -> list[CompletionOutput | None]:
+    """Read back what `saved_outputs` returned."""
+    return [
+        None
+        if each is None
+        else CompletionOutput(
+            finish_reason=each["finish"],
+            stop=each["stop"],
+            routed_experts=_experts_from(each),
+            **{name: array_from(each[name], dtype) for name, dtype in OUTPUT_ARRAYS.items()},
+        )
+        for each in saved
+    ]
+
+
+def _saved_reward(reward: Reward | None) -> dict[str, Any] | None:
+    if reward is None:
+        return None
+    return {"value": reward.value, "failure": reward.failure, "detail": dict(reward.detail)}
+
+
+def _reward_from(saved: Mapping[str, Any] | None) -> Reward | None:
+    return None if saved is None else Reward(**saved)
+
+
+def _saved_experts(experts: RoutedExperts | None) -> dict[str, Any]:
+    """Empty without experts, which most models do not have."""
+    if experts is None:
+        return {}
+    dtype = experts.dtype.newbyteorder("<").str
+    return {"experts": {"dtype": dtype, "shape": list(experts.shape), "data": saved_array(experts, dtype)}}
+
+
+def _experts_from(saved: Mapping[str, Any]) -> RoutedExperts | None:
+    found = saved.get("experts")
+    if found is None:
+        return None
+    experts: RoutedExperts = array_from(found["data"], found["dtype"]).reshape(found["shape"])
+    return experts
+
+
+def saved_array(array: np.ndarray[Any, Any], dtype: str) -> str:
+    """The array's bytes as base64."""
+    return base64.b64encode(np.ascontiguousarray(array, dtype=dtype).tobytes()).decode()
+
+
+def array_from(text: str, dtype: str) -> Any:
+    """Read back what `saved_array` returned, writable."""
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()

@@ -1,17 +1,17 @@
-"""Prompts in, batches of judged groups out, in prompt order and as far ahead of training as the plan allows.
+"""Prompts in, batches of scored groups out, in prompt order and at most as far ahead of training as the plan allows.
 
-    a tag's prompts   0  1  2  3  4  5  6  7  8  9 ...
-                      └── line ──────────┘
-                      ready ready x  running          x: left out, so that the next prompt joins at the end
-    batch             first `count` of the line, once all of them are ready
+    prompts of a tag   0  1  2  3  4  5  6  7  8  9 ...
+                       └── GroupQueue ────┘                 one rollout program runs for each group
+                       done  done  x  running               x: filtered, so that the next prompt joins at the end
+    batch              the first `count` groups, once all of them are done
 
-With `first_ready` a batch takes what is ready first, but whatever it passes over is in the next one.
+With `first_ready` a batch takes the groups that finish first, and the next batch the groups that were passed over.
 
-A line holds at most the batch that is asked for and `ahead` more, so a group is trained on at most `ceil(ahead)` steps
-after it was begun: the bound on staleness is kept by not beginning too early, not by throwing work away.
+A group queue holds at most the requested batch and `ahead` more. A group is therefore trained on at most `ceil(ahead)`
+steps after it was started: the staleness bound is kept by not starting too early, and nothing is discarded.
 
-Where nothing is generated ahead, prompts that replace others are asked when the whole round is judged: what runs
-together then does not depend on timing, and neither do the last bits of what is drawn.
+Without anything ahead, filtered groups are replaced once all groups of the round are scored: which requests run
+together then does not depend on timing, and neither do the last bits of their logprobs.
 """
 
 from __future__ import annotations
@@ -20,80 +20,236 @@ import asyncio
 import math
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import CheckpointMismatchError
+from roll_core.errors import CheckpointMismatchError, ContractError
 from roll_core.runtime.concurrency import background
-from roll_core.runtime.rollout.groups import BatchFacts, Verdicts, group_of, request_for
-from roll_core.runtime.rollout.lines import Entry, Line
-from roll_core.runtime.rollout.saved import group_from, outputs_from, saved_group, saved_outputs
+from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
+from roll_core.runtime.rollout.program import GroupContext, GroupTerms, SingleTurn
+from roll_core.runtime.rollout.recording import REPLAYED, group_from, outputs_from, saved_group, saved_outputs
+from roll_core.runtime.rollout.requests import PAUSED
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from roll_core.runtime.rollout.dispatcher import Dispatcher
+    from roll_core.runtime.rollout.program import Scorer
+    from roll_core.runtime.rollout.queue import RequestQueue
+    from roll_core.runtime.rollout.requests import Outputs
     from roll_core.spec.pipeline import Prompt, RolloutPlan
-    from roll_core.types import Completion, Group
+    from roll_core.spec.rollout import RolloutProgram
+    from roll_core.types import Group
 
 
-REPLAYED = "replayed"
-"""In the state of rollouts that were not generated, instead of lines."""
+@dataclass(eq=False, slots=True)
+class GroupSlot:
+    """A group that is not trained on yet: waiting, running (`rollout`) or done (`group`)."""
 
-CHECK_S = 600.0
-"""How often one who waits for a batch looks whether something is lost."""
+    prompt: Prompt
+    position: int
+    """Of the prompt in its tag's order."""
+    born: int
+    """Step in which its first token was sampled."""
+    rollout: Rollout | None = None
+    saved: SavedRollout | None = None
+    """What a checkpoint has of a rollout that was running."""
+    group: Group | None = None
+    left_out: bool = False
+    """The filter rejected it."""
+    waited: bool = False
+    """It was in the queue when the batch was requested."""
+
+    @property
+    def is_begun(self) -> bool:
+        """True if it may have tokens."""
+        return self.group is not None or self.rollout is not None or self.saved is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A running program."""
+
+    program: RolloutProgram
+    context: GroupContext
+    task: asyncio.Task[None]
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if something is sampled."""
+        outputs = (output for each in self.context.sampled.values() for output in each)
+        return any(output is not None and len(output.token_ids) for output in outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRollout:
+    """A program between two runs."""
+
+    sampled: Mapping[str, Outputs]
+    """Outputs of its `generate` calls, by key."""
+    state: Mapping[str, Any]
+    """Its snapshot."""
+
+
+@dataclass(eq=False, slots=True)
+class GroupQueue:
+    """The groups of one tag that are not trained on yet, in prompt order.
+
+    The first `count` belong to the next batch. With `first_ready` the batch takes those that waited when it was
+    requested, then the first to finish: while `extra` is less than `count`, no group is passed over twice.
+    """
+
+    tag: str
+    count: int
+    """Groups of a batch."""
+    extra: int
+    """Groups that may be ahead of it."""
+    limit: int
+    """Prompts that may join for one batch."""
+    first_ready: bool = False
+    next: int = 0
+    """Position of the next prompt to join."""
+    tried: int = 0
+    """Prompts that joined for this batch."""
+    unsettled: int = 0
+    """Groups that are not done."""
+    _order: list[GroupSlot] = field(default_factory=list)
+    """The groups, and those that were left out since the last batch."""
+    _num_left_out: int = 0
+    _front: int = 0
+    """Index in `_order` of the first group that is not done."""
+    _num_in_front: int = 0
+    """Done groups before that index."""
+    _num_awaited: int = 0
+    """Groups that waited and are not done."""
+
+    @classmethod
+    def of(cls, tag: str, count: int, plan: RolloutPlan) -> GroupQueue:
+        """An empty one."""
+        extra = math.floor(plan.ahead * count)
+        return cls(tag, count, extra, math.ceil(plan.max_tries * count) + extra, plan.first_ready)
+
+    def __len__(self) -> int:
+        return len(self._order) - self._num_left_out
+
+    @property
+    def slots(self) -> list[GroupSlot]:
+        """The groups, in prompt order."""
+        return [slot for slot in self._order if not slot.left_out]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the batch has its groups of this tag, or all that it will get."""
+        if self.unsettled == 0 and self.tried >= self.limit:
+            return True
+        if self.first_ready:
+            return len(self) - self.unsettled >= self.count and not self._num_awaited
+        return self._num_in_front >= self.count
+
+    def begin(self) -> None:
+        """A batch is requested."""
+        self.tried = 0
+        for slot in self._order:
+            slot.waited = True
+        self._num_awaited = self.unsettled
+
+    def join(self, capacity: int, prompt: Callable[[str, int], Prompt], step: int) -> list[GroupSlot]:
+        """Add the next prompts, until the queue has `capacity` groups."""
+        joined = []
+        for _ in range(min(capacity - len(self), self.limit - self.tried)):
+            joined.append(GroupSlot(prompt(self.tag, self.next), self.next, step))
+            self.next += 1
+            self.tried += 1
+        self._order += joined
+        self.unsettled += len(joined)
+        return joined
+
+    def settle(self, slot: GroupSlot, group: Group | None) -> None:
+        """A group is done; None leaves it out."""
+        self.unsettled -= 1
+        self._num_awaited -= slot.waited
+        slot.rollout = None
+        if group is None:
+            slot.left_out = True
+            self._num_left_out += 1
+        else:
+            slot.group = group
+        self._advance()
+
+    def take(self) -> tuple[list[GroupSlot], int]:
+        """Remove the batch. Also returns how many remaining groups it passed over."""
+        slots = self.slots
+        taken = slots[: self.count]
+        if self.first_ready:
+            done = [slot for slot in slots if slot.group is not None]
+            taken = sorted(done, key=lambda slot: not slot.waited)[: self.count]
+            taken.sort(key=lambda slot: slot.position)
+        gone = {slot.position for slot in taken}
+        left = [slot for slot in slots if slot.position not in gone]
+        self.replace(left)
+        return taken, sum(slot.position < taken[-1].position for slot in left) if taken else 0
+
+    def replace(self, slots: Sequence[GroupSlot]) -> None:
+        """Hold these groups instead."""
+        self._order = list(slots)
+        self.unsettled = sum(slot.group is None for slot in slots)
+        self._num_awaited = sum(slot.group is None and slot.waited for slot in slots)
+        self._num_left_out = self._front = self._num_in_front = 0
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._front < len(self._order):
+            slot = self._order[self._front]
+            if slot.group is None and not slot.left_out:
+                break
+            self._num_in_front += not slot.left_out
+            self._front += 1
 
 
 class RolloutScheduler:
-    """Lives on the event loop of its dispatcher. One `batch` at a time."""
+    """Makes batches on the event loop of its request queue. One `batch` at a time."""
 
     def __init__(
         self,
         plan: RolloutPlan,
-        dispatcher: Dispatcher,
-        judge: Callable[[Prompt, Group], Awaitable[Group]] | None,
+        requests: RequestQueue,
+        scorer: Scorer | None,
         *,
         seed: int | None,
-        turn: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext,
-        served: Callable[[Coroutine[Any, Any, None]], Awaitable[None]] | None = None,
+        lease: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext,
+        serve: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]] = asyncio.ensure_future,
     ) -> None:
-        """`judge` gives the samples of a group their rewards. Without a `seed` requests have none, and engines draw as
-        it comes. `turn` is the engine's turn on its slots; `served` waits within it for what replicas draw, and sees to
-        it that there are some."""
+        """Without a `seed` requests have none. `lease` holds the engine's slots; `serve` awaits a coroutine within it,
+        and replaces replicas meanwhile if none is alive."""
         self.plan = plan
-        self._dispatcher, self._judge, self._seed, self._turn = dispatcher, judge, seed, turn
-        self._lines = [
-            Line.of(tag, count, ahead=plan.ahead, max_tries=plan.max_tries, first_ready=plan.first_ready)
-            for tag, count in plan.counts.items()
-        ]
-        self._by_request: dict[str, tuple[Line, Entry]] = {}
-        dispatcher.accounts.askers.append(lambda: self._by_request)
-        self._served = served
-        self._judging: set[asyncio.Task[None]] = set()
+        self._requests, self._scorer, self._seed, self._lease = requests, scorer, seed, lease
+        self._queues = [GroupQueue.of(tag, count, plan) for tag, count in plan.counts.items()]
+        self._serve = serve
+        self._tasks: set[asyncio.Task[None]] = set()
         self._step = 0
         self._wanted = False
-        """Whether a batch is being waited for, or what is ahead of it alone."""
+        """True while `batch` is pending; False while groups are only prefetched."""
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._counts: Counter[str] = Counter()
-        self._verdicts = Verdicts()
+        self._stats = RewardStats()
 
     async def batch(self, step: int) -> tuple[list[Group], BatchFacts]:
-        """The groups to train on in `step`, with the weights that the engine holds now for what is yet to be drawn.
+        """The groups to train on in `step`; tokens are sampled with the weights that the engine holds now.
 
-        Raises the first error of an engine or a judge, also of what failed since the last batch.
+        Raises the first error of an engine, a program or a reward worker, including those since the last batch.
         """
         self._step, self._wanted = step, True
-        for line in self._lines:
-            line.begin()
-        async with self._turn():
+        for queue in self._queues:
+            queue.begin()
+        async with self._lease():
             try:
                 self._drop_stale()
-                self._ask_again()
+                self._resume()
                 self._admit()
-                while self._failure is None and not all(line.is_complete for line in self._lines):
+                while self._failure is None and not all(queue.is_complete for queue in self._queues):
                     self._changed.clear()
-                    await (self._change() if self._served is None else self._served(self._change()))
+                    await self._serve(self._changed.wait())
                 if self._failure is not None:
                     raise self._failure
             except BaseException:
@@ -103,227 +259,224 @@ class RolloutScheduler:
                 self._wanted = False
             taken, passed_over = self._take()
             if not self.plan.concurrent:
-                await self._rest()
+                await self._pause()
         if self.plan.concurrent:
             self._admit()
-        self._dispatcher.check()
         facts = BatchFacts(
-            ages=tuple(step - entry.born for entry in taken),
+            ages=tuple(step - slot.born for slot in taken),
             left_out=self._counts.pop("left out", 0),
             stale=self._counts.pop("stale", 0),
-            surplus=sum(map(len, self._lines)),
+            surplus=sum(map(len, self._queues)),
             passed_over=passed_over,
-            positions=tuple(entry.position for entry in taken),
-            verdicts=self._verdicts,
+            positions=tuple(slot.position for slot in taken),
+            rewards=self._stats,
+            restarted=self._counts.pop("restarted", 0),
         )
-        self._verdicts = Verdicts()
-        return [entry.group for entry in taken if entry.group is not None], facts
+        self._stats = RewardStats()
+        return [slot.group for slot in taken if slot.group is not None], facts
 
-    async def _change(self) -> None:
-        """Wait until a line is complete or something fails. What is lost would be waited for in vain."""
-        while not self._changed.is_set():
-            try:
-                await asyncio.wait_for(self._changed.wait(), CHECK_S)
-            except TimeoutError:
-                self._dispatcher.check()
-
-    def _take(self) -> tuple[list[Entry], int]:
-        taken: list[Entry] = []
+    def _take(self) -> tuple[list[GroupSlot], int]:
+        taken: list[GroupSlot] = []
         passed_over = 0
-        for line in self._lines:
-            entries, passed = line.take()
-            taken += entries
+        for queue in self._queues:
+            slots, passed = queue.take()
+            taken += slots
             passed_over += passed
         return taken, passed_over
 
     async def close(self) -> None:
-        """End everything."""
-        self._dispatcher.forget(list(self._by_request))
-        self._by_request.clear()
-        judging, self._judging = self._judging, set()
-        for task in judging:
+        """Cancel all programs."""
+        tasks, self._tasks = self._tasks, set()
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*judging, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- what is saved -------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Lines as plain values. What an engine is drawing right now is saved as far as it was drawn when it was last
-        cut short."""
+        """The group queues as plain values. Running rollouts are saved with the tokens that they had when they were
+        last interrupted."""
         return {
-            line.tag: {
-                "next": line.next,
-                "kept": [
-                    {
-                        "position": entry.position,
-                        "born": entry.born,
-                        "group": None if entry.group is None else saved_group(entry.group),
-                        "drawn": None if entry.drawn is None else saved_outputs(entry.drawn),
-                    }
-                    for entry in line.entries
-                ],
-            }
-            for line in self._lines
+            queue.tag: {"next": queue.next, "kept": [_saved_slot(slot) for slot in queue.slots]}
+            for queue in self._queues
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Tags that it does not know begin at their first prompt.
+        """Continue from `state`. Tags that it does not have begin at their first prompt.
 
         Raises `CheckpointMismatchError`.
         """
         if state.get(REPLAYED) is True:
             raise CheckpointMismatchError(
-                "the checkpoint is of a run that replayed rollouts and does not know which prompts are next: go on with"
+                "the checkpoint is of a run that replayed rollouts, and has no position in the prompts: resume it with"
                 " replay_rollouts"
             )
-        for line in self._lines:
-            saved = state.get(line.tag)
+        for queue in self._queues:
+            saved = state.get(queue.tag)
             if saved is None:
                 continue
             try:
-                line.next = saved["next"]
-                line.replace([self._entry_from(line, each) for each in saved["kept"]])
+                queue.next = saved["next"]
+                queue.replace([self._slot_from(queue, each) for each in saved["kept"]])
+                self._counts["restarted"] += sum(each.get("restarts", False) for each in saved["kept"])
             except CheckpointMismatchError:
                 raise
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointMismatchError(
-                    f"the saved rollouts of {line.tag!r} cannot be read: {error!r}"
+                    f"the saved rollouts of {queue.tag!r} cannot be read: {error!r}"
                 ) from error
 
-    def _entry_from(self, line: Line, saved: Mapping[str, Any]) -> Entry:
-        prompt = self.plan.prompt(line.tag, saved["position"])
-        entry = Entry(prompt, saved["position"], saved["born"])
-        if saved["group"] is not None:
-            entry.group = group_from(saved["group"], prompt)
+    def _slot_from(self, queue: GroupQueue, saved: Mapping[str, Any]) -> GroupSlot:
+        prompt = self.plan.prompt(queue.tag, saved["position"])
+        slot = GroupSlot(prompt, saved["position"], saved["born"])
+        calls = {key: outputs_from(each) for key, each in saved.get("calls", {}).items()}
         if saved["drawn"] is not None:
-            entry.drawn = outputs_from(saved["drawn"])
-        if entry.group is not None:
-            lengths = [len(sample.response_ids) for sample in entry.group.samples]
+            calls[""] = outputs_from(saved["drawn"])
+        if saved["group"] is not None:
+            slot.group = group_from(saved["group"], prompt)
+        elif calls or "program" in saved:
+            slot.saved = SavedRollout(calls, saved.get("program", {}))
+        if slot.group is not None:
+            lengths = [len(sample.response_ids) for sample in slot.group.samples]
         else:
-            lengths = [0 if output is None else len(output.token_ids) for output in entry.drawn or ()]
+            lengths = [0 if output is None else len(output.token_ids) for output in calls.get("", ())]
         if lengths and len(lengths) != self.plan.n:
             raise CheckpointMismatchError(
-                f"the checkpoint keeps {len(lengths)} answers to prompt {prompt.id}, this config asks for"
-                f" {self.plan.n}: leave num_return_sequences_in_group as it was"
+                f"the checkpoint has {len(lengths)} responses to prompt {prompt.id}, this config samples {self.plan.n}:"
+                " keep num_return_sequences_in_group as it was"
             )
         if (longest := max(lengths, default=0)) > (limit := self.plan.params.max_new_tokens):
             raise CheckpointMismatchError(
-                f"the checkpoint keeps an answer of {longest} tokens to prompt {prompt.id}, this config allows"
-                f" {limit}: leave response_length (max_new_tokens) as it was"
+                f"the checkpoint has a response of {longest} tokens to prompt {prompt.id}, this config allows {limit}:"
+                " keep response_length (max_new_tokens) as it was"
             )
-        return entry
+        return slot
 
-    # -- lines ---------------------------------------------------------------------------------------------------------
+    # -- groups --------------------------------------------------------------------------------------------------------
 
-    def _ask_again(self) -> None:
-        """What waited since the last batch goes on."""
-        self._ask(
-            (line, entry)
-            for line in self._lines
-            for entry in line.entries
-            if entry.group is None and not entry.request_id
-        )
+    def _all(self) -> Iterator[tuple[GroupQueue, GroupSlot]]:
+        return ((queue, slot) for queue in self._queues for slot in queue.slots)
+
+    def _resume(self) -> None:
+        """Continue or start the groups that have waited since the last batch."""
+        for _, slot in self._all():
+            if slot.rollout is not None:
+                slot.rollout.context.release()
+                self._requests.resume(slot.rollout.context.pending)
+        self._start((queue, slot) for queue, slot in self._all() if slot.group is None and slot.rollout is None)
 
     def _admit(self) -> None:
-        """Ask for the next prompts, as many as may be under way."""
-        if not self.plan.ahead and any(line.unsettled for line in self._lines):
+        """Start the next prompts, as many as may run now."""
+        if not self.plan.ahead and any(queue.unsettled for queue in self._queues):
             return
-        self._ask(
-            (line, entry)
-            for line in self._lines
-            for entry in line.joining((line.count if self._wanted else 0) + line.extra, self.plan.prompt, self._step)
+        self._start(
+            (queue, slot)
+            for queue in self._queues
+            for slot in queue.join((queue.count if self._wanted else 0) + queue.extra, self.plan.prompt, self._step)
         )
 
-    def _ask(self, entries: Iterable[tuple[Line, Entry]]) -> None:
-        requests, drawn = [], {}
-        for line, entry in entries:
-            if entry.drawn is None:
-                entry.born = self._step
-            entry.request_id = id = f"train/{self._step}/{entry.prompt.id}"
-            self._by_request[id] = line, entry
-            if entry.drawn is not None:
-                drawn[id] = entry.drawn
-            seed_of = None if self._seed is None else (self._seed, "train", entry.born)
-            plan = self.plan
-            requests.append(
-                request_for(
-                    entry.prompt, plan.params, n=plan.n, seed_of=seed_of, id=id, routed_experts=plan.routed_experts
-                )
+    def _start(self, slots: Iterable[tuple[GroupQueue, GroupSlot]]) -> None:
+        plan = self.plan
+        for queue, slot in slots:
+            saved, slot.saved = slot.saved, None
+            if saved is None or not saved.sampled:
+                slot.born = self._step
+            terms = GroupTerms(
+                params=plan.params,
+                n=plan.n,
+                seed_of=None if self._seed is None else (self._seed, "train", slot.born),
+                id_prefix=f"train/{self._step}/",
+                routed_experts=plan.routed_experts,
             )
-        if requests:
-            self._dispatcher.ask(requests, self._answered, drawn)
+            program = SingleTurn() if plan.program is None else plan.program()
+            if saved is not None:
+                program.restore(saved.state)
+            context = GroupContext(self._requests, slot.prompt, terms, self._scorer, saved.sampled if saved else None)
+            task = background(self._run(queue, slot, program, context), name=f"rollout of {slot.prompt.id}")
+            slot.rollout = Rollout(program, context, task)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    def _drop_stale(self) -> None:
-        """Groups that would be older than the bound when their turn comes begin again, in their place."""
-        if self.plan.stale == "reuse":
-            return
-        bound = math.ceil(self.plan.ahead)
-        dropped = []
-        for line in self._lines:
-            kept = line.entries
-            for at, entry in enumerate(kept):
-                if entry.is_begun and self._step + at // line.count - entry.born > bound:
-                    entry.dropped = True
-                    if entry.request_id:
-                        dropped.append(entry.request_id)
-                        self._by_request.pop(entry.request_id, None)
-                    kept[at] = Entry(entry.prompt, entry.position, self._step, waited=entry.waited)
-                    self._counts["stale"] += 1
-            line.replace(kept)
-        self._dispatcher.forget(dropped)
-
-    async def _rest(self) -> None:
-        """The engine is needed for something else: what is unfinished waits."""
-        if not self._by_request:
-            return
-        open_ids = list(self._by_request)
-        taken = await self._dispatcher.take_back(open_ids)
-        for id in open_ids:
-            if id in taken and id in self._by_request:
-                _, entry = self._by_request.pop(id)
-                entry.request_id = ""
-                begun = any(output is not None and len(output.token_ids) for output in taken[id])
-                entry.drawn = taken[id] if self.plan.keep_partials and begun else None
-
-    # -- what the dispatcher and the judges say ------------------------------------------------------------------------
-
-    def _answered(self, id: str, outcome: Completion | BaseException) -> None:
-        line, entry = self._by_request.pop(id)
-        if isinstance(outcome, BaseException):
-            self._fail(outcome)
-            return
-        entry.drawn = outcome.outputs
-        group = group_of(entry.prompt, outcome)
-        if self._judge is None:
-            try:
-                self._settle(line, entry, group)
-            except Exception as error:  # of the filter, or of what makes prompts
-                self._fail(error)
-            return
-        task = background(self._judged(self._judge, line, entry, group), name=f"rewards of {group.id}")
-        self._judging.add(task)
-        task.add_done_callback(self._judging.discard)
-
-    async def _judged(
-        self, judge: Callable[[Prompt, Group], Awaitable[Group]], line: Line, entry: Entry, group: Group
-    ) -> None:
+    async def _run(self, queue: GroupQueue, slot: GroupSlot, program: RolloutProgram, context: GroupContext) -> None:
         try:
-            self._settle(line, entry, await judge(entry.prompt, group))
+            group = await program.run(context, slot.prompt)
+            if group.id != slot.prompt.id or len(group.samples) != self.plan.n:
+                raise ContractError(
+                    f"{type(program).__name__} returned {len(group.samples)} samples of group {group.id!r} instead of"
+                    f" {self.plan.n} of {slot.prompt.id!r}"
+                )
+            self._settle(queue, slot, group)
         except Exception as error:
             self._fail(error)
 
-    def _settle(self, line: Line, entry: Entry, group: Group) -> None:
-        if entry.dropped:
+    def _cancel(self, slot: GroupSlot) -> None:
+        """Cancel the program of a group, if it runs. Another may be started for it."""
+        if slot.rollout is not None:
+            self._requests.cancel(slot.rollout.context.pending)
+            slot.rollout.task.cancel()
+            slot.rollout = None
+
+    def _drop_stale(self) -> None:
+        """Start groups again that would be older than the bound when they are trained on."""
+        if self.plan.stale == "reuse":
             return
-        self._verdicts += Verdicts.of([group])
+        bound = math.ceil(self.plan.ahead)
+        for queue in self._queues:
+            kept = queue.slots
+            for at, slot in enumerate(kept):
+                if slot.is_begun and self._step + at // queue.count - slot.born > bound:
+                    self._cancel(slot)
+                    kept[at] = GroupSlot(slot.prompt, slot.position, self._step, waited=slot.waited)
+                    self._counts["stale"] += 1
+            queue.replace(kept)
+
+    async def _pause(self) -> None:
+        """Interrupt what is unfinished: the engine's slots are needed. Groups without tokens start again."""
+        running = [slot for _, slot in self._all() if slot.rollout is not None]
+        rollouts = [slot.rollout for slot in running if slot.rollout is not None]
+        for rollout in rollouts:
+            rollout.context.hold()
+        await self._requests.pause([pending for rollout in rollouts for pending in rollout.context.pending])
+        for slot in running:
+            if slot.rollout is None or not any(each.state is PAUSED for each in slot.rollout.context.pending):
+                continue
+            if not (self.plan.keep_partials and slot.rollout.has_tokens):
+                self._cancel(slot)
+
+    def _settle(self, queue: GroupQueue, slot: GroupSlot, group: Group) -> None:
+        self._stats += RewardStats.of([group])
         kept = self.plan.keep is None or self.plan.keep(group)
         self._counts["left out"] += not kept
-        line.settle(entry, group if kept else None)
+        queue.settle(slot, group if kept else None)
         if self._wanted or self.plan.concurrent:
             self._admit()
-        if line.is_complete:
+        if queue.is_complete:
             self._changed.set()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._changed.set()
+
+
+def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
+    """A group as plain values. `drawn` are the outputs of the call with the empty key, `calls` those of others."""
+    found: dict[str, Any] = {
+        "position": slot.position,
+        "born": slot.born,
+        "group": None if slot.group is None else saved_group(slot.group),
+        "drawn": None,
+    }
+    saved = slot.saved
+    if slot.rollout is not None:
+        state = slot.rollout.program.snapshot()
+        if state is None:
+            return found | {"restarts": True}
+        saved = SavedRollout(slot.rollout.context.sampled if slot.rollout.has_tokens else {}, state)
+    if saved is not None:
+        calls = {key: saved_outputs(outputs) for key, outputs in saved.sampled.items()}
+        found["drawn"] = calls.pop("", None)
+        if calls:
+            found["calls"] = calls
+        if saved.state:
+            found["program"] = dict(saved.state)
+    return found

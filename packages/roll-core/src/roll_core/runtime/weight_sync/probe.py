@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
-from roll_core.runtime.rollout.groups import PROBE
+from roll_core.runtime.rollout.program import PROBE
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
-"""What an engine was drawing when it died goes on at another: the run's dispatcher on two real engines.
+"""What an engine was drawing when it died goes on at another: the run's request queue on two real engines.
 
-dispatcher ── group ──► dying: progress, again and again, until outputs have ended and others not; it is killed
+queue ── group ──► dying: progress, again and again, until outputs have ended and others not; it is killed
            ── the rest of each output that had not ended ──► live
 """
 
@@ -13,20 +13,20 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.errors import EngineDiedError, WorkerDiedError
-from roll_core.runtime.rollout.dispatcher import Dispatcher
-from roll_core.runtime.rollout.replica import Replica
+from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.runtime.rollout.replicas import Replica
 from roll_core.testing.infer.interrupting import is_open, stopped, until_interrupted
 from roll_core.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from roll_core.runtime.rollout.replica import Answered
+    from roll_core.runtime.rollout.replicas import OnResult
     from roll_core.spec.infer import InferStrategy
     from roll_core.testing.infer.live import Live
     from roll_core.types import Completion
 
-    Outcome = tuple[Completion, Dispatcher, "StrategyReplica", "StrategyReplica"]
+    Outcome = tuple[Completion, RequestQueue, "StrategyReplica", "StrategyReplica"]
 
 LONGEST = 230
 SEEN = 65
@@ -52,8 +52,8 @@ def check_that_it_goes_on(
 
     async def attempt() -> Outcome | None:
         first, second = StrategyReplica("dying", dying), StrategyReplica("live", live.strategy)
-        dispatcher = Dispatcher([first, second], progress_s=ASK_S)
-        asking = asyncio.create_task(dispatcher.generate([GROUP]))
+        queue = RequestQueue([first, second], progress_s=ASK_S)
+        asking = asyncio.create_task(queue.generate([GROUP]))
         dead: asyncio.Task[None] | None = None
         while not (first.is_in_the_middle or asking.done()):
             await asyncio.sleep(ASK_S)
@@ -64,18 +64,18 @@ def check_that_it_goes_on(
         if dead:
             await dead
         (completion,) = await asking
-        await dispatcher.close()
-        return (completion, dispatcher, first, second) if dead else None
+        await queue.close()
+        return (completion, queue, first, second) if dead else None
 
     outcome = until_interrupted(lambda: live.run(attempt()), lambda each: each is None)
     assert outcome, "the group was drawn before the engine could die"
-    found, dispatcher, first, second = outcome
+    found, queue, first, second = outcome
     begun = {int(each.id.partition("#")[2].partition(".")[0]): each for each in second.begun}
     parts = first.known[GROUP.id].outputs
     left = [index for index, part in enumerate(parts) if part.finish_reason == "abort"]
     assert sorted(begun) == left
     assert len(second.begun) == len(left)
-    assert (dispatcher.accounts.lost_replicas, dispatcher.accounts.continued) == (1, len(left))
+    assert (queue.num_lost_replicas, queue.num_continued) == (1, len(left))
     for index, (part, output) in enumerate(zip(parts, found.outputs, strict=True)):
         num = len(part.token_ids)
         assert output.token_ids[:num].tolist() == part.token_ids.tolist()
@@ -106,32 +106,32 @@ class StrategyReplica(Replica):
         return 0 < len(going_on) < len(outputs) and min(going_on) > 0 and max(going_on) >= SEEN
 
     @override
-    def begin(self, requests: Sequence[GenerateRequest], answered: Answered) -> None:
+    def submit(self, requests: Sequence[GenerateRequest], on_result: OnResult) -> None:
         self.begun += requests
         for each in requests:
-            task = asyncio.create_task(self._answer(each, answered))
+            task = asyncio.create_task(self._answer(each, on_result))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, request: GenerateRequest, answered: Answered) -> None:
+    async def _answer(self, request: GenerateRequest, on_result: OnResult) -> None:
         outcome: Completion | BaseException
         try:
             outcome = await self._strategy.generate(request)
         except EngineDiedError as error:
             outcome = WorkerDiedError(self.name, 0, "", "generate", str(error), "")
-        answered(request.id, outcome)
+        on_result(request.id, outcome)
 
     @override
     async def abort(self, ids: Sequence[str]) -> None:
         await self._strategy.abort(ids)
 
     @override
-    def forget(self, ids: Sequence[str]) -> None:
-        assert not ids, "nothing is forgotten here"
+    def cancel(self, ids: Sequence[str]) -> None:
+        assert not ids, "nothing is cancelled here"
 
     @override
-    async def give_up(self, why: str) -> WorkerDiedError:
-        raise AssertionError(f"{self.name} is given up: {why}")
+    async def terminate(self, why: str) -> WorkerDiedError:
+        raise AssertionError(f"{self.name} is terminated: {why}")
 
     @override
     async def progress(self) -> list[Completion] | None:

@@ -5,11 +5,12 @@ import random
 
 import numpy as np
 import pytest
-from rollout_fleet import PROMPT, engine, in_virtual_time, request, right_tokens
+from rollout_fleet import PROMPT, ask, check_requests, engine, in_virtual_time, request, right_tokens
 
 from roll_core.errors import DataError, RollError, WorkerDiedError
-from roll_core.runtime.rollout.dispatcher import Dispatcher
-from roll_core.runtime.rollout.liveness import Patience
+from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.runtime.rollout.replicas import HealthTimeouts
+from roll_core.runtime.rollout.requests import FINISHED, PAUSED
 from roll_core.testing.errors import refused
 from roll_core.testing.simulation import SimulatedEngine, Speed
 
@@ -26,15 +27,15 @@ def check(completion, n):
 @pytest.mark.parametrize("max_running", [None, 1, 6])
 def test_every_request_is_answered_in_order(routing, expand, max_running):
     async def main():
-        dispatcher = Dispatcher(
+        queue = RequestQueue(
             [engine(str(i)) for i in range(3)], routing=routing, expand=expand, max_running=max_running
         )
-        found = await dispatcher.generate([request(f"r{i}", n=i % 4 + 1) for i in range(20)])
+        found = await queue.generate([request(f"r{i}", n=i % 4 + 1) for i in range(20)])
         assert [completion.id for completion in found] == [f"r{i}" for i in range(20)]
         for i, completion in enumerate(found):
             check(completion, i % 4 + 1)
-        assert dispatcher.num_running == 0
-        assert dispatcher.accounts.ended == {"answered": 20}
+        assert queue.num_running == 0
+        assert queue.finished == {"completed": 20}
 
     in_virtual_time(main)
 
@@ -42,10 +43,10 @@ def test_every_request_is_answered_in_order(routing, expand, max_running):
 def test_no_replica_has_more_than_it_may_have_and_rows_do_not_wait_for_the_longest_of_a_group():
     async def main():
         replicas = [engine(str(i)) for i in range(2)]
-        dispatcher = Dispatcher(replicas, max_running=8)
-        dispatcher.ask([request(f"r{i}", n=4) for i in range(48)], lambda id, outcome: None)
+        queue = RequestQueue(replicas, max_running=8)
+        ask(queue, [request(f"r{i}", n=4) for i in range(48)], lambda id, outcome: None)
         most = 0
-        while dispatcher.num_open:
+        while queue.num_pending:
             most = max(most, *(sum(len(each.rows) for each in replica._requests.values()) for replica in replicas))
             await asyncio.sleep(0.05)
         assert most == 8
@@ -60,14 +61,16 @@ def test_no_replica_has_more_than_it_may_have_and_rows_do_not_wait_for_the_longe
 def test_with_affinity_what_goes_on_goes_to_where_it_was_and_sticky_waits_for_room_there():
     async def places(routing):
         replicas = [engine(str(i)) for i in range(3)]
-        dispatcher = Dispatcher(replicas, routing=routing, max_running=2)
-        dispatcher.ask([request(f"r{i}", n=2) for i in range(3)], lambda id, outcome: None)
+        queue = RequestQueue(replicas, routing=routing, max_running=2)
+        ask(queue, [request(f"r{i}", n=2) for i in range(3)], lambda id, outcome: None)
+        await asyncio.sleep(0)
         before = {id.partition("#")[0]: replica.name for replica in replicas for id in replica._requests}
-        async with dispatcher.paused(in_flight=False):
+        async with queue.paused(in_flight=False):
             pass
-        dispatcher.ask([request("other", n=2)], lambda id, outcome: None)
+        ask(queue, [request("other", n=2)], lambda id, outcome: None)
+        await asyncio.sleep(0)
         after = {id.partition("#")[0]: replica.name for replica in replicas for id in replica._requests}
-        await dispatcher.close()
+        await queue.close()
         return before, after
 
     async def main():
@@ -80,23 +83,23 @@ def test_with_affinity_what_goes_on_goes_to_where_it_was_and_sticky_waits_for_ro
 
 def test_a_request_that_fails_ends_alone_for_who_asks_and_together_for_who_waits():
     class Fussy(SimulatedEngine):
-        def begin(self, requests, answered):
+        def submit(self, requests, on_result):
             bad = [each for each in requests if each.id == "bad"]
-            super().begin([each for each in requests if each.id != "bad"], answered)
+            super().submit([each for each in requests if each.id != "bad"], on_result)
             for each in bad:
-                asyncio.get_running_loop().call_soon(answered, each.id, DataError("too long"))
+                asyncio.get_running_loop().call_soon(on_result, each.id, DataError("too long"))
 
     async def main():
-        dispatcher = Dispatcher([Fussy("f", Speed(), lambda id, index: 9, prompt_tokens=10)])
+        queue = RequestQueue([Fussy("f", Speed(), lambda id, index: 9, prompt_tokens=10)])
         found = {}
-        dispatcher.ask([request("good"), request("bad")], found.__setitem__)
+        ask(queue, [request("good"), request("bad")], found.__setitem__)
         await asyncio.sleep(60)
         assert len(found["good"].outputs[0].token_ids) == 9
         assert isinstance(found["bad"], DataError)
         with pytest.raises(DataError, match="too long"):
-            await dispatcher.generate([request("good"), request("bad")])
-        assert dispatcher.num_open == dispatcher.num_running == 0
-        assert dispatcher.accounts.ended == {"answered": 1, "failed": 2, "forgotten": 1}
+            await queue.generate([request("good"), request("bad")])
+        assert queue.num_pending == queue.num_running == 0
+        assert queue.finished == {"completed": 1, "failed": 2, "cancelled": 1}
 
     in_virtual_time(main)
 
@@ -104,17 +107,17 @@ def test_a_request_that_fails_ends_alone_for_who_asks_and_together_for_who_waits
 def test_what_is_asked_of_one_replica_is_asked_there_at_once_though_others_are_idle_and_it_is_full():
     async def main():
         replicas = [engine(str(i)) for i in range(3)]
-        dispatcher = Dispatcher(replicas[:2], max_running=1, routing="sticky")
-        dispatcher.ask([request(f"r{i}", n=2) for i in range(2)], lambda id, outcome: None)
-        dispatcher.add(replicas[2])
+        queue = RequestQueue(replicas[:2], max_running=1, routing="sticky")
+        ask(queue, [request(f"r{i}", n=2) for i in range(2)], lambda id, outcome: None)
+        await asyncio.sleep(0)
+        queue.add(replicas[2])
         asked = [
-            dispatcher.generate([request(f"probe{at}", priority=-2)], only_at=replica)
-            for at, replica in enumerate(replicas)
+            queue.generate([request(f"probe{at}", priority=-2)], replica=replica) for at, replica in enumerate(replicas)
         ]
         for (found,) in await asyncio.gather(*asked):
             check(found, 1)
         assert [replica.begun[:2][-1] for replica in replicas] == ["probe0", "probe1", "probe2"]
-        await dispatcher.close()
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -122,18 +125,18 @@ def test_what_is_asked_of_one_replica_is_asked_there_at_once_though_others_are_i
 def test_what_is_asked_of_a_replica_that_dies_or_is_gone_fails_and_goes_nowhere_else():
     async def main():
         replicas = [engine(str(i)) for i in range(2)]
-        dispatcher = Dispatcher(replicas)
-        dying = asyncio.ensure_future(dispatcher.generate([request("first")], only_at=replicas[0]))
-        other = asyncio.ensure_future(dispatcher.generate([request("r", n=2)]))
+        queue = RequestQueue(replicas)
+        dying = asyncio.ensure_future(queue.generate([request("first")], replica=replicas[0]))
+        other = asyncio.ensure_future(queue.generate([request("r", n=2)]))
         await asyncio.sleep(0.1)
         replicas[0].kill()
         with pytest.raises(WorkerDiedError):
             await dying
         with pytest.raises(WorkerDiedError):
-            await dispatcher.generate([request("second")], only_at=replicas[0])
+            await queue.generate([request("second")], replica=replicas[0])
         check((await other)[0], 2)
         assert not {"first", "second"} & set(replicas[1].begun)
-        assert dispatcher.accounts.ended == {"answered": 1, "failed": 2}
+        assert queue.finished == {"completed": 1, "failed": 2}
 
     in_virtual_time(main)
 
@@ -142,32 +145,32 @@ def test_what_is_asked_of_a_replica_that_dies_or_is_gone_fails_and_goes_nowhere_
 def test_where_all_replicas_die_requests_wait_for_the_next_one_and_go_on_from_their_last_token(routing):
     async def main():
         replicas = [engine(str(i)) for i in range(3)]
-        dispatcher = Dispatcher(replicas[:2], routing=routing, progress_s=1.0, outlives_all=lambda: True)
+        queue = RequestQueue(replicas[:2], routing=routing, progress_s=1.0, survives_all=lambda: True)
         found = {}
-        dispatcher.ask([request(f"r{i}", n=3) for i in range(6)], found.__setitem__)
+        ask(queue, [request(f"r{i}", n=3) for i in range(6)], found.__setitem__)
         await asyncio.sleep(2.5)
         replicas[0].kill()
         await asyncio.sleep(2.5)
-        assert not dispatcher.nobody_left.is_set()
+        assert not queue.no_replicas.is_set()
         replicas[1].kill()
         await asyncio.sleep(0.1)
-        assert dispatcher.nobody_left.is_set()
+        assert queue.no_replicas.is_set()
         before = set(found)
-        dispatcher.ask([request("late")], found.__setitem__)
+        ask(queue, [request("late")], found.__setitem__)
         await asyncio.sleep(100)
-        assert dispatcher.num_running == 0 < dispatcher.num_open == 7 - len(before) == 7 - len(found)
+        assert queue.num_running == 0 < queue.num_pending == 7 - len(before) == 7 - len(found)
         replicas[2].version = 1
-        dispatcher.add(replicas[2])
-        assert not dispatcher.nobody_left.is_set()
-        while dispatcher.num_open:
+        queue.add(replicas[2])
+        assert not queue.no_replicas.is_set()
+        while queue.num_pending:
             await asyncio.sleep(1)
         for id, completion in found.items():
             check(completion, 1 if id == "late" else 3)
         versions = [output.versions.tolist() for id in found.keys() - before for output in found[id].outputs]
         assert all(each == sorted(each) for each in versions)
         assert any(set(each) == {0, 1} for each in versions)  # what was told of is not drawn again
-        assert dispatcher.accounts.ended == {"answered": 7}
-        assert dispatcher.accounts.lost_replicas == 2
+        assert queue.finished == {"completed": 7}
+        assert queue.num_lost_replicas == 2
 
     in_virtual_time(main)
 
@@ -176,13 +179,14 @@ def test_where_all_replicas_die_requests_wait_for_the_next_one_and_go_on_from_th
 def test_what_is_urgent_goes_before_what_waits_also_before_what_waits_for_its_replica(routing):
     async def main():
         replica = engine("0")
-        dispatcher = Dispatcher([replica], max_running=1, routing=routing)
+        queue = RequestQueue([replica], max_running=1, routing=routing)
         ended = []
         rollouts = [request(f"r{i}", n=2) for i in range(2)]
-        dispatcher.ask(rollouts, lambda id, outcome: ended.append(id))
-        dispatcher.ask([request("v", n=2, priority=-1)], lambda id, outcome: ended.append(id))
-        dispatcher.ask([request("p", n=2, priority=-2)], lambda id, outcome: ended.append(id))
-        while dispatcher.num_open:
+        ask(queue, rollouts, lambda id, outcome: ended.append(id))
+        await asyncio.sleep(0)
+        ask(queue, [request("v", n=2, priority=-1)], lambda id, outcome: ended.append(id))
+        ask(queue, [request("p", n=2, priority=-2)], lambda id, outcome: ended.append(id))
+        while queue.num_pending:
             await asyncio.sleep(1)
         assert ended == ["p", "v", "r0", "r1"]
         assert [id[0] for id in replica.begun] == ["r", "p", "p", "v", "v", "r", "r", "r"]
@@ -192,11 +196,11 @@ def test_what_is_urgent_goes_before_what_waits_also_before_what_waits_for_its_re
 
 def test_one_id_twice_at_once_is_refused():
     async def main():
-        dispatcher = Dispatcher([engine("0")])
-        dispatcher.ask([request("r")], lambda id, outcome: None)
+        queue = RequestQueue([engine("0")])
+        ask(queue, [request("r")], lambda id, outcome: None)
         with refused(RollError, "'r'"):
-            dispatcher.ask([request("r")], lambda id, outcome: None)
-        await dispatcher.close()
+            ask(queue, [request("r")], lambda id, outcome: None)
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -205,20 +209,20 @@ def test_one_id_twice_at_once_is_refused():
 def test_nothing_begins_while_weights_are_replaced_and_everything_goes_on_afterwards(in_flight):
     async def main():
         replicas = [engine(str(i)) for i in range(2)]
-        dispatcher = Dispatcher(replicas)
+        queue = RequestQueue(replicas)
         found = {}
-        dispatcher.ask([request(f"r{i}", n=3) for i in range(6)], found.__setitem__)
+        ask(queue, [request(f"r{i}", n=3) for i in range(6)], found.__setitem__)
         for version in range(1, 4):
             await asyncio.sleep(2)
-            async with dispatcher.paused(in_flight=in_flight):
+            async with queue.paused(in_flight=in_flight):
                 running = {id for replica in replicas for id in replica._requests}
                 assert in_flight or not running
-                dispatcher.ask([request(f"late{version}")], found.__setitem__)
+                ask(queue, [request(f"late{version}")], found.__setitem__)
                 await asyncio.sleep(0.1)
                 assert {id for replica in replicas for id in replica._requests} <= running
                 for replica in replicas:
                     replica.version = version
-        while dispatcher.num_open:
+        while queue.num_pending:
             await asyncio.sleep(1)
         for id, completion in found.items():
             check(completion, 1 if id.startswith("late") else 3)
@@ -231,47 +235,50 @@ def test_nothing_begins_while_weights_are_replaced_and_everything_goes_on_afterw
     in_virtual_time(main)
 
 
-def test_what_is_taken_back_goes_on_from_its_last_token_when_it_is_asked_again():
+@pytest.mark.parametrize("max_running", [None, 8])
+def test_paused_requests_continue_from_their_last_token(max_running):
     async def main():
-        dispatcher = Dispatcher([engine(str(i)) for i in range(2)], max_running=8)
-        requests = [request(f"r{i}", n=4) for i in range(8)]
+        queue = RequestQueue([engine(str(i)) for i in range(2)], max_running=max_running)
         found = {}
-        dispatcher.ask(requests, found.__setitem__)
-        open_requests = requests
+        pending = ask(queue, [request(f"r{i}", n=4) for i in range(8)], found.__setitem__)
         for _ in range(50):
             await asyncio.sleep(1.5)
-            drawn = await dispatcher.take_back([each.id for each in open_requests])
-            assert drawn.keys().isdisjoint(found)
-            assert dispatcher.num_running == dispatcher.num_open == 0
-            open_requests = [each for each in requests if each.id in drawn]
-            dispatcher.ask(open_requests, found.__setitem__, drawn)
-            if not open_requests:
+            await queue.pause(pending)
+            assert queue.num_running == 0
+            check_requests(queue, [each for each in pending if each.state is not FINISHED])
+            others = await queue.generate([request(f"v{i}") for i in range(3)])  # the replicas are free meanwhile
+            assert [each.id for each in others] == ["v0", "v1", "v2"]
+            assert {each.state for each in pending} <= {PAUSED, FINISHED}
+            queue.resume(pending)
+            check_requests(queue)
+            if not queue.num_pending:
                 break
         assert len(found) == 8
         for completion in found.values():
             check(completion, 4)
-        dispatcher.check()
-        assert dispatcher.accounts.ended["answered"] == 8
+        assert queue.finished["completed"] >= 8 + 3
+        assert queue.num_continued > 8
 
     in_virtual_time(main)
 
 
-def test_what_was_cut_short_at_its_last_token_is_complete_when_it_is_asked_again():
+def test_an_output_that_was_interrupted_at_its_last_token_is_complete_when_it_is_submitted_again():
     # As after a resume with a smaller response_length: another token would be one too many.
     async def main():
-        dispatcher = Dispatcher([engine("0")])
+        queue = RequestQueue([engine("0")])
         found = {}
         asked = request("r6", n=2, max_new_tokens=1000)
-        dispatcher.ask([asked], found.__setitem__)
+        (pending,) = ask(queue, [asked], found.__setitem__)
         await asyncio.sleep(1.0)
-        drawn = await dispatcher.take_back(["r6"])
-        lengths = {len(output.token_ids) for output in drawn["r6"]}
+        await queue.pause([pending])
+        queue.cancel([pending])
+        lengths = {len(output.token_ids) for output in pending.sampled}
         assert lengths == {min(lengths)} != {0}
-        dispatcher.ask([request("r6", n=2, max_new_tokens=min(lengths))], found.__setitem__, drawn)
+        ask(queue, [request("r6", n=2, max_new_tokens=min(lengths))], found.__setitem__, {"r6": pending.sampled})
         await asyncio.sleep(100)
         assert [len(output.token_ids) for output in found["r6"].outputs] == [*lengths] * 2
         assert {output.finish_reason for output in found["r6"].outputs} == {"length"}
-        dispatcher.check()
+        check_requests(queue)
 
     in_virtual_time(main)
 
@@ -289,12 +296,12 @@ def test_an_abort_that_overtakes_its_request_is_asked_again():
 
     async def main():
         replica = Deaf("deaf", Speed(), lambda id, index: 10**6, prompt_tokens=10)
-        dispatcher = Dispatcher([replica])
-        dispatcher.ask([request("r", max_new_tokens=10**6)], lambda id, outcome: None)
+        queue = RequestQueue([replica])
+        (pending,) = ask(queue, [request("r", max_new_tokens=10**6)], lambda id, outcome: None)
         await asyncio.sleep(1)
-        drawn = await dispatcher.take_back(["r"])
+        await queue.pause([pending])
         assert replica.heard == 2
-        assert drawn["r"][0].finish_reason == "abort"
+        assert pending.sampled[0].finish_reason == "abort"
 
     in_virtual_time(main)
 
@@ -314,13 +321,13 @@ def test_replicas_that_die_or_hang_at_any_moment_lose_nothing_and_nothing_counts
             await asyncio.sleep(rng.uniform(0, 3))
             made += 1
             living.append(engine(f"e{made}"))
-            dispatcher.add(living[-1])
+            queue.add(living[-1])
 
         progress_s = rng.choice([0.0, 0.3])
-        dispatcher = Dispatcher(
+        queue = RequestQueue(
             living,
             progress_s=progress_s,
-            patience=Patience(tokens_s=5.0),
+            timeouts=HealthTimeouts(token_s=5.0),
             max_running=rng.choice([None, 12]),
             routing=rng.choice(["least_loaded", "prompt_affinity", "sticky"]),
             expand=rng.random() < 0.5,
@@ -332,7 +339,7 @@ def test_replicas_that_die_or_hang_at_any_moment_lose_nothing_and_nothing_counts
 
         asked = [request(f"r{i}", n=rng.randint(1, 6)) for i in range(40)]
         for start in range(0, 40, 10):
-            dispatcher.ask(asked[start : start + 10], answered)
+            ask(queue, asked[start : start + 10], answered)
             await asyncio.sleep(rng.uniform(0, 1))
             if len(living) > 1:
                 victim = living.pop(rng.randrange(len(living)))
@@ -344,20 +351,20 @@ def test_replicas_that_die_or_hang_at_any_moment_lose_nothing_and_nothing_counts
                 if replaced:
                     joining.append(asyncio.ensure_future(another()))
             if rng.random() < 0.5:
-                async with dispatcher.paused(in_flight=rng.random() < 0.5):
+                async with queue.paused(in_flight=rng.random() < 0.5):
                     await asyncio.sleep(0.1)
-        while dispatcher.num_open:
+        while queue.num_pending:
             await asyncio.sleep(1)
         await asyncio.gather(*joining)
-        await dispatcher.close()
+        await queue.close()
         assert sorted(answers) == sorted(each.id for each in asked)
         for each in asked:
             (completion,) = answers[each.id]
             check(completion, each.n)
-        dispatcher.check()
-        assert dispatcher.accounts.ended == {"answered": 40}
-        assert dispatcher.accounts.lost_replicas in range(max(1, busy_victims), 5)
-        assert not dispatcher.accounts.open
+        check_requests(queue)
+        assert queue.finished == {"completed": 40}
+        assert queue.num_lost_replicas in range(max(1, busy_victims), 5)
+        assert queue.num_pending == 0
 
     in_virtual_time(main)
 
@@ -365,15 +372,15 @@ def test_replicas_that_die_or_hang_at_any_moment_lose_nothing_and_nothing_counts
 def test_tokens_that_were_told_before_a_death_are_not_drawn_again():
     async def main():
         first, second = engine("0", max_rows=64), engine("1", max_rows=64)
-        dispatcher = Dispatcher([first], progress_s=0.5)
+        queue = RequestQueue([first], progress_s=0.5)
         found = {}
-        dispatcher.ask([request(f"r{i}") for i in range(10)], found.__setitem__)
+        ask(queue, [request(f"r{i}") for i in range(10)], found.__setitem__)
         await asyncio.sleep(3.1)
-        dispatcher.add(second)
+        queue.add(second)
         first.kill()
-        while dispatcher.num_open:
+        while queue.num_pending:
             await asyncio.sleep(1)
-        await dispatcher.close()
+        await queue.close()
         # Of each that still ran nothing is drawn twice but what came after the last report, at 3 seconds.
         told_by = 2.99 / (0.02 + 0.0001 * 10)
         assert second.tokens <= sum(max(0, len(right_tokens(f"r{i}", 0)) - int(told_by)) for i in range(10))
@@ -386,15 +393,15 @@ def test_tokens_that_were_told_before_a_death_are_not_drawn_again():
 def test_when_the_last_replica_dies_everybody_who_waits_is_told():
     async def main():
         replica = engine("0")
-        dispatcher = Dispatcher([replica])
-        waiting = asyncio.ensure_future(dispatcher.generate([request("a"), request("b")]))
+        queue = RequestQueue([replica])
+        waiting = asyncio.ensure_future(queue.generate([request("a"), request("b")]))
         await asyncio.sleep(0.1)
         replica.kill()
         with refused(WorkerDiedError, "rank 0"):
             await waiting
-        assert dispatcher.accounts.ended == {"failed": 2}
+        assert queue.finished == {"failed": 2}
         with pytest.raises(WorkerDiedError):  # nobody is there, so nobody waits for ever
-            await dispatcher.generate([request("c")])
+            await queue.generate([request("c")])
 
     in_virtual_time(main)
 
@@ -402,30 +409,30 @@ def test_when_the_last_replica_dies_everybody_who_waits_is_told():
 def test_who_does_not_wait_any_more_costs_nothing():
     async def main():
         replica = engine("0", max_rows=2)
-        dispatcher = Dispatcher([replica])
-        waiting = asyncio.ensure_future(dispatcher.generate([request(f"r{i}", n=2) for i in range(5)]))
+        queue = RequestQueue([replica])
+        waiting = asyncio.ensure_future(queue.generate([request(f"r{i}", n=2) for i in range(5)]))
         await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.sleep(0.01)
         assert not replica._requests
-        assert dispatcher.num_running == 0
-        await dispatcher.generate([request("r0", n=2)])
+        assert queue.num_running == 0
+        await queue.generate([request("r0", n=2)])
 
     in_virtual_time(main)
 
 
 def test_seeds_of_what_goes_on_are_new_and_repeatable():
     class Recording(SimulatedEngine):
-        def begin(self, requests, answered):
+        def submit(self, requests, on_result):
             for each in requests:
                 seen.append((each.params.seed, len(each.prompt_ids) - len(PROMPT), each.params.max_new_tokens))
-            super().begin(requests, answered)
+            super().submit(requests, on_result)
 
     async def main():
-        dispatcher = Dispatcher([Recording("0", Speed(), lambda id, index: 100, prompt_tokens=10)])
-        waiting = asyncio.ensure_future(dispatcher.generate([request("r", n=2, seed=5)]))
+        queue = RequestQueue([Recording("0", Speed(), lambda id, index: 100, prompt_tokens=10)])
+        waiting = asyncio.ensure_future(queue.generate([request("r", n=2, seed=5)]))
         await asyncio.sleep(1)
-        async with dispatcher.paused(in_flight=False):
+        async with queue.paused(in_flight=False):
             pass
         await waiting
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.runtime.rollout.drafts import Draft, cut_at, rest_of, stop_finder
+from roll_core.runtime.rollout.requests import PartialOutput, cut_at, rest_of, stop_finder
 from roll_core.types import CompletionOutput, GenerateRequest, SamplingParams
 
 
@@ -22,41 +22,41 @@ def part(*tokens, version=0, finish="abort", stop=None):
 
 
 def test_parts_make_one_output_that_ends_as_the_last_does():
-    draft = Draft(0)
-    draft.add(part(1, 2, version=3), 10)
-    assert not draft.complete
-    draft.add(part(version=4), 10)
-    draft.add(part(5, version=5, finish="stop", stop=5), 10)
-    assert draft.complete
-    assert draft.drawn.token_ids.tolist() == [1, 2, 5]
-    assert draft.drawn.versions.tolist() == [3, 3, 5]
-    assert (draft.drawn.finish_reason, draft.drawn.stop) == ("stop", 5)
-    assert draft.drawn.token_ids.dtype == np.int64
-    assert draft.drawn.logprobs.dtype == np.float32
+    output = PartialOutput(0)
+    output.add(part(1, 2, version=3), 10)
+    assert not output.complete
+    output.add(part(version=4), 10)
+    output.add(part(5, version=5, finish="stop", stop=5), 10)
+    assert output.complete
+    assert output.sampled.token_ids.tolist() == [1, 2, 5]
+    assert output.sampled.versions.tolist() == [3, 3, 5]
+    assert (output.sampled.finish_reason, output.sampled.stop) == ("stop", 5)
+    assert output.sampled.token_ids.dtype == np.int64
+    assert output.sampled.logprobs.dtype == np.float32
 
 
 def test_an_output_that_is_cut_at_its_last_token_is_as_long_as_it_may_be():
-    draft = Draft(0)
-    draft.add(part(1, 2), 3)
-    draft.add(part(3), 3)
-    assert draft.complete
-    assert draft.drawn.finish_reason == "length"
+    output = PartialOutput(0)
+    output.add(part(1, 2), 3)
+    output.add(part(3), 3)
+    assert output.complete
+    assert output.sampled.finish_reason == "length"
 
 
 def test_what_is_left_has_the_tokens_in_its_prompt_and_a_seed_of_its_own():
     params = SamplingParams(max_new_tokens=10, min_new_tokens=3, seed=4, temperature=0.5)
     request = GenerateRequest(id="r", prompt_ids=np.array([8, 9]), params=params, n=3, prompt_logprobs=True, priority=2)
-    draft = Draft(1)
-    draft.add(part(1, 2), 10)
-    rest = rest_of(request, draft, "r#1")
+    output = PartialOutput(1)
+    output.add(part(1, 2), 10)
+    rest = rest_of(request, output, "r#1")
     assert rest.prompt_ids.tolist() == [8, 9, 1, 2]
     assert (rest.n, rest.priority, rest.prompt_logprobs) == (1, 2, False)
     assert (rest.params.max_new_tokens, rest.params.min_new_tokens, rest.params.temperature) == (8, 1, 0.5)
     seeds = {rest.params.seed, params.seed}
-    for other in (Draft(1), Draft(2)):
+    for other in (PartialOutput(1), PartialOutput(2)):
         seeds.add(rest_of(request, other, "x").params.seed)
     assert len(seeds) == 4
-    assert rest_of(request, draft, "again").params.seed == rest.params.seed
+    assert rest_of(request, output, "again").params.seed == rest.params.seed
 
 
 def letters(ids):
@@ -100,16 +100,16 @@ def test_experts_of_parts_are_those_of_the_engine_that_drew_what_follows(parts, 
     request = GenerateRequest(
         id="r", prompt_ids=np.arange(num_prompt), params=SamplingParams(max_new_tokens=99), routed_experts=True
     )
-    draft, expected = Draft(0), []
+    output, expected = PartialOutput(0), []
     for name, (num, told) in enumerate(parts):
-        asked = rest_of(request, draft, "again")
+        asked = rest_of(request, output, "again")
         assert asked.routed_experts
         drawn = part(*range(num))
         experts = computed([*asked.prompt_ids, *drawn.token_ids], name) if told else None
-        draft.add(replace(drawn, routed_experts=experts), 99)
+        output.add(replace(drawn, routed_experts=experts), 99)
         if told:
             expected += [[at, name] for at in range(len(expected), len(asked.prompt_ids) + num - 1)]
-    found = draft.drawn.routed_experts
+    found = output.sampled.routed_experts
     if found is None:
         assert not any(told for _, told in parts)
     else:

@@ -1,7 +1,7 @@
-"""Judging samples: which judge judges which, on which of its workers, and again where that fails.
+"""Scoring samples: the reward role of each tag, its workers in rotation, retries of failed rewards.
 
-answered group ──► Judges ──► RewardRole ──► a worker ──► value | failure ──► once more on the next worker?
-                   by tag     by turns                                        else it is excluded
+group ──► RewardRouter ──► RewardRole ──► a worker ──► value | failure ──► retry on the next worker, or exclude
+          by tag           round robin
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GROUPS_AT_ONCE = THREADS
-"""Groups that a worker judges at once, which keep its threads busy; others wait here, where no deadline counts."""
+"""Groups that a worker scores concurrently, which keeps its threads busy. Others wait here, without a deadline."""
 RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
-"""Until a failed judgement is tried again; for each further time twice as long, up to the longest."""
+"""Delay before the first retry, which doubles with each further one, and its maximum."""
 
 
-class Judges:
-    """The run's reward roles by domain. A sample's tag chooses its judge; a single judge judges everything."""
+class RewardRouter:
+    """The run's reward roles by domain. A sample's tag selects its role; a single role scores everything."""
 
     def __init__(self, roles: Mapping[str, RewardRole], tags: Mapping[str, Sequence[str]]) -> None:
-        """`roles` by domain; `tags[domain]` lists further tags that the domain's judge answers for."""
+        """`roles` by domain; `tags[domain]` lists further tags that the domain's role scores."""
         self._roles = roles
         self._by_tag = {domain: domain for domain in roles} | {
             tag: domain for domain, included in tags.items() for tag in included
@@ -52,27 +52,27 @@ class Judges:
         return frozenset(self._roles)
 
     def domain_of(self, tag: str) -> str:
-        """The domain whose judge is responsible. Raises `DataError` for a tag that no judge knows."""
+        """The domain whose role scores a tag. Raises `DataError` for an unknown tag."""
         if len(self._roles) == 1:
             return next(iter(self._roles))
         if tag not in self._by_tag:
             known = ", ".join(sorted(self._by_tag))
             raise DataError(
-                f"no reward judges rows with tag {tag!r}: rewards know {known}; see rewards.<domain>.tag_included"
+                f"no reward scores rows with tag {tag!r}: rewards know {known}; see rewards.<domain>.tag_included"
             )
         return self._by_tag[tag]
 
     @property
     def retries(self) -> int:
-        """Judgements that were tried again so far."""
+        """Scores that were retried so far."""
         return sum(role.retries for role in self._roles.values())
 
     async def close(self) -> None:
-        """End what the judges do besides judging."""
+        """Stop replacing workers."""
         for role in self._roles.values():
             await role.close()
 
-    async def judged(self, prompt: Prompt, group: Group, tokenizer: PreTrainedTokenizerBase) -> Group:
+    async def score(self, prompt: Prompt, group: Group, tokenizer: PreTrainedTokenizerBase) -> Group:
         """The group with its samples' rewards."""
         role = self._roles[self.domain_of(prompt.tag)]
         rewards = await role.score([request_of(sample, prompt.text, tokenizer) for sample in group.samples])
@@ -81,7 +81,7 @@ class Judges:
 
 
 class RewardRole:
-    """A judge on any number of workers, which take turns."""
+    """A reward function on any number of workers, used in rotation."""
 
     def __init__(self, name: str, config: RewardConfig, group: WorkerGroup, redactor: Redactor | None = None) -> None:
         """`redactor` removes secrets from failures and details, which are shown with samples."""
@@ -90,25 +90,25 @@ class RewardRole:
         self._turns = itertools.cycle(range(group.world_size))
         self._room = [asyncio.Semaphore(GROUPS_AT_ONCE) for _ in range(group.world_size)]
         self._replacing: dict[int, asyncio.Task[None]] = {}
-        """Ranks that have died and do not judge yet again. A task that has failed stays: nobody will."""
+        """By rank, for workers that exited. A failed task stays: its rank is not used again."""
         self.retries = 0
-        """Judgements that were tried again so far."""
+        """Scores that were retried so far."""
 
     async def start(self) -> None:
-        """Load what the judges need."""
+        """Load the reward function on every worker."""
         await self.group.call("start")
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """Judge the samples of a group together, on one worker. Those that fail are judged again on the next one, after
-        a pause that doubles: what they need may be there again."""
-        found = await self._judged(requests)
+        """Score the samples of a group together, on one worker. Failed ones are retried on the next worker, after a
+        delay that doubles: a missing resource may be available again."""
+        found = await self._scored(requests)
         for attempt in range(self.config.max_retries):
             failed = [at for at, reward in enumerate(found) if reward.failed]
             if not failed:
                 break
             self.retries += len(failed)
             await asyncio.sleep(min(RETRY_S * 2**attempt, LONGEST_RETRY_S))
-            for at, reward in zip(failed, await self._judged([requests[at] for at in failed]), strict=True):
+            for at, reward in zip(failed, await self._scored([requests[at] for at in failed]), strict=True):
                 found[at] = reward
         return [self._redacted(reward) for reward in found]
 
@@ -118,19 +118,19 @@ class RewardRole:
         return replace(reward, failure=clean(reward.failure), detail=detail)
 
     async def close(self) -> None:
-        """Make no more workers anew."""
+        """Stop replacing workers."""
         for task in self._replacing.values():
             task.cancel()
         await asyncio.gather(*self._replacing.values(), return_exceptions=True)
 
-    async def _judged(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """A worker that dies takes its judgements with it: they are failures."""
+    async def _scored(self, requests: Sequence[RewardRequest]) -> list[Reward]:
+        """Score on the next worker. If its process exits, the scores are failures."""
         rank = await self._next()
         try:
             async with self._room[rank]:
                 found: list[Reward] = await self.group.call_rank(rank, "score", requests)
         except WorkerDiedError as death:
-            if rank not in self.group.lost:  # its death ends the run
+            if rank not in self.group.lost:  # this group does not replace workers: the run ends
                 raise
             if rank not in self._replacing:
                 self._replacing[rank] = asyncio.ensure_future(self._replace(rank))
@@ -138,7 +138,7 @@ class RewardRole:
         return found
 
     async def _next(self) -> int:
-        """The rank whose turn it is, of those that judge."""
+        """The next rank that is not being replaced."""
         while len(self._replacing) == self.group.world_size:
             pending = [task for task in self._replacing.values() if not task.done()]
             if not pending:
@@ -157,7 +157,7 @@ class RewardRole:
 
 
 def request_of(sample: Sample, prompt: str, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:
-    """A sample with its response decoded, for judging only."""
+    """A sample with its response decoded, for scoring only."""
     return RewardRequest(
         sample=sample, prompt=prompt, response=tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
     )

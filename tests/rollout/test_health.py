@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from rollout_fleet import PROMPT, engine, in_virtual_time, length_of, request, right_tokens
+from rollout_fleet import PROMPT, ask, engine, in_virtual_time, length_of, request, right_tokens
 
 from roll_core.errors import WorkerHungError
-from roll_core.runtime.rollout.dispatcher import Dispatcher
-from roll_core.runtime.rollout.liveness import Patience
+from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.testing.errors import mentions
 from roll_core.testing.simulation import SimulatedEngine, Speed
 
@@ -46,10 +46,10 @@ def made(kind, name, **speed):
 
 
 def fleet(replicas, tokens_s=10.0, answers_s=30.0, progress_s=0.5):
-    return Dispatcher(replicas, progress_s=progress_s, patience=Patience(tokens_s=tokens_s, answers_s=answers_s))
+    return RequestQueue(replicas, progress_s=progress_s, timeouts=HealthTimeouts(token_s=tokens_s, result_s=answers_s))
 
 
-async def answers(dispatcher, asked):
+async def answers(queue, asked):
     """Of all requests, each once."""
     found = {}
 
@@ -57,8 +57,8 @@ async def answers(dispatcher, asked):
         assert id not in found
         found[id] = outcome
 
-    dispatcher.ask(asked, answered)
-    while dispatcher.num_open:
+    ask(queue, asked, answered)
+    while queue.num_pending:
         await asyncio.sleep(0.5)
     assert found.keys() == {each.id for each in asked}
     return found
@@ -73,11 +73,11 @@ def check(found):
 @pytest.mark.parametrize("kind", [SimulatedEngine, Silent])
 def test_however_long_requests_wait_in_the_queue_of_an_engine_that_works_it_is_not_given_up(kind):
     async def main():
-        dispatcher = fleet([made(kind, "0", max_rows=1)])
-        check(await answers(dispatcher, [request(f"r{i}", n=2) for i in range(40)]))
+        queue = fleet([made(kind, "0", max_rows=1)])
+        check(await answers(queue, [request(f"r{i}", n=2) for i in range(40)]))
         assert asyncio.get_running_loop().time() > 10 * 30
-        assert dispatcher.accounts.lost_replicas == 0
-        await dispatcher.close()
+        assert queue.num_lost_replicas == 0
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -86,21 +86,21 @@ def test_however_long_requests_wait_in_the_queue_of_an_engine_that_works_it_is_n
 def test_what_a_replica_that_hangs_was_drawing_goes_on_elsewhere_from_its_last_token(kind):
     async def main():
         first, second = made(kind, "0", max_rows=64), engine("1", max_rows=64)
-        dispatcher = fleet([first])
-        waiting = asyncio.ensure_future(answers(dispatcher, [request(f"r{i}") for i in range(10)]))
+        queue = fleet([first])
+        waiting = asyncio.ensure_future(answers(queue, [request(f"r{i}") for i in range(10)]))
         await asyncio.sleep(3.1)
-        dispatcher.add(second)
+        queue.add(second)
         first.hang() if kind is Deaf else first.stall(FOR_EVER)
         check(await waiting)
         # Silent since 3.1 s at the earliest, given up 10 s later; the longest answer takes 9 s more.
         assert 13 < asyncio.get_running_loop().time() < 13 + 4 + 9
         told_by = 2.99 / (0.02 + 0.0001 * 10)
         assert second.tokens <= sum(max(0, len(right_tokens(f"r{i}", 0)) - int(told_by)) for i in range(10))
-        assert dispatcher.accounts.ended == {"answered": 10}
-        assert dispatcher.accounts.lost_replicas == 1
+        assert queue.finished == {"completed": 10}
+        assert queue.num_lost_replicas == 1
         assert first.dead
         assert not second.dead
-        await dispatcher.close()
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -108,11 +108,11 @@ def test_what_a_replica_that_hangs_was_drawing_goes_on_elsewhere_from_its_last_t
 def test_one_that_hangs_keeps_nobody_from_telling_its_progress():
     async def main():
         deaf, dying, last = made(Deaf, "0"), engine("1"), engine("2")
-        dispatcher = fleet([deaf, dying], tokens_s=1000.0)
-        waiting = asyncio.ensure_future(answers(dispatcher, [request("a"), request("b")]))
+        queue = fleet([deaf, dying], tokens_s=1000.0)
+        waiting = asyncio.ensure_future(answers(queue, [request("a"), request("b")]))
         deaf.hang()
         await asyncio.sleep(2.1)
-        dispatcher.add(last)
+        queue.add(last)
         (lost,) = dying._requests
         dying.kill()
         check(await waiting)
@@ -120,7 +120,7 @@ def test_one_that_hangs_keeps_nobody_from_telling_its_progress():
         whole = {id: len(right_tokens(id, 0)) for id in ("a", "b")}
         assert last.tokens <= sum(whole.values()) - int(1.99 / 0.0201)
         assert whole[lost] > int(1.99 / 0.0201)
-        await dispatcher.close()
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -136,11 +136,11 @@ def test_an_engine_that_is_slow_to_tell_is_asked_less_often():
 
     async def main():
         replica = made(Slow, "0", max_rows=1)
-        dispatcher = fleet([replica], tokens_s=400.0)
-        check(await answers(dispatcher, [request(f"r{i}", n=2) for i in range(20)]))
+        queue = fleet([replica], tokens_s=400.0)
+        check(await answers(queue, [request(f"r{i}", n=2) for i in range(20)]))
         # Half a second, and from then on a second every 21.
         assert abs(asyncio.get_running_loop().time() / 21 + 1 - replica.polls) < 2
-        await dispatcher.close()
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -148,8 +148,8 @@ def test_an_engine_that_is_slow_to_tell_is_asked_less_often():
 def test_an_engine_that_does_not_tell_shows_that_it_lives_by_answers_alone():
     async def main():
         first, second = made(Silent, "0"), made(Silent, "1")
-        dispatcher = fleet([first, second], tokens_s=1.0, answers_s=30.0)
-        waiting = asyncio.ensure_future(answers(dispatcher, [request(f"r{i}", n=4) for i in range(6)]))
+        queue = fleet([first, second], tokens_s=1.0, answers_s=30.0)
+        waiting = asyncio.ensure_future(answers(queue, [request(f"r{i}", n=4) for i in range(6)]))
         await asyncio.sleep(2)
         first.stall(FOR_EVER)
         await asyncio.sleep(27)
@@ -157,7 +157,7 @@ def test_an_engine_that_does_not_tell_shows_that_it_lives_by_answers_alone():
         check(await waiting)
         assert first.dead
         assert not second.dead
-        await dispatcher.close()
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -172,15 +172,15 @@ def test_an_engine_that_does_not_tell_shows_that_it_lives_by_answers_alone():
 def test_when_the_only_one_hangs_everybody_who_waits_is_told_who_how_long_and_by_which_key(kind, facts):
     async def main():
         replica = made(kind, "actor_infer")
-        dispatcher = fleet([replica])
-        waiting = asyncio.ensure_future(dispatcher.generate([request("a"), request("b"), request("c")]))
+        queue = fleet([replica])
+        waiting = asyncio.ensure_future(queue.generate([request("a"), request("b"), request("c")]))
         await asyncio.sleep(0.1)
         replica.stall(FOR_EVER)
         with pytest.raises(WorkerHungError) as raised:
             await waiting
         assert mentions(str(raised.value), "actor_infer rank 0", *facts)
-        assert dispatcher.accounts.ended == {"failed": 3}
-        await dispatcher.close()
+        assert queue.finished == {"failed": 3}
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -188,64 +188,63 @@ def test_when_the_only_one_hangs_everybody_who_waits_is_told_who_how_long_and_by
 def test_time_without_work_and_time_in_which_weights_are_replaced_do_not_count():
     async def main():
         replica = engine("0")
-        dispatcher = fleet([replica])
-        check(await answers(dispatcher, [request("a")]))
+        queue = fleet([replica])
+        check(await answers(queue, [request("a")]))
         await asyncio.sleep(100)
         replica.stall(5)
-        waiting = asyncio.ensure_future(answers(dispatcher, [request("b", n=8)]))
+        waiting = asyncio.ensure_future(answers(queue, [request("b", n=8)]))
         await asyncio.sleep(6)
         for in_flight in (True, False):
-            async with dispatcher.paused(in_flight=in_flight):
+            async with queue.paused(in_flight=in_flight):
                 replica.stall(103)
                 await asyncio.sleep(100)
             await asyncio.sleep(4)
         check(await waiting)
-        assert dispatcher.accounts.lost_replicas == 0
-        await dispatcher.close()
+        assert queue.num_lost_replicas == 0
+        await queue.close()
 
     in_virtual_time(main)
 
 
-@pytest.mark.parametrize("how", ["take_back", "pause"])
+@pytest.mark.parametrize("how", ["requests", "weights"])
 def test_who_cuts_short_what_a_replica_draws_waits_no_longer_than_until_it_is_given_up(how):
     async def main():
         deaf, other = made(Deaf, "0"), engine("1")
-        dispatcher = fleet([deaf, other])
-        dispatcher.ask([request("a", n=4), request("b", n=4)], lambda id, outcome: None)
+        queue = fleet([deaf, other])
+        pending = ask(queue, [request("a", n=4), request("b", n=4)], lambda id, outcome: None)
         await asyncio.sleep(1)
         deaf.hang()
-        if how == "take_back":
-            drawn = await dispatcher.take_back(["a", "b"])
-            assert drawn.keys() == {"a", "b"}
-            assert all(len(output.token_ids) for outputs in drawn.values() for output in outputs)
+        if how == "requests":
+            await queue.pause(pending)
+            assert all(len(output.token_ids) for each in pending for output in each.sampled)
         else:
-            async with dispatcher.paused(in_flight=False):
-                assert dispatcher.num_running == 0
+            async with queue.paused(in_flight=False):
+                assert queue.num_running == 0
         assert 10 < asyncio.get_running_loop().time() < 15
         assert deaf.dead
         assert not other.dead
-        await dispatcher.close()
+        await queue.close()
 
     in_virtual_time(main)
 
 
 def test_a_replica_that_dies_while_it_is_given_up_is_lost_once():
     class Slow(Deaf):
-        async def give_up(self, why):
+        async def terminate(self, why):
             await asyncio.sleep(3)
-            return await super().give_up(why)
+            return await super().terminate(why)
 
     async def main():
         first, second = made(Slow, "0"), engine("1")
-        dispatcher = fleet([first, second])
-        waiting = asyncio.ensure_future(answers(dispatcher, [request(f"r{i}") for i in range(4)]))
+        queue = fleet([first, second])
+        waiting = asyncio.ensure_future(answers(queue, [request(f"r{i}") for i in range(4)]))
         first.hang()
         await asyncio.sleep(13)
         first.kill()
         check(await waiting)
-        assert dispatcher.accounts.lost_replicas == 1
+        assert queue.num_lost_replicas == 1
         await asyncio.sleep(5)
-        await dispatcher.close()
+        await queue.close()
 
     in_virtual_time(main)
 
@@ -256,15 +255,15 @@ def test_time_in_which_the_machine_stood_still_is_no_silence(kind):
 
     async def main():
         loop, replica = asyncio.get_running_loop(), made(kind, "0")
-        dispatcher = fleet([replica])
-        waiting = asyncio.ensure_future(answers(dispatcher, [request(f"r{i}", n=2) for i in range(4)]))
+        queue = fleet([replica])
+        waiting = asyncio.ensure_future(answers(queue, [request(f"r{i}", n=2) for i in range(4)]))
         for _ in range(3):
             await asyncio.sleep(1.2)
             replica.stall(61.2)
             loop.now += 60.0
         check(await waiting)
         assert loop.time() > 180
-        assert dispatcher.accounts.lost_replicas == 0
-        await dispatcher.close()
+        assert queue.num_lost_replicas == 0
+        await queue.close()
 
     in_virtual_time(main)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from roll_core.errors import WorkerDiedError
-from roll_core.runtime import judging
-from roll_core.runtime.judging import RewardRole
+from roll_core.runtime.rollout import scoring
+from roll_core.runtime.rollout.scoring import RewardRole
 from roll_core.spec.config import RewardConfig
 from roll_core.testing.errors import refused
 from roll_core.types import Reward
@@ -48,7 +48,7 @@ class Workers:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(judging, "RETRY_S", 0.0)
+    monkeypatch.setattr(scoring, "RETRY_S", 0.0)
 
 
 def role_of(workers, **config):
@@ -120,7 +120,7 @@ def test_who_cannot_be_replaced_is_not_asked_again_and_the_last_one_says_why():
 
 def test_judges_count_the_retries_of_all_domains():
     roles = {name: SimpleNamespace(retries=number) for name, number in (("math", 2), ("code", 3))}
-    assert judging.Judges(roles, {}).retries == 5
+    assert scoring.RewardRouter(roles, {}).retries == 5
 
 
 def test_groups_that_wait_for_their_turn_are_not_with_the_worker_yet():
@@ -142,4 +142,4 @@ def test_groups_that_wait_for_their_turn_are_not_with_the_worker_yet():
         return await asyncio.gather(*[role.score([number]) for number in range(100)])
 
     assert [reward.value for (reward,) in asyncio.run(main())] == list(range(100))
-    assert max(most) == judging.GROUPS_AT_ONCE
+    assert max(most) == scoring.GROUPS_AT_ONCE

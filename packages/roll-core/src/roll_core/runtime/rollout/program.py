@@ -1,0 +1,176 @@
+"""Rollout programs on the request queue: what `generate` and `score` do, and the single-turn program.
+
+program ── generate(prompt_ids, key) ──► GenerateRequest ──► RequestQueue.submit ──► Completion
+        ── score(group) ──► RewardRouter ──► group with rewards
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from roll_core.data.sequences import sample_of
+from roll_core.errors import ContractError
+from roll_core.runtime.concurrency import gather
+from roll_core.runtime.rollout.requests import stable_seed
+from roll_core.spec.rollout import RolloutContext, RolloutProgram
+from roll_core.types import GenerateRequest, Group
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from typing import Any, TypeAlias
+
+    from roll_core.runtime.rollout.queue import RequestQueue
+    from roll_core.runtime.rollout.requests import Outputs, PendingRequest
+    from roll_core.spec.pipeline import Prompt
+    from roll_core.types import Completion, SamplingParams, TokenIds
+
+    Scorer: TypeAlias = Callable[[Prompt, Group], Awaitable[Group]]
+    """Returns the group with rewards."""
+
+
+PROBE, EVALUATION, ROLLOUT = -2, -1, 0
+"""Priorities of a run's requests, lower first: requests that block the run precede those that it needs later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTerms:
+    """What the groups of one batch or evaluation have in common."""
+
+    params: SamplingParams
+    n: int
+    seed_of: tuple[int | str, ...] | None
+    """Parts of the seeds besides the prompt's id; None for requests without a seed, unless `params` have one."""
+    id_prefix: str = ""
+    """Of request ids."""
+    routed_experts: bool = False
+    priority: int = ROLLOUT
+
+
+class GroupContext(RolloutContext):
+    """The calls of one group. The scheduler pauses it between two batches; the program then waits in `generate`."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        prompt: Prompt,
+        terms: GroupTerms,
+        scorer: Scorer | None,
+        sampled: Mapping[str, Outputs] | None = None,
+    ) -> None:
+        """`sampled` are outputs of a restored program's calls, by key. Without a `scorer` groups have no rewards."""
+        self.params, self.n = terms.params, terms.n
+        self._queue, self._prompt, self._terms, self._scorer = queue, prompt, terms, scorer
+        self._restored = dict(sampled or {})
+        self._pending: dict[str, PendingRequest] = {}
+        self._finished: dict[str, Outputs] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+
+    @override
+    async def generate(
+        self, prompt_ids: TokenIds, *, n: int = 1, params: SamplingParams | None = None, key: str = ""
+    ) -> Completion:
+        if key in self._finished or key in self._pending:
+            raise ContractError(f"the rollout program of {self._prompt.id} calls generate twice with key {key!r}")
+        if not self._open.is_set():
+            await self._open.wait()
+        request = request_for(self._prompt, self._terms, prompt_ids, n=n, params=params, key=key)
+        pending = self._pending[key] = self._queue.submit(request, self._restored.pop(key, None))
+        try:
+            completion = await pending.done
+        finally:
+            del self._pending[key]
+            self._queue.cancel([pending])
+        self._finished[key] = completion.outputs
+        return completion
+
+    @override
+    async def score(self, group: Group) -> Group:
+        return group if self._scorer is None else await self._scorer(self._prompt, group)
+
+    @property
+    def pending(self) -> list[PendingRequest]:
+        """Requests of the calls in progress."""
+        return list(self._pending.values())
+
+    @property
+    def sampled(self) -> dict[str, Outputs]:
+        """Outputs by key, as far as they are sampled: of finished calls, of restored ones, and of those in progress."""
+        return self._restored | self._finished | {key: each.sampled for key, each in self._pending.items()}
+
+    def hold(self) -> None:
+        """Let `generate` wait for `release` before it submits anything."""
+        self._open.clear()
+
+    def release(self) -> None:
+        """Let `generate` go on."""
+        self._open.set()
+
+
+class SingleTurn(RolloutProgram):
+    """One response per sample: the program of `rlvr`."""
+
+    @override
+    async def run(self, context: RolloutContext, prompt: Prompt) -> Group:
+        completion = await context.generate(prompt.tokens, n=context.n)
+        return await context.score(group_of(prompt, completion))
+
+    @override
+    def snapshot(self) -> Mapping[str, Any]:
+        return {}
+
+
+async def run_groups(
+    queue: RequestQueue, prompts: Sequence[Prompt], terms: GroupTerms, scorer: Scorer | None
+) -> list[Group]:
+    """One single-turn group per prompt, in prompt order, all at once: what an evaluation needs."""
+    return await gather([SingleTurn().run(GroupContext(queue, prompt, terms, scorer), prompt) for prompt in prompts])
+
+
+def request_for(
+    prompt: Prompt,
+    terms: GroupTerms,
+    prompt_ids: TokenIds,
+    *,
+    n: int,
+    params: SamplingParams | None = None,
+    key: str = "",
+) -> GenerateRequest:
+    """The request of one `generate` call. Its seed depends on the prompt, on `key`, and on `seed_of` or the seed of the
+    sampling parameters. Without either it has none.
+
+    Prompts never share a seed: the same random numbers in every response would make averages far too noisy. All
+    requests of a row have the same routing key, also in later steps and passes over the data.
+    """
+    params = params or terms.params
+    parts = terms.seed_of if params.seed is None else (params.seed,)
+    seed = None if parts is None else stable_seed(*parts, prompt.id, *([key] if key else []))
+    return GenerateRequest(
+        id=f"{terms.id_prefix}{prompt.id}{f':{key}' if key else ''}",
+        prompt_ids=prompt_ids,
+        params=replace(params, seed=seed),
+        n=n,
+        routed_experts=terms.routed_experts,
+        priority=terms.priority,
+        routing_key=prompt.row or prompt.id,
+    )
+
+
+def group_of(prompt: Prompt, completion: Completion) -> Group:
+    """A completion as the samples of its prompt."""
+    samples = tuple(
+        sample_of(
+            output,
+            id=f"{prompt.id}/{index}",
+            group_id=prompt.id,
+            prompt_ids=prompt.tokens,
+            tag=prompt.tag,
+            metadata=prompt.metadata,
+        )
+        for index, output in enumerate(completion.outputs)
+    )
+    return Group(id=prompt.id, samples=samples)

@@ -1,0 +1,567 @@
+"""Replicas of an engine: which one a sub-request goes to, which ones are alive.
+
+    RequestQueue ── accept, submit_accepted ──► ReplicaSlot: Replica.submit ──► on_result(sub-request, outcome)
+                                                replica exited or timed out ──► on_lost(sub-requests)
+    HealthMonitor ── progress() of each busy slot ──► more tokens? ── none for too long ──► terminate
+
+Everything here runs on one event loop and knows no engine: replicas are workers of a role, or simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import override
+
+from roll_core.errors import InvalidCompletionError, RollError, WorkerDiedError
+from roll_core.runtime.concurrency import background
+from roll_core.runtime.executors.calls import retrieve
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from typing import TypeAlias
+
+    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.runtime.rollout.requests import PendingRequest, SubRequest
+    from roll_core.types import Completion, GenerateRequest
+
+    OnResult: TypeAlias = Callable[[str, Completion | BaseException], None]
+    """Takes the id of a request and its completion or error: `WorkerDiedError` if the replica is gone, another error if
+    the request is at fault."""
+    QueueItem: TypeAlias = tuple[int, int, int, SubRequest]
+    """Priority, order of submission, a unique number, and the sub-request."""
+
+Routing = Literal["least_loaded", "prompt_affinity", "sticky"]
+"""`least_loaded`: the replica with the fewest running outputs. `prompt_affinity`: the replica that had the routing key
+before, whose prefix cache may hold the prompt, unless it is full or far busier than another. `sticky`: that replica,
+even if the request must wait for capacity."""
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 1 << 16
+"""Routing keys whose replica is remembered; the least recently used are dropped first."""
+BUSIER_BY, BUSIER_TIMES = 64, 1.5
+"""A replica is far busier than another with this many outputs more and this many times as many: the rule of SGLang's
+router (`cache_aware`: balance_abs_threshold, balance_rel_threshold)."""
+ABORT_AGAIN_S = 0.5
+"""An abort may overtake the request that it should end, and is then repeated."""
+POLLS = 4
+"""A progress poll times out after this fraction of the replica's timeout: engines report between two steps."""
+PAUSES = 20
+"""Pause between two polls, in multiples of the last poll's duration: progress of a full engine is a large payload."""
+
+
+class Replica(ABC):
+    """One engine that samples tokens. All calls happen on one event loop."""
+
+    name: str
+    """For messages."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[GenerateRequest], on_result: OnResult) -> None:
+        """Submit `requests` together. `on_result` is called once for each that is not cancelled, later and never from
+        within this call."""
+
+    @abstractmethod
+    async def abort(self, ids: Sequence[str]) -> None:
+        """End requests with the tokens that they have (`finish_reason == "abort"`), which become their results. A
+        request that has not arrived yet may be missed: callers repeat the abort."""
+
+    @abstractmethod
+    def cancel(self, ids: Sequence[str]) -> None:
+        """End requests without a result."""
+
+    @abstractmethod
+    async def progress(self) -> list[Completion] | None:
+        """Tokens that the running requests have so far; None if the engine does not report any. They are kept if the
+        replica is lost, and serve as its heartbeat."""
+
+    @abstractmethod
+    async def terminate(self, why: str) -> WorkerDiedError:
+        """End a replica that timed out. Returns its error; results of its requests are no longer delivered."""
+
+
+class WorkerReplica(Replica):
+    """One rank of a group of `InferWorker`s, behind any executor."""
+
+    def __init__(self, group: WorkerGroup, rank: int) -> None:
+        self.name = f"{group.role} rank {rank}"
+        self._group, self._rank = group, rank
+        self._submitting: set[asyncio.Future[None]] = set()
+        self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._cancelling: set[asyncio.Task[None]] = set()
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Call without a deadline: a busy engine queues requests, and the health monitor finds out whether it hangs."""
+        return await self._group.call_rank(self._rank, method, *args, deadline_s=math.inf)
+
+    @override
+    def submit(self, requests: Sequence[GenerateRequest], on_result: OnResult) -> None:
+        submitting = asyncio.ensure_future(self._call("submit", list(requests)))
+        self._submitting.add(submitting)
+        submitting.add_done_callback(self._submitting.discard)
+        submitting.add_done_callback(retrieve)
+        for request in requests:
+            waiting = self._wait(submitting, request.id, on_result)
+            self._waiting[request.id] = background(waiting, name=f"{self.name}: result of {request.id}")
+
+    async def _wait(self, submitting: asyncio.Future[None], id: str, on_result: OnResult) -> None:
+        outcome: Completion | BaseException
+        try:
+            await asyncio.shield(submitting)
+            outcome = await self._call("result", id)
+        except Exception as error:  # the queue decides what it means
+            outcome = error
+        if self._waiting.get(id) is asyncio.current_task():
+            del self._waiting[id]
+        on_result(id, outcome)
+
+    @override
+    async def abort(self, ids: Sequence[str]) -> None:
+        if self._submitting:
+            await asyncio.wait(list(self._submitting))
+        await self._call("abort", list(ids))
+
+    @override
+    async def progress(self) -> list[Completion] | None:
+        found: list[Completion] | None = await self._call("progress")
+        return found
+
+    @override
+    async def terminate(self, why: str) -> WorkerDiedError:
+        error = await self._group.give_up(self._rank, why)
+        waiting, self._waiting = self._waiting, {}
+        for task in (*waiting.values(), *self._submitting):
+            task.cancel()
+        return error
+
+    @override
+    def cancel(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            task = self._waiting.pop(id, None)
+            if task is not None:
+                task.cancel()
+        task = background(self._cancel(list(ids)), name=f"{self.name}: cancel")
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
+
+    async def _cancel(self, ids: Sequence[str]) -> None:
+        try:
+            if self._submitting:
+                await asyncio.wait(list(self._submitting))
+            await self._group.call_rank(self._rank, "forget", ids)
+        except RollError as error:  # the worker exited or the run ends: the requests are gone either way
+            log.debug("%s: %s", self.name, error)
+
+
+@dataclass(eq=False, slots=True)
+class ReplicaSlot:
+    """A live replica and its work."""
+
+    replica: Replica
+    number: int
+    """In order of arrival. Ties go to the lower number, so that routing is repeatable."""
+    running: dict[str, SubRequest] = field(default_factory=dict)
+    """By the request id that the replica knows."""
+    load: int = 0
+    """Number of running outputs."""
+    waiting: list[QueueItem] = field(default_factory=list)
+    """A heap of sub-requests that must run here."""
+    aborts: set[asyncio.Future[None]] = field(default_factory=set)
+    """Abort calls in progress."""
+    alive: bool = True
+    heartbeat_at: float = 0.0
+    """Loop time of its last heartbeat, or of its first work since it was idle."""
+    silent_s: float = 0.0
+    """Observed time without a heartbeat."""
+    reports: bool = True
+    """False if its engine does not report progress."""
+
+
+class Router:
+    """Chooses slots. It is notified of loads, so that a choice costs the logarithm of the number of replicas."""
+
+    def __init__(self, routing: Routing, max_running: int | None) -> None:
+        """At most `max_running` outputs run on a replica."""
+        self._routing, self._max = routing, max_running
+        self._slots: dict[int, ReplicaSlot] = {}
+        self._heap: list[tuple[int, int]] = []
+        """Load and number; entries that differ from their slot's load are stale."""
+        self._homes: OrderedDict[str, ReplicaSlot] = OrderedDict()
+        """By routing key, the most recently used last."""
+
+    def add(self, slot: ReplicaSlot) -> None:
+        """Route to this slot, too."""
+        self._slots[slot.number] = slot
+        heapq.heappush(self._heap, (slot.load, slot.number))
+
+    def remove(self, slot: ReplicaSlot) -> None:
+        """Stop routing to a slot."""
+        slot.alive = False
+        self._slots.pop(slot.number, None)
+
+    def change(self, slot: ReplicaSlot, by: int) -> None:
+        """Update a slot's load."""
+        slot.load += by
+        if slot.alive:
+            heapq.heappush(self._heap, (slot.load, slot.number))
+            if len(self._heap) > 64 + 8 * len(self._slots):
+                self._heap = [(each.load, each.number) for each in self._slots.values()]
+                heapq.heapify(self._heap)
+
+    def has_capacity(self, slot: ReplicaSlot) -> bool:
+        """True if more outputs may run there."""
+        return self._max is None or slot.load < self._max
+
+    def home(self, key: str) -> ReplicaSlot | None:
+        """The slot whose capacity this routing key must wait for; None if any slot may run it."""
+        slot = self._homes.get(key) if self._routing == "sticky" else None
+        return slot if slot is not None and slot.alive else None
+
+    def choose(self, key: str) -> ReplicaSlot | None:
+        """A slot with capacity; None if there is none."""
+        if self._routing != "least_loaded":
+            slot = self._homes.get(key)
+            if slot is not None and slot.alive:
+                self._homes.move_to_end(key)
+                if self._routing == "sticky":
+                    return slot if self.has_capacity(slot) else None
+                if self.has_capacity(slot) and not self._is_far_busier(slot):
+                    return slot
+        slot = self._least_loaded()
+        if slot is None or not self.has_capacity(slot):
+            return None
+        if self._routing != "least_loaded":
+            self._homes[key] = slot
+            self._homes.move_to_end(key)
+            if len(self._homes) > REMEMBERED:
+                self._homes.popitem(last=False)
+        return slot
+
+    def _is_far_busier(self, slot: ReplicaSlot) -> bool:
+        least = self._least_loaded()
+        return least is not None and slot.load > max(least.load + BUSIER_BY, BUSIER_TIMES * least.load)
+
+    def _least_loaded(self) -> ReplicaSlot | None:
+        while self._heap:
+            load, number = self._heap[0]
+            slot = self._slots.get(number)
+            if slot is not None and slot.load == load:
+                return slot
+            heapq.heappop(self._heap)
+        return None
+
+
+class ReplicaPool:
+    """The live replicas. Owned by a request queue; calls it back, but never from within `accept` and
+    `submit_accepted`."""
+
+    def __init__(
+        self,
+        router: Router,
+        timeouts: HealthTimeouts,
+        progress_s: float,
+        *,
+        on_result: Callable[[SubRequest, Completion | BaseException], None],
+        on_lost: Callable[[Sequence[SubRequest]], None],
+    ) -> None:
+        """Polls progress every `progress_s` seconds (0: never). `on_lost` takes the sub-requests of a lost replica."""
+        self._router, self._on_result, self._on_lost = router, on_result, on_lost
+        self.monitor = HealthMonitor(timeouts, progress_s, self._terminate)
+        self._slots: list[ReplicaSlot] = []
+        self._numbers, self._attempts = itertools.count(), itertools.count()
+        self._slot_of: dict[str, ReplicaSlot] = {}
+        """By the request id that the replica knows."""
+        self._accepted: dict[ReplicaSlot, list[GenerateRequest]] = {}
+        self._with_waiting: set[ReplicaSlot] = set()
+        self.num_running = self.num_lost = self.num_continued = 0
+        """Outputs that run, replicas that were lost, interrupted outputs that were continued."""
+        self._last_error: WorkerDiedError | None = None
+
+    def add(self, replica: Replica) -> None:
+        """Use one more replica."""
+        slot = ReplicaSlot(replica, next(self._numbers))
+        self._slots.append(slot)
+        self._router.add(slot)
+
+    def remove(self, replica: Replica) -> None:
+        """Drop a replica that is gone: an idle one may have exited unnoticed. Unknown ones are ignored."""
+        if (slot := self._find(replica)) is not None:
+            self._lose(slot, _gone(replica))
+
+    @property
+    def error(self) -> WorkerDiedError | None:
+        """`WorkerDiedError` of the last replica, once no replica is alive; otherwise None."""
+        return None if self._slots else self._last_error
+
+    def _find(self, replica: object) -> ReplicaSlot | None:
+        return next((slot for slot in self._slots if slot.replica is replica), None)
+
+    async def _terminate(self, slot: ReplicaSlot, why: str) -> None:
+        self._lose(slot, await slot.replica.terminate(why))
+
+    def _lose(self, slot: ReplicaSlot, error: WorkerDiedError) -> None:
+        if not slot.alive:
+            return
+        self._router.remove(slot)
+        self._slots.remove(slot)
+        self._with_waiting.discard(slot)
+        self.num_running -= slot.load
+        self.num_lost += 1
+        running, slot.running = slot.running, {}
+        for id, sub in running.items():
+            del self._slot_of[id]
+            sub.parent.returned(id)
+        for abort in slot.aborts:
+            abort.cancel()
+        self._last_error = error
+        lost = [*running.values(), *(sub for *_, sub in slot.waiting)]
+        self._on_lost([sub for sub in lost if sub.parent.replica is None])
+        for sub in lost:
+            if sub.parent.replica is not None:
+                self._on_result(sub, error)
+
+    # -- what starts ---------------------------------------------------------------------------------------------------
+
+    def accept(self, item: QueueItem) -> bool:
+        """Accept a sub-request, or keep it until the replica that it must run on has capacity. False if no replica has
+        capacity."""
+        sub = item[-1]
+        request = sub.parent.request
+        if sub.parent.replica is not None:
+            slot = self._find(sub.parent.replica)
+            if slot is None:
+                error = self._last_error or _gone(sub.parent.replica)
+                asyncio.get_running_loop().call_soon(self._on_result, sub, error)
+            else:
+                self._place(slot, sub)
+            return True
+        key = request.routing_key or request.id
+        slot = self._router.choose(key)
+        if slot is not None:
+            self._place(slot, sub)
+            return True
+        home = self._router.home(key)
+        if home is None:
+            return False
+        heapq.heappush(home.waiting, item)
+        self._with_waiting.add(home)
+        return True
+
+    def accept_waiting(self, priority: float = math.inf) -> None:
+        """Accept sub-requests down to this priority that wait for a certain replica, where it has capacity now."""
+        for slot in list(self._with_waiting):
+            while slot.waiting and slot.waiting[0][0] <= priority and self._router.has_capacity(slot):
+                self._place(slot, heapq.heappop(slot.waiting)[-1])
+            if not slot.waiting:
+                self._with_waiting.discard(slot)
+
+    def submit_accepted(self) -> None:
+        """Submit what was accepted, all of one replica together."""
+        accepted, self._accepted = self._accepted, {}
+        for slot, requests in accepted.items():
+            slot.replica.submit(requests, partial(self._result, slot))
+            self.monitor.start(slot)
+
+    def _place(self, slot: ReplicaSlot, sub: SubRequest) -> None:
+        if not sub.parent.wants_tokens:
+            return
+        self.num_continued += sub.outputs[0].num_tokens > 0
+        request = sub.wire(next(self._attempts))
+        if not slot.running:
+            self.monitor.heartbeat(slot)
+        slot.running[request.id] = sub
+        self._slot_of[request.id] = slot
+        sub.parent.started(request.id, sub)
+        self._router.change(slot, sub.size)
+        self.num_running += sub.size
+        self._accepted.setdefault(slot, []).append(request)
+
+    # -- what ends -----------------------------------------------------------------------------------------------------
+
+    def _result(self, slot: ReplicaSlot, id: str, outcome: Completion | BaseException) -> None:
+        """Handle a replica's result. Late results of cancelled or re-routed sub-requests are ignored."""
+        if self._slot_of.get(id) is not slot:
+            return
+        if isinstance(outcome, WorkerDiedError):
+            self._lose(slot, outcome)
+        else:
+            self.monitor.heartbeat(slot)
+            self._on_result(self._release(slot, id), outcome)
+
+    def _release(self, slot: ReplicaSlot, id: str) -> SubRequest:
+        sub = slot.running.pop(id)
+        del self._slot_of[id]
+        sub.parent.returned(id)
+        self._router.change(slot, -sub.size)
+        self.num_running -= sub.size
+        return sub
+
+    def cancel(self, requests: Iterable[PendingRequest]) -> None:
+        """Cancel the running sub-requests of finished requests."""
+        gone: dict[ReplicaSlot, list[str]] = {}
+        for request in requests:
+            for id in list(request.running):
+                slot = self._slot_of[id]
+                self._release(slot, id)
+                gone.setdefault(slot, []).append(id)
+        for slot, ids in gone.items():
+            slot.replica.cancel(ids)
+
+    def drop_waiting(self, requests: set[PendingRequest]) -> None:
+        """Drop sub-requests of these requests that wait for a certain replica."""
+        for slot in self._with_waiting:
+            slot.waiting = [item for item in slot.waiting if item[-1].parent not in requests]
+            heapq.heapify(slot.waiting)
+
+    async def abort_until(self, waiting: Awaitable[Any], which: Callable[[SubRequest], bool]) -> None:
+        """Abort the running sub-requests that `which` selects, repeatedly, until `waiting` is done."""
+        done = asyncio.ensure_future(waiting)
+        try:
+            await asyncio.sleep(0)
+            while not done.done():
+                chosen = [(slot, [id for id, sub in slot.running.items() if which(sub)]) for slot in self._slots]
+                aborts = [self._abort(slot, ids) for slot, ids in chosen if ids]
+                for outcome in await asyncio.gather(*aborts, return_exceptions=True):
+                    if isinstance(outcome, Exception) and not isinstance(outcome, WorkerDiedError):
+                        raise outcome
+                await asyncio.wait([done], timeout=ABORT_AGAIN_S)
+        finally:
+            done.cancel()
+
+    def _abort(self, slot: ReplicaSlot, ids: Sequence[str]) -> asyncio.Future[None]:
+        """Call the replica; the call is cancelled if the replica is lost."""
+        task = asyncio.ensure_future(slot.replica.abort(ids))
+        slot.aborts.add(task)
+        task.add_done_callback(slot.aborts.discard)
+        return task
+
+    async def close(self) -> None:
+        """Stop health checks."""
+        await self.monitor.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthTimeouts:
+    """Maximum time without a heartbeat for a replica that has work. Requests have no deadline: a long one may wait in
+    the engine's queue."""
+
+    token_s: float = math.inf
+    """Without a new token and without a result (`replica_timeout`)."""
+    result_s: float = math.inf
+    """Without a result, for engines that do not report progress (`rpc_timeout`)."""
+
+
+NO_TIMEOUTS = HealthTimeouts()
+
+
+class HealthMonitor:
+    """Polls the progress of each busy replica in a task of its own, so that one that hangs delays no other."""
+
+    def __init__(
+        self, timeouts: HealthTimeouts, poll_s: float, terminate: Callable[[ReplicaSlot, str], Awaitable[None]]
+    ) -> None:
+        """Polls every `poll_s` seconds; 0 disables it. `terminate` receives the reason."""
+        self._timeouts, self._poll_s, self._terminate = timeouts, poll_s, terminate
+        self._limit_s = max(poll_s, timeouts.token_s / POLLS)
+        self._tasks: dict[ReplicaSlot, asyncio.Task[None]] = {}
+        self._warned: set[ReplicaSlot] = set()
+        self._suspended = 0
+
+    def start(self, slot: ReplicaSlot) -> None:
+        """Watch a slot that has work."""
+        if self._poll_s and slot not in self._tasks:
+            self._tasks[slot] = background(self._watch(slot), name=f"{slot.replica.name}: progress")
+
+    def heartbeat(self, slot: ReplicaSlot) -> None:
+        """Reset a slot's time without a heartbeat."""
+        slot.heartbeat_at, slot.silent_s = asyncio.get_running_loop().time(), 0.0
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Count no time while replicas are not expected to sample."""
+        self._suspended += 1
+        try:
+            yield
+        finally:
+            self._suspended -= 1
+            for slot in self._tasks:
+                self.heartbeat(slot)
+
+    async def close(self) -> None:
+        """Stop polling."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, slot: ReplicaSlot) -> None:
+        try:
+            pause_s, checked_at = self._poll_s, slot.heartbeat_at
+            while slot.alive and slot.running:
+                await asyncio.sleep(pause_s)
+                took_s = await self._poll(slot)
+                now, longest_s = asyncio.get_running_loop().time(), pause_s + self._limit_s
+                # More than that means that this event loop stood still and received no heartbeats.
+                slot.silent_s += min(now - max(slot.heartbeat_at, checked_at), longest_s)
+                checked_at = now
+                pause_s = min(max(self._poll_s, PAUSES * took_s), self._limit_s)
+                if why := self._timeout(slot):
+                    await self._terminate(slot, why)
+                    return
+        finally:
+            del self._tasks[slot]
+
+    async def _poll(self, slot: ReplicaSlot) -> float:
+        """Store the slot's progress; returns the seconds that it took."""
+        time = asyncio.get_running_loop().time
+        begun, limit_s = time(), None if self._limit_s == math.inf else self._limit_s
+        try:
+            reported = await asyncio.wait_for(slot.replica.progress(), limit_s)
+        except InvalidCompletionError:
+            raise
+        except (TimeoutError, WorkerDiedError) as error:  # a lost replica's requests fail with its error
+            log.debug("%s did not report its progress: %r", slot.replica.name, error)
+            return 0.0
+        except RollError as error:
+            if slot not in self._warned:
+                self._warned.add(slot)
+                log.warning("%s did not report its progress: %s", slot.replica.name, error)
+            return 0.0
+        slot.reports = reported is not None
+        for completion in reported or ():
+            sub = slot.running.get(completion.id)
+            if sub is not None and sub.report(completion.outputs):
+                self.heartbeat(slot)
+        return time() - begun
+
+    def _timeout(self, slot: ReplicaSlot) -> str:
+        """Why the replica is terminated; empty if it is healthy."""
+        if self._suspended or not slot.running or not slot.alive:
+            return ""
+        limit_s = self._timeouts.token_s if slot.reports else self._timeouts.result_s
+        silent_s = slot.silent_s
+        if silent_s < limit_s:
+            return ""
+        first, *others = slot.running
+        work = f"the request {first}" + (f" and {len(others)} more" if others else "")
+        if slot.reports:
+            return f"{work} waited {silent_s:.0f} s for a token, replica_timeout allows {limit_s:g} s"
+        return (
+            f"{work} waited {silent_s:.0f} s for a result, rpc_timeout allows {limit_s:g} s (its engine does not report"
+            " progress)"
+        )
+
+
+def _gone(replica: Any) -> WorkerDiedError:
+    return WorkerDiedError(replica.name, 0, "", "", "it is gone", "")

@@ -1,0 +1,264 @@
+"""A request for n outputs: its state, and its outputs as far as they are sampled.
+
+    submitted ──► QUEUED ◄───────► RUNNING ──► FINISHED   completed, failed or cancelled (from every state)
+                  ▲    │ pause        │ pause
+           resume │    ▼              ▼
+                  PAUSED ◄───────── PAUSING    aborts are under way
+
+A replica receives sub-requests: the whole request at first, single outputs once some of it is sampled. Tokens of an
+interrupted output become part of the prompt of the sub-request that continues it. Regenerating interrupted outputs
+instead would favour short responses, which are interrupted less often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_core.errors import RollError
+from roll_core.types import Completion, CompletionOutput, GenerateRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Self, TypeAlias
+
+    from roll_core.types import Floats, RoutedExperts, TokenIds
+
+    FindStop: TypeAlias = Callable[[TokenIds, int, Sequence[str]], "tuple[int, str] | None"]
+    """Takes tokens, how many of them precede the interruption, and stop strings. Returns the end of a stop string that
+    spans the interruption, and the string."""
+    Outputs: TypeAlias = Sequence[CompletionOutput | None]
+    """Outputs of a request as far as they are sampled; interrupted ones have `finish_reason == "abort"`."""
+
+
+class RequestState(Enum):
+    """See the diagram of this module."""
+
+    QUEUED = "queued"
+    """No replica works on it."""
+    RUNNING = "running"
+    """A replica works on at least one of its outputs."""
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+QUEUED, RUNNING, PAUSING, PAUSED, FINISHED = RequestState
+TRANSITIONS = {
+    QUEUED: {RUNNING, PAUSED, FINISHED},
+    RUNNING: {QUEUED, PAUSING, FINISHED},
+    PAUSING: {PAUSED, FINISHED},
+    PAUSED: {QUEUED, FINISHED},
+    FINISHED: set[RequestState](),
+}
+
+
+@dataclass(eq=False, slots=True)
+class PartialOutput:
+    """One output of a request."""
+
+    index: int
+    sampled: CompletionOutput | None = None
+    """Its tokens so far."""
+    complete: bool = False
+
+    @classmethod
+    def resumed(cls, index: int, sampled: CompletionOutput | None, max_new_tokens: int) -> Self:
+        """An output that was sampled before: complete if it had ended or reached its maximum length."""
+        output = cls(index)
+        if sampled is not None:
+            output.add(sampled, max_new_tokens)
+        return output
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return 0 if self.sampled is None else len(self.sampled.token_ids)
+
+    def add(self, part: CompletionOutput, max_new_tokens: int) -> None:
+        """Append newly sampled tokens. An interrupted part leaves the output incomplete."""
+        self.sampled = part if self.sampled is None else joined(self.sampled, part)
+        if part.finish_reason != "abort":
+            self.complete = True
+        elif self.num_tokens >= max_new_tokens:
+            self.sampled = replace(self.sampled, finish_reason="length")
+            self.complete = True
+
+
+@dataclass(eq=False, slots=True)
+class PendingRequest:
+    """A submitted request. The queue that it was submitted to owns everything but `done`."""
+
+    request: GenerateRequest
+    order: int
+    """Requests of one priority run in this order."""
+    outputs: list[PartialOutput]
+    done: asyncio.Future[Completion]
+    """The completion or the error, once it is finished."""
+    replica: object | None = None
+    """The only replica that may run it, if the caller chose one."""
+    state: RequestState = QUEUED
+    running: dict[str, SubRequest] = field(default_factory=dict)
+    """Sub-requests that replicas work on, by the id that the replica knows."""
+    prompt_logprobs: Floats | None = None
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a pausing request is paused or finished."""
+
+    @property
+    def sampled(self) -> list[CompletionOutput | None]:
+        """The outputs as far as they are sampled."""
+        return [output.sampled for output in self.outputs]
+
+    @property
+    def wants_tokens(self) -> bool:
+        """True unless it is paused or finished."""
+        return self.state in (QUEUED, RUNNING)
+
+    def started(self, id: str, sub: SubRequest) -> None:
+        """A replica works on `sub`."""
+        if not self.running:
+            self.move(RUNNING)
+        self.running[id] = sub
+
+    def returned(self, id: str) -> None:
+        """The replica works on it no longer."""
+        del self.running[id]
+        if not self.running and self.state in (RUNNING, PAUSING):
+            self.move(QUEUED if self.state is RUNNING else PAUSED)
+
+    def move(self, state: RequestState) -> None:
+        """Raises `RollError` for a transition that the diagram does not have."""
+        if state not in TRANSITIONS[self.state]:
+            raise RollError(
+                f"internal error: request {self.request.id} cannot go from {self.state.value} to {state.value};"
+                " please report"
+            )
+        self.state = state
+        if state in (PAUSED, FINISHED):
+            self.stopped.set()
+        else:
+            self.stopped.clear()
+
+
+@dataclass(eq=False, slots=True)
+class SubRequest:
+    """Outputs of one request that a replica generates together."""
+
+    parent: PendingRequest
+    outputs: list[PartialOutput]
+    reported: Sequence[CompletionOutput] = ()
+    """What the replica reported of its progress, in the order of `outputs`."""
+
+    @property
+    def size(self) -> int:
+        """Number of outputs."""
+        return len(self.outputs)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it is the whole request and none of it is sampled: replicas receive the request unchanged."""
+        return self.size == self.parent.request.n and not any(output.num_tokens for output in self.outputs)
+
+    def report(self, outputs: Sequence[CompletionOutput]) -> bool:
+        """Store progress. True if it has more tokens than the report before."""
+        before = sum(len(output.token_ids) for output in self.reported)
+        self.reported = outputs
+        return sum(len(output.token_ids) for output in outputs) > before
+
+    def wire(self, attempt: int) -> GenerateRequest:
+        """The request that a replica receives: the parent's, or the rest of one output under an id of its own."""
+        request = self.parent.request
+        if self.is_whole:
+            return request
+        output = self.outputs[0]
+        return rest_of(request, output, f"{request.id}#{output.index}.{attempt}")
+
+
+def joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
+    """Two parts of one output; it ends as the second does. The replica of the second part computed the tokens of the
+    first one again, possibly with other experts: the experts under which they were sampled count."""
+    return CompletionOutput(
+        token_ids=np.concatenate([first.token_ids, then.token_ids]),
+        logprobs=np.concatenate([first.logprobs, then.logprobs]),
+        versions=np.concatenate([first.versions, then.versions]),
+        finish_reason=then.finish_reason,
+        stop=then.stop,
+        routed_experts=joined_experts(first.routed_experts, then.routed_experts),
+    )
+
+
+def joined_experts(first: RoutedExperts | None, then: RoutedExperts | None) -> RoutedExperts | None:
+    """Experts of two parts; the rows of both start at the prompt's first token."""
+    if first is None or then is None:
+        return then if first is None else first
+    return np.concatenate([first, then[len(first) :]])
+
+
+def cut_at(output: CompletionOutput, num_tokens: int, stop: str) -> CompletionOutput:
+    """The output truncated to `num_tokens`, which end in the stop string."""
+    routed = output.routed_experts
+    return CompletionOutput(
+        token_ids=output.token_ids[:num_tokens],
+        logprobs=output.logprobs[:num_tokens],
+        versions=output.versions[:num_tokens],
+        finish_reason="stop",
+        stop=stop,
+        routed_experts=None if routed is None else routed[: len(routed) - len(output.token_ids) + num_tokens],
+    )
+
+
+def rest_of(request: GenerateRequest, output: PartialOutput, id: str) -> GenerateRequest:
+    """A request for the rest of one output. Its seed differs: the old one would repeat the random numbers of the first
+    tokens."""
+    params, num = request.params, output.num_tokens
+    seed = params.seed
+    if seed is not None:
+        seed = stable_seed(seed, "output", output.index, "from", num)
+    prompt = request.prompt_ids
+    if output.sampled is not None:
+        prompt = np.concatenate([prompt, output.sampled.token_ids])
+    return replace(
+        request,
+        id=id,
+        prompt_ids=prompt,
+        params=replace(
+            params,
+            seed=seed,
+            max_new_tokens=params.max_new_tokens - num,
+            min_new_tokens=max(0, params.min_new_tokens - num),
+        ),
+        n=1,
+        prompt_logprobs=False,
+    )
+
+
+def stop_finder(decode: Callable[[list[int]], str]) -> FindStop:
+    """Finds stop strings that span an interruption: the engine that continued saw only their end."""
+
+    def find(tokens: TokenIds, seam: int, stops: Sequence[str]) -> tuple[int, str] | None:
+        if not 0 < seam < len(tokens):
+            return None
+        before = decode(tokens[:seam].tolist())
+        for end in range(seam + 1, len(tokens) + 1):
+            text = decode(tokens[:end].tolist())
+            for stop in stops:
+                # Engines have found stop strings that lie entirely before or after the interruption.
+                at = text.find(stop, max(0, len(before) - len(stop) + 1))
+                if 0 <= at < len(before):
+                    return end, stop
+            if len(text) >= len(before) + max(map(len, stops)):
+                break
+        return None
+
+    return find
+
+
+def stable_seed(*parts: int | str) -> int:
+    """A 63-bit seed that is the same for the same parts on every machine."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,203 @@
+"""Programs of several turns on the scheduler of single turns, in virtual time: nothing is lost, doubled or repeated."""
+
+import asyncio
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from rollout_fleet import PROMPT, check_requests, engine, in_virtual_time, length_of, plan
+
+from roll_core.errors import ContractError
+from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.spec.rollout import RolloutProgram
+from roll_core.types import Group, Reward, Sample
+
+TURNS = 3
+OBSERVED = 2
+"""Tokens that the environment adds after each turn but the last."""
+RESTORED = []
+"""States that programs were restored from."""
+
+
+class Episodes(RolloutProgram):
+    """`n` episodes side by side, whose environment takes its time."""
+
+    def snapshot(self):
+        return {}
+
+    async def run(self, context, prompt):
+        episodes = [self.episode(context, prompt, index) for index in range(context.n)]
+        return await context.score(Group(id=prompt.id, samples=tuple(await asyncio.gather(*episodes))))
+
+    async def episode(self, context, prompt, index):
+        ids, mask, versions = list(prompt.tokens), [], []
+        for turn in range(TURNS):
+            if turn:
+                await asyncio.sleep(random.Random(f"{prompt.id}/{index}/{turn}").uniform(0, 4))
+                ids += range(len(ids), len(ids) + OBSERVED)
+                mask += [False] * OBSERVED
+                versions += [versions[-1]] * OBSERVED
+            (output,) = (await context.generate(np.array(ids), key=f"{index}-{turn}")).outputs
+            ids += output.token_ids.tolist()
+            mask += [True] * len(output.token_ids)
+            versions += output.versions.tolist()
+        return Sample(
+            id=f"{prompt.id}/{index}",
+            group_id=prompt.id,
+            prompt_ids=prompt.tokens,
+            response_ids=np.array(ids[len(prompt.tokens) :]),
+            logprobs=np.zeros(len(mask), np.float32),
+            loss_mask=np.array(mask),
+            versions=np.array(versions, np.int32),
+            finish_reason="stop",
+        )
+
+
+class Unsaved(Episodes):
+    """Cannot be saved in the middle."""
+
+    def snapshot(self):
+        return None
+
+
+class Counting(Episodes):
+    """Has a state of its own, and notes when it is restored."""
+
+    def snapshot(self):
+        return {"name": "counting"}
+
+    def restore(self, state):
+        RESTORED.append(state["name"])
+
+
+def right_mask(id, index):
+    """Of an episode: an engine samples up to a length that depends on the turn, counted from the prompt's end."""
+    mask = []
+    for turn in range(TURNS):
+        mask += [False] * OBSERVED if turn else []
+        mask += [True] * max(1, length_of(f"{id}:{index}-{turn}", 0) - len(mask))
+    return mask
+
+
+def check(groups):
+    for group in groups:
+        for index, sample in enumerate(group.samples):
+            mask = right_mask(group.id, index)
+            assert sample.loss_mask.tolist() == mask
+            assert sample.response_ids.tolist() == list(range(len(PROMPT), len(PROMPT) + len(mask)))
+            assert sample.reward.value == 1.0
+
+
+async def score(prompt, group):
+    return Group(id=group.id, samples=tuple(sample.with_reward(Reward(value=1.0)) for sample in group.samples))
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+@pytest.mark.parametrize("ahead", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_episodes_see_neither_weight_updates_nor_lost_replicas_nor_the_end_of_a_batch(ahead, concurrent, seed):
+    async def main():
+        rng = random.Random(seed)
+        replicas = [engine(str(i)) for i in range(3)]
+        queue = RequestQueue(replicas, progress_s=rng.choice([0.0, 0.5]), max_running=rng.choice([None, 6]))
+        chosen = plan(ahead=ahead, concurrent=concurrent, program=Episodes)
+        scheduler = RolloutScheduler(chosen, queue, score, seed=1)
+        for step in range(5):
+            groups, facts = await scheduler.batch(step)
+            check(groups)
+            assert [group.id for group in groups] == [f"a{6 * step + i}" for i in range(6)]
+            assert max(facts.ages) <= math.ceil(ahead)
+            assert concurrent or queue.num_running == 0
+            check_requests(queue, scheduler)
+            await asyncio.sleep(rng.uniform(0, 10))
+            async with queue.paused(in_flight=rng.random() < 0.5):
+                if step in (1, 2):
+                    queue.add(engine(f"new{step}"))
+                    replicas[step].kill()
+                await asyncio.sleep(1.0)
+        await scheduler.close()
+        await queue.close()
+        assert queue.num_pending == queue.num_running == 0
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_resumed_episodes_repeat_no_finished_turn(concurrent):
+    async def main():
+        finished = set()
+        RESTORED.clear()
+        state, chosen = {}, plan(ahead=1.0, concurrent=concurrent, program=Counting)
+        for step in range(6):
+            replicas = [engine("0"), engine("1")]
+            queue = RequestQueue(replicas)
+            scheduler = RolloutScheduler(chosen, queue, score, seed=1)
+            scheduler.load_state(state)
+            groups, facts = await scheduler.batch(step)
+            check(groups)
+            assert [group.id for group in groups] == [f"a{6 * step + i}" for i in range(6)]
+            assert facts.restarted == 0
+            await asyncio.sleep(2.0)
+            begun = {id.partition("#")[0].rpartition("/")[2] for replica in replicas for id in replica.begun}
+            assert not begun & finished
+            state = json.loads(json.dumps(scheduler.state()))
+            for entry in state["a"]["kept"]:
+                for key, (output,) in entry.get("calls", {}).items():
+                    if output is not None and output["finish"] == "stop":
+                        finished.add(f"a{entry['position']}:{key}")
+            await scheduler.close()
+            await queue.close()
+        assert len(finished) > 20
+        assert len(RESTORED) > 5
+        assert set(RESTORED) == {"counting"}
+
+    in_virtual_time(main)
+
+
+def test_programs_that_cannot_be_saved_start_again_and_are_counted():
+    async def main():
+        chosen = plan(ahead=1.0, program=Unsaved)
+        queue = RequestQueue([engine("0")])
+        scheduler = RolloutScheduler(chosen, queue, score, seed=1)
+        await scheduler.batch(0)
+        state = json.loads(json.dumps(scheduler.state()))
+        running = [each["position"] for each in state["a"]["kept"] if each["group"] is None]
+        assert running
+        assert all(each["drawn"] is None and "calls" not in each for each in state["a"]["kept"])
+        restarted = sum("restarts" in each for each in state["a"]["kept"])
+        await scheduler.close()
+        resumed = RolloutScheduler(chosen, RequestQueue([engine("0")]), score, seed=1)
+        resumed.load_state(state)
+        groups, facts = await resumed.batch(1)
+        check(groups)
+        assert 0 < facts.restarted == restarted <= len(running)
+        assert (await resumed.batch(2))[1].restarted == 0
+        await resumed.close()
+
+    in_virtual_time(main)
+
+
+class OneKeyTwice(RolloutProgram):
+    async def run(self, context, prompt):
+        await context.generate(prompt.tokens)
+        await context.generate(prompt.tokens)
+
+
+class TooFew(RolloutProgram):
+    async def run(self, context, prompt):
+        return Group(id=prompt.id, samples=())
+
+
+@pytest.mark.parametrize("program", [OneKeyTwice, TooFew])
+def test_a_program_that_breaks_the_contract_ends_the_batch(program):
+    async def main():
+        queue = RequestQueue([engine("0")])
+        scheduler = RolloutScheduler(plan(program=program), queue, score, seed=1)
+        with pytest.raises(ContractError):
+            await scheduler.batch(0)
+        assert queue.num_pending == 0
+
+    in_virtual_time(main)
