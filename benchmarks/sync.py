@@ -31,7 +31,7 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.builtin.plugin import roll_infer_strategies, roll_train_strategies
 from roll_core.runtime.executors import make_executor
 from roll_core.runtime.executors.base import GroupSpec, Place
-from roll_core.runtime.weight_sync import WeightPublisher
+from roll_core.runtime.weights import WeightPublisher
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.model import ModelSpec
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.modeling.digests import compiled_leaves_of, library
-from roll_core.runtime.weight_sync import WeightReceiver, WeightSender
+from roll_core.runtime.weights import WeightReceiver, WeightSender
 from roll_core.runtime.workers.infer import InferWorker
 from roll_core.runtime.workers.train import TrainWorker
 from roll_core.spec import weights
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.runtime.executors.base import Place
-    from roll_core.runtime.weight_sync import Offer, ReceiveOutcome, SendOutcome, SyncPlan
+    from roll_core.runtime.weights import Offer, ReceiveOutcome, SendOutcome, SyncPlan
     from roll_core.spec.weights import Bytes
     from roll_core.types import WeightManifest
 

@@ -13,7 +13,7 @@ from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.data.pack import pack
 from roll_core.modeling.model import load_model
-from roll_core.runtime.weight_sync import SyncPlan, WeightSender
+from roll_core.runtime.weights import SyncPlan, WeightSender
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import LossOutput, TrainingSpec, Want
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence

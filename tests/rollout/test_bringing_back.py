@@ -7,9 +7,9 @@ import pytest
 from rollout_fleet import engine, in_virtual_time, request, right_tokens
 
 from roll_core.errors import WeightSyncError, WorkerDiedError
-from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.roles import ATTEMPTS, GroupInferRole
 from roll_core.runtime.rollout.dispatcher import Dispatcher
+from roll_core.runtime.weights.controller import Publishing
 from roll_core.spec.config import WorkerConfig
 
 

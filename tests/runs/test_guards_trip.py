@@ -11,8 +11,8 @@ import pytest
 
 from roll_core.builtin.hf.engine import HFInferStrategy
 from roll_core.errors import GuardTrippedError, StaleWeightsError, WeightSyncError
-from roll_core.runtime import publishing
-from roll_core.runtime.weight_sync.probe import Compared, ProbeReading
+from roll_core.runtime.weights import controller as publishing
+from roll_core.runtime.weights.probe import Compared, ProbeReading
 from roll_core.types import WeightReceipt
 
 

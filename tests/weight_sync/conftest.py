@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from sync_workers import InferWorker, ProcessGroup, TrainWorker
 
-from roll_core.runtime.weight_sync import WeightPublisher
+from roll_core.runtime.weights import WeightPublisher
 
 
 class Duo:

@@ -19,7 +19,7 @@ from roll_core.errors import MissingTensorError, WeightSyncError, WorkerDiedErro
 from roll_core.modeling import device_memory
 from roll_core.runtime.executors.base import GroupSpec, Member, Place, WorkerGroup
 from roll_core.runtime.executors.calls import CallFailed, Failure
-from roll_core.runtime.weight_sync import DeviceFacts, WeightReceiver, WeightSender
+from roll_core.runtime.weights import DeviceFacts, WeightReceiver, WeightSender
 from roll_core.spec.weights import copy_digested, make_receipt
 from roll_core.types import DataRank, WeightReceipt
 
@@ -287,7 +287,7 @@ class ProcessGroup(WorkerGroup):
         self.unanswered = 0
         places = tuple(Place(rank=rank, world_size=world_size) for rank in range(world_size))
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "roll_core.runtime.weight_sync.collective"])
+        context.set_forkserver_preload(["torch", "roll_core.runtime.weights.transports.collective"])
         self.processes, self.connections = [], []
         for place in places:
             ours, theirs = context.Pipe()

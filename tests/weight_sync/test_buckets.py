@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.errors import MissingTensorError, UnexpectedTensorError, WeightSyncError
-from roll_core.runtime.weight_sync.buckets import fill, nothing_left, plan_buckets, view
+from roll_core.spec.buckets import fill, nothing_left, plan_buckets, view
 from roll_core.spec.weights import digest, make_manifest
 from roll_core.types import TensorEntry, WeightManifest
 

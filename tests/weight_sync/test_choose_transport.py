@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from roll_core.errors import UnsupportedError
-from roll_core.runtime.weight_sync import PlacementFacts, choose_transport
-from roll_core.runtime.weight_sync.select import passed_over
+from roll_core.runtime.weights import PlacementFacts, choose_transport
+from roll_core.runtime.weights.select import passed_over
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 
 TRAIN = TrainCapabilities(weight_transports=("shared", "shm", "collective", "disk"))

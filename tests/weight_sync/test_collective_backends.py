@@ -16,12 +16,12 @@ import torch.distributed as dist
 from sync_workers import ProcessGroup, same_values
 
 from roll_core.errors import CorruptTensorError, UnsupportedError, WorkerDiedError
-from roll_core.runtime.weight_sync import DeviceFacts, WeightPublisher
-from roll_core.runtime.weight_sync import collective_groups as groups
-from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
-from roll_core.runtime.weight_sync.collective import CollectiveReceiver, CollectiveSender
-from roll_core.runtime.weight_sync.plan import Deadline
-from roll_core.runtime.weight_sync.select import collective_backend
+from roll_core.runtime.weights import DeviceFacts, WeightPublisher
+from roll_core.runtime.weights.plan import Deadline
+from roll_core.runtime.weights.select import collective_backend
+from roll_core.runtime.weights.transports import collective_groups as groups
+from roll_core.runtime.weights.transports.collective import CollectiveReceiver, CollectiveSender
+from roll_core.spec.transport import ReceiversLostError, SenderLostError
 from roll_core.spec.weights import make_manifest
 
 

@@ -7,9 +7,9 @@ from sync_workers import HostMemory
 
 from roll_core.errors import UnsupportedError, WeightSyncError
 from roll_core.modeling import device_memory
-from roll_core.runtime.weight_sync import cuda_ipc
-from roll_core.runtime.weight_sync.channel import ReceiversLostError
-from roll_core.runtime.weight_sync.plan import Deadline
+from roll_core.runtime.weights.plan import Deadline
+from roll_core.runtime.weights.transports import cuda_ipc
+from roll_core.spec.transport import ReceiversLostError
 from roll_core.spec.weights import make_manifest
 
 BUCKET = 16 << 10

@@ -9,9 +9,9 @@ import torch
 
 from roll_core.errors import WeightSyncError
 from roll_core.runtime.host import hostname
-from roll_core.runtime.weight_sync import disk
-from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
-from roll_core.runtime.weight_sync.plan import Deadline
+from roll_core.runtime.weights.plan import Deadline
+from roll_core.runtime.weights.transports import disk
+from roll_core.spec.transport import ReceiversLostError, SenderLostError
 from roll_core.spec.weights import make_manifest
 
 TENSORS = {

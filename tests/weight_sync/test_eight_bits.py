@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll_core.errors import CorruptTensorError, NonFiniteWeightError, UnsupportedError
 from roll_core.modeling import eight_bits
 from roll_core.modeling.eight_bits import in_eight_bits, is_layers_weight, quantise_rows
-from roll_core.runtime.weight_sync import WeightPublisher
+from roll_core.runtime.weights import WeightPublisher
 from roll_core.spec.weights import make_manifest
 
 TINY = 2.0**-126

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.runtime.weight_sync.cuda_ipc import CudaIpcSender
-from roll_core.runtime.weight_sync.pool import Room, aligned
-from roll_core.runtime.weight_sync.shm import ShmSender
+from roll_core.runtime.weights.transports.cuda_ipc import CudaIpcSender
+from roll_core.runtime.weights.transports.pool import Room, aligned
+from roll_core.runtime.weights.transports.shm import ShmSender
 
 KINDS = pytest.mark.parametrize("kind", [ShmSender, CudaIpcSender])
 

@@ -6,10 +6,10 @@ import pytest
 from sync_workers import ProcessGroup, Trainer, same_values
 
 from roll_core.errors import CorruptTensorError, UnexpectedTensorError, WeightSyncError, WorkerDiedError
-from roll_core.runtime.weight_sync import DeviceFacts, PlacementFacts, WeightPublisher, WeightSender
-from roll_core.runtime.weight_sync.channel import ReceiversLostError
-from roll_core.runtime.weight_sync.plan import SyncPlan
-from roll_core.runtime.weight_sync.select import sources_of
+from roll_core.runtime.weights import DeviceFacts, PlacementFacts, WeightPublisher, WeightSender
+from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.runtime.weights.select import sources_of
+from roll_core.spec.transport import ReceiversLostError
 
 
 def with_groups(num_train, num_infer, scenario):
@@ -147,7 +147,7 @@ def test_a_sender_that_gives_up_ends_its_export_because_other_ranks_are_in_it(mo
 
     strategy = Exporting()
     sender = WeightSender(strategy, role="actor_train", rank=0)
-    monkeypatch.setattr("roll_core.runtime.weight_sync.sender.open_sending_end", lambda *_, **__: End())
+    monkeypatch.setattr("roll_core.runtime.weights.sender.open_sending_end", lambda *_, **__: End())
     plan = SyncPlan(version=1, transport="shm", num_receivers=1)
     sender.prepare(plan)
     exported.clear()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll_core.runtime.weight_sync import pool, shm
-from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
-from roll_core.runtime.weight_sync.plan import Deadline
+from roll_core.runtime.weights.plan import Deadline
+from roll_core.runtime.weights.transports import pool, shm
+from roll_core.spec.transport import ReceiversLostError, SenderLostError
 from roll_core.spec.weights import make_manifest
 
 TENSORS = {"a": torch.randn(300, 20), "b": torch.randn(4000).bfloat16(), "c": torch.tensor(3)}

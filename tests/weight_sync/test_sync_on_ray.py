@@ -7,7 +7,7 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import CorruptTensorError, WorkerDiedError
 from roll_core.runtime.executors import make_executor
 from roll_core.runtime.executors.base import GroupSpec, Place
-from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
+from roll_core.runtime.weights import PlacementFacts, WeightPublisher, choose_transport
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 
 

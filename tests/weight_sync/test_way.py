@@ -9,7 +9,7 @@ import pytest
 from sync_workers import ProcessGroup, same_values
 
 from roll_core.errors import WorkerDiedError
-from roll_core.runtime import publishing
+from roll_core.runtime.weights import controller as publishing
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 
 ALL = ("cuda_ipc", "shm", "collective")

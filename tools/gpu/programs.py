@@ -371,9 +371,9 @@ def extensions(device: str) -> int:
 
 def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[float], int]:
     """Seconds of each publish from `hf_train` to `hf_infer` with its proof, and the bytes of the weights."""
-    from roll_core.runtime.weight_sync import WeightSender
-    from roll_core.runtime.weight_sync.plan import SyncPlan
-    from roll_core.runtime.weight_sync.proof import verify
+    from roll_core.runtime.weights import WeightSender
+    from roll_core.runtime.weights.plan import SyncPlan
+    from roll_core.runtime.weights.proof import verify
     from roll_core.spec.weights import entry_bytes
 
     trainer = make_trainer(model_spec(size), device)
@@ -429,7 +429,7 @@ def _receive(pipe: Connection, device: str, size: str) -> None:
     """The engine's end: start, then take in every publish until None comes."""
 
     async def serve() -> None:
-        from roll_core.runtime.weight_sync import WeightReceiver
+        from roll_core.runtime.weights import WeightReceiver
 
         engine = await start_engine(model_spec(size), device, kv_cache_gib=0.25)
         receiver = WeightReceiver(engine, role="actor_infer", rank=0, device=torch_device(device))

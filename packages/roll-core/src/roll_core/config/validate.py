@@ -24,7 +24,7 @@ from roll_core.config.mistakes import take_out, validate_all
 from roll_core.config.model_keys import model_keys
 from roll_core.config.nearest import MAX_SUGGESTIONS, suggest_key
 from roll_core.config.schema import paths, roles, schema_at
-from roll_core.config.weight_ways import without_a_way
+from roll_core.config.weight_transports import without_a_way
 from roll_core.config.written import COMMAND_LINE, Place
 from roll_core.errors import ConfigError, ConfigProblem, MissingRequirementError, PluginError, UnknownProviderError
 from roll_core.plugins.requirements import check_requirements

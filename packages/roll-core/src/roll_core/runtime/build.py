@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.loading import strategy_config
-from roll_core.config.weight_ways import within_one_process
+from roll_core.config.weight_transports import within_one_process
 from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.runtime.openmp import wanted_threads
 from roll_core.runtime.placement import HOST_BACKEND

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from roll_core.runtime.guards import Guards
     from roll_core.runtime.judging import Judges
     from roll_core.runtime.ledger import Ledger
-    from roll_core.runtime.publishing import Publishing
     from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
     from roll_core.runtime.rollout.of_run import RunRollouts
     from roll_core.runtime.rollout.recording import Recorder
     from roll_core.runtime.run_dir import RunDir
     from roll_core.runtime.samples import SamplesFile
+    from roll_core.runtime.weights.controller import Publishing
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig
     from roll_core.spec.pipeline import InferRole, Prompt, RolloutPlan, Split

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from roll_core.runtime.weight_sync.plan import Deadline, SyncPlan
-from roll_core.runtime.weight_sync.receiver import open_receiving_end
-from roll_core.runtime.weight_sync.sender import WeightSender
+from roll_core.runtime.weights.plan import Deadline, SyncPlan
+from roll_core.runtime.weights.receiver import open_receiving_end
+from roll_core.runtime.weights.sender import WeightSender
 from roll_core.spec.weights import digest
 from roll_core.testing.bench import ROLE, take_step
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.runtime.weight_sync.channel import ReceivingEnd
-    from roll_core.runtime.weight_sync.plan import Offer
+    from roll_core.runtime.weights.plan import Offer
     from roll_core.spec.providers import Transport
     from roll_core.spec.train import TrainStrategy
+    from roll_core.spec.transport import ReceivingEnd
     from roll_core.testing.bench import Step
 
 IN_ONE_PROCESS: tuple[Transport, ...] = ("shared", "shm", "collective", "disk")

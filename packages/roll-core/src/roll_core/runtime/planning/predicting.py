@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 SHM_BYTES = 16 << 20
 SHM_BUCKET_BYTES = 2 << 20
-"""Of the transport `shm`: its memory, if two of the largest bucket are not more, and a bucket (`weight_sync.shm`)."""
+"""Of the transport `shm`: its memory, if two of the largest bucket are not more, and a bucket (`weights.transports.shm`)."""
 DEVICE_BUCKET_BYTES = 256 << 20
-"""Of the transport `cuda_ipc`: a bucket; there is room for two, or for the largest tensor (`weight_sync.cuda_ipc`)."""
+"""Of the transport `cuda_ipc`: a bucket; there is room for two, or for the largest tensor (`weights.transports.cuda_ipc`)."""
 ACTS: dict[str, tuple[Act, ...]] = {
     "train": ("start", "score", "publish", "backward", "step", "save"),
     "score": ("start", "score"),

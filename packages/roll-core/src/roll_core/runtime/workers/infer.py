@@ -19,7 +19,7 @@ from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.executors.calls import retrieve
 from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
-from roll_core.runtime.weight_sync import DeviceFacts, WeightReceiver
+from roll_core.runtime.weights import DeviceFacts, WeightReceiver
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
 from roll_core.types import Completion, CompletionOutput, FinishReason
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.runtime.executors.base import Peers, Place
-    from roll_core.runtime.weight_sync import Offer, ReceiveOutcome, SyncPlan
+    from roll_core.runtime.weights import Offer, ReceiveOutcome, SyncPlan
     from roll_core.spec.infer import InferStrategy, MetricKind
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import InferProvider

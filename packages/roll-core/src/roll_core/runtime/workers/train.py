@@ -14,7 +14,7 @@ from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.concurrency import in_daemon_thread
 from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.portable_state import opened_portable_state, write_portable_state
-from roll_core.runtime.weight_sync import DeviceFacts, WeightSender
+from roll_core.runtime.weights import DeviceFacts, WeightSender
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.runtime.executors.base import Peers, Place
-    from roll_core.runtime.weight_sync import Offer, SendOutcome, SyncPlan
+    from roll_core.runtime.weights import Offer, SendOutcome, SyncPlan
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import TrainProvider
     from roll_core.spec.train import (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
-from roll_core.runtime.weight_sync.plan import SyncPlan
-from roll_core.runtime.weight_sync.receiver import WeightReceiver
-from roll_core.runtime.weight_sync.sender import WeightSender
+from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.runtime.weights.receiver import WeightReceiver
+from roll_core.runtime.weights.sender import WeightSender
 from roll_core.spec.weights import digest, memory_token
 from roll_core.testing.bounds import check_names
 from roll_core.testing.infer.engine import ROLE

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import UnsupportedError, WeightSyncError
 from roll_core.modeling.digests import use_compiled_digests
-from roll_core.runtime.weight_sync.channel import ReceiversLostError
-from roll_core.runtime.weight_sync.plan import Deadline, Offer, SendOutcome
-from roll_core.runtime.weight_sync.sample import sample_fingerprint
+from roll_core.runtime.weights.plan import Deadline, Offer, SendOutcome
+from roll_core.runtime.weights.transports.shared import sample_fingerprint
+from roll_core.spec.transport import ReceiversLostError
 from roll_core.spec.weights import entry_bytes, memory_token, tensor_entry, torch_dtype
 from roll_core.types import WeightManifest
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.runtime.weight_sync.channel import SendingEnd
-    from roll_core.runtime.weight_sync.plan import SyncPlan
+    from roll_core.runtime.weights.plan import SyncPlan
     from roll_core.spec.train import TrainStrategy
+    from roll_core.spec.transport import SendingEnd
     from roll_core.types import TensorEntry
 
 
@@ -146,19 +146,19 @@ def open_sending_end(plan: SyncPlan, host: str, receivers: tuple[int, ...], *, d
     """The sender's end of the plan's transport, to `receivers`."""
     use_compiled_digests()
     if plan.transport == "shm":
-        from roll_core.runtime.weight_sync.shm import ShmSender
+        from roll_core.runtime.weights.transports.shm import ShmSender
 
         return ShmSender(plan.num_receivers, plan.bucket_bytes)
     if plan.transport == "cuda_ipc":
-        from roll_core.runtime.weight_sync.cuda_ipc import CudaIpcSender
+        from roll_core.runtime.weights.transports.cuda_ipc import CudaIpcSender
 
         return CudaIpcSender(receivers, plan.bucket_bytes, device)
     if plan.transport == "collective":
-        from roll_core.runtime.weight_sync.collective import CollectiveSender
+        from roll_core.runtime.weights.transports.collective import CollectiveSender
 
         return CollectiveSender(plan.num_receivers, plan.bucket_bytes, host, backend=plan.backend, device=device)
     if plan.transport == "disk":
-        from roll_core.runtime.weight_sync.disk import DiskSender
+        from roll_core.runtime.weights.transports.disk import DiskSender
 
         return DiskSender(plan.num_receivers, plan.bucket_bytes, plan.directory)
     raise UnsupportedError(f"this version of roll-core has no weight transport {plan.transport}")

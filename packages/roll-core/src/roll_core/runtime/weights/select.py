@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.runtime.executors.base import WorkerGroup
-    from roll_core.runtime.weight_sync.plan import DeviceFacts
+    from roll_core.runtime.weights.plan import DeviceFacts
     from roll_core.spec.providers import InferCapabilities, TrainCapabilities, Transport
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.runtime.weight_sync.plan import Deadline
+    from roll_core.runtime.weights.plan import Deadline
     from roll_core.types import TensorEntry, WeightManifest
 
 

@@ -19,9 +19,9 @@ from roll_core.errors import (
 from roll_core.runtime.build import provider_of, served_adapters
 from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.roles import ENGINE, WEIGHTS
-from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
-from roll_core.runtime.weight_sync.probe import ProbeReading, logprob_probe, require_following
-from roll_core.runtime.weight_sync.select import collective_backend, passed_over
+from roll_core.runtime.weights import PlacementFacts, WeightPublisher, choose_transport
+from roll_core.runtime.weights.probe import ProbeReading, logprob_probe, require_following
+from roll_core.runtime.weights.select import collective_backend, passed_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.record import RunRecord
     from roll_core.runtime.roles import GroupInferRole
     from roll_core.runtime.run import ActiveRun
-    from roll_core.runtime.weight_sync.publisher import SyncReport
+    from roll_core.runtime.weights.broadcaster import SyncReport
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.providers import InferCapabilities, TrainCapabilities, Transport
     from roll_core.types import TokenIds

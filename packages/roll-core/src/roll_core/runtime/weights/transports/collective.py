@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
 from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
-from roll_core.runtime.weight_sync.buckets import fill, nothing_left, plan_buckets, view
-from roll_core.runtime.weight_sync.channel import ReceiversLostError, ReceivingEnd, SenderLostError, SendingEnd
-from roll_core.runtime.weight_sync.collective_groups import LOOK_S, SENDER, connect, make_group, timeout
+from roll_core.runtime.weights.transports.collective_groups import LOOK_S, SENDER, connect, make_group, timeout
+from roll_core.spec.buckets import fill, nothing_left, plan_buckets, view
+from roll_core.spec.transport import ReceiversLostError, ReceivingEnd, SenderLostError, SendingEnd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
-    from roll_core.runtime.weight_sync.buckets import Bucket
-    from roll_core.runtime.weight_sync.collective_groups import Group
-    from roll_core.runtime.weight_sync.plan import Deadline
-    from roll_core.runtime.weight_sync.store import HostedStore, RemoteStore
+    from roll_core.runtime.weights.plan import Deadline
+    from roll_core.runtime.weights.transports.collective_groups import Group
+    from roll_core.runtime.weights.transports.store import HostedStore, RemoteStore
+    from roll_core.spec.buckets import Bucket
     from roll_core.types import TensorEntry, WeightManifest
 
 S = TypeVar("S", bound="Store")
@@ -53,7 +53,7 @@ class CollectiveSender(SendingEnd):
         backend: str = HOST_BACKEND,
         device: str = HOST_DEVICE,
     ) -> None:
-        from roll_core.runtime.weight_sync.store import HostedStore
+        from roll_core.runtime.weights.transports.store import HostedStore
 
         self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
         self._num_receivers = num_receivers

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
-    from roll_core.runtime.weight_sync.plan import Deadline
-    from roll_core.runtime.weight_sync.store import RemoteStore
+    from roll_core.runtime.weights.plan import Deadline
+    from roll_core.runtime.weights.transports.store import RemoteStore
 
 LOOPBACK = "127.0.0.1"
 SENDER = 0
@@ -185,7 +185,7 @@ def call_off(address: str) -> None:
 
 def connect(address: str, within: timedelta) -> RemoteStore:
     """The store of the sender at `address`. Raises `DistError`."""
-    from roll_core.runtime.weight_sync.store import RemoteStore
+    from roll_core.runtime.weights.transports.store import RemoteStore
 
     secret, _, where = address.partition("@")
     host, _, port = where.rpartition(":")

@@ -26,16 +26,16 @@ from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
 from roll_core.runtime.host import hostname
-from roll_core.runtime.weight_sync.buckets import fill, nothing_left, plan_buckets, view
-from roll_core.runtime.weight_sync.channel import ReceiversLostError, ReceivingEnd, SenderLostError, SendingEnd
+from roll_core.spec.buckets import fill, nothing_left, plan_buckets, view
+from roll_core.spec.transport import ReceiversLostError, ReceivingEnd, SenderLostError, SendingEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from roll_core.runtime.weight_sync.buckets import Bucket
-    from roll_core.runtime.weight_sync.plan import Deadline
+    from roll_core.runtime.weights.plan import Deadline
+    from roll_core.spec.buckets import Bucket
     from roll_core.types import TensorEntry, WeightManifest
 
 BUCKET_BYTES = 64 << 20

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import StaleWeightsError, UnsupportedError, WeightSyncError
 from roll_core.modeling.digests import use_compiled_digests
-from roll_core.runtime.weight_sync.channel import SenderLostError
-from roll_core.runtime.weight_sync.plan import Deadline, ReceiveOutcome
+from roll_core.runtime.weights.plan import Deadline, ReceiveOutcome
+from roll_core.spec.transport import SenderLostError
 from roll_core.spec.weights import make_receipt
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.runtime.weight_sync.channel import ReceivingEnd
-    from roll_core.runtime.weight_sync.plan import Offer, SyncPlan
+    from roll_core.runtime.weights.plan import Offer, SyncPlan
     from roll_core.spec.infer import InferStrategy
+    from roll_core.spec.transport import ReceivingEnd
 
 
 PATIENCE_S = 2.0
@@ -94,21 +94,21 @@ def open_receiving_end(
     """A receiver's end of the plan's transport."""
     use_compiled_digests()
     if plan.transport == "shm":
-        from roll_core.runtime.weight_sync.shm import ShmReceiver
+        from roll_core.runtime.weights.transports.shm import ShmReceiver
 
         return ShmReceiver(address, rank, plan.bucket_bytes, deadline)
     if plan.transport == "cuda_ipc":
-        from roll_core.runtime.weight_sync.cuda_ipc import CudaIpcReceiver
+        from roll_core.runtime.weights.transports.cuda_ipc import CudaIpcReceiver
 
         return CudaIpcReceiver(address, rank, plan.bucket_bytes, deadline, device)
     if plan.transport == "collective":
-        from roll_core.runtime.weight_sync.collective import CollectiveReceiver
+        from roll_core.runtime.weights.transports.collective import CollectiveReceiver
 
         return CollectiveReceiver(
             address, rank, plan.num_receivers, plan.bucket_bytes, deadline, backend=plan.backend, device=device
         )
     if plan.transport == "disk":
-        from roll_core.runtime.weight_sync.disk import DiskReceiver
+        from roll_core.runtime.weights.transports.disk import DiskReceiver
 
         return DiskReceiver(address, rank, plan.bucket_bytes)
     raise UnsupportedError(f"this version of roll-core has no weight transport {plan.transport}")

@@ -15,15 +15,15 @@ from roll_core.errors import (
     WorkerTimeoutError,
 )
 from roll_core.runtime.placement import HOST_BACKEND
-from roll_core.runtime.weight_sync.plan import SendOutcome, SyncPlan
-from roll_core.runtime.weight_sync.proof import require_change, verify
+from roll_core.runtime.weights.plan import SendOutcome, SyncPlan
+from roll_core.runtime.weights.proof import require_change, verify
 from roll_core.spec.weights import MEMORY, digest, entry_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.runtime.executors.base import WorkerGroup
-    from roll_core.runtime.weight_sync.plan import Offer, ReceiveOutcome
+    from roll_core.runtime.weights.plan import Offer, ReceiveOutcome
     from roll_core.spec.config import WeightFormat
     from roll_core.spec.providers import Transport
     from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
@@ -304,11 +304,11 @@ class WeightPublisher:
 async def _call_off(plan: SyncPlan, offer: Offer) -> None:
     """Tell ends that have no connection, by whose end they would learn it, that the publish has failed."""
     if plan.transport == "disk":
-        from roll_core.runtime.weight_sync.disk import call_off
+        from roll_core.runtime.weights.transports.disk import call_off
 
         await asyncio.to_thread(call_off, offer.address)
     elif plan.transport == "collective" and plan.backend != HOST_BACKEND:
-        from roll_core.runtime.weight_sync.collective_groups import call_off
+        from roll_core.runtime.weights.transports.collective_groups import call_off
 
         await asyncio.to_thread(call_off, offer.address)
 

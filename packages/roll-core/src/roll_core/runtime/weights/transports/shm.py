@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.runtime.weight_sync.pool import LentMemory, Memory, PooledReceiver, PooledSender
+from roll_core.runtime.weights.transports.pool import LentMemory, Memory, PooledReceiver, PooledSender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from roll_core.runtime.weight_sync.plan import Deadline
+    from roll_core.runtime.weights.plan import Deadline
 
 PIPELINE_BYTES = 2 << 20
 """Buckets are no larger than this unless a tensor is."""

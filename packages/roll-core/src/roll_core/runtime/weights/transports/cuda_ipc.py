@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from roll_core.errors import UnsupportedError, WeightSyncError
 from roll_core.modeling.device_memory import device_memory
-from roll_core.runtime.weight_sync.pool import LentMemory, Memory, PooledReceiver, PooledSender
+from roll_core.runtime.weights.transports.pool import LentMemory, Memory, PooledReceiver, PooledSender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.modeling.device_memory import DeviceMemory
-    from roll_core.runtime.weight_sync.plan import Deadline
+    from roll_core.runtime.weights.plan import Deadline
 
 BUCKET_BYTES = 256 << 20
 """Buckets are no larger than this unless a tensor is: each costs the host two waits and a message."""

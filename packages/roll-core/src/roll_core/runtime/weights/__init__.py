@@ -11,11 +11,11 @@ How bytes travel (`shared`, `shm`, `cuda_ipc`, …) is chosen by `choose_transpo
 
 from __future__ import annotations
 
-from roll_core.runtime.weight_sync.plan import DeviceFacts, Offer, ReceiveOutcome, SendOutcome, SyncPlan
-from roll_core.runtime.weight_sync.publisher import SyncReport, WeightPublisher
-from roll_core.runtime.weight_sync.receiver import WeightReceiver
-from roll_core.runtime.weight_sync.select import PlacementFacts, choose_transport
-from roll_core.runtime.weight_sync.sender import WeightSender
+from roll_core.runtime.weights.broadcaster import SyncReport, WeightPublisher
+from roll_core.runtime.weights.plan import DeviceFacts, Offer, ReceiveOutcome, SendOutcome, SyncPlan
+from roll_core.runtime.weights.receiver import WeightReceiver
+from roll_core.runtime.weights.select import PlacementFacts, choose_transport
+from roll_core.runtime.weights.sender import WeightSender
 
 __all__ = [
     "DeviceFacts",

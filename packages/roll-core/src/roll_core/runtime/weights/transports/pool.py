@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
-from roll_core.runtime.weight_sync.buckets import ALIGNMENT, fill, nothing_left, plan_buckets, view
-from roll_core.runtime.weight_sync.channel import ReceiversLostError, ReceivingEnd, SenderLostError, SendingEnd
+from roll_core.spec.buckets import ALIGNMENT, fill, nothing_left, plan_buckets, view
+from roll_core.spec.transport import ReceiversLostError, ReceivingEnd, SenderLostError, SendingEnd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from roll_core.runtime.weight_sync.buckets import Bucket
-    from roll_core.runtime.weight_sync.plan import Deadline
+    from roll_core.runtime.weights.plan import Deadline
+    from roll_core.spec.buckets import Bucket
     from roll_core.types import TensorEntry, WeightManifest
 
 _SHORTEST_S = 1e-3
