@@ -9,7 +9,7 @@ from rollout_fleet import engine, in_virtual_time, request, right_tokens
 from roll_core.errors import WeightSyncError, WorkerDiedError
 from roll_core.runtime.roles import ATTEMPTS, GroupInferRole
 from roll_core.runtime.rollout.dispatcher import Dispatcher
-from roll_core.runtime.weights.controller import Publishing
+from roll_core.runtime.weights.controller import WeightSyncController
 from roll_core.spec.config import WorkerConfig
 
 
@@ -207,7 +207,7 @@ class Link:
     in_flight = True
 
     def __init__(self, publish):
-        self.publisher = self
+        self.broadcaster = self
         self.publish = publish
 
 
@@ -229,7 +229,7 @@ def test_nothing_begins_between_two_attempts_to_publish(error):
             assert to.replicas[0].begun == []
             return "report"
 
-        publishing = asyncio.ensure_future(Publishing._until_nobody_dies(None, to, Link(publish), 3, 3))
+        publishing = asyncio.ensure_future(WeightSyncController._publish_to_all(None, to, Link(publish), 3, 3))
         await asyncio.sleep(0.5)
         found = await asyncio.gather(to.dispatcher.generate(REQUESTS), publishing)
         check(found[0])
@@ -248,7 +248,7 @@ def test_a_publish_that_fails_while_all_live_is_not_tried_again():
             raise WeightSyncError("other bytes than were sent")
 
         with pytest.raises(WeightSyncError, match="other bytes"):
-            await Publishing._until_nobody_dies(None, to, Link(publish), 3, 3)
+            await WeightSyncController._publish_to_all(None, to, Link(publish), 3, 3)
         assert len(to.revived) == 1
 
     in_virtual_time(main)

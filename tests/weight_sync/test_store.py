@@ -9,8 +9,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from roll_core.runtime.weights.transports.collective import CollectiveSender
-from roll_core.runtime.weights.transports.collective_groups import LOOPBACK, connect
+from roll_core.runtime.weights.transports.collective import LOOPBACK, CollectiveSender, connect
 from roll_core.runtime.weights.transports.store import HostedStore, RemoteStore
 
 SOON = timedelta(seconds=20)

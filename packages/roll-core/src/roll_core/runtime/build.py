@@ -102,7 +102,9 @@ def kept_apart(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry)
         trainer = provider_of(source, role_config(config, source.name), registry)
         engine = provider_of(role, role_config(config, role.name), registry)
         if isinstance(trainer, TrainProvider) and isinstance(engine, InferProvider):
-            why = within_one_process(trainer, engine, directory=config.model_update_dir is not None)
+            why = within_one_process(
+                registry, trainer, engine, directory=config.model_update_dir, wanted=config.weight_transport
+            )
             if why:
                 return f"{role.name}: {why}"
     return ""

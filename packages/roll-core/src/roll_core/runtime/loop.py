@@ -62,7 +62,7 @@ from roll_core.runtime.saving import RunSaver
 from roll_core.runtime.stopping import StopSignals, ignoring_sigterm
 from roll_core.runtime.tokenizer import prepare_tokenizer
 from roll_core.runtime.tracking import MetricsFile, Trackers, read_metrics
-from roll_core.runtime.weights.controller import Publishing
+from roll_core.runtime.weights.controller import WeightSyncController
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
 
@@ -494,7 +494,7 @@ class _Driver:
             tags = {domain: judge.config.tag_included for domain, judge in judges.items()}
             run.judges = Judges(judges, tags)
         stack.push_async_callback(run.close)
-        run.publishing = Publishing(run, roles, self.registry, executor, self.record)
+        run.weight_sync = WeightSyncController(run, roles, self.registry, executor, self.record)
         return executor
 
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:

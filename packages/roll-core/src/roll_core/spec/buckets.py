@@ -1,4 +1,4 @@
-"""How tensors lie in buckets: both ends compute the same layout from the manifest alone."""
+"""Buckets of tensors: both endpoints of a transport compute the same layout from the manifest alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketSlice:
     """A whole tensor in a bucket."""
 
     entry: TensorEntry
@@ -32,51 +32,51 @@ class Piece:
 class Bucket:
     """Consecutive tensors of a manifest, at least one."""
 
-    pieces: tuple[Piece, ...]
+    slices: tuple[BucketSlice, ...]
     num_bytes: int
 
     @property
     def first(self) -> str:
         """Name of the first tensor."""
-        return self.pieces[0].entry.name
+        return self.slices[0].entry.name
 
 
 def plan_buckets(manifest: WeightManifest, bucket_bytes: int) -> list[Bucket]:
-    """The manifest's tensors in order, in buckets of at most `bucket_bytes` that are filled one after the other.
+    """The manifest's tensors in order, in buckets of at most `bucket_bytes`.
 
-    A tensor is never cut: a larger one has a bucket of its own.
+    A tensor is never split: a larger one has a bucket of its own.
     """
     buckets: list[Bucket] = []
-    pieces: list[Piece] = []
+    slices: list[BucketSlice] = []
     end = 0
     for entry in manifest.tensors:
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         num_bytes = entry_bytes(entry)
-        if pieces and offset + num_bytes > bucket_bytes:
-            buckets.append(Bucket(tuple(pieces), end))
-            pieces, offset = [], 0
-        pieces.append(Piece(entry, offset, num_bytes))
+        if slices and offset + num_bytes > bucket_bytes:
+            buckets.append(Bucket(tuple(slices), end))
+            slices, offset = [], 0
+        slices.append(BucketSlice(entry, offset, num_bytes))
         end = offset + num_bytes
-    if pieces:
-        buckets.append(Bucket(tuple(pieces), end))
+    if slices:
+        buckets.append(Bucket(tuple(slices), end))
     return buckets
 
 
-def view(memory: Tensor, piece: Piece) -> Tensor:
-    """The tensor that `piece` describes, in `memory` (flat uint8)."""
-    flat = memory[piece.offset : piece.offset + piece.num_bytes]
-    return flat.view(torch_dtype(piece.entry.dtype)).view(piece.entry.shape)
+def views(memory: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a bucket that lies at the beginning of `memory` (flat uint8)."""
+    for each in bucket.slices:
+        yield each.entry.name, _view(memory, each)
 
 
 def fill(memory: Tensor, bucket: Bucket, exported: Iterator[tuple[str, Tensor]]) -> list[TensorEntry]:
-    """Copy the next tensors into their places; returns their entries with digests.
+    """Copy the next exported tensors into `memory` (flat uint8); returns their entries with digests.
 
-    Raises `WeightSyncError` subclasses where the tensors are not the ones that were offered.
+    Raises `WeightSyncError` subclasses if the tensors differ from those in the manifest.
     """
     sent = []
-    for piece in bucket.pieces:
-        name, tensor = next_offered(piece.entry, exported)
-        target = view(memory, piece)
+    for each in bucket.slices:
+        name, tensor = _next_tensor(each.entry, exported)
+        target = _view(memory, each)
         if target.dtype == tensor.dtype:
             found = copy_digested(target, tensor)
         else:
@@ -86,22 +86,27 @@ def fill(memory: Tensor, bucket: Bucket, exported: Iterator[tuple[str, Tensor]])
     return sent
 
 
-def next_offered(entry: TensorEntry, exported: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor]:
-    """The next exported tensor, which must be the one that `entry` offered."""
-    name, tensor = next(exported, ("", None))
-    if tensor is None:
-        raise MissingTensorError(f"the export ended before {entry.name}, which it had offered")
-    if name != entry.name:
-        raise WeightSyncError(
-            f"the export yielded {name} where it had offered {entry.name}: its order must be the same every time"
-        )
-    if tuple(tensor.shape) != entry.shape:
-        raise WeightSyncError(f"the export yielded {name} of shape {tuple(tensor.shape)}, offered was {entry.shape}")
-    return name, tensor
-
-
-def nothing_left(exported: Iterator[tuple[str, Tensor]]) -> None:
-    """Raise `UnexpectedTensorError` if the export has more tensors than were offered."""
+def require_exhausted(exported: Iterator[tuple[str, Tensor]]) -> None:
+    """Raise `UnexpectedTensorError` if the export has more tensors than the manifest."""
     name, tensor = next(exported, ("", None))
     if tensor is not None:
-        raise UnexpectedTensorError(f"the export yielded {name}, which it had not offered")
+        raise UnexpectedTensorError(f"the export yielded {name}, which is not in the manifest")
+
+
+def _view(memory: Tensor, part: BucketSlice) -> Tensor:
+    flat = memory[part.offset : part.offset + part.num_bytes]
+    return flat.view(torch_dtype(part.entry.dtype)).view(part.entry.shape)
+
+
+def _next_tensor(entry: TensorEntry, exported: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor]:
+    """The next exported tensor, which must match `entry`."""
+    name, tensor = next(exported, ("", None))
+    if tensor is None:
+        raise MissingTensorError(f"the export ended before {entry.name}, which is in the manifest")
+    if name != entry.name:
+        raise WeightSyncError(
+            f"the export yielded {name}, expected {entry.name}: the order of tensors must be the same every time"
+        )
+    if tuple(tensor.shape) != entry.shape:
+        raise WeightSyncError(f"the export yielded {name} of shape {tuple(tensor.shape)}, expected {entry.shape}")
+    return name, tensor

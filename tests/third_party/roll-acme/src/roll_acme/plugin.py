@@ -9,6 +9,7 @@ from roll_core.spec.providers import (
     RewardProvider,
     TrainCapabilities,
     TrainProvider,
+    WeightTransportProvider,
 )
 
 ROLL_HOOK_API = 1
@@ -63,6 +64,16 @@ def roll_rewards():
         target="roll_acme.reward:ShareOfLetter",
         config="roll_acme.config:ShareConfig",
         summary="Share of one letter in the answer",
+    )
+
+
+@hookimpl
+def roll_weight_transports():
+    yield WeightTransportProvider(
+        name="acme_tcp",
+        target="roll_acme.tcp:TcpTransport",
+        summary="A TCP connection to each engine",
+        any_strategy=True,
     )
 
 

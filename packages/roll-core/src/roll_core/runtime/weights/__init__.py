@@ -1,32 +1,29 @@
-"""Weight sync that proves itself: a train role's weights reach an infer role, and every receiver shows that it holds
-them.
+"""Weight sync with proof: the weights of a train role reach an infer role, and every receiver proves what it loaded.
 
-    driver            WeightPublisher.publish(version)
-                        |  prepare_send, send_weights           |  receive_weights
+    driver            WeightSyncController        when to publish, by which transport, what a failed proof leads to
+                        WeightBroadcaster           one publish between two roles
+                          |  prepare_send, send_weights           |  receive_weights
     workers           WeightSender beside a train strategy ==> WeightReceiver beside an infer strategy
 
-How bytes travel (`shared`, `shm`, `cuda_ipc`, …) is chosen by `choose_transport` and lives in modules of those names;
-`proof` compares what was sent with what is held. Digests are defined in `roll_core.spec.weights`.
+The transports (`roll_core.spec.transport` has their contract) are in `transports`; `proof` compares manifest and
+receipts; digests are defined in `roll_core.spec.weights`.
 """
 
 from __future__ import annotations
 
-from roll_core.runtime.weights.broadcaster import SyncReport, WeightPublisher
-from roll_core.runtime.weights.plan import DeviceFacts, Offer, ReceiveOutcome, SendOutcome, SyncPlan
+from roll_core.runtime.weights.broadcaster import SyncReport, WeightBroadcaster
+from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SendOutcome, SyncPlan, device_facts
 from roll_core.runtime.weights.receiver import WeightReceiver
-from roll_core.runtime.weights.select import PlacementFacts, choose_transport
 from roll_core.runtime.weights.sender import WeightSender
 
 __all__ = [
-    "DeviceFacts",
-    "Offer",
-    "PlacementFacts",
     "ReceiveOutcome",
+    "SendHandle",
     "SendOutcome",
     "SyncPlan",
     "SyncReport",
-    "WeightPublisher",
+    "WeightBroadcaster",
     "WeightReceiver",
     "WeightSender",
-    "choose_transport",
+    "device_facts",
 ]

@@ -1,12 +1,11 @@
-"""What both ends of a weight sync are told and what they answer: plain values that cross processes."""
+"""Messages between the driver and both sides of a weight sync: plain values that cross processes."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from roll_core.runtime.placement import HOST_BACKEND
+from roll_core.spec.transport import DeviceFacts, RoleFacts, Route, WorkerFacts
 from roll_core.types import DataRank
 
 if TYPE_CHECKING:
@@ -15,128 +14,117 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.errors import WeightSyncError
+    from roll_core.runtime.executors.base import WorkerGroup
     from roll_core.spec.config import WeightFormat
-    from roll_core.spec.providers import Transport
+    from roll_core.spec.providers import WeightTransportProvider
     from roll_core.types import WeightManifest, WeightReceipt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """One publish, as both ends see it."""
+    """One publish, as both sides see it."""
 
     version: int
-    transport: Transport
+    transport: WeightTransportProvider
     num_receivers: int
+    route: Route = field(default_factory=Route)
     sender_hosts: tuple[str, ...] = ("127.0.0.1",)
-    """By rank of the train role: name or address under which receivers reach it."""
+    """IP address at which receivers reach each train rank, by rank."""
     dtype: str = ""
-    """Floating-point tensors travel as this (safetensors' name, `BF16`); empty leaves them as they are."""
+    """Dtype in which floating-point tensors travel (safetensors' name, `BF16`); empty: their own."""
     weight_format: WeightFormat = "dtype"
-    """`fp8`: matrices of layers travel in 8 bits, see `roll_core.modeling.eight_bits`."""
+    """`fp8`: matrices of layers travel in fp8, see `roll_core.modeling.eight_bits`."""
     adapters: bool = False
-    """What travels is adapters alone, for receivers that have the model beneath them."""
+    """Only adapters travel, to receivers that hold the base model."""
     bucket_bytes: int = 1 << 30
-    """Largest bucket; a larger tensor travels alone."""
-    backend: str = HOST_BACKEND
-    """Of the transport `collective`."""
-    directory: str = ""
-    """Folder or URL that both ends reach, for the transport `disk`."""
+    """Upper bound of a bucket; a larger tensor has a bucket of its own."""
     deadline_s: float = 60.0
-    """From when the sender begins until all receivers must have taken everything."""
+    """From the start of sending until all receivers have read everything."""
     replaced: int = 0
-    """Receivers that were made anew so far: what is connected to those before is of no use."""
-    sources: tuple[int, ...] = ()
-    """By receiver, the train rank that sends to it; empty where the leader of the first model replica sends to all."""
-    rehearsal: bool = False
-    """A few numbers travel instead of weights, which shows that the transport works here."""
+    """Number of receivers that were restarted so far; connections to the processes before them are stale."""
+    self_test: bool = False
+    """A few numbers travel instead of weights."""
     lends: bool = True
-    """With the transport `shared`: receivers use the very tensors. False where they copy, because the trainer goes on
-    while they generate."""
+    """For a transport within one process: receivers use the sender's tensors. If false they copy them, because the
+    trainer steps while they generate."""
 
     def receivers_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks to which a sending rank sends."""
-        return tuple(each for each in range(self.num_receivers) if not self.sources or self.sources[each] == rank)
+        """Ranks of the receivers that a train rank sends to."""
+        sources = self.route.sources
+        return tuple(each for each in range(self.num_receivers) if not sources or sources[each] == rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFacts:
-    """What a worker computes on, as its own process sees it."""
-
-    device: str
-    """Torch device string."""
-    backend: str = HOST_BACKEND
-    """Collective backend between such devices."""
-    uuid: str = ""
-    """Of the device; empty where its memory cannot be lent."""
-    leads: bool = True
-    """Of a train worker: an export gives it whole tensors."""
-    replica: int = 0
-    """Of a train worker: the model replica of which it holds a part or the whole."""
-
-    @classmethod
-    def of(cls, device: str, backend: str, data_rank: DataRank | None = None) -> DeviceFacts:
-        """Asked in the worker's process; `data_rank` is a train worker's."""
-        from roll_core.modeling.device_memory import device_memory
-
-        kind, place = device_memory(device), data_rank or DataRank()
-        uuid = kind.uuid(device) if kind else ""
-        return cls(device=device, backend=backend, uuid=uuid, leads=place.leader, replica=place.index)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What the sending rank has ready."""
+class SendHandle:
+    """What a sending rank has prepared for a publish."""
 
     manifest: WeightManifest
-    """Digests are empty where they are taken while the bytes travel."""
+    """Without digests where they are computed while sending."""
     address: str = ""
-    """Where the transport's receiving ends connect."""
+    """Where receivers connect."""
     addresses: tuple[str, ...] = ()
-    """The same by receiver, where not all have one sender."""
+    """The same by receiver rank, if there are several senders."""
     tensors: Sequence[tuple[str, Tensor]] = ()
-    """The very tensors, for the transport `shared`; they never leave the process."""
+    """The exported tensors themselves, for a transport within one process."""
     sample: str = ""
-    """Fingerprint of some of the bytes, for the transport `shared`; see `sample_fingerprint`."""
+    """Fingerprint of a sample of these tensors, see `sample_fingerprint`."""
     sample_s: float = 0.0
     """Seconds that the fingerprint took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendOutcome:
-    """How sending went. Failures are values: which of several ends failed first is judged where all are known."""
+    """Result of sending on one rank. Failures are values: the driver compares all of them to find the first cause."""
 
     manifest: WeightManifest | None = None
-    """With digests of what was sent; None if sending did not get that far."""
+    """With digests of the bytes sent; None if sending failed."""
     copied_bytes: int = 0
     seconds: float = 0.0
     silent: tuple[int, ...] = ()
-    """Receivers that had not taken everything when the deadline passed."""
+    """Receivers that had not read everything by the deadline."""
     gone: tuple[int, ...] = ()
     """Receivers that hung up before the end."""
     at: str = ""
-    """The first tensor that was then not known to be taken."""
+    """First tensor that these receivers had not confirmed."""
     failure: WeightSyncError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveOutcome:
-    """How receiving went on one rank."""
+    """Result of receiving on one rank."""
 
     receipt: WeightReceipt | None = None
     seconds: float = 0.0
     failure: WeightSyncError | None = None
     cut_off: bool = False
-    """The failure is that the sender hung up or fell silent: its cause lies elsewhere."""
+    """The failure is a lost sender: another worker has the cause."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """A point in this process's time."""
+def device_facts(device: str, backend: str, data_rank: DataRank | None = None) -> DeviceFacts:
+    """Facts of this process's device; `data_rank` of a train worker."""
+    from roll_core.modeling.device_memory import device_memory
 
-    seconds: float
-    begun: float = field(default_factory=time.monotonic)
+    kind, place = device_memory(device), data_rank or DataRank()
+    uuid = kind.uuid(device) if kind else ""
+    return DeviceFacts(device=device, backend=backend, uuid=uuid, leads=place.leader, replica=place.index)
 
-    @property
-    def left(self) -> float:
-        """Seconds until it passes, never negative."""
-        return max(0.0, self.begun + self.seconds - time.monotonic())
+
+def role_facts(
+    group: WorkerGroup,
+    weight_transports: tuple[str, ...],
+    devices: Sequence[DeviceFacts] = (),
+    *,
+    directory: str = "",
+) -> RoleFacts:
+    """Facts of a running role; `devices` by rank, if its workers were asked for them."""
+    workers = tuple(
+        WorkerFacts(
+            host=member.host,
+            pid=member.pid,
+            node=member.node,
+            slots=member.slots,
+            device=devices[rank] if devices else DeviceFacts(),
+        )
+        for rank, member in enumerate(group.members)
+    )
+    return RoleFacts(role=group.role, workers=workers, weight_transports=weight_transports, directory=directory)

@@ -1,4 +1,4 @@
-"""The end of a weight sync that lives beside a train strategy, in its worker."""
+"""The sending side of a weight sync, in a train worker."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from roll_core.errors import UnsupportedError, WeightSyncError
+from roll_core.config.weight_transports import load_transport
+from roll_core.errors import WeightSyncError
 from roll_core.modeling.digests import use_compiled_digests
-from roll_core.runtime.weights.plan import Deadline, Offer, SendOutcome
-from roll_core.runtime.weights.transports.shared import sample_fingerprint
-from roll_core.spec.transport import ReceiversLostError
+from roll_core.runtime.weights.plan import SendHandle, SendOutcome
+from roll_core.runtime.weights.proof import sample_fingerprint
+from roll_core.spec.transport import Deadline, ReceiversLostError, SenderSetup
 from roll_core.spec.weights import entry_bytes, memory_token, tensor_entry, torch_dtype
 from roll_core.types import WeightManifest
 
@@ -21,69 +22,63 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.weights.plan import SyncPlan
     from roll_core.spec.train import TrainStrategy
-    from roll_core.spec.transport import SendingEnd
+    from roll_core.spec.transport import SenderEndpoint
     from roll_core.types import TensorEntry
 
 
-REHEARSED = 100_000
-"""Numbers; more than a page of any memory."""
+SELF_TEST_NUMBERS = 100_000
+"""Numbers that a self-test sends; more than a page of any memory."""
 
 
 class WeightSender:
-    """Offers and sends what `export_weights` yields, or `export_adapters`. All ranks of the role are called together;
-    one of them sends, or those that `SyncPlan.sources` names.
+    """Sends what `export_weights` or `export_adapters` yields. All ranks of the role are called together; one of them
+    sends, or those that `Route.sources` names.
 
-    Called on the strategy's thread: `prepare`, then (unless the transport is `shared`) `send`, for each publish.
+    Called on the strategy's thread, for each publish: `prepare`, then `send` unless the transport is in-process.
     """
 
     def __init__(self, strategy: TrainStrategy, *, role: str, rank: int, device: str = "cpu") -> None:
-        """`device` is where the strategy computes."""
+        """`device`: where the strategy computes."""
         self._strategy, self._role, self._rank, self._device = strategy, role, rank, device
-        self._offered: tuple[tuple[object, ...], tuple[TensorEntry, ...]] | None = None
-        self._end: SendingEnd | None = None
-        self._end_plan: tuple[object, ...] = ()
+        self._described: tuple[tuple[object, ...], tuple[TensorEntry, ...]] | None = None
+        self._endpoint: SenderEndpoint | None = None
+        self._endpoint_setup: tuple[object, ...] = ()
 
     def sends(self, plan: SyncPlan) -> bool:
-        """Whether this rank does."""
-        if plan.sources:
-            return self._rank in plan.sources
+        """True if this rank sends."""
+        if plan.route.sources:
+            return self._rank in plan.route.sources
         place = self._strategy.data_rank
         return place.index == 0 and place.leader
 
-    def prepare(self, plan: SyncPlan) -> Offer | None:
-        """What will be sent; None on ranks that do not send.
+    def prepare(self, plan: SyncPlan) -> SendHandle | None:
+        """Manifest and address of this publish; None on ranks that do not send.
 
-        Names and shapes are asked of the export once: later exports must yield the same, and are held to it.
+        Names and shapes are taken from the first export; later exports must yield the same.
         """
-        if plan.transport == "shared":
+        if plan.transport.in_process:
             tensors = [(name, _cast(tensor, _dtype(plan))) for name, tensor in self._export(plan)]
-            if not self.sends(plan):
-                return None
-            entries = tuple(tensor_entry(name, tensor, memory_token(tensor)) for name, tensor in tensors)
-            manifest = WeightManifest(version=plan.version, tensors=entries)
-            begun = time.perf_counter()
-            sample = sample_fingerprint(tensors)
-            return Offer(manifest=manifest, tensors=tensors, sample=sample, sample_s=time.perf_counter() - begun)
-        what = (plan.dtype, plan.weight_format, plan.rehearsal)
-        if self._offered is None or self._offered[0] != what:
-            self._offered = what, tuple(self._describe(plan))
+            return _hand_over(plan.version, tensors) if self.sends(plan) else None
+        what = (plan.dtype, plan.weight_format, plan.self_test)
+        if self._described is None or self._described[0] != what:
+            self._described = what, tuple(self._describe(plan))
         if not self.sends(plan):
             return None
-        manifest = WeightManifest(version=plan.version, tensors=self._offered[1])
-        return Offer(manifest=manifest, address=self._channel(plan).address)
+        manifest = WeightManifest(version=plan.version, tensors=self._described[1])
+        return SendHandle(manifest=manifest, address=self._open(plan).address)
 
     def send(self, plan: SyncPlan) -> SendOutcome | None:
-        """Send what was offered; None on ranks that do not send."""
+        """Send what `prepare` described; None on ranks that do not send."""
         exported = iter(self._export(plan))
         if not self.sends(plan):
             _exhaust(exported)
             return None
-        if self._offered is None or self._end is None:
-            raise WeightSyncError(f"{self._role} rank {self._rank} was asked to send weights before preparing")
+        if self._described is None or self._endpoint is None:
+            raise WeightSyncError(f"{self._role} rank {self._rank}: send was called before prepare")
         begun = time.perf_counter()
-        manifest = WeightManifest(version=plan.version, tensors=self._offered[1])
+        manifest = WeightManifest(version=plan.version, tensors=self._described[1])
         try:
-            sent = self._end.send(manifest, exported, Deadline(plan.deadline_s))
+            sent = self._endpoint.send(manifest, exported, Deadline(plan.deadline_s))
         except ReceiversLostError as lost:
             self._reset()
             _exhaust(exported)
@@ -103,12 +98,12 @@ class WeightSender:
         )
 
     def close(self) -> None:
-        """Hang up. May be called several times."""
+        """Close the endpoint. Idempotent."""
         self._reset()
 
     def _export(self, plan: SyncPlan) -> Iterator[tuple[str, Tensor]]:
-        if plan.rehearsal:
-            return _rehearsal(self._device)
+        if plan.self_test:
+            return _self_test_tensors(self._device)
         exported = self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
         if plan.weight_format == "fp8" and self.sends(plan):
             from roll_core.modeling.eight_bits import in_eight_bits
@@ -123,64 +118,58 @@ class WeightSender:
                 entry = replace(entry, dtype=plan.dtype)
             yield entry
 
-    def _channel(self, plan: SyncPlan) -> SendingEnd:
-        host = plan.sender_hosts[self._rank]
-        receivers = plan.receivers_of(self._rank)
-        wanted = (plan.transport, plan.backend, receivers, plan.replaced, plan.bucket_bytes, host, plan.directory)
-        if self._end is None or self._end_plan != wanted:
-            self._hang_up()
-            self._end, self._end_plan = open_sending_end(plan, host, receivers, device=self._device), wanted
-        return self._end
+    def _open(self, plan: SyncPlan) -> SenderEndpoint:
+        """The endpoint of this plan: the one of the last publish if it serves the same receivers alike."""
+        setup = SenderSetup(
+            receivers=plan.receivers_of(self._rank),
+            bucket_bytes=plan.bucket_bytes,
+            host=plan.sender_hosts[self._rank],
+            device=self._device,
+            options=plan.route.options,
+        )
+        wanted = (plan.transport, plan.replaced, setup)
+        if self._endpoint is None or self._endpoint_setup != wanted:
+            self._close_endpoint()
+            use_compiled_digests()
+            self._endpoint, self._endpoint_setup = load_transport(plan.transport).sender(setup), wanted
+        return self._endpoint
 
-    def _hang_up(self) -> None:
-        if self._end is not None:
-            self._end.close()
-            self._end = None
+    def _close_endpoint(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
 
     def _reset(self) -> None:
-        self._hang_up()
-        self._offered = None
+        self._close_endpoint()
+        self._described = None
 
 
-def open_sending_end(plan: SyncPlan, host: str, receivers: tuple[int, ...], *, device: str = "cpu") -> SendingEnd:
-    """The sender's end of the plan's transport, to `receivers`."""
-    use_compiled_digests()
-    if plan.transport == "shm":
-        from roll_core.runtime.weights.transports.shm import ShmSender
-
-        return ShmSender(plan.num_receivers, plan.bucket_bytes)
-    if plan.transport == "cuda_ipc":
-        from roll_core.runtime.weights.transports.cuda_ipc import CudaIpcSender
-
-        return CudaIpcSender(receivers, plan.bucket_bytes, device)
-    if plan.transport == "collective":
-        from roll_core.runtime.weights.transports.collective import CollectiveSender
-
-        return CollectiveSender(plan.num_receivers, plan.bucket_bytes, host, backend=plan.backend, device=device)
-    if plan.transport == "disk":
-        from roll_core.runtime.weights.transports.disk import DiskSender
-
-        return DiskSender(plan.num_receivers, plan.bucket_bytes, plan.directory)
-    raise UnsupportedError(f"this version of roll-core has no weight transport {plan.transport}")
+def _hand_over(version: int, tensors: list[tuple[str, Tensor]]) -> SendHandle:
+    """The tensors themselves. Their entries name the memory, so that the proof needs no digests."""
+    entries = tuple(tensor_entry(name, tensor, memory_token(tensor)) for name, tensor in tensors)
+    begun = time.perf_counter()
+    sample = sample_fingerprint(tensors)
+    manifest = WeightManifest(version=version, tensors=entries)
+    return SendHandle(manifest=manifest, tensors=tensors, sample=sample, sample_s=time.perf_counter() - begun)
 
 
 def _exhaust(exported: Iterator[tuple[str, Tensor]]) -> None:
-    """Ranks that do not send, or whose receivers live, are in the same export: they would wait for this one."""
+    """Finish an export in which other ranks take part; otherwise they would block in its collectives."""
     for _ in exported:
         pass
 
 
-def _rehearsal(device: str) -> Iterator[tuple[str, Tensor]]:
+def _self_test_tensors(device: str) -> Iterator[tuple[str, Tensor]]:
     import torch
 
-    yield "rehearsal", torch.arange(REHEARSED, dtype=torch.int32, device=device)
+    yield "self_test", torch.arange(SELF_TEST_NUMBERS, dtype=torch.int32, device=device)
 
 
 def _dtype(plan: SyncPlan) -> str:
-    """As which floating-point tensors have yet to travel; what is in 8 bits, or beside it, is as it is to be."""
+    """Dtype to which floating-point tensors are cast; empty for fp8, whose tensors have their final dtypes."""
     return plan.dtype if plan.weight_format == "dtype" else ""
 
 
 def _cast(tensor: Tensor, dtype: str) -> Tensor:
-    """The very tensor unless it has to travel as another dtype."""
+    """The tensor in `dtype`; the same object if it already has it."""
     return tensor.to(torch_dtype(dtype)) if dtype and tensor.is_floating_point() else tensor

@@ -1,45 +1,28 @@
-"""A fingerprint of some of the bytes of many tensors: enough to see that an optimizer step changed them."""
+"""The transport `shared`: engines in the trainer's process use the exported tensors themselves; no bytes move.
+
+It has no endpoints: `WeightSender.prepare` hands the tensors over, and `WeightReceiver` passes them to the engine. The
+proof compares memory addresses instead of digests (`roll_core.spec.weights.memory_token`).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import xxhash
+from typing_extensions import override
+
+from roll_core.spec.transport import BufferSizes, WeightTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-SAMPLE_BYTES = 16 << 20
-"""Read at most about this much; models that are smaller are read completely."""
-_PAGE = 64 << 10
+    from roll_core.spec.transport import RoleFacts, WeightSizes
 
 
-def sample_fingerprint(tensors: Sequence[tuple[str, Tensor]], sample_bytes: int = SAMPLE_BYTES) -> str:
-    """Hash of names and of every k-th page of each tensor, the smallest k for which it is not more than `sample_bytes`
-    (and the first page of each tensor).
+class SharedTransport(WeightTransport):
+    """Within one process, as its record says."""
 
-    Fingerprints that differ prove that a value differs. Fingerprints that are equal prove the opposite only where
-    everything is read; but an optimizer step that moves no value in so many pages of every tensor has moved none.
-    """
-    total = sum(tensor.nbytes for _, tensor in tensors)
-    every = max(1, -(-total // sample_bytes))
-    running = xxhash.xxh3_128()
-    for name, tensor in tensors:
-        running.update(f"\0{name}\0".encode())
-        for page in _pages(tensor, every):
-            running.update(page.numpy().data)
-    return running.hexdigest()
+    @override
+    def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:
+        return None
 
-
-def _pages(tensor: Tensor, every: int) -> Iterator[Tensor]:
-    """Every `every`-th page of the tensor's bytes, on the host."""
-    import torch
-
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    if every == 1:
-        yield flat.cpu()
-        return
-    for start in range(0, flat.numel(), _PAGE * every):
-        yield flat[start : start + _PAGE].cpu()
+    @override
+    def buffers(self, sizes: WeightSizes) -> BufferSizes:
+        return BufferSizes(sender_bytes=0, receiver_bytes=0)
