@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from roll_core.errors import WeightSyncError
+from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -256,3 +257,6 @@ class WeightTransport(ABC):
         """Memory of one publish, for `roll-core plan`."""
         num_bytes = min(sizes.total_bytes, sizes.bucket_bytes)
         return BufferSizes(sender_bytes=num_bytes, receiver_bytes=num_bytes)
+
+
+document_fields(__name__)
