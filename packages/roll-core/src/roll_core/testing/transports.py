@@ -18,7 +18,6 @@ import torch
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
 from roll_core.runtime.weights.proof import verify
-from roll_core.spec import buckets
 from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import (
     Deadline,
@@ -29,11 +28,11 @@ from roll_core.spec.transport import (
     SenderSetup,
     WorkerFacts,
 )
-from roll_core.spec.weights import make_manifest, make_receipt
+from roll_core.spec.weights import copy_digested, make_manifest, make_receipt
 from roll_core.testing.packaging import PackagingTests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -100,7 +99,7 @@ class WeightTransportConformance(PackagingTests):
         return endpoint
 
     def receive(
-        self, address: str, num_receivers: int, act: Callable[[int, ReceiverEndpoint], None], *ranks: int
+        self, address: str, num_receivers: int, act: Callable[[int, ReceiverEndpoint], object], *ranks: int
     ) -> list[threading.Thread]:
         """Run `act(rank, endpoint)` on a thread for each of these ranks. Its `WeightSyncError`s are ignored."""
 
@@ -150,14 +149,13 @@ class WeightTransportConformance(PackagingTests):
 
         Needs a sender that fills buckets by `roll_core.spec.buckets.fill`.
         """
-        copy_digested = buckets.copy_digested
 
         def torn(target: Tensor, source: Tensor) -> str:
             found = copy_digested(target, source)
             target.view(-1).view(torch.uint8)[:1] ^= 16
             return found
 
-        monkeypatch.setattr(buckets, "copy_digested", torn)
+        monkeypatch.setattr("roll_core.spec.buckets.copy_digested", torn)
         sender, sent, held = self.open_sender(1), weights(), {}
         manifest = make_manifest(1, sent.items())
 
@@ -249,12 +247,12 @@ class WeightTransportConformance(PackagingTests):
             endpoint.close()
 
     def _expect_lost(
-        self, sender: SenderEndpoint, within_s: float, *, silent: set[int] = frozenset(), gone: set[int] = frozenset()
+        self, sender: SenderEndpoint, within_s: float, *, silent: Collection[int] = (), gone: Collection[int] = ()
     ) -> None:
         sent, deadline = weights(), Deadline(within_s)
         with pytest.raises(ReceiversLostError) as caught:
             sender.send(_manifest(), iter(sent.items()), deadline)
-        if not silent <= set(caught.value.silent) or not gone <= set(caught.value.gone):
+        if not {*silent} <= {*caught.value.silent} or not {*gone} <= {*caught.value.gone}:
             raise AssertionError(
                 f"expected silent {sorted(silent)} and gone {sorted(gone)}, found silent {caught.value.silent} and gone"
                 f" {caught.value.gone}"
