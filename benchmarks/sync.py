@@ -28,12 +28,13 @@ from sync_ends import LEAVES, MODEL
 from sync_limits import Limits
 
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.builtin.plugin import roll_infer_strategies, roll_train_strategies
+from roll_core.builtin.plugin import roll_infer_strategies, roll_train_strategies, roll_weight_transports
 from roll_core.runtime.executors import make_executor
 from roll_core.runtime.executors.base import GroupSpec, Place
-from roll_core.runtime.weight_sync import WeightPublisher
+from roll_core.runtime.weights import WeightBroadcaster
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.model import ModelSpec
+from roll_core.spec.transport import Route
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 LIMIT = {"shm": "memcpy", "collective": "loopback", "disk": "file"}
 """Of one copy of the weights; `shm` makes two, side by side."""
 SHM_TARGET, PROOF_TARGET = 0.5, 0.05
+TRANSPORTS = {each.name: each for each in roll_weight_transports()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,8 @@ async def measure(arrangement: Arrangement, rounds: int, limits: Limits, directo
         measure_one = measure_shared if arrangement.transports == ("shared",) else measure_copying
         found = []
         for transport in arrangement.transports:
-            publisher = WeightPublisher(train, infer, transport, directory=directory)  # type: ignore[arg-type]
+            route = Route(options={"directory": directory})
+            publisher = WeightBroadcaster(train, infer, TRANSPORTS[transport], route=route)
             of_transport = await measure_one(arrangement, publisher, rounds, limits)
             found.append(
                 {
@@ -116,7 +119,7 @@ async def measure(arrangement: Arrangement, rounds: int, limits: Limits, directo
 
 
 async def measure_shared(
-    arrangement: Arrangement, publisher: WeightPublisher, rounds: int, limits: Limits
+    arrangement: Arrangement, publisher: WeightBroadcaster, rounds: int, limits: Limits
 ) -> dict[str, Any]:
     """Nothing is copied; the proof is known by itself."""
     train, infer = publisher._train, publisher._infer
@@ -142,12 +145,12 @@ async def measure_shared(
 
 
 async def measure_copying(
-    arrangement: Arrangement, publisher: WeightPublisher, rounds: int, limits: Limits
+    arrangement: Arrangement, publisher: WeightBroadcaster, rounds: int, limits: Limits
 ) -> dict[str, Any]:
     """Publishes of the three kinds in turn. A version that is published again is no claim that something changed:
     without digests nothing seems to."""
     train, infer = publisher._train, publisher._infer
-    limit = LIMIT[publisher.transport]
+    limit = LIMIT[publisher.transport.name]
     modes = list(LEAVES)
     cold = await publisher.publish(0)
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.modeling.digests import compiled_leaves_of, library
-from roll_core.runtime.weight_sync import WeightReceiver, WeightSender
+from roll_core.runtime.weights import WeightReceiver, WeightSender
 from roll_core.runtime.workers.infer import InferWorker
 from roll_core.runtime.workers.train import TrainWorker
 from roll_core.spec import weights
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.runtime.executors.base import Place
-    from roll_core.runtime.weight_sync import Offer, ReceiveOutcome, SendOutcome, SyncPlan
+    from roll_core.runtime.weights import ReceiveOutcome, SendHandle, SendOutcome, SyncPlan
     from roll_core.spec.weights import Bytes
     from roll_core.types import WeightManifest
 
@@ -105,7 +105,7 @@ class NamedTensorsTrainer(Switch):
         """Where the tensors lie."""
         return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
 
-    def prepare_send(self, plan: SyncPlan) -> Offer | None:
+    def prepare_send(self, plan: SyncPlan) -> SendHandle | None:
         """As the runtime's worker does."""
         return self.sender.prepare(plan)
 
@@ -142,9 +142,9 @@ class NamedTensorsEngine(Switch):
         """Where the tensors lie."""
         return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
 
-    async def receive_weights(self, plan: SyncPlan, offer: Offer) -> ReceiveOutcome:
+    async def receive_weights(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
         """As the runtime's worker does."""
-        return await self.receiver.receive(plan, offer)
+        return await self.receiver.receive(plan, handle)
 
     def close(self) -> None:
         """Hang up."""

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.testing import InferStrategyConformance, PlatformConformance, TrainStrategyConformance
+from roll_core.testing import (
+    InferStrategyConformance,
+    PlatformConformance,
+    TrainStrategyConformance,
+    WeightTransportConformance,
+)
 from roll_core.testing.bounds import BOUNDS, SPLIT
 from roll_core.testing.infer.subject import InferSubject
 from roll_core.testing.part import Part
@@ -15,11 +20,13 @@ from roll_core.testing.subject import Subject
 
 TEXT = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
 STRATEGIES, _, REST = TEXT.partition("\n## Is my infer strategy right?\n")
-ENGINES, _, PLATFORMS = REST.partition("\n## Is my platform right?\n")
+ENGINES, _, REST = REST.partition("\n## Is my platform right?\n")
+PLATFORMS, _, TRANSPORTS = REST.partition("\n## Is my weight transport right?\n")
 KITS = [
     (STRATEGIES, TrainStrategyConformance),
     (ENGINES, InferStrategyConformance),
     (PLATFORMS, PlatformConformance),
+    (TRANSPORTS, WeightTransportConformance),
 ]
 INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "answers"}
 INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here", "engine", "fresh"}

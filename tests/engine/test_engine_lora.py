@@ -13,10 +13,11 @@ from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.data.pack import pack
 from roll_core.modeling.model import load_model
-from roll_core.runtime.weight_sync import SyncPlan, WeightSender
+from roll_core.runtime.weights import SyncPlan, WeightSender
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import LossOutput, TrainingSpec, Want
 from roll_core.testing.errors import refused
+from roll_core.testing.publishing import transport_record
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 
 TOKENS = np.arange(3, 40)
@@ -63,11 +64,12 @@ async def scored(engine, name):
 
 async def publish(engine, trainer, version, *, adapters=False):
     sender = WeightSender(trainer, role="actor_train", rank=0)
-    plan = SyncPlan(version=version, transport="shared", num_receivers=1, dtype="F32", adapters=adapters)
-    offer = sender.prepare(plan)
-    receipt = await engine.update_weights(version, offer.manifest, iter(offer.tensors), shared=True)
-    assert receipt.digests.keys() == offer.manifest.names
-    return offer
+    shared = transport_record("shared")
+    plan = SyncPlan(version=version, transport=shared, num_receivers=1, dtype="F32", adapters=adapters)
+    handle = sender.prepare(plan)
+    receipt = await engine.update_weights(version, handle.manifest, iter(handle.tensors), shared=True)
+    assert receipt.digests.keys() == handle.manifest.names
+    return handle
 
 
 def test_the_engine_computes_what_the_trainer_does_after_every_publish(with_engine, trainer):
@@ -98,10 +100,10 @@ def test_steps_after_a_publish_change_nothing_in_the_engine(with_engine, trainer
 def test_only_the_frozen_weights_are_one_with_the_trainers(with_engine, trainer):
     async def act(engine):
         step(trainer)
-        offer = await publish(engine, trainer, 1)
+        handle = await publish(engine, trainer, 1)
         live = {each.data_ptr() for each in trainer.model.parameters()}
         held = dict(engine._model.named_parameters())
-        shared = {name for name, _ in offer.tensors if held[name].data_ptr() in live}
+        shared = {name for name, _ in handle.tensors if held[name].data_ptr() in live}
         merged = {"q_proj", "o_proj", "up_proj", "down_proj"}
         beside = {"k_proj", "v_proj", "gate_proj"}  # their siblings are new, and siblings lie side by side
         names = {name for name in held if name.split(".")[-2] not in merged | beside}
@@ -124,8 +126,8 @@ def test_a_served_adapter_gives_the_logprobs_of_merged_weights(with_engine, trai
 
     async def published(engine, version, *, adapters):
         expected.append(step(trainer))
-        offer = await publish(engine, trainer, version, adapters=adapters)
-        adapters_alone.append(all(".lora_" in name for name, _ in offer.tensors))
+        handle = await publish(engine, trainer, version, adapters=adapters)
+        adapters_alone.append(all(".lora_" in name for name, _ in handle.tensors))
         return await scored(engine, f"version {version}")
 
     with_engine(merged)

@@ -60,6 +60,31 @@ def test_with_another_node_every_role_has_its_place_and_waits_for_both(planned):
     assert "waits, for at most 120 s" in note
 
 
+@pytest.mark.parametrize(
+    ("overrides", "transport", "passed_over"),
+    [
+        ((), "shared", []),
+        (("executor=ray", "num_gpus_per_node=1"), "shm", ["shared", "cuda_ipc"]),
+        (("executor=ray", "num_gpus_per_node=1", "weight_transport=collective"), "collective", []),
+        (("executor=ray", "num_gpus_per_node=1", "model_update_dir=/w"), "disk", ["shared", "cuda_ipc", "shm", "coll"]),
+    ],
+)
+def test_the_weight_transport_is_named_with_the_reasons_against_others(planned, overrides, transport, passed_over):
+    found = planned(*overrides).placing.weights
+    assert list(found) == [("actor_train", "actor_infer")]
+    (choice,) = found.values()
+    assert choice.provider.name == transport
+    assert len(choice.passed_over) == len(passed_over)
+    assert all(each.startswith(name) for each, name in zip(choice.passed_over, passed_over, strict=True))
+
+
+def test_roles_that_no_transport_connects_are_a_problem_with_the_reason(planned):
+    found = planned("executor=ray", "num_gpus_per_node=1", "weight_transport=shared")
+    assert not found.starts
+    (problem,) = found.placing.problems
+    assert "shared: " in problem
+
+
 def test_nodes_of_a_cluster_are_not_asked_for(planned, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     found = planned(*ACC, "actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[0]")

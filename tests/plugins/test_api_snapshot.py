@@ -25,6 +25,7 @@ from roll_core.spec import (
     rollout,
     tracker,
     train,
+    transport,
 )
 from roll_core.spec.config import RunConfig
 from roll_core.testing.errors import refused
@@ -38,6 +39,7 @@ HOOKS = {
     "roll_trackers": [],
     "roll_advantage_estimators": [],
     "roll_policy_losses": [],
+    "roll_weight_transports": [],
     "roll_config_fragments": [],
     "roll_checks": [],
     "roll_known_errors": [],
@@ -55,6 +57,7 @@ RECORDS = {
     "TrackerProvider": BASE,
     "AdvantageProvider": [*BASE, "needs_critic", "needs_groups", "normalise"],
     "PolicyLossProvider": [*BASE, "off_policy"],
+    "WeightTransportProvider": [*BASE, "priority", "in_process", "any_strategy", "uses_directory"],
     "FragmentProvider": BASE,
     "CheckProvider": [*BASE, "platform"],
     "KnownErrorsProvider": BASE,
@@ -116,6 +119,16 @@ METHODS = {
         "stop!": "(self)",
     },
     reward.RewardFunction: {"start": "(self)", "score!": "(self, request)", "close": "(self)"},
+    transport.WeightTransport: {
+        "available!": "(self, sender, receiver)",
+        "routes": "(self, sender, receiver)",
+        "sender": "(self, setup)",
+        "receiver": "(self, setup)",
+        "call_off": "(self, address, options)",
+        "buffers": "(self, sizes)",
+    },
+    transport.SenderEndpoint: {"send!": "(self, manifest, exported, deadline)", "close!": "(self)"},
+    transport.ReceiverEndpoint: {"receive!": "(self, manifest, deadline)", "close!": "(self)"},
     tracker.Tracker: {"log!": "(self, step, metrics)", "log_config": "(self, config)", "close!": "(self)"},
     pipeline.Pipeline: {
         "prepare!": "(self, run)",
@@ -136,6 +149,16 @@ METHODS = {
         "generate!": "(self, prompt_ids, *, n=1, params=None, key='')",
         "score!": "(self, group)",
     },
+}
+FACTS = {
+    "DeviceFacts": ["device", "backend", "uuid", "leads", "replica"],
+    "WorkerFacts": ["host", "pid", "node", "slots", "device"],
+    "RoleFacts": ["role", "workers", "weight_transports", "directory"],
+    "Route": ["label", "sources", "options", "self_test", "note"],
+    "WeightSizes": ["total_bytes", "largest_bytes", "bucket_bytes"],
+    "BufferSizes": ["sender_bytes", "receiver_bytes", "formula", "on"],
+    "SenderSetup": ["receivers", "bucket_bytes", "host", "device", "options"],
+    "ReceiverSetup": ["address", "rank", "num_receivers", "bucket_bytes", "deadline", "device", "options"],
 }
 CONSTRUCTORS = {
     platform.Platform: "(self, /, *args, **kwargs)",
@@ -215,10 +238,13 @@ def test_what_checks_get_and_yield():
     assert {name: [each.name for each in fields(getattr(checks, name))] for name in CHECKS} == CHECKS
 
 
-def test_kinds_of_roles_tasks_and_transports():
+def test_what_weight_transports_get_and_return():
+    assert {name: [each.name for each in fields(getattr(transport, name))] for name in FACTS} == FACTS
+
+
+def test_kinds_of_roles_and_tasks():
     assert platform.ROLE_KINDS == ("train", "score", "generate", "reward")
     assert providers.TASKS == ("causal_lm", "value", "reward", "flow")
-    assert providers.TRANSPORTS == ("shared", "shm", "cuda_ipc", "collective", "disk")
 
 
 @pytest.mark.parametrize(("field", "value"), [("kind", "infer"), ("task", "lm"), ("kind", None)])

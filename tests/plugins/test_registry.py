@@ -296,8 +296,8 @@ def test_of_alternatives_the_installed_one_is_brought_to_its_version():
         ({"capabilities": None}, "capabilities is None (NoneType), expected InferCapabilities"),
         ({"capabilities": InferCapabilities(sleeps=1)}, "capabilities.sleeps is 1 (int), expected bool"),
         (
-            {"capabilities": InferCapabilities(weight_transports=("pigeon",))},
-            "capabilities.weight_transports is ('pigeon',) (tuple), expected a tuple, each item one of 'shared'",
+            {"capabilities": InferCapabilities(weight_transports=("shm", 3))},
+            "capabilities.weight_transports is ('shm', 3) (tuple), expected a tuple, each item str",
         ),
     ],
 )

@@ -41,7 +41,7 @@ TASKS = {
     ("rollout/scoring.py", "_scored"),
     ("saving.py", "_save"),
     ("stopping.py", "unless_asked"),
-    ("weight_sync/publisher.py", "_transfer"),
+    ("weights/broadcaster.py", "_transfer"),
     ("workers/infer.py", "submit"),
 }
 """Functions that start tasks by themselves. Every other task is `background`; of these each is awaited, by the function
@@ -52,8 +52,8 @@ THREADS = {
     ("executors/foreign_worker.py", "serve"): "ends the process",
     ("executors/host.py", "__init__"): "exceptions are answers: see below",
     ("manifest.py", "_in_parallel"): "map raises in the caller",
-    ("weight_sync/store.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
-    ("weight_sync/store.py", "_accept"): "its client loses its connection",
+    ("weights/transports/store.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
+    ("weights/transports/store.py", "_accept"): "its client loses its connection",
     ("workers/child.py", "main"): "in a child process, whose parent keeps the deadline",
     ("workers/judge_pool.py", "_take"): "see `_make_ready`: the child is discarded",
     ("workers/reward.py", "__init__"): "run_in_executor raises in who awaits",

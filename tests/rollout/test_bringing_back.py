@@ -7,9 +7,9 @@ import pytest
 from rollout_fleet import ask, engine, in_virtual_time, request, right_tokens
 
 from roll_core.errors import WeightSyncError, WorkerDiedError
-from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.roles import ATTEMPTS, GroupInferRole
 from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.runtime.weights.controller import WeightSyncController
 from roll_core.spec.config import WorkerConfig
 from roll_core.testing.errors import refused
 
@@ -208,7 +208,7 @@ class Link:
     in_flight = True
 
     def __init__(self, publish):
-        self.publisher = self
+        self.broadcaster = self
         self.publish = publish
 
 
@@ -230,7 +230,7 @@ def test_nothing_begins_between_two_attempts_to_publish(error):
             assert to.replicas[0].begun == []
             return "report"
 
-        publishing = asyncio.ensure_future(Publishing._until_nobody_dies(None, to, Link(publish), 3, 3))
+        publishing = asyncio.ensure_future(WeightSyncController._publish_to_all(None, to, Link(publish), 3, 3))
         await asyncio.sleep(0.5)
         found = await asyncio.gather(to.queue.generate(REQUESTS), publishing)
         check(found[0])
@@ -249,7 +249,7 @@ def test_a_publish_that_fails_while_all_live_is_not_tried_again():
             raise WeightSyncError("other bytes than were sent")
 
         with pytest.raises(WeightSyncError, match="other bytes"):
-            await Publishing._until_nobody_dies(None, to, Link(publish), 3, 3)
+            await WeightSyncController._publish_to_all(None, to, Link(publish), 3, 3)
         assert len(to.revived) == 1
 
     in_virtual_time(main)

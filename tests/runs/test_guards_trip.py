@@ -11,8 +11,8 @@ import pytest
 
 from roll_core.builtin.hf.engine import HFInferStrategy
 from roll_core.errors import GuardTrippedError, StaleWeightsError, WeightSyncError
-from roll_core.runtime import publishing
-from roll_core.runtime.weight_sync.probe import Compared, ProbeReading
+from roll_core.runtime.weights import controller
+from roll_core.runtime.weights.probe import Compared, ProbeReading
 from roll_core.testing.errors import mentions
 from roll_core.types import WeightReceipt
 
@@ -88,7 +88,7 @@ def test_a_probe_on_which_the_sides_disagree_ends_the_run(local_runs, monkeypatc
     async def far_apart(*arguments, **given):
         return {0: reading(0.1), 1: reading(0.7)}
 
-    monkeypatch.setattr(publishing, "logprob_probe", far_apart)
+    monkeypatch.setattr(controller, "logprob_probe", far_apart)
     for action in ("error", "warn"):
         result = local_runs.run(local_runs.rlvr(guards={"logprob_probe": action}))
         assert "guard logprob_probe" in str(result.error)
@@ -104,14 +104,14 @@ def test_an_engine_that_confirms_weights_that_it_never_loads_is_found_at_the_sec
         return WeightReceipt(version=version, digests={entry.name: entry.digest for entry in manifest.tensors})
 
     monkeypatch.setattr(HFInferStrategy, "update_weights", copies_the_manifest)
-    connect = publishing.Publishing._connect
+    connect = controller.WeightSyncController._connect
 
     async def connected(self, source, target):
         link = await connect(self, source, target)
         link.probes = prompt_logprobs
         return link
 
-    monkeypatch.setattr(publishing.Publishing, "_connect", connected)
+    monkeypatch.setattr(controller.WeightSyncController, "_connect", connected)
     config = local_runs.rlvr(guards={"logprob_probe": "warn"})
     config["actor_infer"]["device_mapping"] = [1]
     result = local_runs.run(config)

@@ -13,18 +13,6 @@ import yaml
 
 from roll_core.testing.errors import mentions
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PLUGIN = Path(__file__).resolve().parent / "roll-acme"
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plugin, built and installed as anyone would, into a folder of its own."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [str(REPOSITORY / "run"), "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(PLUGIN)]
-    subprocess.run(command, check=True, cwd=REPOSITORY)
-    return folder
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
@@ -141,6 +129,26 @@ def test_sft_trains_what_does_not_tell_the_models_first_choices(installed, confi
     last = json.loads((run / "metrics.jsonl").read_text("utf-8").splitlines()[-1])
     assert {"train/loss", "val/loss"} <= set(last)
     assert not [name for name in last if "token_accuracy" in name]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_publishes_by_the_plugins_own_transport(installed, config):
+    done = roll_core(installed, "run", str(config), "weight_transport=acme_tcp", "max_steps=6")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = config.parent / "output" / "roll" / "latest"
+    record = json.loads((run / "run.json").read_text("utf-8"))
+    assert record["weight_transports"] == {"policy -> sampler": "acme_tcp"}
+    assert record["executor"] == "ray"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert [line["weight_sync/version"] for line in lines] == list(range(6))
+    assert all(line["weight_sync/copied_bytes"] == 6 * 6 * 4 for line in lines)
+
+
+def test_the_plugins_transport_is_refused_within_one_process(installed, config):
+    done = roll_core(installed, "run", str(config), "weight_transport=acme_tcp", "executor=local")
+    assert done.returncode != 0
+    assert "acme_tcp: the workers are in one process" in done.stdout + done.stderr
 
 
 def test_a_mistake_in_the_plugins_own_keys_is_located_like_any_other(installed, config):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from roll_core.modeling.process_group import ProcessGroup
 from roll_core.runtime.executors.base import Peers, Place
-from roll_core.runtime.weight_sync.store import RemoteStore
+from roll_core.runtime.weights.transports.store import RemoteStore
 from roll_core.runtime.workers.mesh import mesh_info
 
 LOOPBACK = "127.0.0.1"

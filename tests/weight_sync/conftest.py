@@ -6,10 +6,12 @@ import pytest
 
 # Worker processes import this module by name, which the import mode of the suite does not make possible by itself.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "third_party" / "roll-acme" / "src"))
 
-from sync_workers import InferWorker, ProcessGroup, TrainWorker
+from sync_workers import InferWorker, ProcessGroup, TrainWorker, record_of
 
-from roll_core.runtime.weight_sync import WeightPublisher
+from roll_core.runtime.weights import WeightBroadcaster
+from roll_core.spec.transport import Route
 
 
 class Duo:
@@ -17,18 +19,18 @@ class Duo:
 
     def __init__(self, transport, train, infer, close, directory=""):
         self.transport, self.train, self.infer, self._close = transport, train, infer, close
-        self._directory = str(directory)
+        self.directory = str(directory)
         self.deadline(20)
 
     def deadline(self, seconds):
-        self.publisher = WeightPublisher(
+        sources = (0,) * self.infer.world_size if self.transport == "cuda_ipc" else ()
+        self.publisher = WeightBroadcaster(
             self.train,
             self.infer,
-            self.transport,
+            record_of(self.transport),
+            route=Route(options={"directory": self.directory}, sources=sources),
             bucket_bytes=64 << 10,
             deadline_s=seconds,
-            directory=self._directory,
-            sources=(0,) * self.infer.world_size if self.transport == "cuda_ipc" else (),
         )
 
     async def fault(self, fault, *ranks):

@@ -19,9 +19,20 @@ from roll_core.errors import MissingTensorError, WeightSyncError, WorkerDiedErro
 from roll_core.modeling import device_memory
 from roll_core.runtime.executors.base import GroupSpec, Member, Place, WorkerGroup
 from roll_core.runtime.executors.calls import CallFailed, Failure
-from roll_core.runtime.weight_sync import DeviceFacts, WeightReceiver, WeightSender
+from roll_core.runtime.weights import WeightReceiver, WeightSender, device_facts
+from roll_core.spec.providers import WeightTransportProvider
+from roll_core.spec.transport import DeviceFacts
 from roll_core.spec.weights import copy_digested, make_receipt
 from roll_core.types import DataRank, WeightReceipt
+
+
+def record_of(transport: str) -> WeightTransportProvider:
+    """A weight transport that comes with roll-core, or Acme's, whose plugin is not installed here."""
+    from roll_acme.plugin import roll_weight_transports
+
+    from roll_core.testing.publishing import transport_record
+
+    return {each.name: each for each in roll_weight_transports()}.get(transport) or transport_record(transport)
 
 
 def parameters() -> dict[str, Any]:
@@ -171,7 +182,7 @@ class Worker:
     backend = "gloo"
 
     def device_facts(self) -> DeviceFacts:
-        return DeviceFacts.of("cpu", self.backend)
+        return device_facts("cpu", self.backend)
 
     def use_backend(self, name: str) -> None:
         self.backend = name
@@ -237,8 +248,8 @@ class InferWorker(Worker):
         self.strategy = Engine()
         self.receiver = WeightReceiver(self.strategy, role="actor_infer", rank=self.rank)  # type: ignore[arg-type]
 
-    async def receive_weights(self, plan: Any, offer: Any) -> Any:
-        return await self.receiver.receive(plan, offer)
+    async def receive_weights(self, plan: Any, handle: Any) -> Any:
+        return await self.receiver.receive(plan, handle)
 
     def set_fault(self, fault: str) -> None:
         self.strategy.fault = fault
@@ -287,7 +298,8 @@ class ProcessGroup(WorkerGroup):
         self.unanswered = 0
         places = tuple(Place(rank=rank, world_size=world_size) for rank in range(world_size))
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "roll_core.runtime.weight_sync.collective"])
+        transports = "roll_core.runtime.weights.transports"
+        context.set_forkserver_preload(["torch", f"{transports}.collective", f"{transports}.store"])
         self.processes, self.connections = [], []
         for place in places:
             ours, theirs = context.Pipe()

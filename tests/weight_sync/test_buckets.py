@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.errors import MissingTensorError, UnexpectedTensorError, WeightSyncError
-from roll_core.runtime.weight_sync.buckets import fill, nothing_left, plan_buckets, view
+from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
 from roll_core.spec.weights import digest, make_manifest
 from roll_core.testing.errors import refused
 from roll_core.types import TensorEntry, WeightManifest
@@ -21,7 +21,7 @@ def offered(*sizes):
 
 def test_a_tensor_is_never_cut_and_a_larger_one_travels_alone():
     buckets = plan_buckets(offered(16, 16, 100, 0, 16), 256)
-    names = [[piece.entry.name for piece in bucket.pieces] for bucket in buckets]
+    names = [[part.entry.name for part in bucket.slices] for bucket in buckets]
     assert names == [["t0", "t1"], ["t2"], ["t3", "t4"]]
     assert [bucket.num_bytes for bucket in buckets] == [128, 400, 64]
 
@@ -29,15 +29,15 @@ def test_a_tensor_is_never_cut_and_a_larger_one_travels_alone():
 @given(sizes=st.lists(st.integers(0, 200), max_size=30), bucket_bytes=st.integers(1, 2000))
 def test_every_tensor_is_in_one_bucket_in_order_apart_from_the_others(sizes, bucket_bytes):
     buckets = plan_buckets(offered(*sizes), bucket_bytes)
-    assert [piece.entry.name for bucket in buckets for piece in bucket.pieces] == [f"t{at}" for at in range(len(sizes))]
+    assert [part.entry.name for bucket in buckets for part in bucket.slices] == [f"t{at}" for at in range(len(sizes))]
     for bucket in buckets:
         end = 0
-        for piece in bucket.pieces:
-            assert piece.offset % 64 == 0
-            assert piece.offset >= end
-            end = piece.offset + piece.num_bytes
+        for part in bucket.slices:
+            assert part.offset % 64 == 0
+            assert part.offset >= end
+            end = part.offset + part.num_bytes
         assert end == bucket.num_bytes
-        assert bucket.num_bytes <= bucket_bytes or len(bucket.pieces) == 1
+        assert bucket.num_bytes <= bucket_bytes or len(bucket.slices) == 1
 
 
 def test_what_is_filled_in_can_be_read_out():
@@ -46,8 +46,9 @@ def test_what_is_filled_in_can_be_read_out():
     memory = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
     sent = fill(memory, bucket, iter(tensors.items()))
     assert [entry.digest for entry in sent] == [digest(tensor) for tensor in tensors.values()]
-    for piece in bucket.pieces:
-        assert torch.equal(view(memory, piece), tensors[piece.entry.name])
+    found = dict(views(memory, bucket))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +60,13 @@ def test_what_is_filled_in_can_be_read_out():
         ({"t0": torch.zeros(2), "t1": torch.zeros(3), "t2": torch.zeros(1)}, UnexpectedTensorError, ("t2",)),
     ],
 )
-def test_an_export_that_differs_from_the_offer_is_refused(exported, error, facts):
+def test_an_export_that_differs_from_the_manifest_is_refused(exported, error, facts):
     (bucket,) = plan_buckets(offered(2, 3), 1 << 20)
 
     def take_all():
         tensors = iter(exported.items())
         fill(torch.zeros(bucket.num_bytes, dtype=torch.uint8), bucket, tensors)
-        nothing_left(tensors)
+        require_exhausted(tensors)
 
     with refused(error, *facts):
         take_all()

@@ -1,88 +1,157 @@
+"""Which transport connects two roles, and the reason for each that does not."""
+
 from dataclasses import replace
 
 import pytest
 
-from roll_core.errors import UnsupportedError
-from roll_core.runtime.weight_sync import PlacementFacts, choose_transport
-from roll_core.runtime.weight_sync.select import passed_over
-from roll_core.spec.providers import InferCapabilities, TrainCapabilities
-from roll_core.testing.errors import mentions, refused
+from roll_core.config.weight_transports import choose_transport, load_transport
+from roll_core.errors import UnknownProviderError, UnsupportedError
+from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.registry import Registry
+from roll_core.spec.providers import WeightTransportProvider
+from roll_core.spec.transport import DeviceFacts, RoleFacts, WeightTransport, WorkerFacts
 
-TRAIN = TrainCapabilities(weight_transports=("shared", "shm", "collective", "disk"))
-INFER = InferCapabilities(weight_transports=("shared", "shm", "collective"))
-ONE_PROCESS = PlacementFacts(same_process=True, same_host=True)
-ONE_HOST = PlacementFacts(same_process=False, same_host=True)
-HOSTS = PlacementFacts(same_process=False, same_host=False)
+ALL = ("disk", "collective", "shm", "cuda_ipc", "shared")
 
 
-@pytest.mark.parametrize(("facts", "transport"), [(ONE_PROCESS, "shared"), (ONE_HOST, "shm"), (HOSTS, "collective")])
-def test_the_placement_decides_among_what_both_declare(facts, transport):
-    assert choose_transport(TRAIN, INFER, facts) == transport
+class Paper(WeightTransport):
+    """A transport of another package; it serves one receiver."""
+
+    def available(self, sender, receiver):
+        return None if len(receiver.workers) == 1 else "paper has room for one receiver"
 
 
-def test_the_order_is_the_infer_strategy_s():
-    infer = InferCapabilities(weight_transports=("collective", "shm"))
-    assert choose_transport(TRAIN, infer, ONE_HOST) == "collective"
+def paper(**changes):
+    record = WeightTransportProvider(name="paper", target=f"{__name__}:Paper", summary="", any_strategy=True)
+    return replace(record, **changes)
 
 
-def test_where_nothing_fits_each_declared_transport_has_its_reason():
-    train = TrainCapabilities(weight_transports=("shared", "cuda_ipc"))
-    infer = InferCapabilities(weight_transports=("shared", "cuda_ipc", "shm"))
-    with pytest.raises(UnsupportedError) as caught:
-        choose_transport(train, infer, ONE_HOST)
-    message = str(caught.value)
-    assert mentions(message, "shared:")
-    assert mentions(message, "cuda_ipc:")
-    assert mentions(message, "shm:")
+def registry_with(*records):
+    acme = Plugin(package="roll-acme", version="1", entry_point="acme", target="", state="loaded", providers=records)
+    return Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), acme])
 
 
-ANY = TrainCapabilities(weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"))
-WANTS_DEVICE = InferCapabilities(weight_transports=("shared", "cuda_ipc", "shm", "collective"))
+REGISTRY = registry_with()
+
+
+def role(name, *workers, transports=ALL, directory=""):
+    """Workers are (host, pid, uuid of the device)."""
+    found = tuple(
+        WorkerFacts(host=host, pid=pid, device=DeviceFacts(device="cuda:0" if uuid else "cpu", uuid=uuid))
+        for host, pid, uuid in workers
+    )
+    return RoleFacts(role=name, workers=found, weight_transports=transports, directory=directory)
+
+
+def pair(where, trains=ALL, infers=ALL, directory=""):
+    train, infer = {
+        "one process": ([("a", 1, "")], [("a", 1, "")]),
+        "one host": ([("a", 1, "")], [("a", 2, "")]),
+        "one device": ([("a", 1, "GPU-1")], [("a", 2, "GPU-1")]),
+        "one device on each of two hosts": ([("a", 1, "GPU-1"), ("b", 1, "GPU-1")], [("b", 2, "GPU-1")]),
+        "two devices": ([("a", 1, "GPU-1")], [("a", 2, "GPU-2")]),
+        "two hosts": ([("a", 1, "")], [("b", 1, "")]),
+    }[where]
+    return (
+        role("actor_train", *train, transports=trains, directory=directory),
+        role("actor_infer", *infer, transports=infers),
+    )
+
+
+def chosen(where, *, registry=REGISTRY, wanted=None, rejected=None, **kwargs):
+    found = choose_transport(registry, *pair(where, **kwargs), wanted, rejected=rejected)
+    return found.provider.name, [each.partition(":")[0] for each in found.passed_over]
 
 
 @pytest.mark.parametrize(
-    ("facts", "transport", "reasons"),
+    ("where", "transport", "passed_over"),
     [
-        (ONE_PROCESS, "shared", []),
-        (replace(ONE_PROCESS, sources=(0,), devices=""), "shared", []),
-        (replace(ONE_HOST, sources=(0,), devices=""), "cuda_ipc", ["shared"]),
-        (replace(ONE_HOST, devices="another device"), "shm", ["shared", "cuda_ipc: another device"]),
-        (replace(HOSTS, sources=(0, 1), devices=""), "cuda_ipc", ["shared"]),
-        (replace(HOSTS, devices="another device"), "collective", ["shared", "cuda_ipc: another device", "shm"]),
+        ("one process", "shared", []),
+        ("one host", "shm", ["shared", "cuda_ipc"]),
+        ("one device", "cuda_ipc", ["shared"]),
+        ("one device on each of two hosts", "cuda_ipc", ["shared"]),
+        ("two devices", "shm", ["shared", "cuda_ipc"]),
+        ("two hosts", "collective", ["shared", "cuda_ipc", "shm"]),
     ],
 )
-def test_device_memory_is_lent_where_every_engine_has_a_trainer_on_its_device(facts, transport, reasons):
-    """On several hosts too: a trainer's rank and the engine that it feeds are on one of them."""
-    assert choose_transport(ANY, WANTS_DEVICE, facts) == transport
-    found = passed_over(ANY, WANTS_DEVICE, facts)
-    assert len(found) == len(reasons)
-    assert all(each.startswith(reason) for each, reason in zip(found, reasons, strict=True))
+def test_the_available_transport_with_the_highest_priority_is_used(where, transport, passed_over):
+    assert chosen(where) == (transport, passed_over)
 
 
-def test_a_trainer_that_does_not_lend_device_memory_is_passed_over():
-    facts = replace(ONE_HOST, sources=(0,), devices="")
-    assert choose_transport(TRAIN, WANTS_DEVICE, facts) == "shm"
-    assert passed_over(TRAIN, WANTS_DEVICE, facts)[1] == "cuda_ipc: the train strategy does not offer it"
+def test_a_transport_that_one_strategy_does_not_list_is_not_used():
+    assert chosen("one device", trains=("shm", "collective")) == ("shm", ["shared", "cuda_ipc"])
+    assert chosen("one device", infers=("collective",)) == ("collective", [])
 
 
-def test_strategies_that_declare_nothing_are_told_so():
-    with refused(UnsupportedError):
-        choose_transport(TrainCapabilities(), InferCapabilities(), ONE_HOST)
+def test_a_transport_that_failed_its_self_test_gives_way_to_the_next():
+    assert chosen("one device", rejected={"cuda_ipc": "no peer access"}) == ("shm", ["shared", "cuda_ipc"])
+    found = choose_transport(REGISTRY, *pair("one device"), rejected={"cuda_ipc": "no peer access"})
+    assert found.passed_over[1] == "cuda_ipc: no peer access"
 
 
-def test_a_folder_is_a_wish_for_disk():
-    infer = InferCapabilities(weight_transports=("shared", "shm", "collective", "disk"))
-    facts = PlacementFacts(same_process=False, same_host=True, directory="s3://weights")
-    assert choose_transport(TRAIN, infer, facts) == "disk"
-    assert choose_transport(TRAIN, infer, ONE_HOST) == "shm"
-    with refused(UnsupportedError, "model_update_dir"):
-        choose_transport(TRAIN, INFER, facts)
-    alone = PlacementFacts(same_process=True, same_host=True, directory="/weights")
-    with refused(UnsupportedError, "disk", "model_update_dir"):
-        choose_transport(TRAIN, infer, alone)
+def test_a_directory_selects_the_transport_that_uses_one():
+    assert chosen("one host", directory="s3://weights")[0] == "disk"
+    with pytest.raises(UnsupportedError, match=r"shm: .*model_update_dir"):
+        chosen("one host", directory="s3://weights", trains=("shm",))
+    with pytest.raises(UnsupportedError, match="disk: the workers are in one process"):
+        chosen("one process", directory="/weights")
 
 
-def test_disk_without_a_folder_says_which_key_names_one():
-    only = InferCapabilities(weight_transports=("disk",))
-    with refused(UnsupportedError, "model_update_dir"):
-        choose_transport(TRAIN, only, HOSTS)
+def test_a_transport_that_uses_a_directory_names_the_key_that_is_missing():
+    with pytest.raises(UnsupportedError, match=r"disk: .*model_update_dir"):
+        chosen("two hosts", infers=("disk",))
+
+
+def test_if_none_is_available_the_error_has_the_reason_for_each():
+    with pytest.raises(UnsupportedError) as caught:
+        chosen("one host", trains=("shared", "cuda_ipc", "disk"), infers=("shared", "cuda_ipc", "shm"))
+    message = str(caught.value)
+    reasons = dict(each.split(": ", 1) for each in message[message.index("(") + 1 :].rpartition("):")[0].split("; "))
+    assert list(reasons) == ["shared", "cuda_ipc", "shm", "disk"]
+    assert "cpu" in reasons["cuda_ipc"]
+    assert "train strategy" in reasons["shm"]
+    assert "infer strategy" in reasons["disk"]
+
+
+def test_strategies_without_transports_cannot_be_connected():
+    with pytest.raises(UnsupportedError):
+        chosen("one host", trains=(), infers=())
+
+
+def test_a_plugins_transport_is_used_if_the_config_names_it():
+    registry = registry_with(paper())
+    assert chosen("one host", registry=registry)[0] == "shm"
+    assert chosen("one host", registry=registry, wanted="paper") == ("paper", [])
+    assert chosen("one host", registry=registry, wanted="roll-acme/paper") == ("paper", [])
+    with pytest.raises(UnsupportedError, match="paper: the workers are in one process"):
+        chosen("one process", registry=registry, wanted="paper")
+    with pytest.raises(UnsupportedError, match="paper: the infer strategy"):
+        chosen("one host", registry=registry, wanted="paper", infers=())
+
+
+def test_a_plugins_transport_with_a_priority_takes_part_in_the_choice():
+    registry = registry_with(paper(priority=45))
+    assert chosen("one device", registry=registry) == ("paper", ["shared"])
+    listed_only = registry_with(paper(priority=45, any_strategy=False))
+    assert chosen("one device", registry=listed_only) == ("cuda_ipc", ["shared"])
+    assert chosen("one device", registry=listed_only, trains=(*ALL, "paper"), infers=("paper",)) == ("paper", [])
+
+
+def test_a_plugins_transport_has_its_own_reasons():
+    sender, _ = pair("one host")
+    receivers = role("actor_infer", ("a", 2, ""), ("a", 3, ""))
+    with pytest.raises(UnsupportedError, match="paper: paper has room for one receiver"):
+        choose_transport(registry_with(paper()), sender, receivers, "paper")
+
+
+def test_the_config_may_name_one_of_ours():
+    assert chosen("one host", wanted="collective") == ("collective", [])
+    with pytest.raises(UnsupportedError, match="shm: the workers are on different hosts"):
+        chosen("two hosts", wanted="shm")
+    with pytest.raises(UnknownProviderError, match="shm"):
+        chosen("one host", wanted="shn")
+
+
+def test_a_transport_is_one_object_per_process():
+    assert load_transport(paper()) is load_transport(paper())
+    assert isinstance(load_transport(paper()), Paper)

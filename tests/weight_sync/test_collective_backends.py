@@ -8,33 +8,39 @@ import os
 import threading
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from sync_workers import ProcessGroup, same_values
+from sync_workers import ProcessGroup, record_of, same_values
 
 from roll_core.errors import CorruptTensorError, UnsupportedError, WorkerDiedError
-from roll_core.runtime.weight_sync import DeviceFacts, WeightPublisher
-from roll_core.runtime.weight_sync import collective_groups as groups
-from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
-from roll_core.runtime.weight_sync.collective import CollectiveReceiver, CollectiveSender
-from roll_core.runtime.weight_sync.plan import Deadline
-from roll_core.runtime.weight_sync.select import collective_backend
+from roll_core.runtime.weights import WeightBroadcaster
+from roll_core.runtime.weights.transports import collective as groups
+from roll_core.runtime.weights.transports.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
+from roll_core.spec.transport import (
+    Deadline,
+    DeviceFacts,
+    ReceiversLostError,
+    RoleFacts,
+    Route,
+    SenderLostError,
+    WorkerFacts,
+)
 from roll_core.spec.weights import make_manifest
 from roll_core.testing.errors import refused
 
 
-def members(role, *slots):
-    return SimpleNamespace(role=role, members=[SimpleNamespace(slots=each) for each in slots])
-
-
-def facts(*backends, follower=None):
-    return [
+def facts(role, *workers, follower=None):
+    """Workers are (backend, slots)."""
+    devices = [
         DeviceFacts(device="cpu" if backend == "gloo" else "cuda:0", backend=backend, leads=rank != follower)
-        for rank, backend in enumerate(backends)
+        for rank, (backend, _) in enumerate(workers)
     ]
+    found = [
+        WorkerFacts(host="h", pid=rank, slots=slots, device=devices[rank]) for rank, (_, slots) in enumerate(workers)
+    ]
+    return RoleFacts(role=role, workers=tuple(found))
 
 
 @pytest.mark.parametrize(
@@ -67,17 +73,16 @@ def facts(*backends, follower=None):
     ],
 )
 def test_the_backend_is_the_platform_s_where_every_end_is_on_a_device_of_its_own(train, infer, backend, why):
-    train_backends, train_slots = zip(*train, strict=True)
-    infer_backends, infer_slots = zip(*infer, strict=True)
-    ends = members("actor_train", *train_slots), members("actor_infer", *infer_slots)
-    found = collective_backend(*ends, facts(*train_backends), facts(*infer_backends))
-    assert found == (backend, why)
+    routes = CollectiveTransport().routes(facts("actor_train", *train), facts("actor_infer", *infer))
+    assert (routes[0].options["backend"], routes[0].note) == (backend, why)
+    assert routes[0].self_test == (backend != "gloo")
+    assert [route.options["backend"] for route in routes[1:]] == (["gloo"] if backend != "gloo" else [])
 
 
 def test_the_sender_is_the_leader_of_the_first_replica():
-    ends = members("actor_train", (0,), (1,)), members("actor_infer", (0,))
-    train = facts("nccl", "nccl", follower=0)
-    assert collective_backend(*ends, train, facts("nccl")) == ("nccl", "")
+    train = facts("actor_train", ("nccl", (0,)), ("nccl", (1,)), follower=0)
+    routes = CollectiveTransport().routes(train, facts("actor_infer", ("nccl", (0,))))
+    assert routes[0].options == {"backend": "nccl"}
 
 
 def register(asked=None):
@@ -182,7 +187,7 @@ def test_the_driver_frees_ends_that_wait_for_a_device_in_vain(hanging):
         time.sleep(0.01)
     assert sending.is_alive()
     assert receiving.is_alive()
-    groups.call_off(sender.address)
+    CollectiveTransport().call_off(sender.address, HOW)
     sending.join(30)
     receiving.join(30)
     assert (type(sent[0]), sent[0].gone, sent[0].at) == (ReceiversLostError, (0,), "a")
@@ -211,7 +216,7 @@ def test_calling_off_what_is_gone_is_no_error():
     address = sender.address
     sender.close()
     del sender
-    assert groups.call_off(address) is None
+    assert CollectiveTransport().call_off(address, HOW) is None
 
 
 def test_torch_s_own_backends_are_made_by_their_class(monkeypatch):
@@ -246,10 +251,11 @@ def test_between_processes_weights_arrive_and_faults_are_named_as_with_gloo():
     async def scenario():
         for group in (train, infer):
             await group.call("use_stand_in")
-        publisher = WeightPublisher(
-            train, infer, "collective", backend="stand_in", bucket_bytes=64 << 10, deadline_s=20
+        route = Route(options={"backend": "stand_in"})
+        publisher = WeightBroadcaster(
+            train, infer, record_of("collective"), route=route, bucket_bytes=64 << 10, deadline_s=20
         )
-        await publisher.rehearse()
+        await publisher.self_test()
         for version in range(2):
             await publisher.publish(version)
             (sent,) = await train.call("values")

@@ -1,8 +1,8 @@
 import torch
 
-from roll_core.runtime.weight_sync import collective
-from roll_core.runtime.weight_sync.collective_groups import LOOPBACK, Group
-from roll_core.runtime.weight_sync.plan import Deadline
+from roll_core.runtime.weights.transports import collective
+from roll_core.runtime.weights.transports.collective import LOOPBACK, Group
+from roll_core.spec.transport import Deadline
 from roll_core.spec.weights import make_manifest
 
 

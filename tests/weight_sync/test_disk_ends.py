@@ -9,9 +9,8 @@ import torch
 
 from roll_core.errors import WeightSyncError
 from roll_core.runtime.host import hostname
-from roll_core.runtime.weight_sync import disk
-from roll_core.runtime.weight_sync.channel import ReceiversLostError, SenderLostError
-from roll_core.runtime.weight_sync.plan import Deadline
+from roll_core.runtime.weights.transports import disk
+from roll_core.spec.transport import Deadline, ReceiversLostError, SenderLostError
 from roll_core.spec.weights import make_manifest
 from roll_core.testing.errors import refused
 
@@ -118,7 +117,7 @@ def test_a_sender_that_writes_nothing_is_not_waited_for_after_the_deadline(where
 
 def test_the_driver_can_call_off_what_both_ends_wait_for(where):
     sender = disk.DiskSender(1, BUCKET, where)
-    threading.Timer(0.2, disk.call_off, [sender.address]).start()
+    threading.Timer(0.2, disk.DiskTransport().call_off, [sender.address, {}]).start()
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(10))
     assert caught.value.gone == (0,)

@@ -7,16 +7,22 @@ from types import SimpleNamespace
 
 import torch
 
+from roll_core.spec.transport import Deadline, DeviceFacts, ReceiverSetup, RoleFacts, SenderSetup, WorkerFacts
 from roll_core.spec.weights import make_manifest, make_receipt
 
 DOCS = Path(__file__).parents[2] / "docs" / "weight-sync.md"
 
 
 def updater():
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return example(0)["update_weights"]
+
+
+def example(number):
+    """The names that an example of the page defines."""
+    code = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)[number]
     names = {}
     exec(compile(code, str(DOCS), "exec"), names)
-    return names["update_weights"]
+    return names
 
 
 def weights(seed):
@@ -43,3 +49,18 @@ def test_an_update_after_a_shared_one_leaves_the_trainers_memory_alone():
     assert all(torch.equal(each, weights(1)[name]) for name, each in live.items())
     publish(4, weights(4), shared=False)
     publish(5, live, shared=True)
+
+
+def test_the_transport_of_the_page_has_both_endpoints_and_says_when_it_is_not_available():
+    transport = example(1)["RdmaTransport"]()
+    sender = transport.sender(SenderSetup(receivers=(0,), bucket_bytes=1))
+    receiver = transport.receiver(
+        ReceiverSetup(address=sender.address, rank=0, num_receivers=1, bucket_bytes=1, deadline=Deadline(1))
+    )
+    assert receiver.address == sender.address == "127.0.0.1:4711"
+    here, there = (
+        RoleFacts(role="a", workers=(WorkerFacts(host="node1", pid=1, device=DeviceFacts(uuid=uuid)),))
+        for uuid in ("GPU-1", "")
+    )
+    assert transport.available(here, here) is None
+    assert "node1" in transport.available(here, there)

@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sync_workers import record_of
 
 from roll_core.errors import CorruptTensorError, NonFiniteWeightError, UnsupportedError
 from roll_core.modeling import eight_bits
 from roll_core.modeling.eight_bits import in_eight_bits, is_layers_weight, quantise_rows
-from roll_core.runtime.weight_sync import WeightPublisher
+from roll_core.runtime.weights import WeightBroadcaster
+from roll_core.spec.transport import Route
 from roll_core.spec.weights import make_manifest
 from roll_core.testing.errors import refused
 
@@ -189,16 +191,16 @@ OTHER_BYTES = 2 * 1 + 17 + 2 * 5
 
 
 def publisher(duo, transport, bucket_bytes=64 << 10):
-    return WeightPublisher(
+    sources = (0,) * duo.infer.world_size if transport == "cuda_ipc" else ()
+    return WeightBroadcaster(
         duo.train,
         duo.infer,
-        transport,
+        record_of(transport),
+        route=Route(options={"directory": duo.directory}, sources=sources),
         dtype="BF16",
         weight_format="fp8",
         bucket_bytes=bucket_bytes,
         deadline_s=20,
-        directory=duo._directory,
-        sources=(0,) * duo.infer.world_size if transport == "cuda_ipc" else (),
     )
 
 

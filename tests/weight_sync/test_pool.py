@@ -2,15 +2,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.runtime.weight_sync.cuda_ipc import CudaIpcSender
-from roll_core.runtime.weight_sync.pool import Room, aligned
-from roll_core.runtime.weight_sync.shm import ShmSender
+from roll_core.runtime.weights.transports.cuda_ipc import CudaIpcSender
+from roll_core.runtime.weights.transports.pool import Regions, aligned
+from roll_core.runtime.weights.transports.shm import ShmSender
 
 KINDS = pytest.mark.parametrize("kind", [ShmSender, CudaIpcSender])
 
 
 def room_for(kind, *sizes):
-    return Room(kind.room_bytes(None, aligned(max(sizes))))
+    return Regions(kind.buffer_bytes(None, aligned(max(sizes))))
 
 
 @KINDS

@@ -9,9 +9,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from roll_core.runtime.weight_sync.collective import CollectiveSender
-from roll_core.runtime.weight_sync.collective_groups import LOOPBACK, connect
-from roll_core.runtime.weight_sync.store import HostedStore, RemoteStore
+from roll_core.runtime.weights.transports.collective import LOOPBACK, CollectiveSender, connect
+from roll_core.runtime.weights.transports.store import HostedStore, RemoteStore
 
 SOON = timedelta(seconds=20)
 

@@ -4,11 +4,13 @@ import pytest
 from sync_workers import same_values
 
 from roll_core.builtin.cpu import CpuPlatform
+from roll_core.config.weight_transports import choose_transport
 from roll_core.errors import CorruptTensorError, WorkerDiedError
+from roll_core.plugins.registry import load_registry
 from roll_core.runtime.executors import make_executor
 from roll_core.runtime.executors.base import GroupSpec, Place
-from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
-from roll_core.spec.providers import InferCapabilities, TrainCapabilities
+from roll_core.runtime.weights import WeightBroadcaster
+from roll_core.runtime.weights.plan import role_facts
 from roll_core.testing.errors import refused
 
 
@@ -31,13 +33,11 @@ def test_publishes_between_ray_workers():
         async with make_executor("ray", CpuPlatform(), slots_per_node=2) as executor:
             groups = await executor.start(specs)
             train, infer = groups["actor_train"], groups["actor_infer"]
-            facts = PlacementFacts.of(train, infer, shares_memory=executor.shares_memory)
             for declared in (("shared", "shm", "collective"), ("collective",)):
-                transport = choose_transport(
-                    TrainCapabilities(weight_transports=declared), InferCapabilities(weight_transports=declared), facts
-                )
-                assert transport == {3: "shm", 1: "collective"}[len(declared)]
-                publisher = WeightPublisher(train, infer, transport, bucket_bytes=64 << 10, deadline_s=20)
+                sides = [role_facts(group, declared) for group in (train, infer)]
+                transport = choose_transport(load_registry(), *sides).provider
+                assert transport.name == {3: "shm", 1: "collective"}[len(declared)]
+                publisher = WeightBroadcaster(train, infer, transport, bucket_bytes=64 << 10, deadline_s=20)
                 await train.call("begin")
                 await infer.call("begin")
                 await publisher.publish(0)

@@ -1,4 +1,4 @@
-"""How a run finds the way that its weights take, and what it says of the ways that it does not take."""
+"""How a run connects two roles: the transport it uses, and the log line with the reasons against others."""
 
 import asyncio
 import logging
@@ -6,14 +6,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from sync_workers import ProcessGroup, same_values
+from sync_workers import ProcessGroup, record_of, same_values
 
 from roll_core.errors import WorkerDiedError
-from roll_core.runtime import publishing
+from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.registry import Registry
+from roll_core.runtime.weights import WeightBroadcaster, controller
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
-from roll_core.testing.errors import mentions
 
 ALL = ("cuda_ipc", "shm", "collective")
+ACME = Plugin(
+    package="roll-acme", version="1", entry_point="a", target="", state="loaded", providers=(record_of("acme_tcp"),)
+)
+REGISTRY = Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), ACME])
 
 
 @pytest.fixture
@@ -28,19 +33,24 @@ def groups():
 def way(groups, monkeypatch):
     """Publishes once, after `prepare(train, infer)`, and returns what the record has."""
     train, infer = groups
-    monkeypatch.setattr(publishing, "served_adapters", lambda *_: None)
+    monkeypatch.setattr(controller, "served_adapters", lambda *_: None)
 
     async def nobody():
         """Has died."""
 
-    def run(transports, prepare):
+    def run(transports, prepare, wanted=None):
         record = {}
         engine = SimpleNamespace(
             group=infer,
             revive=nobody,
             config=SimpleNamespace(model_args=SimpleNamespace(dtype="fp32"), weight_format="dtype"),
         )
-        config = SimpleNamespace(model_update_dir=None, model_update_buffer_size_mb=1, model_update_timeout=20.0)
+        config = SimpleNamespace(
+            model_update_dir=None,
+            weight_transport=wanted,
+            model_update_buffer_size_mb=1,
+            model_update_timeout=20.0,
+        )
         active = SimpleNamespace(
             engine=lambda name: engine,
             train_role=lambda name: SimpleNamespace(group=train),
@@ -49,7 +59,8 @@ def way(groups, monkeypatch):
         )
         kept = SimpleNamespace(weight_transport=lambda source, target, transport: record.update({target: transport}))
         executor = SimpleNamespace(shares_memory=False)
-        found = publishing.Publishing(active, [SimpleNamespace(name="actor_infer")], None, executor, kept)
+        roles = [SimpleNamespace(name="actor_infer")]
+        found = controller.WeightSyncController(active, roles, REGISTRY, executor, kept)
         abilities = {
             "actor_train": TrainCapabilities(weight_transports=transports),
             "actor_infer": InferCapabilities(weight_transports=transports),
@@ -59,10 +70,10 @@ def way(groups, monkeypatch):
         async def scenario():
             await prepare(train, infer)
             link = await found._connect("actor_train", "actor_infer")
-            await link.publisher.publish(0)
+            await link.broadcaster.publish(0)
             (sent,), (held,) = await train.call("values"), await infer.call("values")
             assert all(same_values(held[name], sent[name]) for name in sent)
-            return link.publisher
+            return link.broadcaster
 
         return asyncio.run(scenario()), record["actor_infer"]
 
@@ -81,25 +92,23 @@ async def as_it_is(train, infer):
 def test_memory_of_the_shared_device_is_lent(way, caplog):
     caplog.set_level(logging.INFO)
     publisher, recorded = way(ALL, as_it_is)
-    assert publisher.transport == recorded == "cuda_ipc"
-    assert mentions(said(caplog), "actor_train", "actor_infer", "cuda_ipc")
+    assert publisher.transport.name == recorded == "cuda_ipc"
+    assert said(caplog) == "weights of actor_train reach actor_infer by cuda_ipc"
 
 
 @pytest.mark.parametrize(
     ("device", "facts"),
     [
-        (("another", ""), ("rank 0",)),
-        (
-            ("the one device", "invalid device context"),
-            ("actor_infer rank 0", "cpu", "invalid"),
-        ),
+        (("another", ""), "device of rank 0 of actor_infer"),
+        (("the one device", "invalid device context"), "invalid device context"),
     ],
 )
-def test_where_it_cannot_be_the_log_says_why_and_the_next_way_is_taken(way, caplog, device, facts):
+def test_if_it_cannot_be_shared_the_log_says_why_and_the_next_transport_is_used(way, caplog, device, why):
     caplog.set_level(logging.INFO)
     publisher, recorded = way(ALL, lambda _, infer: infer.call("use_device", *device))
-    assert publisher.transport == recorded == "shm"
-    assert mentions(said(caplog), "actor_train", "actor_infer", "shm (cuda_ipc:", *facts)
+    assert publisher.transport.name == recorded == "shm"
+    assert said(caplog).startswith("weights of actor_train reach actor_infer by shm (cuda_ipc: ")
+    assert why in said(caplog)
 
 
 def test_a_backend_that_does_not_work_gives_way_to_gloo(way, caplog, groups):
@@ -112,15 +121,22 @@ def test_a_backend_that_does_not_work_gives_way_to_gloo(way, caplog, groups):
             await group.call("use_backend", "madeup")
 
     publisher, recorded = way(("collective",), on_devices)
-    assert (publisher.transport, publisher.backend, recorded) == ("collective", "gloo", "collective")
-    assert mentions(said(caplog), "(not madeup:")
-    assert mentions(said(caplog), "madeup")
+    assert (publisher.transport.name, recorded) == ("collective", "collective")
+    assert publisher.route.options == {"backend": "gloo"}
+    assert "(madeup: " in said(caplog)
+    assert "this torch has no collective backend madeup" in said(caplog)
 
 
-def test_an_engine_that_dies_while_it_is_tried_is_dead_and_not_a_reason(way, monkeypatch):
+def test_a_third_partys_transport_is_tested_and_used_if_the_config_names_it(way):
+    broadcaster, recorded = way(ALL, as_it_is, "acme_tcp")
+    assert broadcaster.transport.name == recorded == "acme_tcp"
+    assert broadcaster.route.self_test
+
+
+def test_an_engine_that_exits_during_the_self_test_is_an_error_and_not_a_reason(way, monkeypatch):
     async def dies(publisher):
         raise WorkerDiedError("actor_infer", 0, "here", "receive_weights", "its process was killed")
 
-    monkeypatch.setattr(publishing.WeightPublisher, "rehearse", dies)
+    monkeypatch.setattr(WeightBroadcaster, "self_test", dies)
     with pytest.raises(WorkerDiedError):
         way(ALL, as_it_is)

@@ -371,13 +371,14 @@ def extensions(device: str) -> int:
 
 def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[float], int]:
     """Seconds of each publish from `hf_train` to `hf_infer` with its proof, and the bytes of the weights."""
-    from roll_core.runtime.weight_sync import WeightSender
-    from roll_core.runtime.weight_sync.plan import SyncPlan
-    from roll_core.runtime.weight_sync.proof import verify
+    from roll_core.builtin.plugin import roll_weight_transports
+    from roll_core.runtime.weights import SyncPlan, WeightSender
+    from roll_core.runtime.weights.proof import verify
     from roll_core.spec.weights import entry_bytes
 
     trainer = make_trainer(model_spec(size), device)
     sender = WeightSender(trainer, role="actor_train", rank=0, device=torch_device(device))
+    transports = {each.name: each for each in roll_weight_transports()}
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child: Any = None
@@ -390,11 +391,11 @@ def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[
         raise MissedError("the engine did not start")
     seconds, num_bytes = [], 0
     for version in range(rounds):
-        plan = SyncPlan(version=version, transport=which, num_receivers=1, deadline_s=120.0)  # type: ignore[arg-type]
+        plan = SyncPlan(version=version, transport=transports[which], num_receivers=1, deadline_s=120.0)
         begun = time.perf_counter()
-        offer = sender.prepare(plan)
-        _pass(ours, which, (plan, offer))
-        sent = offer.manifest if which == "shared" else sender.send(plan).manifest  # type: ignore[union-attr]
+        handle = sender.prepare(plan)
+        _pass(ours, which, (plan, handle))
+        sent = handle.manifest if which == "shared" else sender.send(plan).manifest  # type: ignore[union-attr]
         outcome = _take(ours, which)
         if outcome.failure is not None:
             raise outcome.failure
@@ -429,7 +430,7 @@ def _receive(pipe: Connection, device: str, size: str) -> None:
     """The engine's end: start, then take in every publish until None comes."""
 
     async def serve() -> None:
-        from roll_core.runtime.weight_sync import WeightReceiver
+        from roll_core.runtime.weights import WeightReceiver
 
         engine = await start_engine(model_spec(size), device, kv_cache_gib=0.25)
         receiver = WeightReceiver(engine, role="actor_infer", rank=0, device=torch_device(device))

@@ -262,7 +262,7 @@ class TensorEntry:
     """As safetensors spells it: `F32`, `BF16`, `F16`."""
     shape: tuple[int, ...]
     digest: str
-    """Of the bytes in row-major order; see `roll_core.runtime.weight_sync`."""
+    """Of the bytes in row-major order; see `roll_core.runtime.weights`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from roll_core.spec.providers import (
     TrackerProvider,
     TrainCapabilities,
     TrainProvider,
+    WeightTransportProvider,
 )
 
 if TYPE_CHECKING:
@@ -186,6 +187,44 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
         config="roll_core.builtin.options:PolicyLossOptions",
         summary="Log-probability times advantage",
         off_policy=False,
+    )
+
+
+@hookimpl
+def roll_weight_transports() -> Iterator[WeightTransportProvider]:
+    """Within a process, on a host, on a device, over a network, through a file system."""
+    package = "roll_core.runtime.weights.transports"
+    yield WeightTransportProvider(
+        name="shared",
+        target=f"{package}.shared:SharedTransport",
+        summary="The trainer's tensors themselves, within one process",
+        priority=50,
+        in_process=True,
+    )
+    yield WeightTransportProvider(
+        name="cuda_ipc",
+        target=f"{package}.cuda_ipc:CudaIpcTransport",
+        summary="Device memory, between processes on the same device",
+        priority=40,
+    )
+    yield WeightTransportProvider(
+        name="shm",
+        target=f"{package}.shm:ShmTransport",
+        summary="Shared memory, between processes of one host",
+        priority=30,
+    )
+    yield WeightTransportProvider(
+        name="collective",
+        target=f"{package}.collective:CollectiveTransport",
+        summary="Broadcasts by gloo, nccl or hccl, between any processes",
+        priority=20,
+    )
+    yield WeightTransportProvider(
+        name="disk",
+        target=f"{package}.disk:DiskTransport",
+        summary="Files in model_update_dir, for hosts without a connection",
+        priority=10,
+        uses_directory=True,
     )
 
 

@@ -227,6 +227,9 @@ def _verdict(found: Plan, proposal: Proposal | None) -> Iterator[str]:
         yield f"✗ the run would not start: {problem}"
     for note in found.placing.notes:
         yield f"· {note}"
+    for (source, target), choice in found.placing.weights.items():
+        why = f" ({'; '.join(choice.passed_over)})" if choice.passed_over else ""
+        yield f"· weights of {source} reach {target} by {choice.provider.name}{why}"
     unknown = [role.role for role in found.memory if role.unknown]
     if unknown:
         yield f"· what {' and '.join(unknown)} take is not known (see above) and is not counted in what follows"
@@ -270,6 +273,10 @@ def _plain(found: Plan, proposal: Proposal | None) -> dict[str, Any]:
         "slots_per_node": placing.per_node,
         "problems": list(placing.problems),
         "notes": list(placing.notes),
+        "weights": [
+            {"source": source, "target": target, "transport": each.provider.name, "passed_over": list(each.passed_over)}
+            for (source, target), each in placing.weights.items()
+        ],
         "places": {role: [asdict(each) for each in workers] for role, workers in placing.places.items()},
         "memory": [
             {

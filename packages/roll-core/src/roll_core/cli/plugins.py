@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections import defaultdict
@@ -12,6 +13,7 @@ from roll_core.plugins.kinds import KINDS
 from roll_core.plugins.loader import SLOW_IMPORT_S
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import alternatives
+from roll_core.spec.providers import WeightTransportProvider
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,6 +86,7 @@ def _check_parts(registry: Registry) -> list[str]:
     from roll_core.plugins.targets import check_part
 
     broken = [str(plugin.error) for plugin in registry.plugins if plugin.error is not None]
+    transports = registry.names(WeightTransportProvider)
     for plugin in registry.plugins:
         for record in plugin.providers:
             try:
@@ -91,4 +94,10 @@ def _check_parts(registry: Registry) -> list[str]:
                 check_part(record, owner=registry.owner(record))
             except PluginError as error:
                 broken.append(str(error))
+            for name in getattr(getattr(record, "capabilities", None), "weight_transports", ()):
+                close = difflib.get_close_matches(name, transports, 1)
+                if close and name not in transports:
+                    broken.append(
+                        f"{registry.owner(record)}: lists weight transport {name!r}; did you mean {close[0]!r}?"
+                    )
     return broken

@@ -24,7 +24,7 @@ from roll_core.config.mistakes import take_out, validate_all
 from roll_core.config.model_keys import model_keys
 from roll_core.config.nearest import MAX_SUGGESTIONS, suggest_key
 from roll_core.config.schema import paths, roles, schema_at
-from roll_core.config.weight_ways import without_a_way
+from roll_core.config.weight_transports import weight_finding
 from roll_core.config.written import COMMAND_LINE, Place
 from roll_core.errors import ConfigError, ConfigProblem, MissingRequirementError, PluginError, UnknownProviderError
 from roll_core.plugins.requirements import check_requirements
@@ -43,6 +43,7 @@ from roll_core.spec.providers import (
     RewardProvider,
     TrackerProvider,
     TrainProvider,
+    WeightTransportProvider,
 )
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ NAMED_PARTS: dict[str, type[Provider]] = {
     "platform": PlatformProvider,
     "adv_estimator": AdvantageProvider,
     "pg_variant": PolicyLossProvider,
+    "weight_transport": WeightTransportProvider,
 }
 """Keys at the top whose value is the name of a part, where a pipeline's schema has them."""
 
@@ -354,7 +356,7 @@ class _Validation:
         return given if type(given) is int else int(default)
 
     def _weights(self, at_name: KeyPath, engine: TrainProvider | InferProvider) -> None:
-        """They have a way from the policy, where the config names its strategy."""
+        """Check that a weight transport connects the policy's strategy to this engine."""
         policy = self.data.get(self.policy_role)
         arguments = policy.get("strategy_args") if isinstance(policy, dict) else None
         name = arguments.get("strategy_name") if isinstance(arguments, dict) else None
@@ -364,7 +366,7 @@ class _Validation:
             trainer = self.registry.find(TrainProvider, name)
         except PluginError:  # said of the policy's own name
             return
-        finding = without_a_way(trainer, engine, self.data, at_name)
+        finding = weight_finding(self.registry, trainer, engine, self.data, at_name)
         if finding is not None:
             self.found.append(finding)
 

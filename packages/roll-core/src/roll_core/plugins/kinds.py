@@ -17,6 +17,7 @@ from roll_core.spec.providers import (
     RewardProvider,
     TrackerProvider,
     TrainProvider,
+    WeightTransportProvider,
 )
 
 
@@ -41,6 +42,7 @@ KINDS = (
     Kind("roll_trackers", TrackerProvider, "tracker", "trackers"),
     Kind("roll_advantage_estimators", AdvantageProvider, "advantage estimator", "advantage_estimators"),
     Kind("roll_policy_losses", PolicyLossProvider, "policy loss", "policy_losses"),
+    Kind("roll_weight_transports", WeightTransportProvider, "weight transport", "weight_transports"),
     Kind("roll_config_fragments", FragmentProvider, "config fragment", "config_fragments"),
     Kind("roll_checks", CheckProvider, "check", "checks"),
     Kind("roll_known_errors", KnownErrorsProvider, "list of known errors", "known_errors"),

@@ -28,6 +28,7 @@ CONTRACTS: dict[type[Provider], str] = {
     providers.PipelineProvider: "roll_core.spec.pipeline:Pipeline",
     providers.RewardProvider: "roll_core.spec.reward:RewardFunction",
     providers.TrackerProvider: "roll_core.spec.tracker:Tracker",
+    providers.WeightTransportProvider: "roll_core.spec.transport:WeightTransport",
     providers.AdvantageProvider: "roll_core.spec.algorithms:AdvantageEstimator",
     providers.PolicyLossProvider: "roll_core.spec.algorithms:PolicyLoss",
 }

@@ -122,7 +122,7 @@ def known_errors(record: KnownErrorsProvider, *, owner: str) -> tuple[KnownError
 
 def _contract(record: Provider) -> type | None:
     """The class that the target has to be a subclass of; None where it is a function."""
-    from roll_core.spec import infer, pipeline, platform, providers, reward, tracker, train
+    from roll_core.spec import infer, pipeline, platform, providers, reward, tracker, train, transport
 
     contracts: dict[type[Provider], type] = {
         providers.PlatformProvider: platform.Platform,
@@ -131,6 +131,7 @@ def _contract(record: Provider) -> type | None:
         providers.PipelineProvider: pipeline.Pipeline,
         providers.RewardProvider: reward.RewardFunction,
         providers.TrackerProvider: tracker.Tracker,
+        providers.WeightTransportProvider: transport.WeightTransport,
     }
     return contracts.get(type(record))
 

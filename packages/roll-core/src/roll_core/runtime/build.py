@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.loading import strategy_config
-from roll_core.config.weight_ways import within_one_process
+from roll_core.config.weight_transports import within_one_process
 from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.runtime.openmp import wanted_threads
 from roll_core.runtime.placement import HOST_BACKEND
@@ -103,7 +103,9 @@ def kept_apart(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry)
         trainer = provider_of(source, role_config(config, source.name), registry)
         engine = provider_of(role, role_config(config, role.name), registry)
         if isinstance(trainer, TrainProvider) and isinstance(engine, InferProvider):
-            why = within_one_process(trainer, engine, directory=config.model_update_dir is not None)
+            why = within_one_process(
+                registry, trainer, engine, directory=config.model_update_dir, wanted=config.weight_transport
+            )
             if why:
                 return f"{role.name}: {why}"
     return ""

@@ -46,7 +46,6 @@ from roll_core.runtime.placement import place_roles, slots_per_node
 from roll_core.runtime.planning.comparing import compared, plan_of_run
 from roll_core.runtime.planning.models import vocab_size_of
 from roll_core.runtime.platform import select_platform
-from roll_core.runtime.publishing import Publishing
 from roll_core.runtime.record import RunFacts, RunRecord, finished_run, read_record
 from roll_core.runtime.report import write_report
 from roll_core.runtime.resuming import check_fits, load_run
@@ -63,6 +62,7 @@ from roll_core.runtime.saving import RunSaver
 from roll_core.runtime.stopping import StopSignals, ignoring_sigterm
 from roll_core.runtime.tokenizer import prepare_tokenizer
 from roll_core.runtime.tracking import MetricsFile, Trackers, read_metrics
+from roll_core.runtime.weights.controller import WeightSyncController
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
 
@@ -496,7 +496,7 @@ class _Driver:
             tags = {domain: reward.config.tag_included for domain, reward in rewards.items()}
             run.rewards = RewardRouter(rewards, tags)
         stack.push_async_callback(run.close)
-        run.publishing = Publishing(run, roles, self.registry, executor, self.record)
+        run.weight_sync = WeightSyncController(run, roles, self.registry, executor, self.record)
         return executor
 
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:

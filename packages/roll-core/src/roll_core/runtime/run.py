@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from roll_core.runtime.data import RunData
     from roll_core.runtime.guards import Guards
     from roll_core.runtime.ledger import Ledger
-    from roll_core.runtime.publishing import Publishing
     from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
     from roll_core.runtime.rollout.batches import BatchSource
     from roll_core.runtime.rollout.program import Scorer
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.scoring import RewardRouter
     from roll_core.runtime.run_dir import RunDir
     from roll_core.runtime.samples import SamplesFile
+    from roll_core.runtime.weights.controller import WeightSyncController
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig
     from roll_core.spec.pipeline import InferRole, Prompt, RolloutPlan, Split
@@ -81,7 +81,7 @@ class ActiveRun(Run):
         self._schedulers: list[RolloutScheduler] = []
         self._replayed: dict[str, ReplayedRole] = {}
         """Roles whose rollouts another run recorded."""
-        self.publishing: Publishing
+        self.weight_sync: WeightSyncController
         self.guards = guards
         self._registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
         self._recorder = recorder
@@ -136,12 +136,12 @@ class ActiveRun(Run):
             replayed.version = self.train_role(source).weight_version
             return
         with self.stage("weight_sync"):
-            self.log(await self.publishing.publish(source, target))
+            self.log(await self.weight_sync.publish(source, target))
 
     async def bring_back(self, target: str) -> None:
         """Publish once more to an engine of which no replica is left."""
         with self.stage("weight_sync"):
-            self.log(await self.publishing.again(target))
+            self.log(await self.weight_sync.republish(target))
 
     @override
     async def rollout(

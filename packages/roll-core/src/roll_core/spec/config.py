@@ -761,6 +761,8 @@ class RunConfig(Config):
     model_update_dir: str | None = None
     """Weights travel as files in this folder, or below this URL (`s3://…`, whatever fsspec reads), which trainer and
     engines reach: the transport `disk`, for hosts between which no connection can be made."""
+    weight_transport: str | None = None
+    """Weight transport between trainer and engines, `shm`. Without it the available one with the highest priority."""
     system_envs: EnvVars = {}
     """Environment variables of every role's workers."""
     guards: GuardsConfig = GuardsConfig()

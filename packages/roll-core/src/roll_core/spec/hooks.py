@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         RewardProvider,
         TrackerProvider,
         TrainProvider,
+        WeightTransportProvider,
     )
 
 PROJECT = "roll"
@@ -97,6 +98,12 @@ def roll_advantage_estimators() -> Iterable[AdvantageProvider]:
 @hookspec
 def roll_policy_losses() -> Iterable[PolicyLossProvider]:
     """Offer policy losses, chosen by `pg_variant`."""
+    yield from ()
+
+
+@hookspec
+def roll_weight_transports() -> Iterable[WeightTransportProvider]:
+    """Offer transports that bring a trainer's weights to engines; chosen by priority, or by `weight_transport`."""
     yield from ()
 
 

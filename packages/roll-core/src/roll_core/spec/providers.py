@@ -16,10 +16,6 @@ Task = Literal["causal_lm", "value", "reward", "flow"]
 """What a model computes: next-token logprobs, a value per token, a score per sequence, a velocity field."""
 TASKS: tuple[Task, ...] = get_args(Task)
 
-Transport = Literal["shared", "shm", "cuda_ipc", "collective", "disk"]
-"""How weights travel: the same memory, host shared memory, device memory handles, broadcast in buckets, files."""
-TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
-
 ModelParallelism = Literal["tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"]
 """Ways to spread one replica of a model over ranks; each is a capability of train strategies by the same name."""
 
@@ -56,8 +52,8 @@ class TrainCapabilities:
     `MicroBatch.routed_experts_TMK`."""
     any_world_size: bool = False
     """`load` continues from what another number of ranks saved."""
-    weight_transports: tuple[Transport, ...] = ()
-    """In order of preference."""
+    weight_transports: tuple[str, ...] = ()
+    """Names of the weight transports by which its weights can be sent; empty: it cannot feed an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +81,8 @@ class InferCapabilities:
     """One worker spreads the model over several slots. Without it `check` refuses more than one slot per worker."""
     device_weights: bool = False
     """`update_weights` takes tensors that lie on the worker's own device; otherwise they are always on the host."""
-    weight_transports: tuple[Transport, ...] = ()
-    """In order of preference."""
+    weight_transports: tuple[str, ...] = ()
+    """Names of the weight transports from which it takes weights; empty: its weights cannot be updated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +177,22 @@ class PolicyLossProvider(Provider):
 
     off_policy: bool = True
     """False if it has no importance ratio: `check` then warns of several optimizer steps per batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTransportProvider(Provider):
+    """Offers a weight transport; `target` is a subclass of `roll_core.spec.transport.WeightTransport`."""
+
+    priority: int = 0
+    """The available transport with the highest priority is used. With 0 it is used only if `weight_transport` of the
+    config names it."""
+    in_process: bool = False
+    """Hands the exported tensors themselves to engines in the trainer's process. Otherwise it copies tensors between
+    processes."""
+    any_strategy: bool = False
+    """Strategies need not list it in their `weight_transports`: it wants nothing of them but tensors on the host."""
+    uses_directory: bool = False
+    """Travels through `model_update_dir`. With that key no other transport is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from roll_core.testing.platforms import PlatformConformance
     from roll_core.testing.ranks import RankHost, RanksFailedError
     from roll_core.testing.reference import ReferenceModel, TransformersModel
+    from roll_core.testing.transports import WeightTransportConformance
 
 __all__ = [
     "Case",
@@ -24,6 +25,7 @@ __all__ = [
     "Step",
     "TrainStrategyConformance",
     "TransformersModel",
+    "WeightTransportConformance",
 ]
 
 _HOMES = {
@@ -37,6 +39,7 @@ _HOMES = {
     "Step": "bench",
     "TrainStrategyConformance": "conformance",
     "TransformersModel": "reference",
+    "WeightTransportConformance": "transports",
 }
 
 

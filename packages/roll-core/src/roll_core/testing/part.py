@@ -13,7 +13,7 @@ from roll_core.errors import MissingRequirementError
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
-from roll_core.spec.providers import InferProvider, PlatformProvider, TrainProvider
+from roll_core.spec.providers import PlatformProvider, Provider, TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,7 +41,7 @@ class Part:
     timeout_s: ClassVar[float] = 120.0
     """For everything that a test does with the strategy."""
 
-    _kind: ClassVar[type[TrainProvider] | type[InferProvider] | type[PlatformProvider]] = TrainProvider
+    _kind: ClassVar[type[Provider]] = TrainProvider
     _shared: ClassVar[dict[str, dict[Any, Any]]] = {}
 
     @pytest.fixture

@@ -29,7 +29,7 @@ from roll_core.testing.bench import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from roll_core.spec.providers import Task, Transport
+    from roll_core.spec.providers import Task
     from roll_core.spec.train import LossFn, Part, StepStats, TrainStrategy, Want
     from roll_core.testing.bench import Arrays, Case, Split, Step
     from roll_core.types import DataRank, Floats, TrainSequence
@@ -343,7 +343,7 @@ def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[Part]
 
 
 def publish(
-    rank: int, case: Case, steps: Sequence[Step], transport: Transport
+    rank: int, case: Case, steps: Sequence[Step], transport: str
 ) -> list[tuple[Mapping[str, str], Mapping[str, str]]]:
     """After each step, digests of what a receiver holds and of what is exported; empty on ranks that do not send."""
     from roll_core.testing.publishing import published

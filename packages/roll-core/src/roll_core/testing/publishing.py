@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from roll_core.runtime.weight_sync.plan import Deadline, SyncPlan
-from roll_core.runtime.weight_sync.receiver import open_receiving_end
-from roll_core.runtime.weight_sync.sender import WeightSender
+from roll_core.config.weight_transports import load_transport
+from roll_core.plugins.registry import load_registry
+from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.runtime.weights.sender import WeightSender
+from roll_core.spec.providers import WeightTransportProvider
+from roll_core.spec.transport import Deadline, ReceiverSetup, Route
 from roll_core.spec.weights import digest
 from roll_core.testing.bench import ROLE, take_step
 
@@ -18,21 +22,26 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.runtime.weight_sync.channel import ReceivingEnd
-    from roll_core.runtime.weight_sync.plan import Offer
-    from roll_core.spec.providers import Transport
+    from roll_core.runtime.weights.plan import SendHandle
     from roll_core.spec.train import TrainStrategy
+    from roll_core.spec.transport import ReceiverEndpoint
     from roll_core.testing.bench import Step
 
-IN_ONE_PROCESS: tuple[Transport, ...] = ("shared", "shm", "collective", "disk")
-"""Transports whose two ends can be in one process, as the kit has them; those of `cuda_ipc` cannot."""
+IN_ONE_PROCESS = ("shared", "shm", "collective", "disk")
+"""Transports whose endpoints work within one process, where the kit runs both; those of `cuda_ipc` do not."""
 DEADLINE_S = 60.0
 BUCKET_BYTES = 4096
 """Small, so that a tiny model takes several buckets."""
 
 
+@cache
+def transport_record(name: str) -> WeightTransportProvider:
+    """The installed weight transport of this name."""
+    return load_registry().find(WeightTransportProvider, name)
+
+
 def published(
-    strategy: TrainStrategy, rank: int, steps: Sequence[Step], transport: Transport
+    strategy: TrainStrategy, rank: int, steps: Sequence[Step], transport: str
 ) -> Iterator[tuple[Mapping[str, str], Mapping[str, str]]]:
     """After each step: digests of what the receiver holds, and of what the strategy exports right then."""
     sender = WeightSender(strategy, role=ROLE, rank=rank)
@@ -43,22 +52,22 @@ def published(
             take_step(strategy, step)
             plan = SyncPlan(
                 version=version,
-                transport=transport,
+                transport=transport_record(transport),
+                route=Route(options={"directory": directory.name}),
                 num_receivers=1,
                 sender_hosts=("127.0.0.1",) * (rank + 1),
                 bucket_bytes=BUCKET_BYTES,
-                directory=directory.name,
                 deadline_s=DEADLINE_S,
             )
-            offer = sender.prepare(plan)
-            if offer is not None:
-                receiver.take(plan, offer)
-            outcome = sender.send(plan) if transport != "shared" else None
+            handle = sender.prepare(plan)
+            if handle is not None:
+                receiver.take(plan, handle)
+            outcome = None if plan.transport.in_process else sender.send(plan)
             if outcome is not None and outcome.failure is not None:
                 raise outcome.failure
             held = receiver.wait()
             exported = {name: digest(tensor) for name, tensor in strategy.export_weights()}
-            if offer is not None:
+            if handle is not None:
                 yield held, exported
     finally:
         sender.close()
@@ -67,33 +76,36 @@ def published(
 
 
 class Receiver:
-    """Copies what it is sent, on a thread of its own, and digests the copies once all are there."""
+    """Copies received tensors on a thread of its own, and digests the copies once all have arrived."""
 
     def __init__(self) -> None:
-        self._end: ReceivingEnd | None = None
+        self._endpoint: ReceiverEndpoint | None = None
         self._threads = ThreadPoolExecutor(1)
         self._receiving: Future[dict[str, Tensor]] | None = None
 
-    def take(self, plan: SyncPlan, offer: Offer) -> None:
-        """Begin to receive."""
-        self._receiving = self._threads.submit(self._receive, plan, offer)
+    def take(self, plan: SyncPlan, handle: SendHandle) -> None:
+        """Start receiving."""
+        self._receiving = self._threads.submit(self._receive, plan, handle)
 
     def wait(self) -> Mapping[str, str]:
-        """Digests of what arrived, by name; nothing if nothing was offered. Raises what went wrong."""
+        """Digests of the received tensors, by name; empty if this rank did not send. Raises the receiver's error."""
         if self._receiving is None:
             return {}
         return {name: digest(tensor) for name, tensor in self._receiving.result(DEADLINE_S).items()}
 
     def close(self) -> None:
-        """Hang up."""
-        if self._end is not None:
-            self._end.close()
+        """Close the endpoint."""
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._threads.shutdown(wait=False)
 
-    def _receive(self, plan: SyncPlan, offer: Offer) -> dict[str, Tensor]:
-        if plan.transport == "shared":
-            return {name: tensor.clone() for name, tensor in offer.tensors}
+    def _receive(self, plan: SyncPlan, handle: SendHandle) -> dict[str, Tensor]:
+        if plan.transport.in_process:
+            return {name: tensor.clone() for name, tensor in handle.tensors}
         deadline = Deadline(DEADLINE_S)
-        if self._end is None:
-            self._end = open_receiving_end(plan, offer.address, 0, deadline)
-        return {name: tensor.clone() for name, tensor in self._end.receive(offer.manifest, deadline)}
+        if self._endpoint is None:
+            setup = ReceiverSetup(
+                address=handle.address, rank=0, num_receivers=1, bucket_bytes=plan.bucket_bytes, deadline=deadline
+            )
+            self._endpoint = load_transport(plan.transport).receiver(setup)
+        return {name: tensor.clone() for name, tensor in self._endpoint.receive(handle.manifest, deadline)}

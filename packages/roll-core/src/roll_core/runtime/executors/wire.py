@@ -9,7 +9,7 @@ MessagePack with these extensions, and nothing else; each holds MessagePack in i
     NAME       "module:name" of a function or class        PATH       text        ENUM       ["module:Class", value]
 
 A pickle would name the inner classes of whatever library it came from, of a version that the other side need not have,
-and would run code. Tensors have no place here: weights travel through `roll_core.runtime.weight_sync`.
+and would run code. Tensors have no place here: weights travel through `roll_core.runtime.weights`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RollError
 from roll_core.runtime.placement import slots_per_node
-from roll_core.runtime.planning.placing import Placing, pipeline_plan
+from roll_core.runtime.planning.placing import Placing, pipeline_plan, weight_choices
 from roll_core.runtime.planning.plan import Capacity, Plan, plan_with
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def plan_of_run(
             num_nodes=None,
             executor=executor,
             places=places,
+            weights=weight_choices(roles, config, registry, platform, executor, places),
         )
         return plan_with(config, registry, placing, Capacity(host=None, slot=None))
     except RollError as error:

@@ -9,17 +9,20 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from roll_core.config.weight_transports import Choice, choose_transport
 from roll_core.errors import PlacementError, PluginError, RollError
+from roll_core.modeling.device_memory import device_memory
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import kept_apart, role_config, slots_per_worker
+from roll_core.runtime.build import kept_apart, provider_of, role_config, slots_per_worker
 from roll_core.runtime.executors import choose_executor
 from roll_core.runtime.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
 from roll_core.runtime.platform import select_platform
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import UPDATE, Phase, PipelinePlan
+from roll_core.spec.transport import DeviceFacts, RoleFacts, WorkerFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
@@ -47,6 +50,8 @@ class Placing:
     """Nodes that are there; None where only a cluster knows that nobody has asked."""
     executor: ExecutorName
     places: Mapping[str, tuple[Place, ...]]
+    weights: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
+    """The weight transport from each role to each engine that it feeds."""
     problems: tuple[str, ...] = ()
     """Why the run would not start."""
     notes: tuple[str, ...] = ()
@@ -97,6 +102,11 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
         problems += _missing(places, platform, per_node, num_nodes)
         if here and num_nodes == 1:
             problems += _not_on_this_host(places, platform, per_node)
+    try:
+        weights = weight_choices(pipeline.roles, config, registry, platform, executor, places)
+    except RollError as error:
+        weights = {}
+        problems += [] if apart else [str(error)]
     return Placing(
         pipeline=pipeline,
         platform=platform,
@@ -104,10 +114,60 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
         num_nodes=num_nodes,
         executor=executor,
         places=places,
+        weights=weights,
         problems=tuple(problems),
         notes=_waiting(places, platform, per_node, num_nodes) if executor == "ray" and not problems else (),
         here=here,
     )
+
+
+def weight_choices(
+    roles: Sequence[RoleSpec],
+    config: RunConfig,
+    registry: Registry,
+    platform: Platform,
+    executor: ExecutorName,
+    places: Mapping[str, tuple[Place, ...]],
+) -> dict[tuple[str, str], Choice]:
+    """The transport from each role to each engine that it feeds, before any self-test.
+
+    Raises `UnsupportedError` if two roles have none.
+    """
+    facts = {role.name: _facts(role, config, registry, platform, executor, places[role.name]) for role in roles}
+    return {
+        (role.model_from, role.name): choose_transport(
+            registry, facts[role.model_from], facts[role.name], config.weight_transport
+        )
+        for role in roles
+        if role.kind == "generate" and role.model_from in facts
+    }
+
+
+def _facts(
+    role: RoleSpec,
+    config: RunConfig,
+    registry: Registry,
+    platform: Platform,
+    executor: ExecutorName,
+    places: Sequence[Place],
+) -> RoleFacts:
+    """Facts as the workers would report them; the first slot of a worker stands for its device."""
+    if role.kind == "reward":
+        return RoleFacts(role=role.name, workers=())
+    can = provider_of(role, role_config(config, role.name), registry).capabilities
+    shares_device = device_memory(platform.device_type) is not None and getattr(can, "device_weights", True)
+    workers = tuple(
+        WorkerFacts(
+            host=f"node {place.node}",
+            node=place.node,
+            pid=0 if executor == "local" else hash((role.name, place.rank)),
+            slots=place.slots,
+            device=DeviceFacts(uuid=f"slot {place.slots[0]}" if place.slots and shares_device else ""),
+        )
+        for place in places
+    )
+    directory = config.model_update_dir or ""
+    return RoleFacts(role=role.name, workers=workers, weight_transports=can.weight_transports, directory=directory)
 
 
 def pipeline_plan(provider: PipelineProvider, config: RunConfig) -> PipelinePlan:

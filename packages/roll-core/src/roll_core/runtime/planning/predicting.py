@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.config.loading import strategy_config
+from roll_core.config.weight_transports import load_transport
 from roll_core.errors import PluginError, RollError
-from roll_core.modeling.device_memory import device_memory
 from roll_core.modeling.memory import largest_matrix
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.build import makes_room, model_spec, provider_of
 from roll_core.runtime.planning.models import adapter_parameters, size_of
 from roll_core.spec.plan import DTYPE_BYTES, MemoryQuestion, Use
+from roll_core.spec.transport import WeightSizes
 
 if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
@@ -24,11 +25,6 @@ if TYPE_CHECKING:
     from roll_core.spec.plan import Act, Lever, MemoryAnswer, ModelSize
     from roll_core.spec.providers import InferProvider, TrainProvider
 
-SHM_BYTES = 16 << 20
-SHM_BUCKET_BYTES = 2 << 20
-"""Of the transport `shm`: its memory, if two of the largest bucket are not more, and a bucket (`weight_sync.shm`)."""
-DEVICE_BUCKET_BYTES = 256 << 20
-"""Of the transport `cuda_ipc`: a bucket; there is room for two, or for the largest tensor (`weight_sync.cuda_ipc`)."""
 ACTS: dict[str, tuple[Act, ...]] = {
     "train": ("start", "score", "publish", "backward", "step", "save"),
     "score": ("start", "score"),
@@ -94,7 +90,7 @@ def _role_memory(
         strategy=found.strategy,
         workers=found.workers,
         parameters=question.model.parameters,
-        uses=(*answer.uses, *_sync_buffers(role, config, registry, placing, question)),
+        uses=(*answer.uses, *_sync_buffers(role, config, placing, question)),
         levers=answer.levers,
         makes_room=makes_room(role, config, registry, placing.platform),
     )
@@ -151,46 +147,27 @@ def _question(
         prompt_tokens=config.prompt_length,
         outputs=math.ceil(placing.pipeline.outputs / len(places)),
         random_weights=spec.random_init is not None,
-        borrows_weights=_borrows(role, config, registry, placing),
+        borrows_weights=_borrows(role, config, placing),
     )
 
 
-def _sync_buffers(
-    role: RoleSpec, config: RunConfig, registry: Registry, placing: Placing, question: MemoryQuestion
-) -> tuple[Use, ...]:
-    """Of weights that travel between processes: of the trainer's device where the engine shares it, of shared memory on
-    one host, else a bucket."""
-    takers = [each for each in placing.pipeline.roles if each.kind == "generate" and each.model_from]
-    links = [(each.model_from, each.name) for each in takers if role.name in (each.name, each.model_from)]
-    if not links or placing.executor == "local":
+def _sync_buffers(role: RoleSpec, config: RunConfig, placing: Placing, question: MemoryQuestion) -> tuple[Use, ...]:
+    """Buffers of the first weight sync that the role takes part in, as its transport estimates them."""
+    link = next((link for link in placing.weights if role.name in link), None)
+    if link is None:
         return ()
-    source, taker = links[0]
-    roles = {each.name: each for each in placing.pipeline.roles}
-    nodes = {place.node for name in (source, taker) for place in placing.places[name]}
-    ends = [provider_of(roles[name], config.roles()[name], registry) for name in (source, taker)]
-    size = DTYPE_BYTES[config.roles()[taker].model_args.dtype]
-    whole = size * question.model.parameters
-    act: Act = "receive" if role.kind == "generate" else "publish"
-    if _share_device(placing, source, taker) and all("cuda_ipc" in end.capabilities.weight_transports for end in ends):
-        largest = min(whole, max(DEVICE_BUCKET_BYTES, size * largest_matrix(question)))
-        num_bytes = max(largest, min(2 * largest, 2 * DEVICE_BUCKET_BYTES))
-        if role.name == taker:
-            return ()  # what it reads is the trainer's
-        return (Use(what="sync buffers", num_bytes=num_bytes, formula="lent on the device", during=(act,)),)
-    if len(nodes) == 1 and all("shm" in end.capabilities.weight_transports for end in ends):
-        bucket = max(SHM_BUCKET_BYTES, size * largest_matrix(question))
-        num_bytes, how = min(whole + bucket, max(SHM_BYTES, 2 * bucket)), "shared memory"
-        return (Use(what="sync buffers", num_bytes=num_bytes, formula=how, during=(act,), on="host"),)
-    num_bytes = min(whole, config.model_update_buffer_size_mb << 20)
-    return (Use(what="sync buffers", num_bytes=num_bytes, formula="a bucket of weights", during=(act,)),)
-
-
-def _share_device(placing: Placing, source: str, taker: str) -> bool:
-    """Whether the first device of each of the taker's workers is one of the source's, and can lend memory."""
-    if device_memory(placing.platform.device_type) is None:
-        return False
-    devices = {(place.node, slot) for place in placing.places[source] for slot in place.slots[:1]}
-    return all(place.slots and (place.node, place.slots[0]) in devices for place in placing.places[taker])
+    size = DTYPE_BYTES[config.roles()[link[1]].model_args.dtype]
+    sizes = WeightSizes(
+        total_bytes=size * question.model.parameters,
+        largest_bytes=size * largest_matrix(question),
+        bucket_bytes=config.model_update_buffer_size_mb << 20,
+    )
+    buffers = load_transport(placing.weights[link].provider).buffers(sizes)
+    act: Act = "publish" if role.name == link[0] else "receive"
+    num_bytes = buffers.sender_bytes if role.name == link[0] else buffers.receiver_bytes
+    if not num_bytes:
+        return ()
+    return (Use(what="sync buffers", num_bytes=num_bytes, formula=buffers.formula, during=(act,), on=buffers.on),)
 
 
 class _Batches:
@@ -219,15 +196,10 @@ class _Batches:
         self.score_tokens = min(sequences, at_once) * self.longest
 
 
-def _borrows(role: RoleSpec, config: RunConfig, registry: Registry, placing: Placing) -> bool:
-    """Whether an engine gets the trainer's own tensors: transport `shared`, and nothing to be cast or merged."""
-    if role.kind != "generate" or not role.model_from or placing.executor != "local":
+def _borrows(role: RoleSpec, config: RunConfig, placing: Placing) -> bool:
+    """True if an engine uses the trainer's own tensors: in one process, with nothing to cast or merge."""
+    choice = placing.weights.get((role.model_from, role.name))
+    if choice is None or not choice.provider.in_process:
         return False
-    source = next(each for each in placing.pipeline.roles if each.name == role.model_from)
-    trainer, engine = config.roles()[source.name], config.roles()[role.name]
-    both = (provider_of(source, trainer, registry), provider_of(role, engine, registry))
-    return (
-        all("shared" in each.capabilities.weight_transports for each in both)
-        and trainer.model_args.dtype == engine.model_args.dtype
-        and not trainer.model_args.trains_adapters
-    )
+    trainer, engine = config.roles()[role.model_from], config.roles()[role.name]
+    return trainer.model_args.dtype == engine.model_args.dtype and not trainer.model_args.trains_adapters

@@ -19,7 +19,7 @@ from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.executors.calls import retrieve
 from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
-from roll_core.runtime.weight_sync import DeviceFacts, WeightReceiver
+from roll_core.runtime.weights import WeightReceiver, device_facts
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
 from roll_core.types import Completion, CompletionOutput, FinishReason
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.runtime.executors.base import Peers, Place
-    from roll_core.runtime.weight_sync import Offer, ReceiveOutcome, SyncPlan
+    from roll_core.runtime.weights import ReceiveOutcome, SendHandle, SyncPlan
     from roll_core.spec.infer import InferStrategy, MetricKind
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import InferProvider
+    from roll_core.spec.transport import DeviceFacts
     from roll_core.types import GenerateRequest
 
 
@@ -158,11 +159,11 @@ class InferWorker:
 
     async def device_facts(self) -> DeviceFacts:
         """Where it takes weights."""
-        return DeviceFacts.of(*self.takes_weights_on)
+        return device_facts(*self.takes_weights_on)
 
-    async def receive_weights(self, plan: SyncPlan, offer: Offer) -> ReceiveOutcome:
+    async def receive_weights(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
         """Take published weights and answer with what the engine holds."""
-        return await self.receiver.receive(plan, offer)
+        return await self.receiver.receive(plan, handle)
 
     async def endpoint(self) -> str | None:
         """URL of the engine's OpenAI-compatible server, if it has one."""

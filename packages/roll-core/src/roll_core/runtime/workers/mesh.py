@@ -34,6 +34,6 @@ def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s:
 
 def _open_store(*where: Any) -> Store:
     """Import torch only where a strategy opens the store."""
-    from roll_core.runtime.weight_sync.store import open_store
+    from roll_core.runtime.weights.transports.store import open_store
 
     return open_store(*where)

@@ -14,7 +14,7 @@ from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.concurrency import in_daemon_thread
 from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.portable_state import opened_portable_state, write_portable_state
-from roll_core.runtime.weight_sync import DeviceFacts, WeightSender
+from roll_core.runtime.weights import WeightSender, device_facts
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.runtime.executors.base import Peers, Place
-    from roll_core.runtime.weight_sync import Offer, SendOutcome, SyncPlan
+    from roll_core.runtime.weights import SendHandle, SendOutcome, SyncPlan
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import TrainProvider
     from roll_core.spec.train import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         TrainStrategy,
         Want,
     )
+    from roll_core.spec.transport import DeviceFacts
     from roll_core.types import DataRank, Floats, TokenIds, Totals, TrainSequence
 
 
@@ -147,9 +148,9 @@ class TrainWorker:
 
     def device_facts(self) -> DeviceFacts:
         """What it computes on."""
-        return DeviceFacts.of(self.mesh.device, self.mesh.backend, self.strategy.data_rank)
+        return device_facts(self.mesh.device, self.mesh.backend, self.strategy.data_rank)
 
-    def prepare_send(self, plan: SyncPlan) -> Offer | None:
+    def prepare_send(self, plan: SyncPlan) -> SendHandle | None:
         """First half of a publish: what this rank has ready."""
         return self.sender.prepare(plan)
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
-from roll_core.runtime.weight_sync.plan import SyncPlan
-from roll_core.runtime.weight_sync.receiver import WeightReceiver
-from roll_core.runtime.weight_sync.sender import WeightSender
+from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.runtime.weights.receiver import WeightReceiver
+from roll_core.runtime.weights.sender import WeightSender
+from roll_core.spec.transport import Route
 from roll_core.spec.weights import digest, memory_token
 from roll_core.testing.bounds import check_names
 from roll_core.testing.infer.engine import ROLE
 from roll_core.testing.infer.models import moved
 from roll_core.testing.infer.subject import InferSubject
-from roll_core.testing.publishing import BUCKET_BYTES, DEADLINE_S, IN_ONE_PROCESS
+from roll_core.testing.publishing import BUCKET_BYTES, DEADLINE_S, IN_ONE_PROCESS, transport_record
 from roll_core.types import DataRank
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.spec.providers import Transport
     from roll_core.testing.infer.engine import Engine, Setup
     from roll_core.testing.infer.models import Answers
     from roll_core.types import WeightReceipt
@@ -161,7 +161,7 @@ class WeightTests(InferSubject):
             raise AssertionError(f"an update wrote into the trainer's {changed[0]}")
 
     def test_weights_arrive_by_every_transport(
-        self, engine: Engine, setup: Setup, answers: Answers, transport: Transport, tmp_path: Path
+        self, engine: Engine, setup: Setup, answers: Answers, transport: str, tmp_path: Path
     ) -> None:
         """That is declared, by the runtime's own two ends in one process, in many buckets; twice."""
         if transport not in IN_ONE_PROCESS:
@@ -189,26 +189,26 @@ class WeightTests(InferSubject):
         return self.published(moved(self.stored(setup), seed), setup.model)
 
     def _publish(
-        self, engine: Engine, sender: WeightSender, receiver: WeightReceiver, transport: Transport, directory: Path
+        self, engine: Engine, sender: WeightSender, receiver: WeightReceiver, transport: str, directory: Path
     ) -> WeightReceipt:
         """As a run does."""
         engine.version += 1
         engine.pristine = False
         plan = SyncPlan(
             version=engine.version,
-            transport=transport,
+            transport=transport_record(transport),
+            route=Route(options={"directory": str(directory)}),
             num_receivers=1,
             bucket_bytes=BUCKET_BYTES,
-            directory=str(directory),
             deadline_s=DEADLINE_S,
         )
-        offer = sender.prepare(plan)
-        if offer is None:
+        handle = sender.prepare(plan)
+        if handle is None:
             raise AssertionError("the only rank that there is has to send")
 
         async def act() -> WeightReceipt:
-            receiving = asyncio.create_task(receiver.receive(plan, offer))
-            sent = await asyncio.to_thread(sender.send, plan) if transport != "shared" else None
+            receiving = asyncio.create_task(receiver.receive(plan, handle))
+            sent = None if plan.transport.in_process else await asyncio.to_thread(sender.send, plan)
             received = await receiving
             for failure in (received.failure, sent.failure if sent else None):
                 if failure is not None:

@@ -1,14 +1,14 @@
 """The transport `disk`: buckets as files in a folder, or below a URL that fsspec reads, which both sides reach.
 
     <directory>/roll-weights-<host>-<pid>-<token>/
-        open                            as long as the sender is; gone when it, or the driver, has given up
+        open                            removed when the sender closes, or the driver calls the publish off
         <number of the publish>/
-            bucket-0, bucket-1, ...     by the sender, each complete as soon as it can be seen
-            taken-<rank>, gone-<rank>   by receivers: have everything, or hung up
+            bucket-0, bucket-1, ...     by the sender, each complete as soon as it is visible
+            taken-<rank>, gone-<rank>   by receivers: have read everything, or hung up
 
-For roles between whose hosts no connection can be made. Nobody is told of anything, so both ends look, ever less often.
-The sender removes a publish once all have taken it, and its whole folder when it closes; the driver does where an end
-cannot. What a killed run has left on a file system of its own host is removed by the next sender there.
+For roles between whose hosts no connection is possible. Both sides poll, at growing intervals. The sender removes a
+publish once all receivers have read it, and its whole folder when it closes; the driver removes the folder if an
+endpoint cannot. Folders that a killed run left on a file system are removed by the next sender on the same host.
 """
 
 from __future__ import annotations
@@ -19,54 +19,86 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-import fsspec
-import psutil
-from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
 from roll_core.runtime.host import hostname
-from roll_core.runtime.weight_sync.buckets import fill, nothing_left, plan_buckets, view
-from roll_core.runtime.weight_sync.channel import ReceiversLostError, ReceivingEnd, SenderLostError, SendingEnd
+from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
+from roll_core.spec.transport import (
+    ReceiverEndpoint,
+    ReceiversLostError,
+    Route,
+    SenderEndpoint,
+    SenderLostError,
+    WeightTransport,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from roll_core.runtime.weight_sync.buckets import Bucket
-    from roll_core.runtime.weight_sync.plan import Deadline
+    from roll_core.spec.buckets import Bucket
+    from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
 
 BUCKET_BYTES = 64 << 20
-"""Buckets are no larger than this unless a tensor is: receivers read one while the next is written."""
-FIRST_LOOK_S = 0.002
-LONGEST_LOOK_S, LONGEST_LOCAL_LOOK_S = 0.5, 0.02
-"""Between two looks; stores that are asked over a network charge for each, file systems do not."""
+"""Upper bound of a bucket, unless a tensor is larger: receivers read one while the next is written."""
+FIRST_POLL_S = 0.002
+LONGEST_POLL_S, LONGEST_LOCAL_POLL_S = 0.5, 0.02
+"""Longest interval between polls; object stores charge for each request, file systems do not."""
 PREFIX = "roll-weights-"
 OPEN = "open"
 
 
+class DiskTransport(WeightTransport):
+    """Through `model_update_dir`, as its record says."""
+
+    @override
+    def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:
+        return None
+
+    @override
+    def routes(self, sender: RoleFacts, receiver: RoleFacts) -> Sequence[Route]:
+        return (Route(options={"directory": sender.directory}),)
+
+    @override
+    def sender(self, setup: SenderSetup) -> DiskSender:
+        return DiskSender(len(setup.receivers), setup.bucket_bytes, setup.options["directory"])
+
+    @override
+    def receiver(self, setup: ReceiverSetup) -> DiskReceiver:
+        return DiskReceiver(setup.address, setup.rank, setup.bucket_bytes)
+
+    @override
+    def call_off(self, address: str, options: Mapping[str, str]) -> None:
+        with contextlib.suppress(OSError):
+            Folder(address).remove()
+
+
 class Folder:
-    """A folder on whatever fsspec reads, without its caches: others write there too."""
+    """A folder on a file system of fsspec, without its caches: other processes write there too."""
 
     def __init__(self, url: str) -> None:
+        import fsspec
+        from fsspec.implementations.local import LocalFileSystem
+
         self.url = url.rstrip("/")
         self._files, self._path = fsspec.core.url_to_fs(self.url)
         self.is_local = isinstance(self._files, LocalFileSystem)
 
     def wait(self, there: Callable[[], bool], deadline: Deadline) -> bool:
-        """Look, ever less often, until it is there; false where the deadline passes first."""
-        pause_s = FIRST_LOOK_S
+        """Poll until `there()`; False if the deadline passes first."""
+        pause_s = FIRST_POLL_S
         while not there():
             if deadline.left == 0:
                 return False
-            time.sleep(min(pause_s, max(deadline.left, FIRST_LOOK_S)))
-            pause_s = min(2 * pause_s, LONGEST_LOCAL_LOOK_S if self.is_local else LONGEST_LOOK_S)
+            time.sleep(min(pause_s, max(deadline.left, FIRST_POLL_S)))
+            pause_s = min(2 * pause_s, LONGEST_LOCAL_POLL_S if self.is_local else LONGEST_POLL_S)
         return True
 
     def write(self, name: str, data: object) -> None:
-        """A file that is seen complete or not at all: stores show what is closed, file systems what is renamed."""
+        """Write a file that becomes visible when it is complete: by a rename, or by closing it in an object store."""
         path = f"{self._path}/{name}"
         part = f"{path}.part-{secrets.token_hex(4)}" if self.is_local else path
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -76,7 +108,7 @@ class Folder:
             os.replace(part, path)
 
     def read_into(self, name: str, memory: memoryview) -> None:
-        """The file's bytes, which must be as many. Raises `EOFError` where they are not."""
+        """Read `len(memory)` bytes of a file. Raises `EOFError` if it has fewer."""
         with self._files.open(f"{self._path}/{name}", "rb") as file:
             at = 0
             while at < len(memory):
@@ -86,7 +118,7 @@ class Folder:
                 at += num_bytes
 
     def names(self, folder: str = "") -> frozenset[str]:
-        """Of what lies in it, or in a folder below."""
+        """Names of the files in it, or in a folder below."""
         path = f"{self._path}/{folder}".rstrip("/")
         self._files.invalidate_cache(path)
         try:
@@ -95,12 +127,12 @@ class Folder:
             return frozenset()
 
     def remove(self, folder: str = "") -> None:
-        """With everything in it."""
+        """Remove it, or a folder below, with all files."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(f"{self._path}/{folder}".rstrip("/"), recursive=True)
 
 
-class DiskSender(SendingEnd):
+class DiskSender(SenderEndpoint):
     """Writes buckets."""
 
     def __init__(self, num_receivers: int, bucket_bytes: int, directory: str) -> None:
@@ -108,7 +140,7 @@ class DiskSender(SendingEnd):
         self._num_receivers = num_receivers
         if "://" not in directory:
             directory = os.path.abspath(directory)
-        remove_what_the_dead_left(Folder(directory))
+        _remove_orphans(Folder(directory))
         name = f"{PREFIX}{hostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._folder = Folder(f"{directory.rstrip('/')}/{name}")
         self.address = self._folder.url
@@ -140,10 +172,10 @@ class DiskSender(SendingEnd):
         for number, bucket in enumerate(buckets):
             sent += fill(memory, bucket, exported)
             self._folder.write(f"{self._number}/bucket-{number}", memory[: bucket.num_bytes].numpy().data)
-            self._all_have_taken(bucket.first)
-        nothing_left(exported)
+            self._all_have_read(bucket.first)
+        require_exhausted(exported)
         first = buckets[0].first if buckets else ""
-        if not self._folder.wait(lambda: self._all_have_taken(first), deadline):
+        if not self._folder.wait(lambda: self._all_have_read(first), deadline):
             raise ReceiversLostError(first, silent=self._without("taken"))
         self._folder.remove(str(self._number))
         return sent
@@ -153,11 +185,11 @@ class DiskSender(SendingEnd):
         with contextlib.suppress(OSError):
             self._folder.remove()
 
-    def _all_have_taken(self, first: str) -> bool:
-        """Raises `ReceiversLostError` where one has hung up."""
+    def _all_have_read(self, first: str) -> bool:
+        """True if every receiver has read everything. Raises `ReceiversLostError` if one has hung up."""
         if gone := self._with("gone"):
             raise ReceiversLostError(first, gone=gone)
-        if OPEN not in self._folder.names():  # the driver knows why
+        if OPEN not in self._folder.names():  # called off by the driver
             raise ReceiversLostError(first, gone=self._without("taken"))
         return not self._without("taken")
 
@@ -170,7 +202,7 @@ class DiskSender(SendingEnd):
         return tuple(rank for rank in range(self._num_receivers) if rank not in there)
 
 
-class DiskReceiver(ReceivingEnd):
+class DiskReceiver(ReceiverEndpoint):
     """Reads buckets."""
 
     def __init__(self, address: str, rank: int, bucket_bytes: int) -> None:
@@ -194,10 +226,9 @@ class DiskReceiver(ReceivingEnd):
                 name = f"bucket-{number}"
                 self._wait_for(name, deadline)
                 self._folder.read_into(f"{self._number}/{name}", memory[: bucket.num_bytes].numpy().data)
-                for piece in bucket.pieces:
-                    yield piece.entry.name, view(memory, piece)
+                yield from views(memory, bucket)
             self._is_reading = False
-            self._say("taken")
+            self._report("taken")
         except (OSError, EOFError) as error:
             raise SenderLostError(f"weights cannot be read from {self.address}: {error}") from error
 
@@ -205,10 +236,10 @@ class DiskReceiver(ReceivingEnd):
     def close(self) -> None:
         if self._is_reading:
             self._is_reading = False
-            with contextlib.suppress(OSError):  # the sender learns it from the driver then
-                self._say("gone")
+            with contextlib.suppress(OSError):  # otherwise the driver calls the publish off
+                self._report("gone")
 
-    def _say(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         if OPEN in self._folder.names():
             self._folder.write(f"{self._number}/{what}-{self._rank}", b"")
 
@@ -222,14 +253,10 @@ class DiskReceiver(ReceivingEnd):
             raise SenderLostError(f"the sender had not written {name} when the deadline passed")
 
 
-def call_off(address: str) -> None:
-    """End a publish that has failed, for ends that do not know it; by the driver, if it reaches the folder too."""
-    with contextlib.suppress(OSError):
-        Folder(address).remove()
+def _remove_orphans(directory: Folder) -> None:
+    """Remove folders of processes of this host that no longer exist."""
+    import psutil
 
-
-def remove_what_the_dead_left(directory: Folder) -> None:
-    """Folders that processes of this host made which are gone."""
     if not directory.is_local:
         return
     for name in directory.names():

@@ -1,4 +1,4 @@
-"""The driver's side of a weight sync: tells both ends what to do, and believes nothing that is not proved."""
+"""The driver's side of a weight sync: calls both sides of a publish and verifies every receipt."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from roll_core.config.weight_transports import load_transport
 from roll_core.errors import (
     CorruptTensorError,
     ReceiverSilentError,
@@ -14,132 +15,127 @@ from roll_core.errors import (
     WorkerDiedError,
     WorkerTimeoutError,
 )
-from roll_core.runtime.placement import HOST_BACKEND
-from roll_core.runtime.weight_sync.plan import SendOutcome, SyncPlan
-from roll_core.runtime.weight_sync.proof import require_change, verify
+from roll_core.runtime.weights.plan import SendOutcome, SyncPlan
+from roll_core.runtime.weights.proof import require_change, verify
+from roll_core.spec.transport import Route
 from roll_core.spec.weights import MEMORY, digest, entry_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.runtime.executors.base import WorkerGroup
-    from roll_core.runtime.weight_sync.plan import Offer, ReceiveOutcome
+    from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle
     from roll_core.spec.config import WeightFormat
-    from roll_core.spec.providers import Transport
+    from roll_core.spec.providers import WeightTransportProvider
     from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 GRACE_S = 5.0
-"""How long one side may still answer after the other has failed, and after the deadline that workers watch themselves:
-the news of a dead process comes later than that of its closed connection."""
-REHEARSAL_S = 30.0
-"""Deadline of a rehearsal, unless that of a publish is shorter."""
-AFTERTHOUGHT_S = 1.0
-"""The same where the sender has already waited for receivers until the deadline."""
+"""How long to wait for one side after the other failed, and after the deadline that workers check themselves: the exit
+of a process is reported later than its closed connection."""
+GRACE_AFTER_DEADLINE_S = 1.0
+"""The same if the sender has already waited for receivers until the deadline."""
+SELF_TEST_S = 30.0
+"""Deadline of a self-test, unless that of a publish is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What a publish did."""
+    """Figures of one publish."""
 
     version: int
-    transport: Transport
+    transport: str
     num_tensors: int
     num_receivers: int
     weight_bytes: int
-    """Of one copy of the weights."""
+    """One copy of the weights."""
     copied_bytes: int
-    """Copied by the sender; 0 where the very tensors were handed over."""
+    """Bytes copied by senders; 0 if the tensors themselves were handed over."""
     seconds: float
-    """From the call to the proof."""
+    """From the call to the end of the proof."""
     proof_s: float
-    """Of these, fingerprints where nothing is copied, and the comparison of manifest and receipts. Digests that ride on
-    a copy are part of the copy's time; `benchmarks/sync.py` tells them apart."""
+    """Part of `seconds`: fingerprints if nothing is copied, and the comparison of manifest and receipts. Digests that
+    are computed while copying count as copying; `benchmarks/sync.py` separates them."""
 
 
-class WeightPublisher:
-    """Brings an infer role to the weights of a train role. One publish at a time.
+class WeightBroadcaster:
+    """Publishes the weights of one train role to one infer role. One publish at a time.
 
-    `prepare_send(plan)` and `send_weights(plan)` are called on all train workers, `receive_weights(plan, offer)` on all
-    infer workers: see `WeightSender` and `WeightReceiver`.
+    It calls `prepare_send(plan)` and `send_weights(plan)` on all train workers and `receive_weights(plan, handle)` on
+    all infer workers: see `WeightSender` and `WeightReceiver`.
     """
 
     def __init__(
         self,
         train: WorkerGroup,
         infer: WorkerGroup,
-        transport: Transport,
+        transport: WeightTransportProvider,
         *,
+        route: Route | None = None,
         dtype: str = "",
         weight_format: WeightFormat = "dtype",
         adapters: bool = False,
         bucket_bytes: int = 1 << 30,
         deadline_s: float = 60.0,
-        directory: str = "",
         lends: bool = True,
-        sources: tuple[int, ...] = (),
-        backend: str = HOST_BACKEND,
     ) -> None:
-        """`adapters` sends these alone, to an infer role that has the model beneath them; `weight_format`, `lends`,
-        `sources`, `backend`: see `SyncPlan`."""
-        self.backend = backend
-        self._lends, self._sources = lends, sources
+        """`dtype`, `weight_format`, `adapters`, `lends`: see `SyncPlan`."""
+        self.transport, self.route = transport, route or Route()
+        self._lends = lends
         self._train, self._infer = train, infer
-        self.transport: Transport = transport
         self._dtype, self._weight_format, self._adapters = dtype, weight_format, adapters
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
-        self._directory = directory
         self._previous: WeightManifest | None = None
         self._previous_sample = ""
 
     async def publish(self, version: int, *, changed_at: int | None = None) -> SyncReport:
-        """Send the weights as `version`, and return when every receiver has proved that it holds them.
+        """Send the weights as `version`, and return when every receiver has proved that it loaded them.
 
-        `changed_at` is the version that the last optimizer step with a gradient other than zero has made (default:
-        `version`). Weights that were published at that version or later may be unchanged.
+        `changed_at`: version made by the last optimizer step with a non-zero gradient (default: `version`). Weights
+        published at that version or later may be unchanged.
 
-        Raises a `WeightSyncError` that names role, rank and tensor, or `WorkerDiedError`. After an error the receivers'
-        weights are not to be trusted until a publish succeeds; after `WeightsUnchangedError` they are as published.
+        Raises a `WeightSyncError` that names role, rank and tensor, or `WorkerDiedError`. After an error the receivers
+        may hold weights of mixed versions until a publish succeeds; after `WeightsUnchangedError` they hold `version`.
         """
         begun = time.perf_counter()
         plan = self._plan(version)
-        rank, offer = await self._prepare(plan)
-        if self.transport == "shared":
-            outcome, receipts = SendOutcome(manifest=offer.manifest), await self._hand_over(plan, offer)
+        rank, handle = await self._prepare(plan)
+        if self.transport.in_process:
+            outcome, receipts = SendOutcome(manifest=handle.manifest), await self._hand_over(plan, handle)
         else:
-            outcome, receipts = await self._transfer(plan, offer)
+            outcome, receipts = await self._transfer(plan, handle)
         sent = outcome.manifest
         if sent is None:
             raise WeightSyncError(f"{self._train.role} rank {rank} sent nothing")
         proving = time.perf_counter()
         try:
-            held = self._prove(sent, receipts, offer)
+            held = self._prove(sent, receipts, handle)
         except WeightSyncError as error:
             error.loaded = True
             raise
         previous, self._previous = self._previous, held
-        previous_sample, self._previous_sample = self._previous_sample, offer.sample
+        previous_sample, self._previous_sample = self._previous_sample, handle.sample
         must_differ = previous is not None and previous.version < (version if changed_at is None else changed_at)
-        if must_differ and (not offer.sample or offer.sample == previous_sample):
-            self._require_change(sent, previous, rank, sampled=bool(offer.sample))
+        if must_differ and (not handle.sample or handle.sample == previous_sample):
+            self._require_change(sent, previous, rank, sampled=bool(handle.sample))
         ended = time.perf_counter()
         return SyncReport(
             version=version,
-            transport=self.transport,
+            transport=self.transport.name,
             num_tensors=len(sent.tensors),
             num_receivers=plan.num_receivers,
             weight_bytes=sum(entry_bytes(entry) for entry in sent.tensors),
             copied_bytes=outcome.copied_bytes,
             seconds=ended - begun,
-            proof_s=ended - proving + offer.sample_s,
+            proof_s=ended - proving + handle.sample_s,
         )
 
-    async def rehearse(self) -> None:
-        """Do as in a publish with a few numbers in place of weights. Raises what then goes wrong."""
-        plan = replace(self._plan(0), rehearsal=True, deadline_s=min(self._deadline_s, REHEARSAL_S))
-        _, offer = await self._prepare(plan)
-        outcome, receipts = await self._transfer(plan, offer)
+    async def self_test(self) -> None:
+        """Publish a few numbers instead of weights. Raises the errors of a publish."""
+        plan = replace(self._plan(0), self_test=True, deadline_s=min(self._deadline_s, SELF_TEST_S))
+        _, handle = await self._prepare(plan)
+        outcome, receipts = await self._transfer(plan, handle)
         for receipt in receipts:
-            verify(outcome.manifest or offer.manifest, receipt)
+            verify(outcome.manifest or handle.manifest, receipt)
 
     def _plan(self, version: int) -> SyncPlan:
         members = self._train.members + self._infer.members
@@ -147,70 +143,74 @@ class WeightPublisher:
         return SyncPlan(
             version=version,
             transport=self.transport,
+            route=self.route,
             num_receivers=self._infer.world_size,
             sender_hosts=tuple("127.0.0.1" if one_host else member.address for member in self._train.members),
             dtype=self._dtype,
             weight_format=self._weight_format,
             adapters=self._adapters,
             bucket_bytes=self._bucket_bytes,
-            backend=self.backend,
-            directory=self._directory,
             deadline_s=self._deadline_s,
             lends=self._lends,
-            sources=self._sources,
             replaced=self._infer.replaced,
         )
 
-    async def _prepare(self, plan: SyncPlan) -> tuple[int, Offer]:
-        offers: list[Offer | None] = await self._train.call("prepare_send", plan, deadline_s=plan.deadline_s + GRACE_S)
-        ready = {rank: offer for rank, offer in enumerate(offers) if offer is not None}
-        for rank, offer in ready.items():
-            if plan.sources:
-                offer = replace(offer, addresses=tuple(ready[source].address for source in plan.sources))
-            return rank, offer
+    async def _prepare(self, plan: SyncPlan) -> tuple[int, SendHandle]:
+        """Rank and handle of the first sender; with several senders the handle has the addresses of all."""
+        found: list[SendHandle | None] = await self._train.call(
+            "prepare_send", plan, deadline_s=plan.deadline_s + GRACE_S
+        )
+        ready = {rank: handle for rank, handle in enumerate(found) if handle is not None}
+        for rank, handle in ready.items():
+            if plan.route.sources:
+                handle = replace(handle, addresses=tuple(ready[source].address for source in plan.route.sources))
+            return rank, handle
         raise WeightSyncError(f"no rank of {self._train.role} is the leader of its first model replica")
 
-    async def _hand_over(self, plan: SyncPlan, offer: Offer) -> list[WeightReceipt]:
+    async def _hand_over(self, plan: SyncPlan, handle: SendHandle) -> list[WeightReceipt]:
         try:
-            outcomes = await self._receive(plan, offer, plan.deadline_s)
+            outcomes = await self._receive(plan, handle, plan.deadline_s)
         except WorkerTimeoutError as error:
             raise self._silent(plan, error.silent) from error
         return _receipts(outcomes)
 
-    async def _transfer(self, plan: SyncPlan, offer: Offer) -> tuple[SendOutcome, list[WeightReceipt]]:
-        """Both sides at once. Of all that fails, what does not follow from another failure is raised."""
+    async def _transfer(self, plan: SyncPlan, handle: SendHandle) -> tuple[SendOutcome, list[WeightReceipt]]:
+        """Send and receive at the same time. If several workers fail, raise the failure that caused the others."""
         within_s = plan.deadline_s + GRACE_S
         sending = asyncio.ensure_future(self._send(plan, within_s))
-        receiving = asyncio.ensure_future(self._receive(plan, offer, within_s))
+        receiving = asyncio.ensure_future(self._receive(plan, handle, within_s))
         both: set[asyncio.Future[object]] = {sending, receiving}  # type: ignore[arg-type]
         try:
             done, pending = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if pending:
-                patience_s = _patience_s(done)
-                if patience_s is not None:
-                    await _call_off(plan, offer)
-                await asyncio.wait(pending, timeout=patience_s)
+                grace_s = _grace_s(done)
+                if grace_s is not None:
+                    await self._call_off(handle)
+                await asyncio.wait(pending, timeout=grace_s)
             self._raise_first_cause(plan, sending, receiving)
             return sending.result(), _receipts(receiving.result())
         except BaseException:
-            await _call_off(plan, offer)
+            await self._call_off(handle)
             raise
         finally:
             for future in both:
                 future.cancel()
             await asyncio.gather(*both, return_exceptions=True)
 
-    async def _receive(self, plan: SyncPlan, offer: Offer, within_s: float) -> list[ReceiveOutcome]:
-        """All of them: whoever died while the weights were prepared would be waited for by those who send."""
-        told = [(plan, offer)] * self._infer.world_size
-        return await self._infer.call_each("receive_weights", told, deadline_s=within_s)
+    async def _call_off(self, handle: SendHandle) -> None:
+        await asyncio.to_thread(load_transport(self.transport).call_off, handle.address, self.route.options)
+
+    async def _receive(self, plan: SyncPlan, handle: SendHandle, within_s: float) -> list[ReceiveOutcome]:
+        """Includes dead ranks, so that the send fails instead of blocking on them."""
+        arguments = [(plan, handle)] * self._infer.world_size
+        return await self._infer.call_each("receive_weights", arguments, deadline_s=within_s)
 
     async def _send(self, plan: SyncPlan, within_s: float) -> SendOutcome:
         outcomes: list[SendOutcome | None] = await self._train.call("send_weights", plan, deadline_s=within_s)
         return self._joined({rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None})
 
     def _joined(self, outcomes: dict[int, SendOutcome]) -> SendOutcome:
-        """What the sending ranks did, as one; whoever failed stands for all."""
+        """Merge the outcomes of all senders; any failure wins."""
         (first_rank, first), *others = sorted(outcomes.items(), key=lambda each: each[1].manifest is not None)
         if first.manifest is None or not others:
             silent = tuple(sorted(rank for each in outcomes.values() for rank in each.silent))
@@ -230,7 +230,7 @@ class WeightPublisher:
         name = next((each.name for each in manifest.tensors if theirs.get(each.name) != each), "")
         return (
             f"ranks {rank} and {other_rank} of {self._train.role} hold different values of {name or 'their tensors'} in"
-            f" weight version {manifest.version}: replicas that are to be equal have diverged"
+            f" weight version {manifest.version}: data-parallel replicas have diverged"
         )
 
     def _raise_first_cause(
@@ -255,8 +255,8 @@ class WeightPublisher:
             raise self._silent(plan, sent.silent, sent.at)
         if sent.gone:
             raise WeightSyncError(
-                f"{self._infer.role} rank {_ranks(sent.gone)} hung up before {sent.at} of weight version"
-                f" {plan.version} was taken"
+                f"{self._infer.role} rank {_ranks(sent.gone)} hung up before it had read {sent.at} of weight version"
+                f" {plan.version}"
             )
         for outcome in received:
             if outcome.failure is not None:
@@ -265,20 +265,20 @@ class WeightPublisher:
             raise self._silent(plan, range(plan.num_receivers))
 
     def _silent(self, plan: SyncPlan, ranks: Sequence[int], at: str = "") -> ReceiverSilentError:
-        where = f" (it did not take {at})" if at else ""
+        where = f" (it did not read {at})" if at else ""
         return ReceiverSilentError(
             f"{self._infer.role} rank {_ranks(ranks)} did not confirm weight version {plan.version} within"
-            f" {plan.deadline_s:g} s{where}: the engine hangs, or is too slow for the deadline",
+            f" {plan.deadline_s:g} s{where}: the engine hangs, or needs a longer model_update_timeout",
             ranks,
         )
 
-    def _prove(self, sent: WeightManifest, receipts: Sequence[WeightReceipt], offer: Offer) -> WeightManifest:
-        """Verify every receipt; returns the manifest with digests of bytes wherever a receiver gave them."""
-        live = dict(offer.tensors)
+    def _prove(self, sent: WeightManifest, receipts: Sequence[WeightReceipt], handle: SendHandle) -> WeightManifest:
+        """Verify every receipt. Returns the manifest, with digests of bytes for tensors that a receiver copied."""
+        live = dict(handle.tensors)
         digests: dict[str, str] = {}
 
         def in_terms_of(receipt: WeightReceipt, entry: TensorEntry) -> TensorEntry:
-            """A receiver that holds a copy of what was handed over answers with the digest of its bytes."""
+            """The entry with a digest of bytes if the receiver copied a tensor that was handed over."""
             if not entry.digest.startswith(MEMORY) or receipt.digests.get(entry.name, entry.digest) == entry.digest:
                 return entry
             if entry.name not in digests:
@@ -296,25 +296,13 @@ class WeightPublisher:
     ) -> None:
         if previous is None or not sent.tensors:
             return
-        if sampled:  # equal samples: names and values are what they were, as far as they were read
+        if sampled:  # equal samples: names and sampled values are unchanged
             previous = replace(previous, tensors=sent.tensors)
         require_change(sent, previous, role=self._train.role, rank=rank)
 
 
-async def _call_off(plan: SyncPlan, offer: Offer) -> None:
-    """Tell ends that have no connection, by whose end they would learn it, that the publish has failed."""
-    if plan.transport == "disk":
-        from roll_core.runtime.weight_sync.disk import call_off
-
-        await asyncio.to_thread(call_off, offer.address)
-    elif plan.transport == "collective" and plan.backend != HOST_BACKEND:
-        from roll_core.runtime.weight_sync.collective_groups import call_off
-
-        await asyncio.to_thread(call_off, offer.address)
-
-
-def _patience_s(done: set[asyncio.Future[object]]) -> float | None:
-    """How long to wait for the other side when one has answered; None, until its deadline, if that answer is good."""
+def _grace_s(done: set[asyncio.Future[object]]) -> float | None:
+    """Seconds to wait for the other side after this one has finished; None, until its deadline, if it succeeded."""
     for future in done:
         if future.exception() is not None:
             return GRACE_S
@@ -322,7 +310,7 @@ def _patience_s(done: set[asyncio.Future[object]]) -> float | None:
         if isinstance(result, list) and any(outcome.failure is not None for outcome in result):
             return GRACE_S
         if isinstance(result, SendOutcome) and result.manifest is None:
-            return AFTERTHOUGHT_S if result.silent else GRACE_S
+            return GRACE_AFTER_DEADLINE_S if result.silent else GRACE_S
     return None
 
 

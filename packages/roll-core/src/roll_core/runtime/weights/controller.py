@@ -1,13 +1,14 @@
-"""Bringing engines to a trainer's weights during a run: when, by which transport, and what a failed proof leads to."""
+"""When engines of a run get a trainer's weights, by which transport, and what a failed proof leads to."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from roll_core.config.weight_transports import choose_transport, load_transport
 from roll_core.errors import (
     ReceiverSilentError,
     RollError,
@@ -17,23 +18,27 @@ from roll_core.errors import (
     WorkerDiedError,
 )
 from roll_core.runtime.build import provider_of, served_adapters
-from roll_core.runtime.placement import HOST_BACKEND
 from roll_core.runtime.roles import ENGINE, WEIGHTS
-from roll_core.runtime.weight_sync import PlacementFacts, WeightPublisher, choose_transport
-from roll_core.runtime.weight_sync.probe import ProbeReading, logprob_probe, require_following
-from roll_core.runtime.weight_sync.select import collective_backend, passed_over
+from roll_core.runtime.weights.broadcaster import WeightBroadcaster
+from roll_core.runtime.weights.plan import role_facts
+from roll_core.runtime.weights.probe import ProbeReading, logprob_probe, require_following
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import PreTrainedTokenizerBase
+
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.executors.base import Executor
+    from roll_core.runtime.guards import Guards
     from roll_core.runtime.record import RunRecord
-    from roll_core.runtime.roles import GroupInferRole
-    from roll_core.runtime.run import ActiveRun
-    from roll_core.runtime.weight_sync.publisher import SyncReport
+    from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
+    from roll_core.runtime.turns import SlotTurns
+    from roll_core.runtime.weights.broadcaster import SyncReport
+    from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.spec.providers import InferCapabilities, TrainCapabilities, Transport
+    from roll_core.spec.providers import InferCapabilities, TrainCapabilities, WeightTransportProvider
+    from roll_core.spec.transport import Route
     from roll_core.types import TokenIds
 
 log = logging.getLogger(__name__)
@@ -41,45 +46,70 @@ log = logging.getLogger(__name__)
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 PROBE_TOKENS = 32
 ATTEMPTS = 3
-"""Publishes of one version, where replicas die meanwhile."""
+"""Publishes of one version if replicas exit during it."""
+
+
+class SyncedRun(Protocol):
+    """What the controller needs of a run."""
+
+    config: RunConfig
+    step: int
+    guards: Guards
+    turns: SlotTurns
+    tokenizer: PreTrainedTokenizerBase
+    busy_roles: set[str]
+
+    def train_role(self, name: str) -> GroupTrainRole:
+        """A role that trains or scores."""
+        ...
+
+    def engine(self, name: str) -> GroupInferRole:
+        """A role that generates."""
+        ...
+
+    def vocab_size(self, role: str) -> int:
+        """Size of the vocabulary of a role's model."""
+        ...
 
 
 @dataclass
 class _Link:
     """One trainer and one engine."""
 
-    publisher: WeightPublisher
+    broadcaster: WeightBroadcaster
     probes: bool
     """The engine returns prompt logprobs."""
     in_flight: bool
-    """The engine takes weights while requests run."""
+    """The engine loads weights while requests run."""
     version: int = -1
-    """Last version that the engine has proved to hold."""
+    """Last version that the engine has proven to hold."""
     readings: dict[int, ProbeReading] = field(default_factory=dict)
-    """Of the last probe, by rank."""
+    """Last probe, by rank."""
     probed_at: int = -1
     """Version of the first probe."""
     followed: bool = False
-    """The engine was probed with weights other than the first probe's."""
+    """The engine was probed with weights that differ from the first probe's."""
 
     def owes_probe(self, changed_at: int) -> bool:
-        """True for the first publish, and for the first whose weights have changed since."""
+        """True for the first publish, and for the first one with changed weights."""
         return self.probed_at < 0 or (not self.followed and changed_at > self.probed_at)
 
 
-class Publishing:
-    """Made once the roles run. Links between roles come into being with their first publish."""
+class WeightSyncController:
+    """Constructed once the roles run. Two roles are connected at their first publish."""
 
     def __init__(
-        self, run: ActiveRun, roles: Sequence[RoleSpec], registry: Registry, executor: Executor, record: RunRecord
+        self, run: SyncedRun, roles: Sequence[RoleSpec], registry: Registry, executor: Executor, record: RunRecord
     ) -> None:
         self._run, self._registry, self._executor, self._record = run, registry, executor, record
         self._roles = {role.name: role for role in roles}
         self._links: dict[tuple[str, str], _Link] = {}
 
     async def publish(self, source: str, target: str) -> dict[str, float]:
-        """Metrics of the publish; empty where all replicas of `target` live and hold the current weights of
-        `source`."""
+        """Publish the weights of `source` to `target` and return the metrics.
+
+        Does nothing, and returns no metrics, if all replicas of `target` are alive and hold the current weights.
+        """
         version = self._run.train_role(source).weight_version
         link = self._links.get((source, target))
         engine = self._run.engine(target)
@@ -87,14 +117,14 @@ class Publishing:
         if link is not None and link.version == version and engine.holds_weights and whole:
             return {}
         if engine.group.lost:
-            async with self._run.turns.take({target: ENGINE}):  # an engine starts with its slots to itself
+            async with self._run.turns.take({target: ENGINE}):  # an engine needs its slots alone while it starts
                 await engine.revive()
         async with self._run.turns.take({source: WEIGHTS, target: ENGINE}):
             link = link or await self._connect(source, target)
             return await self._publish(link, source, target, version)
 
-    async def again(self, target: str) -> dict[str, float]:
-        """Publish to an engine of which no replica is left, from whom it was published to last."""
+    async def republish(self, target: str) -> dict[str, float]:
+        """Publish to an engine that has lost all replicas, from the role that published to it last."""
         sources = [source for source, engine in self._links if engine == target]
         return await self.publish(sources[-1] if sources else self._roles[target].model_from, target)
 
@@ -103,7 +133,7 @@ class Publishing:
         engine, changed_at = self._run.engine(target), self._run.train_role(source).changed_at
         metrics: dict[str, float] = {}
         try:
-            report = await self._until_nobody_dies(engine, link, version, changed_at)
+            report = await self._publish_to_all(engine, link, version, changed_at)
         except WeightsUnchangedError as error:
             guards.failed("weights_unchanged", error)
         except WeightSyncError as error:
@@ -118,9 +148,9 @@ class Publishing:
             }
         link.version = version
         engine.received(version)
-        if link.publisher.transport == "shared" and target not in self._run.busy_roles:
+        if link.broadcaster.transport.in_process and target not in self._run.busy_roles:
             self._run.turns.lend(source, WEIGHTS, target)
-        # By the step and not by counting, so that a resumed run is probed when the uninterrupted one would be.
+        # By step number, so that a resumed run is probed at the same steps as an uninterrupted one.
         scheduled = self._run.step % guards.config.logprob_probe.every == 0
         if guards.active("logprob_probe") and (scheduled or link.owes_probe(changed_at)):
             try:
@@ -129,96 +159,90 @@ class Publishing:
             except WorkerDiedError as error:
                 if not engine.queue.no_replicas.is_set():
                     raise
-                log.warning("%s is asked for the probe's logprobs once it is brought back: %s", target, error)
+                log.warning("%s: the logprob probe is postponed until the engine has restarted: %s", target, error)
         return metrics
 
-    async def _until_nobody_dies(
-        self, engine: GroupInferRole, link: _Link, version: int, changed_at: int
-    ) -> SyncReport:
-        """Publish to every replica; those that have died are made anew before, and those that hang meanwhile, too.
+    async def _publish_to_all(self, engine: GroupInferRole, link: _Link, version: int, changed_at: int) -> SyncReport:
+        """Publish to every replica. Replicas that exited, or hang during the publish, are restarted before the next
+        attempt.
 
-        What is being drawn goes on under the new weights: as it is, or cut short and continued. Nothing begins between
-        two attempts: whoever was cut off has a part of the weights.
+        Running requests continue with the new weights, in flight or after an abort. No request starts between two
+        attempts, because an interrupted replica holds weights of mixed versions.
         """
         async with engine.queue.paused(in_flight=link.in_flight):
             for left in reversed(range(ATTEMPTS)):
                 try:
                     await engine.revive()
-                    return await link.publisher.publish(version, changed_at=changed_at)
+                    return await link.broadcaster.publish(version, changed_at=changed_at)
                 except (WorkerDiedError, WeightSyncError) as error:
                     silent = error.ranks if isinstance(error, ReceiverSilentError) else ()
                     if not left or not (
                         engine.group.lost or await engine.give_up(silent, f"{error} (model_update_timeout)")
                     ):
                         raise
-                    log.info("weight version %d is published once more: %s", version, error)
+                    log.info("weight version %d: publish failed, retrying: %s", version, error)
         raise AssertionError("the last attempt returns or raises")
 
     async def _connect(self, source: str, target: str) -> _Link:
         infer = self._capabilities(target)
-        publisher, why = await self._way(source, target)
-        log.info("weights of %s reach %s by %s%s", source, target, publisher.transport, why and f" ({why})")
-        self._record.weight_transport(source, target, publisher.transport)
+        broadcaster, why = await self._select(source, target)
+        name = broadcaster.transport.name
+        log.info("weights of %s reach %s by %s%s", source, target, name, why and f" ({why})")
+        self._record.weight_transport(source, target, name)
         link = self._links[source, target] = _Link(
-            publisher,
+            broadcaster,
             probes=getattr(infer, "prompt_logprobs", False),
             in_flight=getattr(infer, "in_flight_update", False),
         )
         return link
 
-    async def _way(self, source: str, target: str) -> tuple[WeightPublisher, str]:
-        """What will carry the weights, and why nothing that would be better does. Ways whose obstacles can lie in
-        drivers and containers are tried before they are relied on."""
+    async def _select(self, source: str, target: str) -> tuple[WeightBroadcaster, str]:
+        """The best transport and route that passes its self-test, and why better ones are not used."""
         run = self._run
-        await run.engine(target).revive()  # the dead would not answer
-        trainer, engine = run.train_role(source).group, run.engine(target).group
-        shares_memory = self._executor.shares_memory
-        train_devices = () if shares_memory else await trainer.call("device_facts")
-        infer_devices = () if shares_memory else await engine.call("device_facts")
-        facts = PlacementFacts.of(
-            trainer,
-            engine,
-            shares_memory=shares_memory,
-            directory=run.config.model_update_dir or "",
-            train_devices=train_devices,
-            infer_devices=infer_devices,
-        )
-        backend, why_backend = collective_backend(trainer, engine, train_devices, infer_devices)
-        ends = self._capabilities(source), self._capabilities(target)
+        await run.engine(target).revive()  # dead workers would not report their devices
+        groups = {source: run.train_role(source).group, target: run.engine(target).group}
+        sender, receiver = [
+            role_facts(
+                group,
+                self._capabilities(name).weight_transports,
+                () if self._executor.shares_memory else await group.call("device_facts"),
+                directory=run.config.model_update_dir or "",
+            )
+            for name, group in groups.items()
+        ]
+        rejected: dict[str, str] = {}
         while True:
-            transport = choose_transport(*ends, facts)  # type: ignore[arg-type]
-            publisher = self._publisher(source, target, transport, facts, backend)
-            failure = await _rehearsal_failure(publisher)
-            if not failure:
-                reasons = passed_over(*ends, facts)  # type: ignore[arg-type]
-                return publisher, "; ".join(reasons + [why_backend] * (transport == "collective" and why_backend != ""))
-            if transport == "cuda_ipc":
-                facts = replace(facts, devices=failure)
-            else:
-                backend, why_backend = HOST_BACKEND, f"not {backend}: {failure}"
+            wanted = run.config.weight_transport
+            choice = choose_transport(self._registry, sender, receiver, wanted, rejected=rejected)
+            failures: list[str] = []
+            for route in load_transport(choice.provider).routes(sender, receiver):
+                broadcaster = self._broadcaster(source, target, choice.provider, route)
+                failure = await _self_test_failure(broadcaster) if route.self_test else ""
+                if not failure:
+                    return broadcaster, "; ".join(filter(None, [*choice.passed_over, *failures, route.note]))
+                failures.append(f"{route.label}: {failure}" if route.label else failure)
+            rejected[choice.provider.name] = "; ".join(failures)
 
-    def _publisher(
-        self, source: str, target: str, transport: Transport, facts: PlacementFacts, backend: str
-    ) -> WeightPublisher:
+    def _broadcaster(
+        self, source: str, target: str, transport: WeightTransportProvider, route: Route
+    ) -> WeightBroadcaster:
         run = self._run
         engine = run.engine(target)
-        return WeightPublisher(
+        return WeightBroadcaster(
             run.train_role(source).group,
             engine.group,
             transport,
+            route=route,
             dtype=DTYPE_NAMES[engine.config.model_args.dtype],
             weight_format=engine.config.weight_format,
             adapters=served_adapters(self._roles[target], run.config, self._registry) is not None,
             bucket_bytes=run.config.model_update_buffer_size_mb << 20,
             deadline_s=run.config.model_update_timeout,
-            directory=facts.directory,
             lends=target not in run.busy_roles,
-            sources=facts.sources if transport == "cuda_ipc" else (),
-            backend=backend if transport == "collective" else HOST_BACKEND,
         )
 
     async def _probe(self, link: _Link, source: str, target: str, changed_at: int) -> dict[str, float]:
-        """The same tokens, through the trainer and through every replica of the engine; the worst one counts."""
+        """Compare logprobs of the same tokens between the trainer and every replica; the worst replica counts."""
         run, engine = self._run, self._run.engine(target)
         guard, weight_format = run.config.guards.logprob_probe, engine.config.weight_format
         readings = await logprob_probe(
@@ -257,19 +281,17 @@ class Publishing:
         return provider_of(role, self._run.config.roles()[name], self._registry).capabilities
 
 
-async def _rehearsal_failure(publisher: WeightPublisher) -> str:
-    """What stands in the way of device memory and of device collectives; what the host alone does is not tried."""
-    if publisher.transport != "cuda_ipc" and publisher.backend == HOST_BACKEND:
-        return ""
+async def _self_test_failure(broadcaster: WeightBroadcaster) -> str:
+    """Why the self-test failed; empty if it passed."""
     try:
-        await publisher.rehearse()
+        await broadcaster.self_test()
     except WorkerDiedError:
         raise
     except RollError as error:
-        return f"it was tried, and failed: {error}"
+        return f"the self-test failed: {error}"
     return ""
 
 
 def probe_tokens(vocab_size: int) -> TokenIds:
-    """Some tokens of a vocabulary, the same every time: any will do, as long as both sides get them."""
+    """Fixed pseudo-random tokens of a vocabulary."""
     return np.random.default_rng(0).integers(0, vocab_size, size=PROBE_TOKENS, dtype=np.int64)

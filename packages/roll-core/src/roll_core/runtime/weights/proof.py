@@ -1,8 +1,10 @@
-"""The proof of a publish: the sender's manifest against what each receiver says that it holds."""
+"""The proof of a publish: the sender's manifest compared with the receipt of each receiver."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from roll_core.errors import (
     CorruptTensorError,
@@ -14,18 +16,23 @@ from roll_core.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
 
     from roll_core.types import WeightManifest, WeightReceipt
 
 NAMED = 5
-"""Tensors that a message names before it counts the rest."""
+"""Number of tensors that a message names."""
+SAMPLE_BYTES = 16 << 20
+"""Bytes that `sample_fingerprint` reads; smaller models are read completely."""
+_PAGE = 64 << 10
 
 
 def verify(manifest: WeightManifest, receipt: WeightReceipt, previous: WeightManifest | None = None) -> None:
-    """Raise the `WeightSyncError` that tells best how `receipt` differs from `manifest`; return if it does not.
+    """Raise the most specific `WeightSyncError` if `receipt` differs from `manifest`.
 
-    `previous` is the manifest of the publish before: tensors that still have its digests were not updated.
+    `previous`: manifest of the publish before. Tensors that still have its digests were not updated.
     """
     who = f"{receipt.role} rank {receipt.rank}"
     if receipt.version != manifest.version:
@@ -35,7 +42,7 @@ def verify(manifest: WeightManifest, receipt: WeightReceipt, previous: WeightMan
     expected = {entry.name: entry.digest for entry in manifest.tensors}
     held = receipt.digests
     wrong = [name for name, digest in expected.items() if name in held and held[name] != digest]
-    # What was put in another's place explains the rest, so it is looked for first.
+    # A tensor in the place of another explains other differences, so it is checked first.
     if wrong:
         raise _wrong_digests(who, manifest, expected, receipt, wrong, previous)
     if missing := [name for name in expected if name not in held]:
@@ -81,7 +88,7 @@ def _wrong_digests(
 
 
 def require_change(manifest: WeightManifest, previous: WeightManifest, *, role: str, rank: int) -> None:
-    """Raise `WeightsUnchangedError` if a new version has the very values of the one before."""
+    """Raise `WeightsUnchangedError` if a new version has the same values as the one before."""
     before = {entry.name: entry.digest for entry in previous.tensors}
     steps = manifest.version - previous.version
     if steps <= 0 or any(before.get(entry.name) != entry.digest for entry in manifest.tensors):
@@ -97,3 +104,32 @@ def require_change(manifest: WeightManifest, previous: WeightManifest, *, role: 
 def _names(names: Sequence[str]) -> str:
     rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + rest
+
+
+def sample_fingerprint(tensors: Sequence[tuple[str, Tensor]], sample_bytes: int = SAMPLE_BYTES) -> str:
+    """Hash of names and a sample of the bytes: the first page of each tensor and every k-th page, with the smallest k
+    that reads about `sample_bytes`.
+
+    Different fingerprints prove that a value differs. Equal ones prove the opposite only if everything is read; but an
+    optimizer step that changes no value in the sampled pages of every tensor has almost surely changed none.
+    """
+    total = sum(tensor.nbytes for _, tensor in tensors)
+    every = max(1, -(-total // sample_bytes))
+    running = xxhash.xxh3_128()
+    for name, tensor in tensors:
+        running.update(f"\0{name}\0".encode())
+        for page in _pages(tensor, every):
+            running.update(page.numpy().data)
+    return running.hexdigest()
+
+
+def _pages(tensor: Tensor, every: int) -> Iterator[Tensor]:
+    """Every `every`-th page of the tensor's bytes, on the host."""
+    import torch
+
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    if every == 1:
+        yield flat.cpu()
+        return
+    for start in range(0, flat.numel(), _PAGE * every):
+        yield flat[start : start + _PAGE].cpu()

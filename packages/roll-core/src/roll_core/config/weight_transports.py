@@ -1,0 +1,174 @@
+"""The choice of a weight transport: the available one with the highest priority, or the one that the config names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from roll_core.config.explain import Finding
+from roll_core.errors import PluginError, UnsupportedError
+from roll_core.plugins.targets import load_class
+from roll_core.spec.providers import WeightTransportProvider
+from roll_core.spec.transport import RoleFacts, WeightTransport, WorkerFacts, one_process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from roll_core.config.source import KeyPath
+    from roll_core.plugins.registry import Registry
+    from roll_core.spec.providers import InferProvider, TrainProvider
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The transport between two roles, and why those with a higher priority are not used."""
+
+    provider: WeightTransportProvider
+    passed_over: tuple[str, ...]
+
+
+@lru_cache
+def load_transport(provider: WeightTransportProvider) -> WeightTransport:
+    """The transport of a record, one object per process."""
+    base: type[WeightTransport] = WeightTransport  # type: ignore[type-abstract]
+    return load_class(provider.target, base, owner=f"weight transport {provider.name!r}")()
+
+
+def choose_transport(
+    registry: Registry,
+    sender: RoleFacts,
+    receiver: RoleFacts,
+    wanted: str | None = None,
+    *,
+    rejected: Mapping[str, str] | None = None,
+) -> Choice:
+    """The transport between two roles. `rejected`: transports that failed their self-test, with the reason.
+
+    Raises `UnsupportedError` with the reason for each transport that either strategy lists.
+    """
+    listed: list[str] = []
+    others: list[str] = []
+    for provider in _candidates(registry, wanted):
+        reason = (rejected or {}).get(provider.name) or _unavailable(provider, sender, receiver)
+        if not reason:
+            return Choice(provider, tuple(listed))
+        for_receiver = provider.any_strategy or provider.name in receiver.weight_transports
+        (listed if for_receiver or wanted else others).append(f"{provider.name}: {reason}")
+    mentioned = [each for each in others if each.partition(":")[0] in sender.weight_transports]
+    reasons = "; ".join(listed + mentioned) or "they list none in common"
+    remedy = (
+        "run them in separate processes (executor: ray)" if one_process(sender, receiver) else "place them differently"
+    )
+    raise UnsupportedError(
+        f"no weight transport connects {sender.role} and {receiver.role} here ({reasons}): {remedy}, or choose"
+        " strategies that share one"
+    )
+
+
+def common_transports(registry: Registry, sender: RoleFacts, receiver: RoleFacts) -> list[WeightTransportProvider]:
+    """Transports that both strategies work with, by priority, wherever their workers are."""
+    return [each for each in _candidates(registry, None) if not _unlisted(each, sender, receiver)]
+
+
+def within_one_process(
+    registry: Registry,
+    trainer: TrainProvider,
+    engine: InferProvider,
+    *,
+    directory: str | None = None,
+    wanted: str | None = None,
+) -> str:
+    """Reason why weights cannot be sent within one process; empty if they can."""
+    sender, receiver = (_in_one_process(each, directory) for each in (trainer, engine))
+    try:
+        choose_transport(registry, sender, receiver, wanted)
+    except UnsupportedError as error:
+        if directory:
+            return "model_update_dir needs trainers and engines in separate processes"
+        if wanted:
+            return str(error)
+        names = _names(common_transports(registry, sender, receiver))
+        return f"{trainer.name} sends weights to {engine.name} by {names}, which need separate processes"
+    return ""
+
+
+def weight_finding(
+    registry: Registry, trainer: TrainProvider, engine: InferProvider, data: Mapping[Any, Any], at_engine: KeyPath
+) -> Finding | None:
+    """A mistake in the config `data` that leaves the pair without a weight transport. `at_engine`: key of the engine's
+    strategy."""
+    directory, wanted = data.get("model_update_dir"), data.get("weight_transport")
+    sender, receiver = (_in_one_process(each, directory) for each in (trainer, engine))
+    common = common_transports(registry, sender, receiver)
+    pair = f"{trainer.name} and {engine.name}"
+    if not isinstance(wanted, str):
+        wanted = None
+    if not common and not wanted:
+        expected = (
+            f"{trainer.name} sends by {', '.join(sender.weight_transports) or 'none'}, {engine.name} receives by"
+            f" {', '.join(receiver.weight_transports) or 'none'}"
+        )
+        return Finding(at_engine, f"{pair} have no weight transport in common", expected)
+    if wanted:
+        try:
+            provider = registry.find(WeightTransportProvider, wanted)
+        except PluginError:  # reported at the key itself
+            return None
+        reason = _unlisted(provider, sender, receiver) or _wrong_directory(provider, sender)
+        if reason:
+            return Finding(("weight_transport",), f"{wanted} cannot connect {pair}: {reason}", _shared(common))
+    elif directory is not None and not any(each.uses_directory for each in common):
+        message = f"needs a weight transport that uses a directory; {pair} share none"
+        return Finding(("model_update_dir",), message, f"leave it out; {_shared(common)}")
+    if data.get("executor") == "local":
+        why = within_one_process(registry, trainer, engine, directory=directory, wanted=wanted)
+        if why:
+            return Finding(("executor",), f"{why}: executor local has only one", "leave it out, or write ray")
+    return None
+
+
+def _candidates(registry: Registry, wanted: str | None) -> Iterator[WeightTransportProvider]:
+    if wanted:
+        yield registry.find(WeightTransportProvider, wanted)
+        return
+    found = [each for each in registry.providers(WeightTransportProvider) if each.priority > 0]
+    yield from sorted(found, key=lambda each: -each.priority)
+
+
+def _unavailable(provider: WeightTransportProvider, sender: RoleFacts, receiver: RoleFacts) -> str | None:
+    """Reason why a transport cannot connect two roles; the record is compared before the module is imported."""
+    if reason := _unlisted(provider, sender, receiver) or _wrong_directory(provider, sender):
+        return reason
+    if provider.in_process != one_process(sender, receiver):
+        return "the workers are in different processes" if provider.in_process else "the workers are in one process"
+    return load_transport(provider).available(sender, receiver)
+
+
+def _unlisted(provider: WeightTransportProvider, sender: RoleFacts, receiver: RoleFacts) -> str:
+    for kind, side in (("train", sender), ("infer", receiver)):
+        if not side.weight_transports:
+            return f"the {kind} strategy has no weight transports"
+        if not provider.any_strategy and provider.name not in side.weight_transports:
+            return f"the {kind} strategy does not list it"
+    return ""
+
+
+def _wrong_directory(provider: WeightTransportProvider, sender: RoleFacts) -> str:
+    if bool(sender.directory) == provider.uses_directory:
+        return ""
+    return "it needs model_update_dir" if provider.uses_directory else "it does not use model_update_dir, which is set"
+
+
+def _in_one_process(provider: TrainProvider | InferProvider, directory: str | None) -> RoleFacts:
+    worker = WorkerFacts(host="", pid=0)
+    transports = provider.capabilities.weight_transports
+    return RoleFacts(role=provider.name, workers=(worker,), weight_transports=transports, directory=directory or "")
+
+
+def _names(providers: list[WeightTransportProvider]) -> str:
+    return ", ".join(each.name for each in providers)
+
+
+def _shared(common: list[WeightTransportProvider]) -> str:
+    return f"they share {_names(common)}" if common else "they share none"

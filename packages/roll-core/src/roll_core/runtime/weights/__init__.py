@@ -1,0 +1,29 @@
+"""Weight sync with proof: the weights of a train role reach an infer role, and every receiver proves what it loaded.
+
+    driver            WeightSyncController        when to publish, by which transport, what a failed proof leads to
+                        WeightBroadcaster           one publish between two roles
+                          |  prepare_send, send_weights           |  receive_weights
+    workers           WeightSender beside a train strategy ==> WeightReceiver beside an infer strategy
+
+The transports (`roll_core.spec.transport` has their contract) are in `transports`; `proof` compares manifest and
+receipts; digests are defined in `roll_core.spec.weights`.
+"""
+
+from __future__ import annotations
+
+from roll_core.runtime.weights.broadcaster import SyncReport, WeightBroadcaster
+from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SendOutcome, SyncPlan, device_facts
+from roll_core.runtime.weights.receiver import WeightReceiver
+from roll_core.runtime.weights.sender import WeightSender
+
+__all__ = [
+    "ReceiveOutcome",
+    "SendHandle",
+    "SendOutcome",
+    "SyncPlan",
+    "SyncReport",
+    "WeightBroadcaster",
+    "WeightReceiver",
+    "WeightSender",
+    "device_facts",
+]

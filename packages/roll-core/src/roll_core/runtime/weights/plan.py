@@ -1,0 +1,130 @@
+"""Messages between the driver and both sides of a weight sync: plain values that cross processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from roll_core.spec.transport import DeviceFacts, RoleFacts, Route, WorkerFacts
+from roll_core.types import DataRank
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from roll_core.errors import WeightSyncError
+    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.spec.config import WeightFormat
+    from roll_core.spec.providers import WeightTransportProvider
+    from roll_core.types import WeightManifest, WeightReceipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncPlan:
+    """One publish, as both sides see it."""
+
+    version: int
+    transport: WeightTransportProvider
+    num_receivers: int
+    route: Route = field(default_factory=Route)
+    sender_hosts: tuple[str, ...] = ("127.0.0.1",)
+    """IP address at which receivers reach each train rank, by rank."""
+    dtype: str = ""
+    """Dtype in which floating-point tensors travel (safetensors' name, `BF16`); empty: their own."""
+    weight_format: WeightFormat = "dtype"
+    """`fp8`: matrices of layers travel in fp8, see `roll_core.modeling.eight_bits`."""
+    adapters: bool = False
+    """Only adapters travel, to receivers that hold the base model."""
+    bucket_bytes: int = 1 << 30
+    """Upper bound of a bucket; a larger tensor has a bucket of its own."""
+    deadline_s: float = 60.0
+    """From the start of sending until all receivers have read everything."""
+    replaced: int = 0
+    """Number of receivers that were restarted so far; connections to the processes before them are stale."""
+    self_test: bool = False
+    """A few numbers travel instead of weights."""
+    lends: bool = True
+    """For a transport within one process: receivers use the sender's tensors. If false they copy them, because the
+    trainer steps while they generate."""
+
+    def receivers_of(self, rank: int) -> tuple[int, ...]:
+        """Ranks of the receivers that a train rank sends to."""
+        sources = self.route.sources
+        return tuple(each for each in range(self.num_receivers) if not sources or sources[each] == rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendHandle:
+    """What a sending rank has prepared for a publish."""
+
+    manifest: WeightManifest
+    """Without digests where they are computed while sending."""
+    address: str = ""
+    """Where receivers connect."""
+    addresses: tuple[str, ...] = ()
+    """The same by receiver rank, if there are several senders."""
+    tensors: Sequence[tuple[str, Tensor]] = ()
+    """The exported tensors themselves, for a transport within one process."""
+    sample: str = ""
+    """Fingerprint of a sample of these tensors, see `sample_fingerprint`."""
+    sample_s: float = 0.0
+    """Seconds that the fingerprint took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendOutcome:
+    """Result of sending on one rank. Failures are values: the driver compares all of them to find the first cause."""
+
+    manifest: WeightManifest | None = None
+    """With digests of the bytes sent; None if sending failed."""
+    copied_bytes: int = 0
+    seconds: float = 0.0
+    silent: tuple[int, ...] = ()
+    """Receivers that had not read everything by the deadline."""
+    gone: tuple[int, ...] = ()
+    """Receivers that hung up before the end."""
+    at: str = ""
+    """First tensor that these receivers had not confirmed."""
+    failure: WeightSyncError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveOutcome:
+    """Result of receiving on one rank."""
+
+    receipt: WeightReceipt | None = None
+    seconds: float = 0.0
+    failure: WeightSyncError | None = None
+    cut_off: bool = False
+    """The failure is a lost sender: another worker has the cause."""
+
+
+def device_facts(device: str, backend: str, data_rank: DataRank | None = None) -> DeviceFacts:
+    """Facts of this process's device; `data_rank` of a train worker."""
+    from roll_core.modeling.device_memory import device_memory
+
+    kind, place = device_memory(device), data_rank or DataRank()
+    uuid = kind.uuid(device) if kind else ""
+    return DeviceFacts(device=device, backend=backend, uuid=uuid, leads=place.leader, replica=place.index)
+
+
+def role_facts(
+    group: WorkerGroup,
+    weight_transports: tuple[str, ...],
+    devices: Sequence[DeviceFacts] = (),
+    *,
+    directory: str = "",
+) -> RoleFacts:
+    """Facts of a running role; `devices` by rank, if its workers were asked for them."""
+    workers = tuple(
+        WorkerFacts(
+            host=member.host,
+            pid=member.pid,
+            node=member.node,
+            slots=member.slots,
+            device=devices[rank] if devices else DeviceFacts(),
+        )
+        for rank, member in enumerate(group.members)
+    )
+    return RoleFacts(role=group.role, workers=workers, weight_transports=weight_transports, directory=directory)

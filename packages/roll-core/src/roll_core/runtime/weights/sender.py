@@ -1,0 +1,175 @@
+"""The sending side of a weight sync, in a train worker."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from roll_core.config.weight_transports import load_transport
+from roll_core.errors import WeightSyncError
+from roll_core.modeling.digests import use_compiled_digests
+from roll_core.runtime.weights.plan import SendHandle, SendOutcome
+from roll_core.runtime.weights.proof import sample_fingerprint
+from roll_core.spec.transport import Deadline, ReceiversLostError, SenderSetup
+from roll_core.spec.weights import entry_bytes, memory_token, tensor_entry, torch_dtype
+from roll_core.types import WeightManifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from roll_core.runtime.weights.plan import SyncPlan
+    from roll_core.spec.train import TrainStrategy
+    from roll_core.spec.transport import SenderEndpoint
+    from roll_core.types import TensorEntry
+
+
+SELF_TEST_NUMBERS = 100_000
+"""Numbers that a self-test sends; more than a page of any memory."""
+
+
+class WeightSender:
+    """Sends what `export_weights` or `export_adapters` yields. All ranks of the role are called together; one of them
+    sends, or those that `Route.sources` names.
+
+    Called on the strategy's thread, for each publish: `prepare`, then `send` unless the transport is in-process.
+    """
+
+    def __init__(self, strategy: TrainStrategy, *, role: str, rank: int, device: str = "cpu") -> None:
+        """`device`: where the strategy computes."""
+        self._strategy, self._role, self._rank, self._device = strategy, role, rank, device
+        self._described: tuple[tuple[object, ...], tuple[TensorEntry, ...]] | None = None
+        self._endpoint: SenderEndpoint | None = None
+        self._endpoint_setup: tuple[object, ...] = ()
+
+    def sends(self, plan: SyncPlan) -> bool:
+        """True if this rank sends."""
+        if plan.route.sources:
+            return self._rank in plan.route.sources
+        place = self._strategy.data_rank
+        return place.index == 0 and place.leader
+
+    def prepare(self, plan: SyncPlan) -> SendHandle | None:
+        """Manifest and address of this publish; None on ranks that do not send.
+
+        Names and shapes are taken from the first export; later exports must yield the same.
+        """
+        if plan.transport.in_process:
+            tensors = [(name, _cast(tensor, _dtype(plan))) for name, tensor in self._export(plan)]
+            return _hand_over(plan.version, tensors) if self.sends(plan) else None
+        what = (plan.dtype, plan.weight_format, plan.self_test)
+        if self._described is None or self._described[0] != what:
+            self._described = what, tuple(self._describe(plan))
+        if not self.sends(plan):
+            return None
+        manifest = WeightManifest(version=plan.version, tensors=self._described[1])
+        return SendHandle(manifest=manifest, address=self._open(plan).address)
+
+    def send(self, plan: SyncPlan) -> SendOutcome | None:
+        """Send what `prepare` described; None on ranks that do not send."""
+        exported = iter(self._export(plan))
+        if not self.sends(plan):
+            _exhaust(exported)
+            return None
+        if self._described is None or self._endpoint is None:
+            raise WeightSyncError(f"{self._role} rank {self._rank}: send was called before prepare")
+        begun = time.perf_counter()
+        manifest = WeightManifest(version=plan.version, tensors=self._described[1])
+        try:
+            sent = self._endpoint.send(manifest, exported, Deadline(plan.deadline_s))
+        except ReceiversLostError as lost:
+            self._reset()
+            _exhaust(exported)
+            return SendOutcome(silent=lost.silent, gone=lost.gone, at=lost.at, seconds=time.perf_counter() - begun)
+        except WeightSyncError as error:
+            self._reset()
+            _exhaust(exported)
+            failure = type(error)(f"{self._role} rank {self._rank}: {error}")
+            return SendOutcome(failure=failure, seconds=time.perf_counter() - begun)
+        except BaseException:
+            self._reset()
+            raise
+        return SendOutcome(
+            manifest=WeightManifest(version=plan.version, tensors=tuple(sent)),
+            copied_bytes=sum(entry_bytes(entry) for entry in sent),
+            seconds=time.perf_counter() - begun,
+        )
+
+    def close(self) -> None:
+        """Close the endpoint. Idempotent."""
+        self._reset()
+
+    def _export(self, plan: SyncPlan) -> Iterator[tuple[str, Tensor]]:
+        if plan.self_test:
+            return _self_test_tensors(self._device)
+        exported = self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
+        if plan.weight_format == "fp8" and self.sends(plan):
+            from roll_core.modeling.eight_bits import in_eight_bits
+
+            return in_eight_bits(exported, torch_dtype(plan.dtype) if plan.dtype else None)
+        return exported
+
+    def _describe(self, plan: SyncPlan) -> Iterator[TensorEntry]:
+        for name, tensor in self._export(plan):
+            entry = tensor_entry(name, tensor, "")
+            if _dtype(plan) and tensor.is_floating_point():
+                entry = replace(entry, dtype=plan.dtype)
+            yield entry
+
+    def _open(self, plan: SyncPlan) -> SenderEndpoint:
+        """The endpoint of this plan: the one of the last publish if it serves the same receivers alike."""
+        setup = SenderSetup(
+            receivers=plan.receivers_of(self._rank),
+            bucket_bytes=plan.bucket_bytes,
+            host=plan.sender_hosts[self._rank],
+            device=self._device,
+            options=plan.route.options,
+        )
+        wanted = (plan.transport, plan.replaced, setup)
+        if self._endpoint is None or self._endpoint_setup != wanted:
+            self._close_endpoint()
+            use_compiled_digests()
+            self._endpoint, self._endpoint_setup = load_transport(plan.transport).sender(setup), wanted
+        return self._endpoint
+
+    def _close_endpoint(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+    def _reset(self) -> None:
+        self._close_endpoint()
+        self._described = None
+
+
+def _hand_over(version: int, tensors: list[tuple[str, Tensor]]) -> SendHandle:
+    """The tensors themselves. Their entries name the memory, so that the proof needs no digests."""
+    entries = tuple(tensor_entry(name, tensor, memory_token(tensor)) for name, tensor in tensors)
+    begun = time.perf_counter()
+    sample = sample_fingerprint(tensors)
+    manifest = WeightManifest(version=version, tensors=entries)
+    return SendHandle(manifest=manifest, tensors=tensors, sample=sample, sample_s=time.perf_counter() - begun)
+
+
+def _exhaust(exported: Iterator[tuple[str, Tensor]]) -> None:
+    """Finish an export in which other ranks take part; otherwise they would block in its collectives."""
+    for _ in exported:
+        pass
+
+
+def _self_test_tensors(device: str) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
+    yield "self_test", torch.arange(SELF_TEST_NUMBERS, dtype=torch.int32, device=device)
+
+
+def _dtype(plan: SyncPlan) -> str:
+    """Dtype to which floating-point tensors are cast; empty for fp8, whose tensors have their final dtypes."""
+    return plan.dtype if plan.weight_format == "dtype" else ""
+
+
+def _cast(tensor: Tensor, dtype: str) -> Tensor:
+    """The tensor in `dtype`; the same object if it already has it."""
+    return tensor.to(torch_dtype(dtype)) if dtype and tensor.is_floating_point() else tensor

@@ -1,0 +1,116 @@
+"""Buckets of tensors: both endpoints of a transport compute the same layout from the manifest alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roll_core.errors import MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.field_docs import document_fields
+from roll_core.spec.weights import copy_digested, digest, entry_bytes, tensor_entry, torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from roll_core.types import TensorEntry, WeightManifest
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and enough for every dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSlice:
+    """A whole tensor in a bucket."""
+
+    entry: TensorEntry
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Consecutive tensors of a manifest, at least one."""
+
+    slices: tuple[BucketSlice, ...]
+    num_bytes: int
+
+    @property
+    def first(self) -> str:
+        """Name of the first tensor."""
+        return self.slices[0].entry.name
+
+
+def plan_buckets(manifest: WeightManifest, bucket_bytes: int) -> list[Bucket]:
+    """The manifest's tensors in order, in buckets of at most `bucket_bytes`.
+
+    A tensor is never split: a larger one has a bucket of its own.
+    """
+    buckets: list[Bucket] = []
+    slices: list[BucketSlice] = []
+    end = 0
+    for entry in manifest.tensors:
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        num_bytes = entry_bytes(entry)
+        if slices and offset + num_bytes > bucket_bytes:
+            buckets.append(Bucket(tuple(slices), end))
+            slices, offset = [], 0
+        slices.append(BucketSlice(entry, offset, num_bytes))
+        end = offset + num_bytes
+    if slices:
+        buckets.append(Bucket(tuple(slices), end))
+    return buckets
+
+
+def views(memory: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a bucket that lies at the beginning of `memory` (flat uint8)."""
+    for each in bucket.slices:
+        yield each.entry.name, _view(memory, each)
+
+
+def fill(memory: Tensor, bucket: Bucket, exported: Iterator[tuple[str, Tensor]]) -> list[TensorEntry]:
+    """Copy the next exported tensors into `memory` (flat uint8); returns their entries with digests.
+
+    Raises `WeightSyncError` subclasses if the tensors differ from those in the manifest.
+    """
+    sent = []
+    for each in bucket.slices:
+        name, tensor = _next_tensor(each.entry, exported)
+        target = _view(memory, each)
+        if target.dtype == tensor.dtype:
+            found = copy_digested(target, tensor)
+        else:
+            target.copy_(tensor.detach())
+            found = digest(target)
+        sent.append(tensor_entry(name, target, found))
+    return sent
+
+
+def require_exhausted(exported: Iterator[tuple[str, Tensor]]) -> None:
+    """Raise `UnexpectedTensorError` if the export has more tensors than the manifest."""
+    name, tensor = next(exported, ("", None))
+    if tensor is not None:
+        raise UnexpectedTensorError(f"the export yielded {name}, which is not in the manifest")
+
+
+def _view(memory: Tensor, part: BucketSlice) -> Tensor:
+    flat = memory[part.offset : part.offset + part.num_bytes]
+    return flat.view(torch_dtype(part.entry.dtype)).view(part.entry.shape)
+
+
+def _next_tensor(entry: TensorEntry, exported: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor]:
+    """The next exported tensor, which must match `entry`."""
+    name, tensor = next(exported, ("", None))
+    if tensor is None:
+        raise MissingTensorError(f"the export ended before {entry.name}, which is in the manifest")
+    if name != entry.name:
+        raise WeightSyncError(
+            f"the export yielded {name}, expected {entry.name}: the order of tensors must be the same every time"
+        )
+    if tuple(tensor.shape) != entry.shape:
+        raise WeightSyncError(f"the export yielded {name} of shape {tuple(tensor.shape)}, expected {entry.shape}")
+    return name, tensor
+
+
+document_fields(__name__)

@@ -1,0 +1,136 @@
+"""Trainers and engines without a common weight transport are refused before anything starts."""
+
+import pytest
+
+from roll_core.config import load
+from roll_core.errors import ConfigError
+from roll_core.pipelines.plans import rlvr
+from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.registry import Registry
+from roll_core.runtime.build import kept_apart
+from roll_core.spec.providers import (
+    InferCapabilities,
+    InferProvider,
+    TrainCapabilities,
+    TrainProvider,
+    WeightTransportProvider,
+)
+
+RLVR = """
+pipeline: rlvr
+actor_train:
+  model_args: {random_init: {model_type: qwen3}}
+  data_args: {file_name: prompts.jsonl}
+  strategy_args: {strategy_name: hf_train}
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+rewards: {math: {reward: math_rule}}
+"""
+TRAINERS = {"apart_train": ("shm", "collective"), "alone_train": ("disk",), "silent_train": ()}
+ENGINES = {"apart": ("shm", "shared")}
+
+
+@pytest.fixture(scope="module")
+def registry():
+    providers = [
+        TrainProvider(name=name, target="no:where", summary="", capabilities=TrainCapabilities(weight_transports=ways))
+        for name, ways in TRAINERS.items()
+    ] + [
+        InferProvider(name=name, target="no:where", summary="", capabilities=InferCapabilities(weight_transports=ways))
+        for name, ways in ENGINES.items()
+    ]
+    providers.append(WeightTransportProvider(name="pigeon", target="no:where", summary="", any_strategy=True))
+    acme = Plugin(
+        package="roll-acme", version="1", entry_point="acme", target="acme", state="loaded", providers=tuple(providers)
+    )
+    return Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), acme])
+
+
+@pytest.fixture
+def read(tmp_path, registry):
+    """The config of a trainer and an engine, with overrides."""
+
+    def read(trainer="hf_train", engine="hf_infer", *overrides):
+        path = tmp_path / "run.yaml"
+        path.write_text(RLVR.lstrip(), encoding="utf-8")
+        names = (
+            f"actor_train.strategy_args.strategy_name={trainer}",
+            f"actor_infer.strategy_args.strategy_name={engine}",
+        )
+        return load(path, [*names, *overrides], registry).config
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("names", "overrides", "words"),
+    [
+        (("hf_train", "hf_infer"), (), []),
+        (("hf_train", "apart"), (), []),
+        (("apart_train", "hf_infer"), (), ["actor_infer", "apart_train", "hf_infer", "shm, collective"]),
+        (("hf_train", "hf_infer"), ("model_update_dir=/mnt/weights",), ["actor_infer", "model_update_dir"]),
+        (("hf_train", "hf_infer"), ("weight_transport=shm",), ["actor_infer", "shm"]),
+        (("hf_train", "hf_infer"), ("weight_transport=pigeon",), ["actor_infer", "pigeon"]),
+        (("hf_train", "hf_infer"), ("weight_transport=shared",), []),
+    ],
+)
+def test_roles_that_need_separate_processes_are_known_before_anything_starts(read, registry, names, overrides, words):
+    config = read(*names, *overrides)
+    why = kept_apart(rlvr(config).roles, config, registry)
+    assert bool(why) == bool(words)
+    assert all(word in why for word in words)
+
+
+@pytest.mark.parametrize(
+    ("names", "overrides", "key", "words"),
+    [
+        (("apart_train", "hf_infer"), ("executor=local",), "executor", ["shm, collective"]),
+        (
+            ("hf_train", "hf_infer"),
+            ("executor=local", "model_update_dir=/mnt/weights"),
+            "executor",
+            ["model_update_dir"],
+        ),
+        (
+            ("apart_train", "hf_infer"),
+            ("model_update_dir=/mnt/weights",),
+            "model_update_dir",
+            ["apart_train", "hf_infer", "shm, collective"],
+        ),
+        (
+            ("alone_train", "apart"),
+            (),
+            "actor_infer.strategy_args.strategy_name",
+            ["alone_train", "apart", "disk", "shm, shared"],
+        ),
+        (("silent_train", "hf_infer"), (), "actor_infer.strategy_args.strategy_name", ["silent_train", "none"]),
+        (("apart_train", "hf_infer"), ("weight_transport=shared",), "weight_transport", ["shared", "train strategy"]),
+        (("hf_train", "apart"), ("weight_transport=disk",), "weight_transport", ["disk", "infer strategy"]),
+        (("hf_train", "hf_infer"), ("weight_transport=disk",), "weight_transport", ["disk", "model_update_dir"]),
+        (
+            ("hf_train", "hf_infer"),
+            ("weight_transport=shm", "model_update_dir=/mnt/weights"),
+            "weight_transport",
+            ["shm", "model_update_dir"],
+        ),
+        (("silent_train", "hf_infer"), ("weight_transport=pigeon",), "weight_transport", ["pigeon", "train strategy"]),
+        (("hf_train", "hf_infer"), ("weight_transport=shn",), "weight_transport", ["'shn'", "'shm'"]),
+        (("hf_train", "hf_infer"), ("executor=local", "weight_transport=pigeon"), "executor", ["pigeon"]),
+    ],
+)
+def test_pairs_without_a_transport_are_refused_where_they_are_written(read, names, overrides, key, words):
+    with pytest.raises(ConfigError) as caught:
+        read(*names, *overrides)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert all(word in f"{problem.message} {problem.hint}" for word in words)
+
+
+def test_a_third_partys_transport_may_be_named(read):
+    assert read("hf_train", "hf_infer", "weight_transport=pigeon").weight_transport == "pigeon"
+
+
+def test_a_trainer_that_nobody_knows_is_said_once(read):
+    with pytest.raises(ConfigError) as caught:
+        read("hf_trian", "apart")
+    assert len(caught.value.problems) == 1

@@ -1,0 +1,161 @@
+"""Acme's weight transport: one TCP connection from the sender to each receiver.
+
+receiver    token, rank          read bucket, "."    read bucket, "."  ...
+sender                  bucket              bucket                     ...   wait until all have read all
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
+from roll_core.spec.transport import (
+    Deadline,
+    ReceiverEndpoint,
+    ReceiverSetup,
+    ReceiversLostError,
+    RoleFacts,
+    Route,
+    SenderEndpoint,
+    SenderLostError,
+    SenderSetup,
+    WeightTransport,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roll_core.types import TensorEntry, WeightManifest
+
+HELLO = struct.Struct("!16si")
+HELLO_S = 1.0
+
+
+class TcpTransport(WeightTransport):
+    """Between any processes."""
+
+    def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:
+        return None if len(receiver.workers) <= 16 else "it serves at most 16 receivers"
+
+    def routes(self, sender: RoleFacts, receiver: RoleFacts) -> Sequence[Route]:
+        return (Route(self_test=True),)
+
+    def sender(self, setup: SenderSetup) -> TcpSender:
+        return TcpSender(setup)
+
+    def receiver(self, setup: ReceiverSetup) -> TcpReceiver:
+        return TcpReceiver(setup)
+
+
+class TcpSender(SenderEndpoint):
+    """Listens on the address that receivers use."""
+
+    def __init__(self, setup: SenderSetup) -> None:
+        self._expected, self._bucket_bytes = frozenset(setup.receivers), setup.bucket_bytes
+        self._token = secrets.token_bytes(16)
+        self._listener = socket.create_server((setup.host, 0))
+        self.address = f"{self._token.hex()}@{setup.host}:{self._listener.getsockname()[1]}"
+        self._receivers: dict[int, socket.socket] = {}
+
+    def send(
+        self, manifest: WeightManifest, exported: Iterator[tuple[str, Tensor]], deadline: Deadline
+    ) -> list[TensorEntry]:
+        import torch
+
+        buckets = plan_buckets(manifest, self._bucket_bytes)
+        firsts = [bucket.first for bucket in buckets] or [""]
+        self._accept(firsts[0], deadline)
+        sent: list[TensorEntry] = []
+        for bucket in buckets:
+            memory = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            sent += fill(memory, bucket, exported)
+            for rank, connection in self._receivers.items():
+                with self._naming(rank, bucket.first, deadline):
+                    connection.sendall(memory.numpy().data)
+        require_exhausted(exported)
+        for rank, connection in self._receivers.items():
+            for first in firsts[: len(buckets)]:
+                with self._naming(rank, first, deadline):
+                    receive_into(connection, bytearray(1))
+        return sent
+
+    def close(self) -> None:
+        for connection in (self._listener, *self._receivers.values()):
+            connection.close()
+        self._receivers.clear()
+
+    def _accept(self, at: str, deadline: Deadline) -> None:
+        while missing := self._expected - self._receivers.keys():
+            self._listener.settimeout(max(deadline.left, 1e-3))
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                raise ReceiversLostError(at, silent=tuple(sorted(missing))) from None
+            hello = bytearray(HELLO.size)
+            connection.settimeout(HELLO_S)
+            with contextlib.suppress(OSError):
+                receive_into(connection, hello)
+            token, rank = HELLO.unpack(hello)
+            if secrets.compare_digest(token, self._token):
+                self._receivers[rank] = connection
+            else:
+                connection.close()
+
+    @contextlib.contextmanager
+    def _naming(self, rank: int, at: str, deadline: Deadline) -> Iterator[None]:
+        """Turn socket errors into the error that names the receiver."""
+        self._receivers[rank].settimeout(max(deadline.left, 1e-3))
+        try:
+            yield
+        except TimeoutError:
+            raise ReceiversLostError(at, silent=(rank,)) from None
+        except OSError:
+            raise ReceiversLostError(at, gone=(rank,)) from None
+
+
+class TcpReceiver(ReceiverEndpoint):
+    """Connects to the sender."""
+
+    def __init__(self, setup: ReceiverSetup) -> None:
+        self.address, self._bucket_bytes = setup.address, setup.bucket_bytes
+        token, _, where = setup.address.partition("@")
+        host, _, port = where.rpartition(":")
+        try:
+            self._sender = socket.create_connection((host, int(port)), timeout=max(setup.deadline.left, 1e-3))
+            self._sender.sendall(HELLO.pack(bytes.fromhex(token), setup.rank))
+        except OSError as error:
+            raise SenderLostError(f"cannot connect to {where}: {error}") from error
+
+    def receive(self, manifest: WeightManifest, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
+        import torch
+
+        for bucket in plan_buckets(manifest, self._bucket_bytes):
+            memory = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            self._sender.settimeout(max(deadline.left, 1e-3))
+            try:
+                receive_into(self._sender, memory.numpy().data)
+            except OSError as error:
+                raise SenderLostError(f"the sender was lost before {bucket.first}: {error}") from error
+            yield from views(memory, bucket)
+            try:
+                self._sender.sendall(b".")
+            except OSError as error:
+                raise SenderLostError(f"the sender was lost after {bucket.first}: {error}") from error
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def receive_into(connection: socket.socket, memory: bytearray | memoryview) -> None:
+    """Fill `memory`. Raises `ConnectionError` if the stream ends before."""
+    view, at = memoryview(memory), 0
+    while at < len(view):
+        count = connection.recv_into(view[at:])
+        if not count:
+            raise ConnectionError(f"the stream ended after {at} of {len(view)} bytes")
+        at += count
