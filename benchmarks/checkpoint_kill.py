@@ -43,7 +43,7 @@ FORKS_NEED = (
     "transformers.models.qwen3.modeling_qwen3",
     "roll_core.builtin.hf.train",
     "roll_core.pipelines.sft",
-    "roll_core.runtime.loop",
+    "roll_core.runtime.run.loop",
 )
 STEPS, KILLED_IN = 5, 2
 BEYOND = 1.3
@@ -97,8 +97,8 @@ def run(config: Path, output: Path, *overrides: str) -> None:
     """A whole run in this process."""
     from roll_core.config import load
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.console import Console
-    from roll_core.runtime.loop import execute
+    from roll_core.runtime.records.console import Console
+    from roll_core.runtime.run.loop import execute
 
     registry = load_registry()
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
@@ -176,7 +176,7 @@ def phase(checkpoints: Path) -> str:
 
 def digests(checkpoint: Path) -> dict[str, str]:
     """Of the files, as recorded; not of the random state, which belongs to the process."""
-    from roll_core.runtime.manifest import read_manifest
+    from roll_core.runtime.records.manifest import read_manifest
 
     files = read_manifest(checkpoint).files
     return {name: entry["sha256"] for name, entry in files.items() if not name.endswith("random.safetensors")}
@@ -195,8 +195,8 @@ def killed(config: Path, folder: Path, delay_s: float) -> Path:
 
 def check(checkpoints: Path, config: Path, reference: dict[int, dict[str, str]]) -> int:
     """Everything that must hold after a kill. Returns the step from which the run can go on."""
-    from roll_core.runtime.checkpoints import CheckpointStore
-    from roll_core.runtime.manifest import verify
+    from roll_core.runtime.records.checkpoints import CheckpointStore
+    from roll_core.runtime.records.manifest import verify
 
     store = CheckpointStore(checkpoints)
     for each in store.list():

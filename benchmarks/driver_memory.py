@@ -93,8 +93,8 @@ def drive(folder: Path, executor: str, steps: int, *, trace: bool) -> list[tuple
 
     from roll_core.config import load
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.console import Console
-    from roll_core.runtime.loop import execute
+    from roll_core.runtime.records.console import Console
+    from roll_core.runtime.run.loop import execute
 
     marks: list[tuple[int, int]] = []
     snapshots: list[tracemalloc.Snapshot] = []

@@ -79,8 +79,8 @@ def ours(folder: Path, steps: int) -> dict[str, Any]:
 
     from roll_core.config import load
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.console import Console
-    from roll_core.runtime.loop import execute
+    from roll_core.runtime.records.console import Console
+    from roll_core.runtime.run.loop import execute
 
     class Clock(Console):
         """Notes the clocks after each step."""

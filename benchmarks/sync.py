@@ -29,8 +29,8 @@ from sync_limits import Limits
 
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.builtin.plugin import roll_infer_strategies, roll_train_strategies, roll_weight_transports
-from roll_core.runtime.executors import make_executor
-from roll_core.runtime.executors.base import GroupSpec, Place
+from roll_core.runtime.cluster.executors import make_executor
+from roll_core.runtime.cluster.executors.base import GroupSpec, Place
 from roll_core.runtime.weights import WeightBroadcaster
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.model import ModelSpec
@@ -39,7 +39,7 @@ from roll_core.spec.transport import Route
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.runtime.cluster.executors.base import WorkerGroup
 
 LIMIT = {"shm": "memcpy", "collective": "loopback", "disk": "file"}
 """Of one copy of the weights; `shm` makes two, side by side."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.runtime.executors.base import Place
+    from roll_core.runtime.cluster.executors.base import Place
     from roll_core.runtime.weights import ReceiveOutcome, SendHandle, SendOutcome, SyncPlan
     from roll_core.spec.weights import Bytes
     from roll_core.types import WeightManifest

@@ -101,7 +101,7 @@ class Roll:
 
         import torch
 
-        from roll_core.runtime import openmp
+        from roll_core.runtime.cluster import openmp
 
         runner: Any = self.engine._ready_core.runner
         layers = [(each.qkv, each.out, each.gate_up, each.down) for each in runner._layers]
@@ -134,7 +134,7 @@ class Roll:
         """Wall and CPU seconds of reading so much memory, at the rate of the fastest of several sums over 256 MiB."""
         import torch
 
-        from roll_core.runtime import openmp
+        from roll_core.runtime.cluster import openmp
 
         numbers = torch.zeros(2**26)
         found = []

@@ -6,9 +6,9 @@ from dataclasses import asdict
 import pytest
 
 from roll_core.cli import main as cli
-from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.resuming import SavedRole, SavedRun
-from roll_core.runtime.run_dir import RunDir
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.run_dir import RunDir
+from roll_core.runtime.run.resuming import SavedRole, SavedRun
 from roll_core.testing.errors import mentions
 
 SAVED = SavedRun(

@@ -17,8 +17,8 @@ from roll_core.cli.main import main
 from roll_core.errors import CheckpointError
 from roll_core.modeling.lora import add_adapters
 from roll_core.modeling.model import load_model
-from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.portable_state import FOLDER, write_portable_state
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.portable_state import FOLDER, write_portable_state
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec
 from roll_core.testing.errors import mentions

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.resuming import SavedRun
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.run.resuming import SavedRun
 
 HEAVY = ("torch", "ray", "transformers", "datasets")
 ASK = """

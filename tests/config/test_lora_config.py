@@ -10,7 +10,7 @@ from roll_core.config import dump, load
 from roll_core.errors import ConfigError
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.build import lora_spec
+from roll_core.runtime.workers.build import lora_spec
 from roll_core.spec.config import LORA_KEYS
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider

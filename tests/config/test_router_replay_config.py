@@ -7,7 +7,7 @@ from roll_core.errors import ConfigError
 from roll_core.pipelines.plans import rlvr
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.build import model_spec
+from roll_core.runtime.workers.build import model_spec
 from roll_core.spec.providers import InferCapabilities, InferProvider, TrainCapabilities, TrainProvider
 
 RLVR = """

@@ -12,7 +12,7 @@ import pytest
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.doctor import Finding, examine
+from roll_core.runtime.cluster.doctor import Finding, examine
 from roll_core.spec.checks import Situation
 from roll_core.spec.platform import Platform
 from roll_core.spec.providers import CheckProvider, PlatformProvider, Provider

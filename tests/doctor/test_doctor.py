@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PluginLoadError
 from roll_core.plugins.loader import Plugin
-from roll_core.runtime.doctor import Finding
+from roll_core.runtime.cluster.doctor import Finding
 from roll_core.spec.checks import CheckResult, Situation
 from roll_core.spec.platform import Probe
 from roll_core.spec.providers import PlatformProvider, TrainProvider

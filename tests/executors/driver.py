@@ -8,9 +8,9 @@ import sys
 
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import WorkerError
-from roll_core.runtime.executors import make_executor
-from roll_core.runtime.executors.base import GroupSpec
-from roll_core.runtime.placement import place_roles
+from roll_core.runtime.cluster.executors import make_executor
+from roll_core.runtime.cluster.executors.base import GroupSpec
+from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import RewardConfig
 
 

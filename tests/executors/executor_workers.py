@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_core.errors import CorruptTensorError, EngineDiedError, GuardTrippedError
-from roll_core.runtime.executors.base import Peers, Place
+from roll_core.runtime.cluster.executors.base import Peers, Place
 
 
 class CannotTravel(Exception):

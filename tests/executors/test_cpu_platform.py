@@ -5,7 +5,7 @@ import psutil
 import pytest
 
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.runtime import host
+from roll_core.runtime.cluster import host
 
 
 @pytest.fixture

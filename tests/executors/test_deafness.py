@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from roll_core.runtime.executors.deafness import children_deaf_to
+from roll_core.runtime.cluster.executors.sigterm_mask import children_deaf_to
 from roll_core.testing.errors import refused
 
 SLEEPER = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
@@ -23,7 +23,7 @@ print("ready", found, flush=True)  # last: whoever reads it kills this process
 """
 HOST = """
 import os, signal, subprocess, sys, threading, time
-from roll_core.runtime.executors.deafness import be_deaf_to
+from roll_core.runtime.cluster.executors.sigterm_mask import be_deaf_to
 
 def work():  # not in the main thread, as in Ray's processes
     be_deaf_to(signal.SIGTERM)

@@ -14,10 +14,10 @@ from other_pythons import environment_that_shows_all
 
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import CorruptTensorError, PythonEnvironmentError, UnsupportedError, WorkerDiedError, WorkerError
-from roll_core.runtime.executors import make_executor
-from roll_core.runtime.executors.base import GroupSpec, WorkerGroup
-from roll_core.runtime.placement import place_roles
-from roll_core.runtime.python_environments.spec import EnvironmentSpec
+from roll_core.runtime.cluster.executors import make_executor
+from roll_core.runtime.cluster.executors.base import GroupSpec, WorkerGroup
+from roll_core.runtime.cluster.placement import place_roles
+from roll_core.runtime.cluster.python_environments.spec import EnvironmentSpec
 from roll_core.spec.config import RewardConfig
 from roll_core.testing.errors import refused
 

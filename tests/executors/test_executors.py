@@ -25,9 +25,9 @@ from roll_core.errors import (
     WorkerHungError,
     WorkerTimeoutError,
 )
-from roll_core.runtime.executors import make_executor
-from roll_core.runtime.executors.base import Executor, GroupSpec, Place, WorkerGroup
-from roll_core.runtime.placement import place_roles
+from roll_core.runtime.cluster.executors import make_executor
+from roll_core.runtime.cluster.executors.base import Executor, GroupSpec, Place, WorkerGroup
+from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import RewardConfig, TrainWorkerConfig
 from roll_core.testing.errors import mentions, refused
 
@@ -404,7 +404,7 @@ def test_a_worker_behind_a_gap_of_the_network_is_given_up_where_its_group_surviv
 ) -> None:
     import ray
 
-    from roll_core.runtime.executors import ray_worker
+    from roll_core.runtime.cluster.executors import ray_worker
 
     monkeypatch.setattr(ray_worker, "DEATH_NEWS_S", 0.1)
 

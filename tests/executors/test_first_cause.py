@@ -15,9 +15,9 @@ from roll_core.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
-from roll_core.runtime.executors import calls
-from roll_core.runtime.executors.base import Member
-from roll_core.runtime.executors.calls import CallFailed, Failure, collect
+from roll_core.runtime.cluster.executors import calls
+from roll_core.runtime.cluster.executors.base import Member
+from roll_core.runtime.cluster.executors.calls import CallFailed, Failure, collect
 from roll_core.testing.errors import refused
 
 Settle = Callable[[list[asyncio.Future[Any]]], Coroutine[Any, Any, None]]

@@ -18,12 +18,12 @@ from other_pythons import WITHOUT_TORCH, environment_that_shows_all, environment
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.builtin.plugin import roll_rewards
 from roll_core.errors import PythonEnvironmentError
-from roll_core.runtime.executors.base import Peers, Place
-from roll_core.runtime.executors.calls import CallFailed
-from roll_core.runtime.executors.codecs import WIRE, decode
-from roll_core.runtime.executors.foreign_process import ForeignProcess, ProcessEndedError
-from roll_core.runtime.placement import place_roles
-from roll_core.runtime.python_environments.prepare import environment_of
+from roll_core.runtime.cluster.executors.base import Peers, Place
+from roll_core.runtime.cluster.executors.calls import CallFailed
+from roll_core.runtime.cluster.executors.codecs import WIRE, decode
+from roll_core.runtime.cluster.executors.isolated_env_process import IsolatedEnvProcess, ProcessEndedError
+from roll_core.runtime.cluster.placement import place_roles
+from roll_core.runtime.cluster.python_environments.prepare import environment_of
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.reward import RewardRequest
 from roll_core.testing.errors import mentions, refused
@@ -44,7 +44,7 @@ class Foreign:
     """A process and the words of the driver's side."""
 
     def __init__(self, folder: Path, python: Path) -> None:
-        self.process = ForeignProcess(settings(folder))
+        self.process = IsolatedEnvProcess(settings(folder))
         self.python = python
         self.hello: dict[str, Any] = {}
 
@@ -227,7 +227,7 @@ def test_a_reward_is_judged_where_there_is_no_torch(runner: asyncio.Runner, tmp_
 
 def test_an_environment_that_cannot_import_roll_core_says_what_it_lacks(runner: asyncio.Runner, tmp_path: Path) -> None:
     python = environment_with(tmp_path / "broken", [name for name in WITHOUT_TORCH if name != "numpy"])
-    process = ForeignProcess(settings(tmp_path, "rewards.math"))
+    process = IsolatedEnvProcess(settings(tmp_path, "rewards.math"))
     with refused(PythonEnvironmentError, "rewards.math", "'numpy'"):
         runner.run(process.start(python, environment_of(python, os.environ)))
     runner.run(process.close(5))  # there is nothing to close, and that is fine

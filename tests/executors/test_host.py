@@ -5,8 +5,8 @@ import gc
 
 import pytest
 
-from roll_core.runtime.executors.host import WorkerHost
-from roll_core.runtime.placement import Place
+from roll_core.runtime.cluster.executors.host import WorkerHost
+from roll_core.runtime.cluster.placement import Place
 
 
 @pytest.mark.filterwarnings("error")

@@ -14,7 +14,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from roll_core.runtime.executors import reaper
+from roll_core.runtime.cluster.executors import orphan_cleanup
 
 HERE = Path(__file__).parent
 PATIENCE_S = 90
@@ -66,7 +66,7 @@ class Litter:
 
     def left(self) -> list[str]:
         found = [f"process {pid}" for pid in self.pids if alive(pid)]
-        found += [f"/dev/shm/{name}" for name in self.segments if (reaper.SHM / name).exists()]
+        found += [f"/dev/shm/{name}" for name in self.segments if (orphan_cleanup.SHM / name).exists()]
         return found + [str(path) for path in Path(tempfile.gettempdir()).glob(f"roll-{self.mark}*")]
 
 
@@ -124,7 +124,7 @@ def test_after_sigkill_of_the_driver() -> None:
 
 
 def start_marked(mark: str, command: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, env=os.environ | {reaper.MARK: mark}, start_new_session=True)
+    return subprocess.Popen(command, env=os.environ | {orphan_cleanup.MARK: mark}, start_new_session=True)
 
 
 def test_sweep_ends_what_bears_the_mark_and_nothing_else(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_sweep_ends_what_bears_the_mark_and_nothing_else(tmp_path: Path) -> None
     scratch = tmp_path / "scratch"
     (scratch / "ray").mkdir(parents=True)
     try:
-        assert reaper.sweep(mark, scratch) == 1
+        assert orphan_cleanup.sweep(mark, scratch) == 1
         assert ours.wait(PATIENCE_S) == -signal.SIGKILL
         assert others.poll() is None
         assert not scratch.exists()
@@ -143,13 +143,16 @@ def test_sweep_ends_what_bears_the_mark_and_nothing_else(tmp_path: Path) -> None
             process.wait()
 
 
-@pytest.mark.skipif(not reaper.SHM.is_dir(), reason="shared memory has no names here")
+@pytest.mark.skipif(not orphan_cleanup.SHM.is_dir(), reason="shared memory has no names here")
 def test_sweep_unlinks_shared_memory_of_the_run_and_nothing_else(tmp_path: Path) -> None:
-    ours, others = reaper.SHM / f"{reaper.shm_prefix('mark3')}w", reaper.SHM / f"{reaper.shm_prefix('mark33')}w"
+    ours, others = (
+        orphan_cleanup.SHM / f"{orphan_cleanup.shm_prefix('mark3')}w",
+        orphan_cleanup.SHM / f"{orphan_cleanup.shm_prefix('mark33')}w",
+    )
     try:
         for path in (ours, others):
             path.write_bytes(b"x")
-        reaper.sweep("mark3", tmp_path / "none")
+        orphan_cleanup.sweep("mark3", tmp_path / "none")
         assert (ours.exists(), others.exists()) == (False, True)
     finally:
         for path in (ours, others):
@@ -157,8 +160,8 @@ def test_sweep_unlinks_shared_memory_of_the_run_and_nothing_else(tmp_path: Path)
 
 
 def test_reaper_ends_when_it_is_dismissed_and_touches_nothing(tmp_path: Path) -> None:
-    process = reaper.watch_over("mark4", tmp_path)
-    reaper.dismiss(process)
+    process = orphan_cleanup.watch_over("mark4", tmp_path)
+    orphan_cleanup.dismiss(process)
     assert process.returncode == 0
     assert tmp_path.exists()
 
@@ -167,8 +170,8 @@ def test_reaper_sweeps_when_its_driver_vanishes(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     code = (
-        "import os, sys; from pathlib import Path; from roll_core.runtime.executors import reaper;"
-        "reaper.watch_over('mark5', Path(sys.argv[1])); os._exit(1)"
+        "import os, sys; from pathlib import Path; from roll_core.runtime.cluster.executors import orphan_cleanup;"
+        "orphan_cleanup.watch_over('mark5', Path(sys.argv[1])); os._exit(1)"
     )
     marked = start_marked("mark5", ["sleep", "600"])
     try:

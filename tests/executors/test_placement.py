@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError
-from roll_core.runtime.executors import choose_executor
-from roll_core.runtime.executors.base import GroupSpec
-from roll_core.runtime.executors.ray_placement import Reservation
-from roll_core.runtime.placement import Place, overlap, place_roles, slots_of, slots_per_node
+from roll_core.runtime.cluster.executors import choose_executor
+from roll_core.runtime.cluster.executors.base import GroupSpec
+from roll_core.runtime.cluster.executors.ray_placement import Reservation
+from roll_core.runtime.cluster.placement import Place, overlap, place_roles, slots_of, slots_per_node
 from roll_core.spec.config import (
     InferWorkerConfig,
     RewardConfig,

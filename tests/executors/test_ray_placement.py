@@ -9,10 +9,10 @@ import pytest
 
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError
-from roll_core.runtime.executors.base import GroupSpec
-from roll_core.runtime.executors.ray_executor import RayExecutor
-from roll_core.runtime.executors.ray_placement import Reservation
-from roll_core.runtime.placement import place_roles
+from roll_core.runtime.cluster.executors.base import GroupSpec
+from roll_core.runtime.cluster.executors.ray_executor import RayExecutor
+from roll_core.runtime.cluster.executors.ray_placement import Reservation
+from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import InferWorkerConfig, RewardConfig, TrainWorkerConfig, WorkerConfig
 from roll_core.testing.errors import refused
 

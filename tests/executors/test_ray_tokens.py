@@ -10,7 +10,7 @@ import ray
 
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError
-from roll_core.runtime.executors.ray_instance import RayInstance
+from roll_core.runtime.cluster.executors.ray_instance import RayInstance
 from roll_core.testing.errors import refused
 
 
@@ -43,7 +43,7 @@ def test_a_driver_gives_up_an_address_that_takes_connections_and_never_replies(t
     program = (
         "from roll_core.builtin.cpu import CpuPlatform\n"
         "from roll_core.errors import PlacementError\n"
-        "from roll_core.runtime.executors.ray_instance import RayInstance\n"
+        "from roll_core.runtime.cluster.executors.ray_instance import RayInstance\n"
         "instance = RayInstance(CpuPlatform())\n"
         "try:\n    instance.open()\n"
         "except PlacementError as error:\n    print(error)\n"
@@ -67,7 +67,7 @@ def test_a_driver_gives_up_an_address_that_takes_connections_and_never_replies(t
 LISTENERS = """
 import ipaddress, os, psutil
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.runtime.executors.ray_instance import RayInstance
+from roll_core.runtime.cluster.executors.ray_instance import RayInstance
 
 instance = RayInstance(CpuPlatform())
 instance.open()

@@ -18,9 +18,9 @@ from roll_core.algorithms.losses import PolicyObjective
 from roll_core.algorithms.policy_losses import ppo
 from roll_core.builtin import plugin
 from roll_core.errors import CorruptTensorError, GuardTrippedError, UnsupportedError
-from roll_core.runtime.executors import wire
-from roll_core.runtime.executors.calls import CallFailed, Failure
-from roll_core.runtime.executors.codecs import WIRE, decode, encode_failure, encode_result
+from roll_core.runtime.cluster.executors import wire
+from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
+from roll_core.runtime.cluster.executors.codecs import WIRE, decode, encode_failure, encode_result
 from roll_core.testing.errors import mentions, refused
 from roll_core.types import Reward, Sample
 

@@ -4,10 +4,10 @@ import pytest
 
 from roll_core.errors import PlacementError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import slots_per_worker
-from roll_core.runtime.executors import choose_executor
-from roll_core.runtime.placement import place_roles
+from roll_core.runtime.cluster.executors import choose_executor
+from roll_core.runtime.cluster.placement import place_roles
 from roll_core.runtime.planning.placing import pipeline_plan
+from roll_core.runtime.workers.build import slots_per_worker
 from roll_core.testing.errors import refused
 
 ACC = ("platform=acc", "executor=ray")

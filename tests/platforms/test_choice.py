@@ -12,9 +12,9 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError, PluginError
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.executors.local import environment_of_all
-from roll_core.runtime.placement import place_roles
-from roll_core.runtime.platform import environment_of, select_platform
+from roll_core.runtime.cluster.executors.local import environment_of_all
+from roll_core.runtime.cluster.placement import place_roles
+from roll_core.runtime.cluster.platform import environment_of, select_platform
 from roll_core.spec.config import TrainWorkerConfig
 from roll_core.spec.platform import EnvVar, Platform, Probe
 from roll_core.spec.providers import PlatformProvider
@@ -61,7 +61,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
     """`offer(cls=priority, ...)`: a registry with platforms of these classes."""
 
     def make(**priorities: int) -> Registry:
-        import roll_core.runtime.platform as module
+        import roll_core.runtime.cluster.platform as module
 
         classes: dict[str, type[Platform]] = {
             "board": Board, "absent": AbsentBoard, "broken": BrokenBoard, "other": Board, "cpu": CpuPlatform
@@ -121,7 +121,7 @@ def test_what_the_user_has_set_is_handed_on_unless_workers_need_otherwise() -> N
 
 
 def test_the_config_wins_over_the_platform() -> None:
-    from roll_core.runtime.executors.base import GroupSpec
+    from roll_core.runtime.cluster.executors.base import GroupSpec
 
     places = place_roles({"a": TrainWorkerConfig(device_mapping=[0])}, Board())["a"]
     spec = GroupSpec(role="a", kind="train", target="x:X", places=places, env={"BOARD_ORDER": "mine"})
@@ -129,8 +129,8 @@ def test_the_config_wins_over_the_platform() -> None:
 
 
 def test_a_worker_sees_its_devices_under_every_name() -> None:
-    from roll_core.runtime.executors.base import GroupSpec
-    from roll_core.runtime.executors.ray_executor import RayExecutor
+    from roll_core.runtime.cluster.executors.base import GroupSpec
+    from roll_core.runtime.cluster.executors.ray_executor import RayExecutor
 
     class TwoNames(Board):
         visible_devices = "BOARD_VISIBLE"
@@ -145,7 +145,7 @@ def test_a_worker_sees_its_devices_under_every_name() -> None:
 def test_a_role_without_slots_talks_as_hosts_do() -> None:
     from roll_core.pipelines.config import SFTConfig
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.build import group_specs
+    from roll_core.runtime.workers.build import group_specs
     from roll_core.spec.pipeline import RoleSpec
 
     class OwnBackend(Board):
@@ -172,7 +172,7 @@ def test_the_users_number_of_threads_counts_on_every_host(
 ) -> None:
     from roll_core.pipelines.config import SFTConfig
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.build import group_specs
+    from roll_core.runtime.workers.build import group_specs
     from roll_core.spec.pipeline import RoleSpec
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -194,7 +194,7 @@ def test_what_a_strategy_wants_for_its_workers_gives_way_to_the_user(monkeypatch
     from roll_core.builtin.hf.config import HFTrainConfig
     from roll_core.pipelines.config import SFTConfig
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.build import group_specs
+    from roll_core.runtime.workers.build import group_specs
     from roll_core.spec.pipeline import RoleSpec
 
     wanted = [EnvVar(name=name, value="wanted", reason="a test") for name in ("FREE", "EXPORTED", "OF_THE_RUN")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.plugins.registry import load_registry
-from roll_core.runtime.platform import make_platform
+from roll_core.runtime.cluster.platform import make_platform
 from roll_core.spec.platform import Platform, RoleKind
 from roll_core.spec.providers import PlatformProvider
 

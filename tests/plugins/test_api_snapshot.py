@@ -12,7 +12,7 @@ import pytest
 import roll_core
 from roll_core.errors import ContractError
 from roll_core.plugins.kinds import KINDS
-from roll_core.runtime.build import role_config
+from roll_core.runtime.workers.build import role_config
 from roll_core.spec import (
     HOOK_API,
     checks,

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from roll_core.cli.checkpoint import list_checkpoints
 from roll_core.errors import CheckpointError, WorkerTimeoutError
-from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.manifest import read_manifest, verify
-from roll_core.runtime.resuming import SavedRun
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.manifest import read_manifest, verify
+from roll_core.runtime.run.resuming import SavedRun
 from roll_core.testing.errors import mentions, refused
 
 
@@ -73,7 +73,7 @@ def test_a_killed_writer_leaves_no_checkpoint_and_its_rest_is_swept(tmp_path: Pa
     code = """
 import os, signal, sys
 from pathlib import Path
-from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoints import CheckpointStore
 with CheckpointStore(Path(sys.argv[1])).writing(5, {}) as path:
     (path / "half").write_bytes(b"x" * 1000)
     os.kill(os.getpid(), signal.SIGKILL)

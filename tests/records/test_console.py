@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from roll_core.runtime.console import Console, time_table
-from roll_core.runtime.ledger import LedgerRow
+from roll_core.runtime.records.console import Console, time_table
+from roll_core.runtime.records.ledger import LedgerRow
 
 STEP = {
     "score/mean": 0.5,

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from roll_core.errors import GuardTrippedError, MissingTensorError, UnsupportedError
-from roll_core.runtime.guards import REMEDIES, GuardEvent, Guards, guard_table
+from roll_core.runtime.records.guards import REMEDIES, GuardEvent, Guards, guard_table
 from roll_core.spec.config import GuardConfig, GuardsConfig, RunConfig
 from roll_core.testing.errors import mentions, refused
 

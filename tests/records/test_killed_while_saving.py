@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.manifest import verify
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.manifest import verify
 
 SAVER = """
 import sys
 from pathlib import Path
-from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoints import CheckpointStore
 
 store = CheckpointStore(Path(sys.argv[1]), keep=2)
 for step in range(1, 1_000_000):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.runtime.ledger import Ledger, process_age_s
+from roll_core.runtime.records.ledger import Ledger, process_age_s
 
 
 class Clock:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.config.secrets import Redactor
-from roll_core.runtime.logs import run_logging
+from roll_core.runtime.records.logs import run_logging
 
 
 def state() -> object:

@@ -11,8 +11,8 @@ import pytest
 
 from roll_core.config.secrets import REDACTED, Redactor
 from roll_core.errors import RunInterruptedError, RunPreemptedError, WorkerDiedError
-from roll_core.runtime.guards import GuardEvent
-from roll_core.runtime.record import RunFacts, RunRecord, git_state, is_abandoned, read_record
+from roll_core.runtime.records.guards import GuardEvent
+from roll_core.runtime.records.record import RunFacts, RunRecord, git_state, is_abandoned, read_record
 
 FACTS = RunFacts(
     name="grpo/001",
@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_is_known_by_its_process(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
-from roll_core.runtime.record import RunFacts, RunRecord
+from roll_core.runtime.records.record import RunFacts, RunRecord
 RunRecord(Path(sys.argv[1]), RunFacts(name="x/001", pipeline="sft"))
 os.kill(os.getpid(), signal.SIGKILL)
 """

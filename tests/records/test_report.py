@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from roll_core.cli.report import write_report as report_command
 from roll_core.errors import RunDirectoryError
-from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.guards import GuardEvent
-from roll_core.runtime.ledger import LedgerRow
-from roll_core.runtime.record import RunFacts, RunRecord
-from roll_core.runtime.report import write_report
-from roll_core.runtime.run_dir import RunDir
-from roll_core.runtime.tracking import MetricsFile
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.guards import GuardEvent
+from roll_core.runtime.records.ledger import LedgerRow
+from roll_core.runtime.records.record import RunFacts, RunRecord
+from roll_core.runtime.records.report import write_report
+from roll_core.runtime.records.run_dir import RunDir
+from roll_core.runtime.records.tracking import MetricsFile
 from roll_core.testing.errors import mentions
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)> </script><!-- ]]> & 多言語 🎉 \u2028"

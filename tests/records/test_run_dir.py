@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError
-from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.run_dir import RunDir, find_checkpoint
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.run_dir import RunDir, find_checkpoint
 from roll_core.testing.errors import refused
 
 
@@ -53,7 +53,7 @@ def test_a_file_system_without_links_is_no_obstacle(tmp_path: Path, monkeypatch:
 
 def test_processes_that_start_at_once_get_different_directories(tmp_path: Path) -> None:
     code = (
-        "import sys; from roll_core.runtime.run_dir import RunDir;"
+        "import sys; from roll_core.runtime.records.run_dir import RunDir;"
         "print(*[RunDir.create(sys.argv[1], 'x').path.name for _ in range(20)])"
     )
     racers = [

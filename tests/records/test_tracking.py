@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.errors import TrackerError
-from roll_core.runtime.jsonlines import LineWriter, encode, number, read_lines
-from roll_core.runtime.tracking import MetricsFile, Trackers, read_metrics, repeatable
+from roll_core.runtime.records.jsonlines import LineWriter, encode, number, read_lines
+from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics, repeatable
 from roll_core.spec.tracker import Tracker
 from roll_core.testing.errors import mentions, refused
 

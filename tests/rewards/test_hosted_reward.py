@@ -11,7 +11,7 @@ import pytest
 
 from roll_core.builtin.plugin import roll_rewards
 from roll_core.errors import PluginLoadError, UnsupportedError
-from roll_core.runtime.executors.base import Peers, Place
+from roll_core.runtime.cluster.executors.base import Peers, Place
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider

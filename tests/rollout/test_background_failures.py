@@ -11,16 +11,16 @@ import pytest
 from rollout_fleet import ask, engine, plan, request
 
 import roll_core.runtime
-from roll_core.runtime import openmp
-from roll_core.runtime.concurrency import background
-from roll_core.runtime.executors import foreign_process
-from roll_core.runtime.executors.calls import CallFailed
-from roll_core.runtime.executors.host import WorkerThread
-from roll_core.runtime.executors.ray_worker import RayWorker
+from roll_core.runtime.cluster import openmp
+from roll_core.runtime.cluster.concurrency import background
+from roll_core.runtime.cluster.executors import isolated_env_process
+from roll_core.runtime.cluster.executors.calls import CallFailed
+from roll_core.runtime.cluster.executors.host import WorkerThread
+from roll_core.runtime.cluster.executors.ray_worker import RayWorker
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts, WorkerReplica
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.runtime.stopping import StopSignals
+from roll_core.runtime.run.stopping import StopSignals
 from roll_core.types import Group
 
 RUNTIME = Path(roll_core.runtime.__file__).parent
@@ -240,16 +240,16 @@ def test_a_workers_thread_answers_whatever_is_raised_and_goes_on(monkeypatch):
 
 
 def test_calls_of_a_process_whose_answers_cannot_be_read_fail(monkeypatch):
-    monkeypatch.setattr(foreign_process, "read_frame", boom_async)
+    monkeypatch.setattr(isolated_env_process, "read_frame", boom_async)
     killed = []
 
     async def main():
-        process = foreign_process.ForeignProcess({"role": "actor_infer", "rank": 0})
+        process = isolated_env_process.IsolatedEnvProcess({"role": "actor_infer", "rank": 0})
         process._process = SimpleNamespace(kill=lambda: killed.append(True), wait=lambda timeout=None: -9)
         process._writer = SimpleNamespace(write=lambda data: None, close=lambda: None)
         call = process.begin("generate", b"")
         background(process._read(asyncio.StreamReader()), name="answers")
-        with pytest.raises(foreign_process.ProcessEndedError):
+        with pytest.raises(isolated_env_process.ProcessEndedError):
             await asyncio.wait_for(call, 30)
 
     asyncio.run(main())

@@ -16,11 +16,11 @@ import yaml
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.config import load
 from roll_core.plugins.registry import load_registry
-from roll_core.runtime.console import Console
-from roll_core.runtime.executors import ray_instance
-from roll_core.runtime.executors.ray_instance import RayInstance
-from roll_core.runtime.loop import RunResult, execute
-from roll_core.runtime.tracking import repeatable
+from roll_core.runtime.cluster.executors import ray_instance
+from roll_core.runtime.cluster.executors.ray_instance import RayInstance
+from roll_core.runtime.records.console import Console
+from roll_core.runtime.records.tracking import repeatable
+from roll_core.runtime.run.loop import RunResult, execute
 
 TINY = {
     "model_type": "qwen3",

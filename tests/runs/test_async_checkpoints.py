@@ -10,8 +10,8 @@ import pytest
 
 from roll_core.builtin.hf import train as hf
 from roll_core.errors import CheckpointError, RunInterruptedError, WorkerError
-from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.manifest import verify
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.manifest import verify
 from roll_core.testing.errors import mentions
 
 WAIT_S = 60.0

@@ -14,9 +14,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.errors import RunFileError
 from roll_core.pipelines.sft import SFTPipeline
-from roll_core.runtime.jsonlines import LineWriter
-from roll_core.runtime.record import RunFacts, RunRecord, read_record
-from roll_core.runtime.tracking import MetricsFile
+from roll_core.runtime.records.jsonlines import LineWriter
+from roll_core.runtime.records.record import RunFacts, RunRecord, read_record
+from roll_core.runtime.records.tracking import MetricsFile
 from roll_core.testing.errors import refused
 
 FULL = Path("/dev/full")
@@ -52,7 +52,7 @@ def log_to_full(*arguments):
 FAULTS = {
     "log.txt": lambda patch: patch.setattr(logging.FileHandler, "_open", lambda handler: FULL.open("a")),
     "metrics.jsonl": lambda patch: patch.setattr(MetricsFile, "log", log_to_full),
-    "tokenizer": lambda patch: patch.setattr("roll_core.runtime.loop.prepare_tokenizer", full),
+    "tokenizer": lambda patch: patch.setattr("roll_core.runtime.run.loop.prepare_tokenizer", full),
     "tensorboard": lambda patch: patch.setattr(RecordWriter, "write", full),
     "export": lambda patch: patch.setattr(HFTrainStrategy, "export_model", export_part),
     "report.html": lambda patch: full_for(".report.html", patch),

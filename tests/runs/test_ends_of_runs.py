@@ -22,7 +22,7 @@ from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.cli.main import main
 from roll_core.errors import GuardTrippedError
 from roll_core.pipelines.rlvr import RLVRPipeline
-from roll_core.runtime.jsonlines import read_lines
+from roll_core.runtime.records.jsonlines import read_lines
 from roll_core.testing.errors import mentions
 
 

@@ -6,8 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from roll_core.errors import CheckpointMismatchError
-from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.resuming import SavedRole, SavedRun
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.run.resuming import SavedRole, SavedRun
 from roll_core.testing.errors import mentions
 
 

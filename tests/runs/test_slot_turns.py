@@ -188,7 +188,7 @@ def test_sigterm_is_saved_while_others_hold_the_slots(site, local_runs, monkeypa
 
 def test_requests_that_nobody_waits_for_any_more_end_before_the_engine_sleeps(site, local_runs, monkeypatch):
     """As after an evaluation that was called off: its answers are still being drawn."""
-    from roll_core.runtime.roles import GroupInferRole
+    from roll_core.runtime.run.roles import GroupInferRole
 
     leave, left = GroupInferRole.leave, []
 

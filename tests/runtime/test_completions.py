@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from roll_core.errors import InvalidCompletionError, RollError
-from roll_core.runtime.executors.base import Peers, Place
+from roll_core.runtime.cluster.executors.base import Peers, Place
 from roll_core.runtime.workers.infer import InferWorker, completion_problem, model_vocab_size
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import ModelSpec

@@ -8,7 +8,7 @@ import pytest
 
 ASK = """
 import json, mmap, sys, tempfile
-from roll_core.runtime.memory_use import MemoryWatch, forget_peak
+from roll_core.runtime.cluster.memory_use import MemoryWatch, forget_peak
 MIB = 2**20
 {before}
 watch = MemoryWatch("cpu")

@@ -11,9 +11,9 @@ import pytest
 
 from roll_core.errors import MissingRequirementError, PythonEnvironmentError
 from roll_core.plugins.requirements import INSTALL_VARIABLE, check_requirements
-from roll_core.runtime.python_environments import packages
-from roll_core.runtime.python_environments.prepare import prepare
-from roll_core.runtime.python_environments.spec import EnvironmentSpec, environment_spec, source_of
+from roll_core.runtime.cluster.python_environments import packages
+from roll_core.runtime.cluster.python_environments.prepare import prepare
+from roll_core.runtime.cluster.python_environments.spec import EnvironmentSpec, environment_spec, source_of
 from roll_core.spec.config import EnvironmentConfig
 from roll_core.spec.providers import RewardProvider
 from roll_core.testing.errors import mentions, refused

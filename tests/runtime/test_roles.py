@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.algorithms.losses import SFTObjective
-from roll_core.runtime.roles import GroupInferRole, GroupTrainRole, average, even_chunks
+from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole, average, even_chunks
 from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig

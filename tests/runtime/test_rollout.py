@@ -8,8 +8,8 @@ from unittest import mock
 import numpy as np
 
 from roll_core.errors import DataError, RewardFailure
-from roll_core.runtime.executors.base import Peers
-from roll_core.runtime.placement import Place
+from roll_core.runtime.cluster.executors.base import Peers
+from roll_core.runtime.cluster.placement import Place
 from roll_core.runtime.rollout.batches import late_length_ratio
 from roll_core.runtime.rollout.program import GroupTerms, run_groups
 from roll_core.runtime.rollout.requests import stable_seed

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from roll_core.errors import RunInterruptedError, RunPreemptedError
-from roll_core.runtime.stopping import StopSignals
+from roll_core.runtime.run.stopping import StopSignals
 from roll_core.testing.errors import refused
 
 

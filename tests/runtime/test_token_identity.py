@@ -10,7 +10,7 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.runtime.planning.models import vocab_size_of
 from roll_core.runtime.rollout.program import group_of
 from roll_core.runtime.rollout.scoring import request_of
-from roll_core.runtime.run import token_problem
+from roll_core.runtime.run.active_run import token_problem
 from roll_core.spec.config import RunConfig, TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.pipeline import Prompt

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from roll_core.runtime.turns import SlotTurns
+from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.testing.errors import refused
 
 TRAINED = frozenset({"weights", "grads", "optimizer"})
@@ -43,7 +43,7 @@ class House:
     def __init__(self, **roles):
         self.journal = []
         self.stages = []
-        self.turns = SlotTurns(self._stage)
+        self.turns = SlotLeases(self._stage)
         self.roles = {name: Role(self.journal, name, slots, movable) for name, (slots, movable) in roles.items()}
 
     @contextmanager

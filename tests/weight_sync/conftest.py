@@ -46,8 +46,8 @@ class Duo:
 
 async def local_duo(receivers):
     from roll_core.builtin.cpu import CpuPlatform
-    from roll_core.runtime.executors.base import GroupSpec, Place
-    from roll_core.runtime.executors.local import LocalExecutor
+    from roll_core.runtime.cluster.executors.base import GroupSpec, Place
+    from roll_core.runtime.cluster.executors.local import LocalExecutor
 
     executor = LocalExecutor(CpuPlatform(), 1)
 

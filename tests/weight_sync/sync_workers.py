@@ -17,8 +17,8 @@ import msgpack
 
 from roll_core.errors import MissingTensorError, WeightSyncError, WorkerDiedError
 from roll_core.modeling import device_memory
-from roll_core.runtime.executors.base import GroupSpec, Member, Place, WorkerGroup
-from roll_core.runtime.executors.calls import CallFailed, Failure
+from roll_core.runtime.cluster.executors.base import GroupSpec, Member, Place, WorkerGroup
+from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
 from roll_core.runtime.weights import WeightReceiver, WeightSender, device_facts
 from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import DeviceFacts

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll_core.errors import WeightSyncError
-from roll_core.runtime.host import hostname
+from roll_core.runtime.cluster.host import hostname
 from roll_core.runtime.weights.transports import disk
 from roll_core.spec.transport import Deadline, ReceiversLostError, SenderLostError
 from roll_core.spec.weights import make_manifest

@@ -7,8 +7,8 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.config.weight_transports import choose_transport
 from roll_core.errors import CorruptTensorError, WorkerDiedError
 from roll_core.plugins.registry import load_registry
-from roll_core.runtime.executors import make_executor
-from roll_core.runtime.executors.base import GroupSpec, Place
+from roll_core.runtime.cluster.executors import make_executor
+from roll_core.runtime.cluster.executors.base import GroupSpec, Place
 from roll_core.runtime.weights import WeightBroadcaster
 from roll_core.runtime.weights.plan import role_facts
 from roll_core.testing.errors import refused

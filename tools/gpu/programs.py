@@ -141,7 +141,7 @@ def probe(device: str) -> int:
     import torch
 
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.platform import select_platform
+    from roll_core.runtime.cluster.platform import select_platform
 
     platform = select_platform(load_registry(), None)
     if platform.device_type != device:

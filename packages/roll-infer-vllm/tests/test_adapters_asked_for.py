@@ -10,7 +10,7 @@ import pytest
 from roll_core.config import load
 from roll_core.errors import ConfigError, UnsupportedError
 from roll_core.plugins.registry import Registry, load_registry
-from roll_core.runtime.build import model_spec, served_adapters
+from roll_core.runtime.workers.build import model_spec, served_adapters
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.testing.errors import refused

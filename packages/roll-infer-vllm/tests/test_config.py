@@ -207,8 +207,8 @@ def test_eight_bits_are_refused_where_they_cannot_be(run, monkeypatch, why, mode
     from roll_core.builtin.cpu import CpuPlatform
     from roll_core.errors import UnsupportedError
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.build import group_specs
-    from roll_core.runtime.executors.base import Place
+    from roll_core.runtime.cluster.executors.base import Place
+    from roll_core.runtime.workers.build import group_specs
     from roll_core.spec.pipeline import RoleSpec
 
     monkeypatch.setattr(CpuPlatform, "supports", lambda self, dtype: why if dtype == "fp8" else "")

@@ -14,7 +14,7 @@ from megatron_programs import MIXTURE, PRELOAD
 from safetensors.torch import load_file
 
 from roll_core.cli.main import main
-from roll_core.runtime.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.testing.bench import Case, Step

@@ -10,10 +10,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, RunDirectoryError
-from roll_core.runtime.checkpoints import Checkpoint, CheckpointStore
-from roll_core.runtime.manifest import read_manifest, verify
-from roll_core.runtime.resuming import SavedRun
-from roll_core.runtime.run_dir import checkpoint_stores
+from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
+from roll_core.runtime.records.manifest import read_manifest, verify
+from roll_core.runtime.records.run_dir import checkpoint_stores
+from roll_core.runtime.run.resuming import SavedRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

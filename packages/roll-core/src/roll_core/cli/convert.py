@@ -27,20 +27,26 @@ from roll_core.errors import (
 from roll_core.modeling.export import write_model
 from roll_core.modeling.model import empty_model, load_model
 from roll_core.modeling.portable_state import check_same, stored_buffers
-from roll_core.runtime.checkpoints import CheckpointStore
-from roll_core.runtime.host import usable_cores
-from roll_core.runtime.portable_state import FOLDER, MODEL, opened_portable_state, read_portable_index, saved_model
-from roll_core.runtime.resuming import SavedRun
-from roll_core.runtime.run_dir import checkpoint_stores
+from roll_core.runtime.cluster.host import usable_cores
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.portable_state import (
+    FOLDER,
+    MODEL,
+    opened_portable_state,
+    read_portable_index,
+    saved_model,
+)
+from roll_core.runtime.records.run_dir import checkpoint_stores
+from roll_core.runtime.run.resuming import SavedRun
 from roll_core.spec.config import WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from roll_core.runtime.checkpoints import Checkpoint
-    from roll_core.runtime.portable_state import PortableIndex
-    from roll_core.runtime.resuming import SavedRole
+    from roll_core.runtime.records.checkpoints import Checkpoint
+    from roll_core.runtime.records.portable_state import PortableIndex
+    from roll_core.runtime.run.resuming import SavedRole
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.train import PortableState
 
@@ -136,12 +142,12 @@ async def _export(
     """Build the strategy that wrote `folder`, load it and let it export. One rank, in this process."""
     from roll_core.config import strategy_config
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.build import COLLECTIVE_TIMEOUT_S, WORKERS
-    from roll_core.runtime.executors import make_executor
-    from roll_core.runtime.executors.base import GroupSpec
-    from roll_core.runtime.placement import Place
-    from roll_core.runtime.platform import select_platform, values_of
-    from roll_core.runtime.roles import GroupTrainRole
+    from roll_core.runtime.cluster.executors import make_executor
+    from roll_core.runtime.cluster.executors.base import GroupSpec
+    from roll_core.runtime.cluster.placement import Place
+    from roll_core.runtime.cluster.platform import select_platform, values_of
+    from roll_core.runtime.run.roles import GroupTrainRole
+    from roll_core.runtime.workers.build import COLLECTIVE_TIMEOUT_S, WORKERS
     from roll_core.runtime.workers.train import BatchLimits
     from roll_core.spec.providers import TrainProvider
     from roll_core.spec.train import TrainingSpec

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from roll_core.config import load
 from roll_core.plugins.registry import load_registry
-from roll_core.runtime.doctor import examine
+from roll_core.runtime.cluster.doctor import examine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from roll_core.runtime.doctor import Finding
+    from roll_core.runtime.cluster.doctor import Finding
 
 WIDTH = 140
 """Where there is no terminal that has one."""

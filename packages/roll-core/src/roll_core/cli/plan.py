@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from roll_core.runtime.placement import Place
+    from roll_core.runtime.cluster.placement import Place
     from roll_core.runtime.planning import Plan
     from roll_core.runtime.planning.levers import Proposal
     from roll_core.runtime.planning.plan import Load

@@ -16,8 +16,8 @@ def write_report(run: Path) -> int:
 
     Returns the exit code. Raises `RunDirectoryError` where there is no run.
     """
-    from roll_core.runtime.report import write_report as write
-    from roll_core.runtime.run_dir import RunDir
+    from roll_core.runtime.records.report import write_report as write
+    from roll_core.runtime.records.run_dir import RunDir
 
     report = write(RunDir.open(run).path)
     Console(soft_wrap=True, highlight=False).print(Text(str(report)))

@@ -13,7 +13,7 @@ from roll_core.config import load
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RollError
 from roll_core.plugins.registry import load_registry
-from roll_core.runtime import openmp
+from roll_core.runtime.cluster import openmp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +38,8 @@ def run_configs(
     loaded = [load(path, overrides, registry, further, needs=True) for path in configs]
     gc.set_threshold(*GC_THRESHOLDS)
     # Everything heavy comes after the checks: a mistake is reported within a second.
-    from roll_core.runtime.ledger import process_age_s
-    from roll_core.runtime.loop import execute
+    from roll_core.runtime.records.ledger import process_age_s
+    from roll_core.runtime.run.loop import execute
 
     before_s = process_age_s()
     for each in loaded:

@@ -78,7 +78,7 @@ class Part:
 
     def platform_here(self) -> Platform:
         """The platform that the tests run on."""
-        from roll_core.runtime.platform import select_platform
+        from roll_core.runtime.cluster.platform import select_platform
 
         if self.platform:
             return select_platform(registry(), self.platform)

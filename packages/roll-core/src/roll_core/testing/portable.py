@@ -51,7 +51,7 @@ class PortableTests(Subject):
     def test_a_run_goes_on_from_the_references_state(self, case: Case, world_size: int, tmp_path: Path) -> None:
         """Of which plain torch did two steps; norms, learning rates and weights of two more are as if torch had gone
         on, whatever the strategy had done before."""
-        from roll_core.runtime.portable_state import write_portable_state
+        from roll_core.runtime.records.portable_state import write_portable_state
         from roll_core.testing.portable_programs import go_on
 
         self._need_portable()
@@ -149,7 +149,7 @@ class PortableTests(Subject):
     def _exported_state(self, case: Case, steps: list[Step], folder: Path) -> tuple[dict[str, Arrays], int, Arrays]:
         """Of a strategy after all of `steps`: masters and moments by kind, then by name; the step's number; and the
         weights that it then exports."""
-        from roll_core.runtime.portable_state import KINDS, opened_portable_state
+        from roll_core.runtime.records.portable_state import KINDS, opened_portable_state
         from roll_core.testing.bench import as_array
         from roll_core.testing.portable_programs import export_between
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.runtime.portable_state import opened_portable_state, write_portable_state
+from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
 from roll_core.testing.bench import accumulate, built, take_step, weights
 from roll_core.testing.programs import observe, raised
 

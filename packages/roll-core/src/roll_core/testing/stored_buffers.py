@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.runtime.portable_state import opened_portable_state
+from roll_core.runtime.records.portable_state import opened_portable_state
 from roll_core.spec.train import Want
 from roll_core.testing.bench import built, outputs
 from roll_core.testing.bounds import check_rows

@@ -26,7 +26,7 @@ import numpy as np
 from roll_core.builtin.hf.config import HFInferConfig
 from roll_core.builtin.hf.thread import EngineThread
 from roll_core.errors import DataError, ModelError, UnsupportedError
-from roll_core.runtime import openmp
+from roll_core.runtime.cluster import openmp
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.providers import InferCapabilities
 from roll_core.spec.requests import check_request

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RollError
-from roll_core.runtime.placement import slots_per_node
+from roll_core.runtime.cluster.placement import slots_per_node
 from roll_core.runtime.planning.placing import Placing, pipeline_plan, weight_choices
 from roll_core.runtime.planning.plan import Capacity, Plan, plan_with
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.executors import ExecutorName
-    from roll_core.runtime.memory_use import MemoryUse
-    from roll_core.runtime.placement import Place
+    from roll_core.runtime.cluster.executors import ExecutorName
+    from roll_core.runtime.cluster.memory_use import MemoryUse
+    from roll_core.runtime.cluster.placement import Place
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.platform import Platform

@@ -13,10 +13,10 @@ from roll_core.config.weight_transports import Choice, choose_transport
 from roll_core.errors import PlacementError, PluginError, RollError
 from roll_core.modeling.device_memory import device_memory
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.build import kept_apart, provider_of, role_config, slots_per_worker
-from roll_core.runtime.executors import choose_executor
-from roll_core.runtime.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
-from roll_core.runtime.platform import select_platform
+from roll_core.runtime.cluster.executors import choose_executor
+from roll_core.runtime.cluster.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
+from roll_core.runtime.cluster.platform import select_platform
+from roll_core.runtime.workers.build import kept_apart, provider_of, role_config, slots_per_worker
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import UPDATE, Phase, PipelinePlan
 from roll_core.spec.transport import DeviceFacts, RoleFacts, WorkerFacts
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.executors import ExecutorName
-    from roll_core.runtime.placement import Place
+    from roll_core.runtime.cluster.executors import ExecutorName
+    from roll_core.runtime.cluster.placement import Place
     from roll_core.spec.config import RunConfig, WorkerConfig
     from roll_core.spec.plan import Act
     from roll_core.spec.platform import Platform

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from roll_core.data.sequences import sample_of
 from roll_core.errors import ContractError
-from roll_core.runtime.concurrency import gather
+from roll_core.runtime.cluster.concurrency import gather
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.spec.rollout import RolloutContext, RolloutProgram
 from roll_core.types import GenerateRequest, Group

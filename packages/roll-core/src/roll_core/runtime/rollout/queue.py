@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from roll_core.errors import RollError
-from roll_core.runtime.executors.calls import retrieve
+from roll_core.runtime.cluster.executors.calls import retrieve
 from roll_core.runtime.rollout.replicas import NO_TIMEOUTS, ReplicaPool, Router
 from roll_core.runtime.rollout.requests import (
     FINISHED,

@@ -21,8 +21,8 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.errors import RecordingError, RunDirectoryError, UnsupportedError
+from roll_core.runtime.records.tracking import ranges
 from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
-from roll_core.runtime.tracking import ranges
 from roll_core.spec.pipeline import InferRole
 from roll_core.types import CompletionOutput, Group, Reward, Sample
 

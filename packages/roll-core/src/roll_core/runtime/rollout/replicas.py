@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from roll_core.errors import InvalidCompletionError, RollError, WorkerDiedError
-from roll_core.runtime.concurrency import background
-from roll_core.runtime.executors.calls import retrieve
+from roll_core.runtime.cluster.concurrency import background
+from roll_core.runtime.cluster.executors.calls import retrieve
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
     from typing import TypeAlias
 
-    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.runtime.rollout.requests import PendingRequest, SubRequest
     from roll_core.types import Completion, GenerateRequest
 

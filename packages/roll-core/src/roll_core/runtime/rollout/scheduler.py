@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointMismatchError, ContractError
-from roll_core.runtime.concurrency import background
+from roll_core.runtime.cluster.concurrency import background
 from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
 from roll_core.runtime.rollout.program import GroupContext, GroupTerms, SingleTurn
 from roll_core.runtime.rollout.recording import REPLAYED, group_from, outputs_from, saved_group, saved_outputs

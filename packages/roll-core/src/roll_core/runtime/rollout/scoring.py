@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.spec.config import RewardConfig
     from roll_core.spec.pipeline import Prompt
     from roll_core.types import Sample

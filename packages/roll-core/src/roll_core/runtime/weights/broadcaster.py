@@ -23,7 +23,7 @@ from roll_core.spec.weights import MEMORY, digest, entry_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle
     from roll_core.spec.config import WeightFormat
     from roll_core.spec.providers import WeightTransportProvider

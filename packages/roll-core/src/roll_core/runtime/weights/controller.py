@@ -17,11 +17,11 @@ from roll_core.errors import (
     WeightSyncError,
     WorkerDiedError,
 )
-from roll_core.runtime.build import provider_of, served_adapters
-from roll_core.runtime.roles import ENGINE, WEIGHTS
+from roll_core.runtime.run.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import role_facts
 from roll_core.runtime.weights.probe import ProbeReading, logprob_probe, require_following
+from roll_core.runtime.workers.build import provider_of, served_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.executors.base import Executor
-    from roll_core.runtime.guards import Guards
-    from roll_core.runtime.record import RunRecord
-    from roll_core.runtime.roles import GroupInferRole, GroupTrainRole
-    from roll_core.runtime.turns import SlotTurns
+    from roll_core.runtime.cluster.executors.base import Executor
+    from roll_core.runtime.cluster.leases import SlotLeases
+    from roll_core.runtime.records.guards import Guards
+    from roll_core.runtime.records.record import RunRecord
+    from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
     from roll_core.runtime.weights.broadcaster import SyncReport
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import RoleSpec
@@ -55,7 +55,7 @@ class SyncedRun(Protocol):
     config: RunConfig
     step: int
     guards: Guards
-    turns: SlotTurns
+    turns: SlotLeases
     tokenizer: PreTrainedTokenizerBase
     busy_roles: set[str]
 

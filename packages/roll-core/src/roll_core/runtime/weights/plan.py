@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.errors import WeightSyncError
-    from roll_core.runtime.executors.base import WorkerGroup
+    from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.spec.config import WeightFormat
     from roll_core.spec.providers import WeightTransportProvider
     from roll_core.types import WeightManifest, WeightReceipt

@@ -20,7 +20,7 @@ from roll_core.runtime.rollout.program import PROBE
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 
 if TYPE_CHECKING:
-    from roll_core.runtime.roles import GroupInferRole
+    from roll_core.runtime.run.roles import GroupInferRole
     from roll_core.spec.pipeline import TrainRole
     from roll_core.types import Completion, Floats, TokenIds
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from roll_core.errors import PluginLoadError, RewardFailure
 from roll_core.plugins.targets import load_class, load_target
-from roll_core.runtime.executors import wire
+from roll_core.runtime.cluster.executors import wire
 from roll_core.runtime.workers.judge_pool import JudgePool
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.reward import RewardFunction

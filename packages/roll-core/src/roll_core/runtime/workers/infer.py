@@ -16,9 +16,9 @@ from roll_core.config.model_keys import model_keys
 from roll_core.errors import InvalidCompletionError, RollError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target, schema_of
-from roll_core.runtime.executors.calls import retrieve
-from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
-from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
+from roll_core.runtime.cluster.executors.calls import retrieve
+from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
+from roll_core.runtime.cluster.placement import HOST_BACKEND, HOST_DEVICE
 from roll_core.runtime.weights import WeightReceiver, device_facts
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
@@ -27,7 +27,7 @@ from roll_core.types import Completion, CompletionOutput, FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from roll_core.runtime.executors.base import Peers, Place
+    from roll_core.runtime.cluster.executors.base import Peers, Place
     from roll_core.runtime.weights import ReceiveOutcome, SendHandle, SyncPlan
     from roll_core.spec.infer import InferStrategy, MetricKind
     from roll_core.spec.model import ModelSpec

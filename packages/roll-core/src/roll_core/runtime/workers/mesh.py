@@ -10,7 +10,7 @@ from roll_core.spec.model import MeshInfo
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from roll_core.runtime.executors.base import Peers, Place
+    from roll_core.runtime.cluster.executors.base import Peers, Place
 
 
 def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s: float) -> MeshInfo:

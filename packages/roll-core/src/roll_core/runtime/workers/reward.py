@@ -22,7 +22,7 @@ from roll_core.types import Reward
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.runtime.executors.base import Peers, Place
+    from roll_core.runtime.cluster.executors.base import Peers, Place
     from roll_core.spec.providers import RewardProvider
     from roll_core.spec.reward import RewardFunction, RewardRequest
 

@@ -11,9 +11,9 @@ import numpy as np
 from roll_core.data.pack import pack, pack_evenly
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target, schema_of
-from roll_core.runtime.concurrency import in_daemon_thread
-from roll_core.runtime.memory_use import MemoryUse, MemoryWatch
-from roll_core.runtime.portable_state import opened_portable_state, write_portable_state
+from roll_core.runtime.cluster.concurrency import in_daemon_thread
+from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
+from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
 from roll_core.runtime.weights import WeightSender, device_facts
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.runtime.executors.base import Peers, Place
+    from roll_core.runtime.cluster.executors.base import Peers, Place
     from roll_core.runtime.weights import SendHandle, SendOutcome, SyncPlan
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import TrainProvider

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import override
 
 from roll_core.errors import UnsupportedError, WeightSyncError
-from roll_core.runtime.placement import HOST_BACKEND, HOST_DEVICE
+from roll_core.runtime.cluster.placement import HOST_BACKEND, HOST_DEVICE
 from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
 from roll_core.spec.transport import (
     ReceiverEndpoint,

@@ -1,0 +1,138 @@
+"""The local executor: every worker in this process, arguments and results by reference, a debugger works.
+
+Environment variables belong to the process, so all roles see the union of theirs from `start` to `close`; two roles
+that want different values of one variable cannot run here. Variables that tell a worker who it is (`RANK` and so on)
+are not set: they would be the driver's too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import UnsupportedError
+from roll_core.runtime.cluster import openmp
+from roll_core.runtime.cluster.executors.base import Executor, Member, Peers, WorkerGroup
+from roll_core.runtime.cluster.executors.calls import collect
+from roll_core.runtime.cluster.executors.environment import EnvironmentChange
+from roll_core.runtime.cluster.executors.host import WorkerHost
+from roll_core.runtime.cluster.host import hostname
+from roll_core.runtime.cluster.placement import check_local
+from roll_core.runtime.cluster.platform import environment_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
+
+    from roll_core.errors import WorkerDiedError
+    from roll_core.runtime.cluster.executors.base import GroupSpec
+    from roll_core.spec.platform import Platform
+
+CLOSE_S = 10.0
+"""How long a worker that is busy may keep `close` waiting."""
+
+
+class LocalExecutor(Executor):
+    """Workers are objects here, each with a thread for its sync methods; async ones run on the caller's event loop."""
+
+    name = "local"
+    shares_memory = True
+
+    def __init__(self, platform: Platform, slots_per_node: int) -> None:
+        self._platform = platform
+        self._slots_per_node = slots_per_node
+        self._hosts: list[WorkerHost] = []
+        self._environment = EnvironmentChange()
+
+    async def start(self, specs: Sequence[GroupSpec]) -> dict[str, WorkerGroup]:
+        """See `Executor.start`. Roles are made one after the other, in order."""
+        for spec in specs:
+            self._check_places(spec)
+        self._environment.make(environment_of_all(specs, self._platform))
+        try:
+            return {spec.role: await self._start_group(spec) for spec in specs}
+        except BaseException:
+            await self.close()
+            raise
+
+    def check_alive(self) -> None:
+        """Workers live exactly as long as this process."""
+
+    async def watch(self) -> NoReturn:
+        """Never returns: workers live exactly as long as this process."""
+        while True:
+            await asyncio.sleep(3600)
+
+    async def close(self) -> None:
+        """See `Executor.close`. A worker that is busy is waited for, up to `CLOSE_S`."""
+        hosts, self._hosts = self._hosts, []
+        await asyncio.gather(*(host.close(CLOSE_S) for host in hosts))
+        self._environment.undo()
+
+    async def _start_group(self, spec: GroupSpec) -> WorkerGroup:
+        members = [
+            Member(rank=place.rank, host=hostname(), pid=os.getpid(), node=0, slots=place.slots)
+            for place in spec.places
+        ]
+        hosts = []
+        for place, member in zip(spec.places, members, strict=True):
+            host = WorkerHost(spec.role, place.rank)
+            hosts.append(host)
+            self._hosts.append(host)
+            making = asyncio.ensure_future(host.make(spec.target, place, Peers(), spec.args))
+            await collect(spec.role, "start", {member: making}, spec.timeout_s)
+        return LocalGroup(spec, members, hosts)
+
+    def _check_places(self, spec: GroupSpec) -> None:
+        if spec.environment is not None:
+            raise UnsupportedError(
+                f"{spec.role} has a Python environment of its own, but the local executor keeps every worker in this"
+                " process: set executor: ray"
+            )
+        check_local(spec.role, spec.kind, spec.places, self._platform, self._slots_per_node)
+
+
+class LocalGroup(WorkerGroup):
+    """Workers of this process."""
+
+    def __init__(self, spec: GroupSpec, members: Sequence[Member], hosts: Sequence[WorkerHost]) -> None:
+        super().__init__(spec, members)
+        self._hosts = tuple(hosts)
+        self._death: WorkerDiedError | None = None
+        """Of a worker that was given up. Its thread cannot be killed, so that no call is made here any more."""
+
+    async def _stack(self, rank: int) -> str:
+        return self._hosts[rank].stack()
+
+    def _end(self, rank: int, death: WorkerDiedError) -> None:
+        self._death = death
+
+    def _begin(self, rank: int, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
+        if self._death is not None:
+            raise type(self._death)(*self._death.args)
+        # The caller waits now, and the worker computes.
+        openmp.rest()
+        return self._hosts[rank].begin(method, arguments)
+
+
+def environment_of_all(specs: Sequence[GroupSpec], platform: Platform) -> dict[str, str]:
+    """The variables of all roles together. Raises `UnsupportedError` where two roles contradict each other.
+
+    What a platform wants gives way to what the config says; two platform values may differ, the first counts.
+    """
+    union: dict[str, str] = {}
+    wanted_by: dict[str, str] = {}
+    for spec in specs:
+        for name, value in spec.env.items():
+            if union.setdefault(name, value) != value:
+                raise UnsupportedError(
+                    f"system_envs: {wanted_by[name]} wants {name}={union[name]} and {spec.role} wants {name}={value},"
+                    " but with the local executor all roles share one process: set executor: ray, or make them equal"
+                )
+            wanted_by.setdefault(name, spec.role)
+    for spec in specs:
+        for place in spec.places:
+            for name, value in environment_of(platform, spec.kind, place.local_indices).items():
+                union.setdefault(name, value)
+    return union

@@ -1,0 +1,165 @@
+"""From nodes by number to nodes of a Ray cluster: reserves one bundle of slots on each, or says what is missing.
+
+A bundle is as large as the highest slot in use on its node asks for, so that local slot `i` is the `i`-th device that
+the bundle holds. On accelerators an actor holds the whole bundle's devices and workers ask Ray for none: roles may
+share slots in any way, and no other job of the cluster gets them meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import PlacementError
+from roll_core.runtime.cluster.placement import no_such_slot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.runtime.cluster.executors.base import GroupSpec
+    from roll_core.spec.platform import Platform
+
+ANY_SHARE = 0.001
+"""Smallest amount of a resource that Ray counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedNode:
+    """A node's bundle in the placement group."""
+
+    bundle: int
+    device_ids: tuple[str, ...] = ()
+    """What the node calls its slots, by local index; empty where workers are not restricted to devices."""
+
+
+class Reservation:
+    """The slots of a run on a Ray cluster."""
+
+    def __init__(self, platform: Platform, slots_per_node: int, deadline_s: float) -> None:
+        self._platform = platform
+        self._slots_per_node = slots_per_node
+        self._deadline_s = deadline_s
+        self._group: Any = None
+        self._holders: list[Any] = []
+        self.nodes: dict[int, ReservedNode] = {}
+
+    async def take(self, specs: Sequence[GroupSpec]) -> None:
+        """Reserve. Raises `PlacementError` if the slots do not exist, or are not free within the deadline."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        needs = self._slots_needed(specs)
+        present = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self._check_existence(specs, needs, present)
+        nodes = sorted(needs)
+        cores = min(float(node.get("CPU", 0)) for node in present)
+        bundles = [self._bundle(needs[node], cores) for node in nodes]
+        strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
+        self._group = placement_group(bundles, strategy=strategy)
+        await self._until(asyncio.wrap_future(self._group.ready().future()), bundles)
+        for bundle, node in enumerate(nodes):
+            ids = await self._hold(bundle, needs[node]) if self._platform.visible_devices and needs[node] else ()
+            self.nodes[node] = ReservedNode(bundle=bundle, device_ids=tuple(ids))
+
+    def strategy(self, node: int) -> Any:
+        """Where Ray shall put a worker of this node."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=self.nodes[node].bundle
+        )
+
+    def give_back(self) -> None:
+        """Free the slots for others. May be called several times."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        holders, self._holders = self._holders, []
+        for holder in holders:
+            ray.kill(holder)
+        group, self._group = self._group, None
+        if group is not None:
+            remove_placement_group(group)
+
+    def _slots_needed(self, specs: Sequence[GroupSpec]) -> dict[int, int]:
+        """Slots to reserve on each node that is used: up to the highest one in use."""
+        needs: dict[int, int] = {}
+        for spec in specs:
+            for place in spec.places:
+                highest = max(place.local_indices, default=-1)
+                needs[place.node] = max(needs.get(place.node, 0), highest + 1)
+        return needs
+
+    def _check_existence(
+        self, specs: Sequence[GroupSpec], needs: Mapping[int, int], present: Sequence[Mapping[str, float]]
+    ) -> None:
+        """Nodes with the most slots serve those that need the most; what then lacks is named by role and slot."""
+        counts = sorted((count for count in map(self._slots_of, present) if count), reverse=True)
+        # A node whose number is past the last one is there for nobody.
+        there = (node for node in needs if needs[node] and node < len(counts))
+        by_need = sorted(there, key=lambda node: (-needs[node], node))
+        available = dict(zip(by_need, counts, strict=False))
+        for spec in specs:
+            for place in spec.places:
+                for slot, local in zip(place.slots, place.local_indices, strict=True):
+                    if place.node >= len(counts) or local >= available[place.node]:
+                        raise PlacementError(self._no_such_slot(spec.role, slot, counts))
+
+    def _no_such_slot(self, role: str, slot: int, counts: Sequence[float]) -> str:
+        per_node = self._slots_per_node
+        if counts and min(counts) >= per_node:
+            return no_such_slot(role, slot, self._platform, per_node, len(counts))
+        resource = self._platform.ray_resource
+        have = ", ".join(f"{count:g}" for count in counts) or "none"
+        return (
+            f"{role} asks for slot {slot}, which is number {slot % per_node} of node {slot // per_node}, where nodes"
+            f" have {per_node} (num_gpus_per_node), but Ray's nodes have {resource}: {have}"
+        )
+
+    def _slots_of(self, node: Mapping[str, float]) -> float:
+        return self._slots_per_node if self._platform.slots_share_cores else node.get(self._platform.ray_resource, 0)
+
+    def _bundle(self, slots: int, cores: float) -> dict[str, float]:
+        if slots == 0:
+            return {"CPU": ANY_SHARE}
+        if self._platform.slots_share_cores:
+            return {"CPU": max(ANY_SHARE, min(float(slots), cores))}
+        return {self._platform.ray_resource: float(slots)}
+
+    async def _until(self, ready: asyncio.Future[Any], bundles: Sequence[Mapping[str, float]]) -> None:
+        import ray
+
+        started = time.monotonic()
+        try:
+            await asyncio.wait_for(ready, self._deadline_s)
+        except TimeoutError:
+            resource = next(iter(bundles[0]))
+            wanted = ", ".join(f"{bundle[resource]:g}" for bundle in bundles)
+            total = ray.cluster_resources().get(resource, 0)
+            free = ray.available_resources().get(resource, 0)
+            raise PlacementError(
+                f"the slots are not free: after {time.monotonic() - started:.0f} s Ray could not reserve {resource} on"
+                f" {len(bundles)} nodes ({wanted}). {free:g} of {total:g} in the cluster are free: wait for the jobs"
+                " that hold the others, or use fewer slots"
+            ) from None
+
+    async def _hold(self, bundle: int, slots: int) -> Sequence[str]:
+        """Let an actor take all slots of a bundle, and ask it for their ids."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from roll_core.runtime.cluster.executors.ray_host import SlotHolder
+
+        resource = self._platform.ray_resource
+        amount = {"num_gpus": slots} if resource == "GPU" else {"resources": {resource: slots}}
+        where = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=bundle)
+        holder = ray.remote(SlotHolder).options(num_cpus=0, scheduling_strategy=where, **amount).remote()
+        self._holders.append(holder)
+        ids: list[str] = await asyncio.wait_for(
+            asyncio.wrap_future(holder.device_ids.remote(resource).future()), self._deadline_s
+        )
+        if len(ids) != slots:  # more, where a variable RAY_EXPERIMENTAL_NOSET_… keeps Ray from dealing them out
+            raise PlacementError(f"Ray gave {len(ids)} devices of {resource} where {slots} were reserved: {ids}")
+        return ids

@@ -1,0 +1,245 @@
+"""One actor of Ray, as the driver sees it: calls begin in order and are answered, or fail when its process dies.
+
+    begin ─► future ◄── answer, decoded
+               ▲
+    lifeline ──┴── ends when the process does
+
+What is known of a death goes to the executor, which decides who else fails by it, and to everybody who waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import EngineDiedError, UnsupportedError, WorkerDiedError
+from roll_core.runtime.cluster.executors.base import Member
+from roll_core.runtime.cluster.executors.calls import CallFailed, Failure, retrieve
+from roll_core.runtime.cluster.executors.codecs import PICKLED, WIRE, decode
+from roll_core.runtime.cluster.executors.process_exit import cause_of_death
+from roll_core.runtime.cluster.host import hostname, num_oom_kills
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from roll_core.runtime.cluster.executors.base import GroupSpec, Peers
+    from roll_core.runtime.cluster.executors.codecs import Codec
+    from roll_core.runtime.cluster.executors.ray_executor import RayExecutor
+    from roll_core.runtime.cluster.placement import Place
+
+DEATH_NEWS_S = 10.0
+"""How long after a failed call the news of the worker's death may take."""
+
+
+class RayWorker:
+    """One actor, as the driver sees it. Lives on the event loop of the executor."""
+
+    def __init__(self, executor: RayExecutor, spec: GroupSpec, place: Place, handle: Any, crash_file: Path) -> None:
+        self.place = place
+        self.member = Member(rank=place.rank, host="?", pid=0, node=place.node, slots=place.slots)
+        self._executor = executor
+        self.spec = spec
+        self._codec = codec_of(spec)
+        self._handle = handle
+        self._crash_file = crash_file
+        self._oom_kills_before = num_oom_kills()
+        self._loop = asyncio.get_running_loop()
+        self._number = 0
+        self._pending: dict[asyncio.Future[Any], str] = {}
+        """Who waits, and for which method."""
+        self._unanswered = 0
+        self.interface = ""
+        """The network interface at which it meets its peers, where one has to be named."""
+        self.is_dead = False
+        self.death: WorkerDiedError | None = None
+        """How it died, where its group survives that."""
+        self._on_answer(handle.lifeline.remote(), self._lifeline_ended)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether its process lives and works on nothing, also on nothing that nobody waits for any more."""
+        return not self._unanswered and not self.is_dead and self._handle is not None
+
+    def prepare(self) -> asyncio.Future[Any]:
+        """Let it find or install its Python environment."""
+        return self._ask("preparation of its environment", self._handle.prepare.remote(), PICKLED)
+
+    def greet(self) -> asyncio.Future[Any]:
+        """Wait for its process."""
+        return self._ask("start of its process", self._handle.greet.remote(), PICKLED)
+
+    def make(self, place: Place, peers: Peers) -> asyncio.Future[Any]:
+        """Make the worker in it."""
+        self.place = place
+        env = {"MASTER_ADDR": peers.master_addr, "MASTER_PORT": str(peers.master_port)}
+        if self.interface:
+            from roll_core.runtime.cluster.executors.ray_host import GLOO_INTERFACE
+
+            env[GLOO_INTERFACE] = self.interface
+        spec = self.spec
+        try:
+            payload = self._codec.dumps((spec.target, place, peers, dict(spec.args), env, import_path(spec)))
+        except Exception as error:
+            raise UnsupportedError(f"{spec.role}: its arguments cannot be sent to another process: {error}") from error
+        return self._ask("start", self._handle.make.remote(payload), self._codec)
+
+    def begin(self, method: str, payload: Any) -> asyncio.Future[Any]:
+        """Begin a call. See `WorkerGroup._begin`."""
+        if death := self._executor.death or self.death:
+            return self._dead_already(death)
+        if self._executor.is_closing:
+            member = self.member
+            return self._dead_already(
+                WorkerDiedError(self.spec.role, member.rank, member.host, "", "its executor was closed")
+            )
+        number, self._number = self._number, self._number + 1
+        future = self._ask(method, self._handle.call.remote(number, method, payload), self._codec)
+
+        def tell_if_cancelled(done: asyncio.Future[Any]) -> None:
+            if done.cancelled() and self._handle is not None and not self._executor.is_closing:
+                self._handle.cancel.remote(number)
+
+        future.add_done_callback(tell_if_cancelled)
+        return future
+
+    def stack(self) -> asyncio.Future[Any]:
+        """Where its worker is right now."""
+        return self._ask("stack", self._handle.stack.remote())
+
+    def close(self, timeout_s: float) -> asyncio.Future[Any]:
+        """Close the worker in it."""
+        return self._ask("close", self._handle.close.remote(timeout_s))
+
+    def kill(self) -> None:
+        """End its process.
+
+        The handle goes too: it may live on in a cycle, and when that is collected Ray takes a reference from the actor
+        of this id, which by then may be one of the next Ray instance of this process.
+        """
+        import ray
+
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            ray.kill(handle)
+
+    def fail_pending(self, death: WorkerDiedError) -> None:
+        """Every call that waits raises."""
+        for future in list(self._pending):
+            if not future.done():
+                future.set_exception(again(death))
+
+    def describe_death(self, error: BaseException) -> WorkerDiedError:
+        """What is known: Ray's words, the crash that the process itself wrote, the kernel's count of killings."""
+        method = next((method for future, method in self._pending.items() if not future.cancelled()), "")
+        trace = _text(self._crash_file)
+        struck = num_oom_kills() - self._oom_kills_before if self.member.host in (hostname(), "?") else 0
+        cause = cause_of_death(error, pid=self.member.pid, trace=trace, oom_kills=struck)
+        return WorkerDiedError(self.spec.role, self.place.rank, self.member.host, method, cause, trace or str(error))
+
+    def _ask(self, method: str, ref: Any, codec: Codec | None = None) -> asyncio.Future[Any]:
+        """The answer to a call that was made, as it is where it has no codec."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._pending[future] = method
+        self._unanswered += 1
+        future.add_done_callback(self._forget)
+
+        def answered(answer: Any, error: BaseException | None) -> None:
+            self._unanswered -= 1
+            if future.done():
+                return
+            if error is not None:
+                self._unreachable(future, error)
+                return
+            try:
+                future.set_result(decode(codec, answer) if codec else answer)
+            except CallFailed as failed:
+                if isinstance(failed.failure.error, EngineDiedError):
+                    self._executor.death_of(self, failed.failure.error)
+                if not future.done():
+                    future.set_exception(failed)
+            except Exception as wrong:  # whatever the unpickling of a foreign object raises
+                future.set_exception(CallFailed(Failure.of(wrong)))
+
+        self._on_answer(ref, answered)
+        return future
+
+    def _forget(self, done: asyncio.Future[Any]) -> None:
+        self._pending.pop(done, None)
+        retrieve(done)
+
+    def _on_answer(self, ref: Any, callback: Callable[[Any, BaseException | None], None]) -> None:
+        """Call back on the event loop with the answer or the error. Ray calls from a thread of its own."""
+
+        def ready(done: Future[Any]) -> None:
+            answer, error = None, None
+            try:
+                answer = done.result()
+            except BaseException as raised:  # an exception here would be swallowed, and the call never end
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everyone who waited
+                self._loop.call_soon_threadsafe(callback, answer, error)
+
+        ref.future().add_done_callback(ready)
+
+    def _lifeline_ended(self, _answer: None, error: BaseException | None) -> None:
+        import ray
+
+        if isinstance(error, ray.exceptions.ActorUnavailableError):
+            # The network had a gap; Ray has not given the process up.
+            self._on_answer(self._handle.lifeline.remote(), self._lifeline_ended)
+        elif error is not None:
+            self.is_dead = True
+            self._executor.death_of(self, error)
+
+    def _unreachable(self, future: asyncio.Future[Any], error: BaseException) -> None:
+        """Ray lost a call. Most likely the process died, and the lifeline says so in a moment: that error is better.
+        A process that lives behind a gap of the network has missed a call, and others wait there for their turn after
+        it: it is of no use any more, where its group survives that."""
+        import ray
+
+        def give_up() -> None:
+            if future.done():
+                return
+            if isinstance(error, ray.exceptions.RayActorError) and self.spec.survives != "never":
+                self._executor.give_up(self, self.describe_death(error))
+            if not future.done():
+                future.set_exception(CallFailed(Failure.of(error)))
+
+        self._loop.call_later(DEATH_NEWS_S, give_up)
+
+    def _dead_already(self, death: WorkerDiedError) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        future.set_exception(again(death))
+        return future
+
+
+def again(death: WorkerDiedError) -> WorkerDiedError:
+    """The same error to raise in one more place, without the traceback of another."""
+    return type(death)(*death.args)
+
+
+def codec_of(spec: GroupSpec) -> Codec:
+    """How calls of a role become bytes."""
+    return PICKLED if spec.environment is None else WIRE
+
+
+def import_path(spec: GroupSpec) -> list[str]:
+    """Where this process imports from: workers import the user's modules from there too. What is installed here stays
+    out of another environment."""
+    path = [str(Path(entry or Path.cwd()).absolute()) for entry in sys.path]
+    if spec.environment is None:
+        return path
+    here = {str(Path(prefix).absolute()) for prefix in (sys.prefix, sys.base_prefix)}
+    installed = {line for folder in path for file in Path(folder).glob("*.pth") for line in _text(file).splitlines()}
+    return [each for each in path if each not in installed and not any(Path(each).is_relative_to(to) for to in here)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,227 @@
+"""Who sits where: from each role's `device_mapping` to a place for each of its workers.
+
+Slots are numbered over all nodes: slot `s` is local slot `s % slots_per_node` of node `s // slots_per_node`. Worker `r`
+of a role takes the `r`-th run of `num_gpus_per_worker` slots of its mapping. Roles may share slots. Pure arithmetic: no
+device is touched, no cluster asked, so `roll-core plan` shows what a run would do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from roll_core.errors import PlacementError, UnsupportedError
+from roll_core.runtime.cluster.host import usable_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from roll_core.spec.config import WorkerConfig
+    from roll_core.spec.platform import Platform, RoleKind
+
+HOST_DEVICE = "cpu"
+"""Torch device of workers without slots."""
+HOST_BACKEND = "gloo"
+"""Collective backend among them: a platform's own may carry only what lies on its devices."""
+
+Overlap = Literal["colocated", "disaggregated", "partial"]
+"""Of two roles' slots: the same, none in common, or some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one worker sits, and its share of what is there."""
+
+    rank: int
+    world_size: int
+    local_rank: int = 0
+    """Counted over the ranks of its role on its node."""
+    node: int = 0
+    """Index of the node, 0 up."""
+    slots: tuple[int, ...] = ()
+    """Global numbers; none for workers that hold no slot."""
+    local_indices: tuple[int, ...] = ()
+    """The same slots, counted on their node."""
+    device: str = HOST_DEVICE
+    """Torch device string, as the worker's own process sees it."""
+    num_threads: int = 1
+    """Host threads for computation. Roles that share slots take turns, so each gets the full share of its slots."""
+    slots_in_use: int = 0
+    """Slots of its node that some role uses, which share the host's cores; 0 for a worker that needs but one thread."""
+    wanted_threads: int = 0
+    """`OMP_NUM_THREADS` where the user gives it; 0 for the share of the host's cores."""
+
+    def threads_of(self, cores: int) -> int:
+        """Its share of a host with so many cores, at least 1; on every host what the user wants."""
+        if self.wanted_threads and self.slots_in_use:
+            return self.wanted_threads
+        return max(1, cores * max(1, len(self.slots)) // self.slots_in_use) if self.slots_in_use else 1
+
+
+def place_roles(
+    roles: Mapping[str, WorkerConfig],
+    platform: Platform,
+    *,
+    num_gpus_per_node: int | None = None,
+    num_nodes: int | None = None,
+    slots_per_worker: Mapping[str, int] | None = None,
+    cores: int | None = None,
+) -> dict[str, tuple[Place, ...]]:
+    """A place for each worker of each role, by rank.
+
+    `num_nodes` is given where the nodes that exist are known: a slot beyond them is an error now; otherwise the
+    executor finds out when it starts. `slots_per_worker` is what a role's strategy computes from its configuration.
+    `cores` are those of this host, counted where not given; other nodes are taken to be alike.
+    Raises `PlacementError`.
+    """
+    per_node = slots_per_node(platform, num_gpus_per_node)
+    host_cores = cores or usable_cores()
+    slots = {
+        name: _slots_of_workers(name, worker, platform, (slots_per_worker or {}).get(name))
+        for name, worker in roles.items()
+    }
+    for name, workers in slots.items():
+        _check_slots(name, workers, platform, per_node, num_nodes)
+    in_use = _slots_in_use(slots, per_node)
+    nodes = sorted(in_use) or [0]
+    return {
+        name: _places(workers, roles[name], platform, per_node, nodes, in_use, host_cores)
+        for name, workers in slots.items()
+    }
+
+
+def slots_per_node(platform: Platform, num_gpus_per_node: int | None) -> int:
+    """Slots of a node: `num_gpus_per_node`, or what the platform counts on this host. Raises `PlacementError`."""
+    slots = num_gpus_per_node or platform.device_count()
+    if not slots:
+        raise PlacementError(
+            f"this host has no slot of platform {platform.name} by which those of a node could be counted: give"
+            " num_gpus_per_node"
+        )
+    return slots
+
+
+def overlap(first: Iterable[Place], second: Iterable[Place]) -> Overlap:
+    """How the slots of two roles lie. Roles without slots share none."""
+    a, b = slots_of(first), slots_of(second)
+    if a and a == b:
+        return "colocated"
+    return "partial" if a & b else "disaggregated"
+
+
+def slots_of(places: Iterable[Place]) -> frozenset[int]:
+    """All slots of a role."""
+    return frozenset(slot for place in places for slot in place.slots)
+
+
+def check_local(role: str, kind: RoleKind, places: Sequence[Place], platform: Platform, per_node: int) -> None:
+    """Whether the local executor, one process on this host, can have the workers of a role. Raises `UnsupportedError`,
+    `PlacementError`."""
+    if kind in ("train", "score") and len(places) > 1:
+        raise UnsupportedError(
+            f"{role} has {len(places)} workers, but the local executor has one process, and so one worker for a role"
+            " that trains or scores: set executor: ray, or give it one slot"
+        )
+    here = per_node if platform.slots_share_cores else min(per_node, platform.device_count())
+    for place in places:
+        for slot in place.slots:
+            if slot >= here:
+                raise PlacementError(no_such_slot(role, slot, platform, here, 1))
+
+
+def _slots_of_workers(
+    name: str, worker: WorkerConfig, platform: Platform, computed: int | None
+) -> list[tuple[int, ...]]:
+    """The slots of each worker, by rank; empty tuples for a role on the host."""
+    per_worker = _slots_per_worker(name, worker, computed)
+    mapping = worker.device_mapping
+    if mapping is None:
+        world_size = worker.world_size or 1
+        if worker.kind == "reward" or not platform.slots_share_cores:
+            return [()] * world_size
+        mapping = tuple(range(world_size * per_worker))
+    if len(mapping) % per_worker:
+        raise PlacementError(
+            f"{name}: device_mapping has {len(mapping)} slots, which is not a multiple of the {per_worker} slots that"
+            f" each worker takes (num_gpus_per_worker)"
+        )
+    return [tuple(mapping[at : at + per_worker]) for at in range(0, len(mapping), per_worker)]
+
+
+def _slots_per_worker(name: str, worker: WorkerConfig, computed: int | None) -> int:
+    stated = worker.num_gpus_per_worker
+    if computed is not None and stated is not None and computed != stated:
+        raise PlacementError(
+            f"{name}: num_gpus_per_worker is {stated}, but its strategy_config makes each worker take {computed} slots:"
+            f" leave num_gpus_per_worker out"
+        )
+    if worker.kind == "train" and (computed or stated or 1) != 1:
+        raise PlacementError(f"{name}: num_gpus_per_worker is {computed or stated}, but a worker that trains takes 1")
+    return computed or stated or 1
+
+
+def _check_slots(
+    name: str, workers: Sequence[tuple[int, ...]], platform: Platform, per_node: int, num_nodes: int | None
+) -> None:
+    for rank, slots in enumerate(workers):
+        for slot in slots:
+            if num_nodes is not None and slot >= num_nodes * per_node:
+                raise PlacementError(no_such_slot(name, slot, platform, per_node, num_nodes))
+        nodes = sorted({slot // per_node for slot in slots})
+        if len(nodes) > 1:
+            raise PlacementError(
+                f"{name} rank {rank} takes slots {_listed(slots)}, which lie on nodes {_listed(nodes)} of {per_node}"
+                f" slots each (num_gpus_per_node): the slots of one worker lie on one node"
+            )
+
+
+def no_such_slot(name: str, slot: int, platform: Platform, per_node: int, num_nodes: int) -> str:
+    """What to say of a slot that is not there: the role, the slot, what exists, the way out."""
+    total = per_node * num_nodes
+    there = f"are {total} slots (0 to {total - 1})" if total > 1 else "is one slot (0)" if total else "is none"
+    where = f"{num_nodes} nodes with {per_node} slots each" if num_nodes != 1 else "one node"
+    found = f"{name} asks for slot {slot}, but there {there} on {where}"
+    if platform.slots_share_cores:
+        return f"{found}. A slot here is a share of the host's cores: num_gpus_per_node: {slot + 1} makes more of them"
+    return f"{found}. Change device_mapping, or num_gpus_per_node if the nodes have more, or join more nodes"
+
+
+def _slots_in_use(roles: Mapping[str, Sequence[tuple[int, ...]]], per_node: int) -> dict[int, int]:
+    used = {slot for workers in roles.values() for slots in workers for slot in slots}
+    nodes = [slot // per_node for slot in used]
+    return {node: nodes.count(node) for node in set(nodes)}
+
+
+def _places(
+    workers: Sequence[tuple[int, ...]],
+    config: WorkerConfig,
+    platform: Platform,
+    per_node: int,
+    nodes: Sequence[int],
+    in_use: Mapping[int, int],
+    cores: int,
+) -> tuple[Place, ...]:
+    placed: list[Place] = []
+    ranks_on: dict[int, int] = {}
+    for rank, slots in enumerate(workers):
+        node = slots[0] // per_node if slots else nodes[rank % len(nodes)]
+        local = tuple(slot % per_node for slot in slots)
+        computes = bool(slots) or config.kind != "reward"
+        sharers = max(in_use.get(node, 0), 1 if slots else -(-len(workers) // len(nodes)))
+        place = Place(
+            rank=rank,
+            world_size=len(workers),
+            local_rank=ranks_on.get(node, 0),
+            node=node,
+            slots=slots,
+            local_indices=local,
+            device=platform.device(local[0]) if slots else HOST_DEVICE,
+            slots_in_use=sharers if computes else 0,
+        )
+        ranks_on[node] = place.local_rank + 1
+        placed.append(replace(place, num_threads=place.threads_of(cores)))
+    return tuple(placed)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number) for number in numbers)

@@ -1,0 +1,134 @@
+"""The interpreter of a role's environment, on this host, once it is known that a worker can start there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import PythonEnvironmentError
+from roll_core.runtime.cluster.python_environments.packages import build
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.runtime.cluster.python_environments.spec import EnvironmentSpec
+
+OLDEST_PYTHON = (3, 11)
+PROBE_S = 60.0
+"""How long an interpreter may take to say what is installed beside it: file systems of clusters are slow."""
+PROBE = """
+import json, sys
+sys.path = [entry for entry in sys.path if entry]
+found = {"python": list(sys.version_info[:3]), "installed": {}}
+try:
+    from importlib.metadata import version
+    for name in sys.argv[1:]:
+        try:
+            found["installed"][name] = version(name)
+        except Exception:
+            pass
+except ImportError:
+    pass
+print(json.dumps(found))
+"""
+"""Also old interpreters understand it: they have to say that they are old."""
+
+
+def prepare(spec: EnvironmentSpec, role: str) -> Path:
+    """The interpreter for `role`, as messages name it.
+
+    Takes minutes where packages have to be installed first, and waits for whoever installs them.
+    Raises `PythonEnvironmentError`: which role, what is missing or wrong, the command that mends it.
+    """
+    python = build(spec, role) if spec.packages else find_interpreter(spec, role)
+    _check(_probe(python, spec, role), python, spec, role)
+    return python
+
+
+def find_interpreter(spec: EnvironmentSpec, role: str) -> Path:
+    """Of a virtual environment, a path, or a name on the PATH."""
+    if os.sep not in spec.python:
+        found = shutil.which(spec.python)
+        if found is None:
+            raise PythonEnvironmentError(
+                f"{role}: environment {spec.python}: there is no program of that name on the PATH"
+            )
+        return Path(found)
+    python = interpreter_at(Path(spec.python))
+    if not python.is_file():
+        folder = python.parent.parent
+        raise PythonEnvironmentError(
+            f"{role}: environment {spec.python}: there is no interpreter {python}. Run: uv venv"
+            f" {shlex.quote(str(folder))} && {install_command(python, spec.sources)}"
+        )
+    return python
+
+
+def interpreter_at(path: Path) -> Path:
+    """Where the interpreter is, or would be, if `path` is one or is the folder of a virtual environment."""
+    is_folder = path.is_dir() or not path.name.startswith("python")
+    return path / "bin" / "python" if is_folder and not path.is_file() else path
+
+
+def environment_of(python: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables for a process of this interpreter: those `given`, without what belongs to another."""
+    env = {name: value for name, value in given.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    env["PATH"] = os.pathsep.join([str(python.parent), *filter(None, [given.get("PATH")])])
+    if (python.parent.parent / "pyvenv.cfg").is_file():
+        env["VIRTUAL_ENV"] = str(python.parent.parent)
+    return env
+
+
+def install_command(python: Path, requirements: Sequence[str]) -> str:
+    """What brings these into an environment."""
+    return " ".join(["uv pip install --python", shlex.quote(str(python)), *map(shlex.quote, requirements)])
+
+
+def _probe(python: Path, spec: EnvironmentSpec, role: str) -> dict[str, Any]:
+    where = f"{role}: environment {spec.name}: {python}"
+    try:
+        done = subprocess.run(
+            [str(python), "-c", PROBE, *spec.distributions],
+            env=environment_of(python, os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PythonEnvironmentError(f"{where} did not say within {PROBE_S:g} s what is installed there") from error
+    except OSError as error:
+        raise PythonEnvironmentError(f"{where} cannot be started: {error.strerror or error}") from error
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except ValueError as error:
+        said = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
+        raise PythonEnvironmentError(f"{where} is not a Python that works: it said {said!r}") from error
+    return found
+
+
+def _check(found: Mapping[str, Any], python: Path, spec: EnvironmentSpec, role: str) -> None:
+    where = f"{role}: environment {spec.name}: {python}"
+    version = tuple(found["python"])
+    if version[:2] < OLDEST_PYTHON:
+        raise PythonEnvironmentError(
+            f"{where} is Python {'.'.join(map(str, version))}, but roll-core needs"
+            f" {'.'.join(map(str, OLDEST_PYTHON))} or later"
+        )
+    wrong = [
+        f"{name} {found['installed'][name]} is installed" if name in found["installed"] else f"{name} is not installed"
+        for name, wanted in spec.distributions.items()
+        if found["installed"].get(name) != wanted
+    ]
+    if wrong:
+        wanted = ", ".join(f"{name} {version}" for name, version in spec.distributions.items())
+        raise PythonEnvironmentError(
+            f"{where}: {'; '.join(wrong)}, and this run has {wanted}. Run: {install_command(python, spec.sources)}"
+        )

@@ -1,0 +1,248 @@
+"""Checkpoints that are there completely or not at all: `checkpoints/step-N/` with a manifest of digests.
+
+writing(N):  .step-N.tmp-<host>-<pid>-<x>/  --fsync, manifest.json-->  rename  -->  step-N/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+
+from roll_core.errors import CheckpointError, RollError
+from roll_core.runtime.records.manifest import MANIFEST, STEP, read_manifest, verify, write_flushed, write_manifest
+from roll_core.runtime.records.run_files import disk_is_full
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STATE = "state.json"
+
+_WORKING = re.compile(r"\.step-\d+\.(?:tmp|old)-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
+_MINE: set[str] = set()
+"""Names of the working directories that this process writes at the moment."""
+_FOREIGN_AGE_S = 24 * 3600.0
+"""A working directory of another host, of whose processes nothing is known, is swept when it is so old."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    step: int
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint:
+        """What stands at `path`, however damaged it is: its step is told by its name, else by its manifest, else 0."""
+        match = STEP.fullmatch(path.name)
+        if match:
+            return cls(int(match[1]), path)
+        try:
+            return cls(read_manifest(path).step, path)
+        except CheckpointError:
+            return cls(0, path)
+
+    def state(self) -> dict[str, Any]:
+        """What was given as `state` when it was written."""
+        file = self.path / STATE
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{file} holds no mapping")
+        return found
+
+
+class CheckpointStore:
+    """The checkpoints of one run. One process writes; any may read."""
+
+    def __init__(self, directory: Path, keep: int = 0) -> None:
+        """`keep` newest checkpoints stay, 0 keeps all. Touches nothing."""
+        self.directory = directory
+        self.keep = keep
+
+    @staticmethod
+    def is_checkpoint(path: Path) -> bool:
+        """Whether `path` is a checkpoint by its looks; it may be damaged."""
+        return (path / MANIFEST).is_file() or (STEP.fullmatch(path.name) is not None and path.is_dir())
+
+    @staticmethod
+    def open(path: Path) -> Checkpoint:
+        """The checkpoint at `path`, verified. Raises `CheckpointError` that says what is damaged."""
+        problems = verify(path)
+        if problems:
+            others = [c for c in CheckpointStore(path.parent).list() if c.path != path and not verify(c.path)]
+            way_out = (
+                f"the last good one beside it is {others[-1].path}" if others else "no other one beside it is good"
+            )
+            raise CheckpointError(f"checkpoint {path} is damaged: {_enumerate(problems)}; {way_out}")
+        return Checkpoint(read_manifest(path).step, path)
+
+    def list(self) -> list[Checkpoint]:
+        """All complete checkpoints, oldest first; not verified."""
+        if not self.directory.is_dir():
+            return []
+        found = []
+        for path in self.directory.iterdir():
+            match = STEP.fullmatch(path.name)
+            if match and path.is_dir():
+                found.append(Checkpoint(int(match[1]), path))
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def latest_good(self) -> Checkpoint | None:
+        """The newest checkpoint that is intact, read back in full. None if there is none at all.
+
+        Damaged ones are passed over with a warning that says what is wrong. Raises `CheckpointError` if all are.
+        """
+        damaged = []
+        for checkpoint in reversed(self.list()):
+            problems = verify(checkpoint.path)
+            if not problems:
+                return checkpoint
+            damaged.append(f"{checkpoint.path.name} ({_enumerate(problems)})")
+            logger.warning("checkpoint %s is damaged and is passed over: %s", checkpoint.path, _enumerate(problems))
+        if damaged:
+            raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {', '.join(damaged)}")
+        return None
+
+    @contextlib.contextmanager
+    def writing(self, step: int, state: Mapping[str, Any], *, stop: threading.Event | None = None) -> Iterator[Path]:
+        """A directory to write into. It becomes `step-<step>` when the block ends, and vanishes if the block raises.
+
+        `state` is kept as JSON beside what the block writes. Blocks while everything is flushed and digested; older
+        checkpoints beyond `keep` are removed afterwards. A full disk is a `CheckpointError`, the checkpoints before
+        it are untouched. `stop` may be set by another thread: what blocks then raises `CheckpointError` soon.
+        """
+        self.sweep()
+        working = self._working(step, "tmp")
+        try:
+            _MINE.add(working.name)
+            working.mkdir(parents=True)
+            write_flushed(working / STATE, json.dumps(state, ensure_ascii=False, allow_nan=False, indent=1))
+            yield working
+            write_manifest(working, step, stop)
+            _flush_directories(working)
+            self._publish(working, step)
+        except BaseException as error:
+            shutil.rmtree(working, ignore_errors=True)
+            if disk_is_full(error):
+                raise CheckpointError(self._full(step)) from error
+            if isinstance(error, OSError) and not isinstance(error, RollError):
+                raise CheckpointError(f"checkpoint of step {step} could not be written: {error}") from error
+            raise
+        finally:
+            _MINE.discard(working.name)
+        self._retire()
+
+    @contextlib.asynccontextmanager
+    async def writing_aside(self, step: int, state: Mapping[str, Any]) -> AsyncIterator[Path]:
+        """As `writing`, but what blocks is done in a thread: the event loop goes on, and cancelling ends it soon."""
+        stop = threading.Event()
+        writing = self.writing(step, state, stop=stop)
+        path = writing.__enter__()
+        try:
+            yield path
+        except BaseException as error:
+            writing.__exit__(type(error), error, error.__traceback__)
+            raise
+        await _in_thread(lambda: writing.__exit__(None, None, None), stop)
+
+    def sweep(self) -> None:
+        """Remove what processes that are gone left half-written."""
+        if not self.directory.is_dir():
+            return
+        for path in self.directory.iterdir():
+            match = _WORKING.fullmatch(path.name)
+            if match and _abandoned(path, match["host"], int(match["pid"])):
+                logger.info("removing %s, which a process that is gone left half-written", path)
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _working(self, step: int, kind: str) -> Path:
+        return self.directory / f".step-{step}.{kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+    def _publish(self, working: Path, step: int) -> None:
+        target = self.directory / f"step-{step}"
+        replaced = self._move_aside(target, step) if target.exists() else None
+        os.rename(working, target)
+        _fsync(self.directory)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+
+    def _move_aside(self, target: Path, step: int) -> Path:
+        """Out of sight in one act, so that a removal that is killed half-way leaves nothing that looks complete."""
+        aside = self._working(step, "old")
+        os.rename(target, aside)
+        return aside
+
+    def _retire(self) -> None:
+        if not self.keep:
+            return
+        for checkpoint in self.list()[: -self.keep]:
+            shutil.rmtree(self._move_aside(checkpoint.path, checkpoint.step), ignore_errors=True)
+
+    def _full(self, step: int) -> str:
+        free = shutil.disk_usage(self.directory).free if self.directory.is_dir() else 0
+        before = self.list()
+        kept = f"the last checkpoint is {before[-1].path}" if before else "there is no earlier checkpoint"
+        return (
+            f"no space for the checkpoint of step {step} in {self.directory} ({free / 2**20:.0f} MiB free); {kept};"
+            " make room, lower max_ckpt_to_keep or set output_dir to another disk"
+        )
+
+
+async def _in_thread(function: Callable[[], T], stop: threading.Event) -> T:
+    """Its result. Cancelling sets `stop`, and waits until the thread has noticed."""
+    working = asyncio.create_task(asyncio.to_thread(function))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        stop.set()
+        await asyncio.wait({working})
+        if working.exception() is not None:
+            logger.debug("writing a checkpoint was stopped: %s", working.exception())
+        raise
+
+
+def _flush_directories(root: Path) -> None:
+    for path in [root, *(p for p in root.rglob("*") if p.is_dir())]:
+        _fsync(path)
+
+
+def _fsync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _abandoned(path: Path, host: str, pid: int) -> bool:
+    if host == socket.gethostname():
+        # In a container that is started again the process often has the id that the killed one had.
+        return path.name not in _MINE if pid == os.getpid() else not psutil.pid_exists(pid)
+    with contextlib.suppress(OSError):
+        return time.time() - path.stat().st_mtime > _FOREIGN_AGE_S
+    return False
+
+
+def _enumerate(problems: list[str], limit: int = 3) -> str:
+    shown = "; ".join(problems[:limit])
+    return shown if len(problems) <= limit else f"{shown}; and {len(problems) - limit} more"

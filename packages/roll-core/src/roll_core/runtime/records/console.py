@@ -1,0 +1,315 @@
+"""What a person sees of a run: a progress bar on a terminal, one line for each step without one, a table at the end.
+
+roll · grpo/001 · rlvr on cpu, executor local
+warning: guard logprob_gap: …
+━━━━━━━━━━━━━━━╸━━━━━━━━  12/200  reward 0.412  loss 0.0031  kl 0.0008  1.2k tokens/s  1:04 < 16:20  rollout
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from roll_core.runtime.records.ledger import OTHER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from roll_core.runtime.records.ledger import LedgerRow
+
+_BAR_WIDTH, _NARROW_BAR_WIDTH = 14, 6
+_NARROW = 100
+"""Columns of a terminal below which figures need the bar's room."""
+_STAGE_WIDTH = 10
+_PLAIN_WIDTH = 120
+"""Of tables where there is no terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A figure worth a place on the screen: the first of `metrics` that a step has."""
+
+    label: str
+    metrics: tuple[str, ...]
+    dispensable: int = 0
+    """The higher, the earlier it gives way on a narrow terminal; 0 never does."""
+
+
+HEADLINES = (
+    Headline("reward", ("score/mean", "reward/mean")),
+    Headline("loss", ("actor/loss", "train/loss", "loss"), dispensable=1),
+    Headline("kl", ("kl/mean", "actor/approx_kl"), dispensable=5),
+    Headline("acc", ("train/token_accuracy", "train/acc", "actor/acc"), dispensable=4),
+    Headline("val", ("val/score/mean", "val/loss"), dispensable=3),
+    Headline("tokens/s", ("tokens_per_s/step", "tokens_per_s/train"), dispensable=2),
+)
+"""What progress shows, in order. Values stay until a newer one comes."""
+
+
+class Console:
+    """The screen of one run. `start`, then `step` for each step, then `finish`; `close` in any case."""
+
+    def __init__(
+        self,
+        *,
+        stream: TextIO | None = None,
+        terminal: bool | None = None,
+        headlines: Sequence[Headline] = HEADLINES,
+    ) -> None:
+        """Writes to `stream`, stdout if not given. `terminal` is found out if not given."""
+        stream = stream if stream is not None else sys.stdout
+        self._terminal = _is_terminal(stream) if terminal is None else terminal
+        width = None if self._terminal else _PLAIN_WIDTH
+        self._rich = RichConsole(
+            file=stream, force_terminal=self._terminal, width=width, highlight=False, soft_wrap=not self._terminal
+        )
+        self._headlines = headlines
+        self._shown: dict[str, float] = {}
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = 0
+        self._clock = _Remaining()
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether it shows a progress bar."""
+        return self._terminal
+
+    def line(self, text: str, style: str = "") -> None:
+        """Print a line; above the bar while there is one."""
+        self._rich.print(Text(text, style=style))
+
+    def warn(self, text: str) -> None:
+        """Print a warning above the bar."""
+        self.line(text, style="yellow")
+
+    def start(self, *, total_steps: int, done: int = 0) -> None:
+        """Steps begin: `done` of `total_steps` were done by the run that is resumed."""
+        self._total = total_steps
+        self._clock.start()
+        if not self._terminal:
+            return
+        self._progress = Progress(
+            BarColumn(
+                bar_width=self._bar_width,
+                complete_style="cyan",
+                finished_style="green",
+                table_column=Column(min_width=self._bar_width),
+            ),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}", style="bold", table_column=Column(no_wrap=True)),
+            _Rendered(self._figures),
+            _Rendered(lambda: self._clock.text(self._total), style="cyan"),
+            TextColumn("{task.fields[stage]}", style="dim", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=self._rich,
+            transient=True,
+            redirect_stdout=self._rich.file is sys.stdout,
+            redirect_stderr=self._rich.file is sys.stdout,
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=done, stage="")
+        self._progress.start()
+
+    def stage(self, name: str) -> None:
+        """Show what the run is doing now; nothing without a terminal."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, stage=name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step `step` is done."""
+        self._take(metrics)
+        self._clock.step(step)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, refresh=True)
+        elif not self._terminal:
+            self.line(self.plain_line(step, metrics))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Held-out data were looked at after `step` steps."""
+        self._take(metrics)
+        figures = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+        if self._terminal:
+            self.line(f"step {step}: {figures}", style="green")
+        else:
+            self.line(" ".join([f"step={step}/{self._total}", *(f"{k}={_exact(v)}" for k, v in metrics.items())]))
+
+    def plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
+        """`step=3/200 reward=0.512 loss=0.0031 … step_s=1.31 eta_s=258`: what this step has, in a fixed order."""
+        parts = [f"step={step}/{self._total}"]
+        for headline in self._headlines:
+            value = _first(headline, metrics)
+            if value is not None:
+                parts.append(f"{headline.label.replace('/', '_per_')}={_exact(value)}")
+        if "time/step" in metrics:
+            parts.append(f"step_s={_exact(metrics['time/step'])}")
+        remaining = self._clock.remaining_s(self._total)
+        if remaining is not None:
+            parts.append(f"eta_s={remaining:.0f}")
+        return " ".join(parts)
+
+    def finish(
+        self,
+        *,
+        outcome: str,
+        rows: Sequence[LedgerRow] = (),
+        lines: Sequence[tuple[str, str]] = (),
+        error: str = "",
+        advice: str = "",
+    ) -> None:
+        """The run is over: where the time went, then how it ended and what to do about that, then `lines` of label and
+        value (paths, results)."""
+        self.close()
+        if rows:
+            self._rich.print(time_table(rows))
+        style = {"finished": "bold green", "failed": "bold red"}.get(outcome, "bold yellow")
+        ending = Text(outcome, style=style)
+        if error:
+            ending.append(f": {error}", style="not bold")
+        self._rich.print(ending)
+        for line in advice.splitlines():
+            self._rich.print(Text(f"  {line}"))
+        width = max((len(label) for label, _ in lines), default=0)
+        for label, value in lines:
+            # Unbroken, so that commands and paths can be copied.
+            self._rich.print(Text(f"{label:<{width}}  ", style="dim").append(value, style="not dim"), soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar away; may be called more than once."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+            self._task = None
+
+    def _take(self, metrics: Mapping[str, float]) -> None:
+        for headline in self._headlines:
+            value = _first(headline, metrics)
+            if value is not None:
+                self._shown[headline.label] = value
+
+    @property
+    def _bar_width(self) -> int:
+        return _BAR_WIDTH if self._rich.width >= _NARROW else _NARROW_BAR_WIDTH
+
+    def _figures(self) -> str:
+        """As many as there is room for."""
+        headlines = [headline for headline in self._headlines if headline.label in self._shown]
+        while True:
+            text = "  ".join(self._figure(headline.label) for headline in headlines)
+            least = max(headlines, key=lambda headline: headline.dispensable, default=None)
+            if least is None or not least.dispensable or len(text) <= self._room():
+                return text
+            headlines.remove(least)
+
+    def _figure(self, label: str) -> str:
+        value = _short(self._shown[label])
+        return f"{value} {label}" if "/" in label else f"{label} {value}"
+
+    def _room(self) -> int:
+        """Characters for figures beside the bar, the count, the clock and the stage."""
+        count = 2 * len(str(self._total)) + 1
+        clock = len(self._clock.text(self._total))
+        return max(0, self._rich.width - self._bar_width - count - clock - _STAGE_WIDTH - 4)
+
+
+class _Rendered(ProgressColumn):
+    """A text that is made anew at each refresh."""
+
+    def __init__(self, text: Callable[[], str], style: str = "") -> None:
+        super().__init__(Column(no_wrap=True))
+        self._text, self._style = text, style
+
+    def render(self, task: Task) -> Text:
+        """The text now."""
+        return Text(self._text(), style=self._style)
+
+
+def time_table(rows: Sequence[LedgerRow]) -> Table:
+    """Where the time went. The rows add up to the last line."""
+    table = Table(title="where the time went", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("stage")
+    for heading in ("seconds", "share", "entered", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        rate = row.tokens_per_s
+        table.add_row(
+            row.stage,
+            f"{row.seconds:.2f}",
+            f"{row.share:.1%}",
+            f"{row.entries}" if row.entries else "",
+            "" if rate is None else _short(rate),
+            style="dim" if row.stage == OTHER else "",
+        )
+    total = sum(row.seconds for row in rows)
+    table.add_row("total", f"{total:.2f}", f"{sum(row.share for row in rows):.1%}", "", "", style="bold")
+    return table
+
+
+class _Remaining:
+    """Time left, from the last steps but the first, which is slower than all others and follows an evaluation."""
+
+    _WINDOW = 20
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._ends: list[tuple[int, float]] = []
+
+    def start(self) -> None:
+        self._begin = time.monotonic()
+        self._ends = []
+
+    def step(self, step: int) -> None:
+        self._ends.append((step, time.monotonic()))
+        del self._ends[: -self._WINDOW - 1]
+
+    def remaining_s(self, total: int) -> float | None:
+        if len(self._ends) < 2:
+            return None
+        (first, begin), (last, end) = self._ends[0], self._ends[-1]
+        return max(0.0, (total - last) * (end - begin) / (last - first))
+
+    def text(self, total: int) -> str:
+        passed = _clock(time.monotonic() - self._begin)
+        remaining = self.remaining_s(total)
+        return passed if remaining is None else f"{passed} < {_clock(remaining)}"
+
+
+def _first(headline: Headline, metrics: Mapping[str, float]) -> float | None:
+    return next((metrics[name] for name in headline.metrics if name in metrics), None)
+
+
+def _short(value: float) -> str:
+    """For eyes: three or four significant digits."""
+    if not math.isfinite(value):
+        return f"{value}"
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.3g}k"
+    if size >= 100:
+        return f"{value:.0f}"
+    return "0" if value == 0 else f"{value:.3f}" if size >= 0.01 else f"{value:.2g}"
+
+
+def _exact(value: float) -> str:
+    """For programs: six significant digits."""
+    return f"{value:.6g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """A dumb terminal cannot move its cursor, which a bar needs."""
+    return stream.isatty() and os.environ.get("TERM", "") != "dumb"

@@ -1,0 +1,136 @@
+"""Files of one JSON object a line, written while a run goes on and readable after they were cut off in mid-line.
+
+JSON has no NaN and no infinity: they are written as the strings `NaN`, `Infinity` and `-Infinity`, of which `number`
+makes numbers again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from roll_core.runtime.records.run_files import check_in_place, writing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class LineWriter:
+    """Appends objects to a file. Each line is handed to the system before `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path`, which goes on where it ends; a last line that was cut off is closed first."""
+        self.path = path
+        with writing(path):
+            self._stream = path.open("ab+", buffering=0)
+            if _cut_off(self._stream.seek(0, os.SEEK_END), path):
+                self._stream.write(b"\n")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one object. Raises `RunFileError`."""
+        line = encode(row).encode("utf-8", errors="backslashreplace") + b"\n"
+        with writing(self.path):
+            while line:  # a disk that fills up takes a part
+                line = line[self._stream.write(line) :]
+
+    def check(self) -> None:
+        """Raise `RunFileError` if the file was deleted or replaced."""
+        check_in_place(self._stream, self.path)
+
+    def close(self) -> None:
+        """Close the file; may be called more than once."""
+        self._stream.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file, in order; nothing if there is no such file. Lines that are no JSON object are left out.
+
+    The file may be growing, cut off, or have garbage in the middle.
+    """
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError:
+        return
+    with stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                logger.debug("%s:%d is not JSON and is left out", path, number)
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def copy_lines(source: Path, target: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Write what `change` makes of the objects of `source` to `target`, in one act; None drops an object. Both may
+    be the same file."""
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    with writing(target):
+        with temporary.open("wb") as stream:
+            for row in read_lines(source):
+                if (changed := change(row)) is not None:
+                    stream.write(encode(changed).encode("utf-8", errors="backslashreplace") + b"\n")
+        os.replace(temporary, target)
+
+
+def up_to(step: int) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+    """For `copy_lines`: keeps the objects whose `step` is at most `step`."""
+    return lambda row: row if isinstance(row.get("step"), int) and row["step"] <= step else None
+
+
+def encode(row: Mapping[str, Any]) -> str:
+    """One line of JSON, without its end."""
+    return json.dumps(safe(row), ensure_ascii=False, allow_nan=False, separators=(", ", ": "), default=_plain)
+
+
+def safe(value: Any) -> Any:
+    """The same plain value with non-finite numbers as strings."""
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(k): safe(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [safe(v) for v in value]
+    return value
+
+
+def number(value: Any) -> float | None:
+    """The number that a line holds, non-finite ones included; None if it holds none."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    return _NON_FINITE.get(value) if isinstance(value, str) else None
+
+
+def finite_number(value: Any) -> float | None:
+    """The finite number that a line holds; None if it holds none."""
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def _plain(value: Any) -> Any:
+    """numpy scalars and arrays know their plain form; what does not is shown."""
+    plain = getattr(value, "tolist", None)
+    return safe(plain()) if callable(plain) else str(value)
+
+
+def _cut_off(size: int, path: Path) -> bool:
+    if not size:
+        return False
+    with path.open("rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) != b"\n"

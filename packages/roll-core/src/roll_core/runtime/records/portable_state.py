@@ -1,0 +1,170 @@
+"""The state that all strategies read, as files: `<role>/portable/` of a checkpoint.
+
+    index.json                  step, shapes, the model it is of, and which file holds which parameter
+    state-00001.safetensors …   master.<name>, exp_avg.<name>, exp_avg_sq.<name>, float32
+    buffers.safetensors         what transformers stores beside parameters, where the model has any
+    model/                      config.json and tokenizer: what the model is, where transformers knows it
+
+Parameters are written in the order in which they are exported, a new file whenever one is full: nobody ever holds more
+than a file's worth of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import CheckpointError, ModelError, UnsupportedError
+from roll_core.runtime.records.manifest import is_inside
+from roll_core.spec.model import LoraSpec, ModelSpec
+from roll_core.spec.train import ParameterState, PortableState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+FOLDER = "portable"
+"""Beside the ranks' own folders."""
+INDEX, MODEL, BUFFERS = "index.json", "model", "buffers.safetensors"
+FORMAT = 1
+FILE_BYTES = 1 << 30
+"""Of a file; a parameter is never cut, and one that is larger has a file of its own."""
+KINDS = tuple(each.name for each in fields(ParameterState))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableIndex:
+    """What `index.json` says."""
+
+    step_count: int
+    adapters: dict[str, Any] | None
+    model: ModelSpec
+    """As the role had it that wrote the state; its paths are those of that run."""
+    shapes: dict[str, tuple[int, ...]]
+    files: dict[str, str]
+    """Name of the file, by parameter."""
+    buffers: tuple[str, ...]
+    """What `BUFFERS` holds; without any there is no such file."""
+
+
+def write_portable_state(
+    state: PortableState, model: ModelSpec, folder: Path, *, leads: bool, file_bytes: int = FILE_BYTES
+) -> None:
+    """Read all of `state`, which all ranks do together, and write it on the rank that `leads`."""
+    from safetensors.torch import save_file
+
+    from roll_core.modeling.pieces import PieceFiles
+
+    pieces = PieceFiles(folder, "state-{:05d}.safetensors", file_bytes)
+    files: dict[str, str] = {}
+    for name, shape in state.shapes.items():
+        held = state.read(name)
+        if leads:
+            kinds = {kind: _checked(getattr(held, kind), f"{kind} of {name}", shape) for kind in KINDS}
+            files[name] = pieces.add({f"{kind}.{name}": each for kind, each in kinds.items()})
+    if leads:
+        pieces.flush()
+        if state.buffers:
+            save_file({name: each.cpu().contiguous() for name, each in state.buffers.items()}, folder / BUFFERS)
+        _describe(model, folder / MODEL)
+        index = {
+            "format": FORMAT,
+            "step_count": state.step_count,
+            "adapters": dict(state.adapters) if state.adapters is not None else None,
+            "model": asdict(model),
+            "parameters": {name: {"shape": list(state.shapes[name]), "file": file} for name, file in files.items()},
+            "buffers": list(state.buffers),
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def read_portable_index(folder: Path) -> PortableIndex:
+    """Raises `CheckpointError`."""
+    try:
+        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        if found["format"] != FORMAT:
+            raise CheckpointError(f"{folder}: format {found['format']}; this version reads {FORMAT}")
+        parameters: Mapping[str, Any] = found["parameters"]
+        if outside := [each["file"] for each in parameters.values() if not is_inside(each["file"])]:
+            raise CheckpointError(f"{folder}: the file {outside[0]!r:.100} is not inside the checkpoint")
+        return PortableIndex(
+            step_count=int(found["step_count"]),
+            adapters=found["adapters"],
+            model=saved_model(found["model"]),
+            shapes={name: tuple(each["shape"]) for name, each in parameters.items()},
+            files={name: each["file"] for name, each in parameters.items()},
+            buffers=tuple(found.get("buffers", ())),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder}: cannot be read: {error!r}") from error
+
+
+@contextmanager
+def opened_portable_state(folder: Path) -> Iterator[PortableState]:
+    """What `write_portable_state` wrote, read one parameter at a time. Raises `CheckpointError`, also from `read`."""
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    index = read_portable_index(folder)
+    with ExitStack() as stack:
+        try:
+            opened = {
+                file: stack.enter_context(safe_open(folder / file, framework="pt"))
+                for file in dict.fromkeys(index.files.values())
+            }
+            buffers = load_file(folder / BUFFERS) if index.buffers else {}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}: cannot be read: {error}") from error
+
+        def read(name: str) -> ParameterState:
+            file = index.files[name]
+            try:
+                held = {kind: opened[file].get_tensor(f"{kind}.{name}") for kind in KINDS}
+            except SafetensorError as error:
+                raise CheckpointError(f"{folder / file}: cannot be read: {error}") from error
+            return ParameterState(
+                **{kind: _checked(each, f"{kind} of {name}", index.shapes[name]) for kind, each in held.items()}
+            )
+
+        yield PortableState(
+            step_count=index.step_count, shapes=index.shapes, read=read, adapters=index.adapters, buffers=buffers
+        )
+
+
+def _checked(tensor: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
+    """Itself, where it is what the contract says."""
+    import torch
+
+    if tensor.dtype != torch.float32 or tuple(tensor.shape) != tuple(shape):
+        raise CheckpointError(
+            f"portable state: {what} is {tensor.dtype} {tuple(tensor.shape)}, expected float32 {tuple(shape)}"
+        )
+    return tensor
+
+
+def _describe(model: ModelSpec, folder: Path) -> None:
+    """Where it can be: a strategy may have a model of its own that transformers does not know."""
+    from roll_core.modeling.export import write_description
+
+    try:
+        write_description(model, folder)
+    except (ModelError, UnsupportedError) as error:
+        log.info("the portable state goes without a description of the model: %s", error)
+
+
+def saved_model(found: Mapping[str, Any]) -> ModelSpec:
+    """A model from what `asdict` made of it. Raises `KeyError`, `TypeError`."""
+    lora: dict[str, Any] | None = found["lora"]
+    if lora is None:
+        return ModelSpec(**found)
+    lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in lora.items()}
+    return ModelSpec(**{**found, "lora": LoraSpec(**lists)})

@@ -1,0 +1,287 @@
+"""`run.json`: what ran, with what, on what, and how it ended. Enough to repeat a run, or to know why one cannot.
+
+Written when the run begins and again whenever something changes, each time in one act: a run that is killed leaves a
+whole record that says `running`, and a process id that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+
+from roll_core.config.secrets import Redactor
+from roll_core.errors import RollError, RunFileError, RunPreemptedError
+from roll_core.runtime.records.jsonlines import safe
+from roll_core.runtime.records.run_dir import experiment_runs
+from roll_core.runtime.records.run_files import writing
+from roll_core.runtime.records.versions import versions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.runtime.records.checkpoints import Checkpoint
+    from roll_core.runtime.records.guards import GuardEvent
+    from roll_core.runtime.records.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["running", "finished", "failed", "interrupted", "preempted"]
+
+FORMAT = 1
+_GIT_TIMEOUT_S = 5.0
+_STEPS_S = 1.0
+_EVENTS_PER_GUARD = 20
+"""Later ones are counted only: a guard that warns at every step would make the record grow without end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is known when a run begins and does not change."""
+
+    name: str
+    """`grpo/001`."""
+    pipeline: str
+    executor: str = ""
+    platform: str = ""
+    seed: int | None = None
+    argv: Sequence[str] = ()
+    plugins: Sequence[Mapping[str, Any]] = ()
+    """Of each plugin at least `name`, `version` and `hook_api`."""
+    steps_asked: int | None = None
+    resumed_from: str = ""
+    """Path of the checkpoint."""
+    resumed_step: int = 0
+    started: float = field(default_factory=time.time)
+    """Unix time."""
+
+
+class RunRecord:
+    """The record of one run, kept by its driver."""
+
+    def __init__(self, path: Path, facts: RunFacts, redactor: Redactor | None = None) -> None:
+        """Look around (versions, git, host) and write the record, with outcome `running`."""
+        self._path = path
+        self._redactor = redactor or Redactor.of(os.environ)
+        self._data: dict[str, Any] = {
+            "format": FORMAT,
+            **asdict(facts),
+            "outcome": "running",
+            "error": None,
+            "started": round(facts.started, 3),
+            "ended": None,
+            "steps_done": facts.resumed_step,
+            "weight_transports": {},
+            "guards": {"counts": {}, "events": []},
+            "time": None,
+            "memory": None,
+            "versions": versions(),
+            "environments": {},
+            "git": git_state(Path.cwd()),
+            "host": host(),
+            "process": {"pid": os.getpid(), "created": psutil.Process().create_time()},
+            "cwd": str(Path.cwd()),
+        }
+        self._write()
+
+    def update(self, **changes: Any) -> None:
+        """Set fields (`steps_asked`, `executor`, `platform`, …) and write the record."""
+        self._data.update(changes)
+        self._write()
+
+    def weight_transport(self, source: str, target: str, transport: str) -> None:
+        """Weights of `source` reach `target` by `transport`."""
+        self._data["weight_transports"][f"{source} -> {target}"] = transport
+        self._write()
+
+    def guard_event(self, event: GuardEvent) -> None:
+        """A guard tripped."""
+        guards = self._data["guards"]
+        guards["counts"][event.guard] = guards["counts"].get(event.guard, 0) + 1
+        events = guards["events"]
+        same = [i for i, each in enumerate(events) if (each["guard"], each["since"]) == (event.guard, event.since)]
+        if same:
+            events[same[0]] = asdict(event)
+        elif sum(each["guard"] == event.guard for each in events) < _EVENTS_PER_GUARD:
+            events.append(asdict(event))
+        self._write()
+
+    def step(self, steps_done: int) -> None:
+        """So many steps are done. Written at most once a second, so that short steps do not wait for the disk."""
+        self._data["steps_done"] = steps_done
+        if time.monotonic() - self._written >= _STEPS_S:
+            self._write()
+
+    def finish(
+        self,
+        error: BaseException | None = None,
+        *,
+        advice: str = "",
+        time_rows: Sequence[Mapping[str, Any]] = (),
+    ) -> Outcome:
+        """The run is over: because of `error`, about which `advice` says what to do, or because its steps are done.
+        `time_rows` are the ledger's."""
+        outcome: Outcome = "finished"
+        if error is not None:
+            outcome = _outcome_of(error)
+            told = {"advice": advice} if advice else {}
+            code = {"code": error.code} if isinstance(error, RollError) else {}
+            self._data["error"] = {"type": type(error).__name__, **code, "message": str(error), **told}
+        self._data.update(outcome=outcome, ended=round(time.time(), 3), time=[dict(row) for row in time_rows] or None)
+        try:
+            self._write()
+        except RunFileError as lost:
+            if not self._overwrite():
+                logger.error("the end of the run is not in its record: %s", lost)
+        return outcome
+
+    def _overwrite(self) -> bool:
+        """For a full disk: write the end into the space that the record has already. Drops indents, and the longest
+        parts if needed."""
+        try:
+            space = self._path.stat().st_size
+            for left_out in ((), ("time",), ("time", "guards"), ("time", "guards", "plugins", "argv")):
+                text = json.dumps(
+                    safe(self._redactor.value({k: v for k, v in self._data.items() if k not in left_out})), default=str
+                ).encode()
+                if len(text) <= space:
+                    with self._path.open("r+b", buffering=0) as stream:
+                        stream.write(text.ljust(space))
+                    return True
+        except OSError as error:
+            logger.debug("the record cannot be overwritten: %s", error)
+        return False
+
+    def _write(self) -> None:
+        text = json.dumps(safe(self._redactor.value(self._data)), ensure_ascii=False, indent=1, default=str)
+        write_atomically(self._path, text)
+        self._written = time.monotonic()
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, RunPreemptedError):
+        return "preempted"
+    return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record at `path`; empty if there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError) as error:
+        logger.debug("no record in %s: %s", path, error)
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
+    """The run that finished at the step of `checkpoint`: it wrote the checkpoint or resumed from it. None if every such
+    run ended before it was finished.
+
+    Searches the experiment of the checkpoint and the experiment of the run `current`.
+    """
+    writer = checkpoint.path.parent.parent
+    for run in (run for experiment in {writer.parent, current.experiment} for run in experiment_runs(experiment)):
+        record = read_record(run.record)
+        at_step = record.get("outcome") == "finished" and record.get("steps_done") == checkpoint.step
+        if at_step and (run.path == writer or record.get("resumed_from") == str(checkpoint.path)):
+            return run.path
+    return None
+
+
+def is_abandoned(record: Mapping[str, Any]) -> bool:
+    """Whether a record says `running` although its process is known to be gone (this host only)."""
+    process = record.get("process")
+    if record.get("outcome") != "running" or not isinstance(process, dict):
+        return False
+    if not isinstance(record.get("host"), dict) or record["host"].get("name") != socket.gethostname():
+        return False
+    try:
+        created = psutil.Process(int(process["pid"])).create_time()
+    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
+        return True
+    except psutil.AccessDenied:
+        return False
+    return abs(created - float(process.get("created", created))) > 2.0  # another process has got the same id
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file in one act: readers see the old text or the new one. Raises `RunFileError`."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    with writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Commit and branch of the working directory, and whether it has changes; None outside a repository."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    status = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": commit,
+        "branch": _git(directory, "rev-parse", "--abbrev-ref", "HEAD"),
+        "dirty": None if status is None else bool(status),
+    }
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.debug("git %s: %s", arguments[0], error)
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def host() -> dict[str, Any]:
+    """Name, system, CPU and memory of this host."""
+    return {
+        "name": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "cores": _cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "executable": sys.executable,
+    }
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model"):
+                return value.strip()
+    return platform.processor() or platform.machine()

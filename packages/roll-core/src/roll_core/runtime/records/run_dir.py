@@ -1,0 +1,239 @@
+"""The directory that a run leaves behind, `<output_dir>/<exp_name>/<NNN>`, and where a resumed run begins.
+
+output/grpo/001/  config.yaml  run.json  metrics.jsonl  samples.jsonl  log.txt  report.html
+                  checkpoints/step-10/  tokenizer/  export/  tensorboard/
+output/grpo/latest -> 001
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError
+from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Where everything of one run is."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, output_dir: str | Path, exp_name: str) -> RunDir:
+        """Make the next numbered directory of the experiment. Two processes that ask at once get different ones."""
+        experiment = Path(output_dir).expanduser().absolute() / exp_name
+        try:
+            experiment.mkdir(parents=True, exist_ok=True)
+            number = max(_numbers(experiment), default=0)
+            while True:
+                number += 1
+                path = experiment / f"{number:03d}"
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    continue
+                break
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot make a run directory in {experiment}: {error.strerror or error};"
+                " set output_dir to a place that can be written to"
+            ) from error
+        _point_latest_at(path)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        """The run at `path`: a run directory, or an experiment's directory, whose newest run it is."""
+        place = Path(path).expanduser().absolute()
+        if not place.is_dir():
+            raise RunDirectoryError(f"{place} is not a directory; give a run directory, such as output/grpo/latest")
+        if _is_run(place):
+            return cls(place.resolve())
+        newest = cls.latest(place)
+        if newest is None:
+            raise RunDirectoryError(
+                f"{place} is no run directory (it has no run.json, config.yaml or metrics.jsonl)"
+                " and holds none; give one, such as output/grpo/latest"
+            )
+        return newest
+
+    @classmethod
+    def latest(cls, experiment: Path) -> RunDir | None:
+        """The newest run of an experiment; None where there is none."""
+        runs = experiment_runs(experiment)
+        return runs[-1] if runs else None
+
+    @property
+    def experiment(self) -> Path:
+        """The directory of the run's experiment."""
+        return self.path.parent
+
+    @property
+    def name(self) -> str:
+        """`grpo/001`."""
+        return f"{self.path.parent.name}/{self.path.name}"
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def record(self) -> Path:
+        """What ran, on what, and how it ended."""
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """The first few samples of each step."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """Everything that was logged."""
+        return self.path / "log.txt"
+
+    @property
+    def report(self) -> Path:
+        """The report, one file."""
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Holds `step-N/`."""
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer, if the run made one."""
+        return self.path / "tokenizer"
+
+    @property
+    def export(self) -> Path:
+        """The model, for transformers to load."""
+        return self.path / "export"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+
+def find_checkpoint(
+    spec: bool | str, *, output_dir: str | Path, exp_name: str, current: RunDir | None = None
+) -> Checkpoint | None:
+    """The checkpoint that `resume_from_checkpoint` asks for; None if it asks for none.
+
+    `true` is the newest good checkpoint of the experiment, over all its runs but `current`; so is `auto`, for which
+    there may be none, so that the same command starts a run and goes on with it. A path is a checkpoint, a
+    run directory (its newest good one), or an experiment's directory. A checkpoint named by its own path must be
+    good: `CheckpointError` says what is damaged. `NoCheckpointError` if there is none.
+    """
+    if spec is False:
+        return None
+    if spec is True or spec == AUTO:
+        experiment = Path(output_dir).expanduser().absolute() / exp_name
+        found = _newest_of_experiment(experiment, current)
+        if found is None and spec is True:
+            raise NoCheckpointError(
+                f"resume_from_checkpoint is true, but no run in {experiment} has a checkpoint;"
+                " leave it out or set it to auto to start from the beginning, or give the path of a run or a checkpoint"
+            )
+        return found
+    place = Path(spec).expanduser().absolute()
+    if not place.is_dir():
+        raise NoCheckpointError(f"resume_from_checkpoint: {place} does not exist or is not a directory")
+    if CheckpointStore.is_checkpoint(place):
+        return CheckpointStore.open(place)
+    for directory in (place / "checkpoints", place):
+        newest = CheckpointStore(directory).latest_good()
+        if newest is not None:
+            return newest
+    found = _newest_of_experiment(place, current)
+    if found is None:
+        raise NoCheckpointError(
+            f"resume_from_checkpoint: {place} holds no checkpoint;"
+            " give a checkpoint (checkpoints/step-N), or a run that has one"
+        )
+    return found
+
+
+def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
+    """Where the checkpoints of a run, of all runs of an experiment, or of a directory of checkpoints are, oldest first.
+
+    Raises `RunDirectoryError` where there is none of these.
+    """
+    path = Path(place).expanduser().absolute()
+    if CheckpointStore(path).list():
+        return [CheckpointStore(path)]
+    runs = experiment_runs(path)
+    if runs and not _is_run(path):
+        return [CheckpointStore(run.checkpoints) for run in runs]
+    return [CheckpointStore(RunDir.open(path).checkpoints)]
+
+
+def sweep_checkpoints(experiment: Path, checkpoint: Checkpoint | None) -> None:
+    """Remove half-written checkpoints of killed processes from all runs of an experiment, and from the run of
+    `checkpoint`. What a living process writes stays."""
+    elsewhere = {checkpoint.path.parent} if checkpoint is not None else set()
+    for directory in elsewhere | {run.checkpoints for run in experiment_runs(experiment)}:
+        CheckpointStore(directory).sweep()
+
+
+def experiment_runs(experiment: Path) -> list[RunDir]:
+    """The runs of an experiment, oldest first."""
+    return [RunDir(experiment / f"{number:03d}") for number in sorted(_numbers(experiment))]
+
+
+def _newest_of_experiment(experiment: Path, current: RunDir | None) -> Checkpoint | None:
+    all_damaged: CheckpointError | None = None
+    for run in reversed(experiment_runs(experiment)):
+        if run == current:
+            continue
+        try:
+            found = CheckpointStore(run.checkpoints).latest_good()
+        except CheckpointError as error:  # an older run may still have a good one
+            all_damaged = all_damaged or error
+            continue
+        if found is not None:
+            return found
+    if all_damaged is not None:
+        raise all_damaged
+    return None
+
+
+def _numbers(experiment: Path) -> list[int]:
+    if not experiment.is_dir():
+        return []
+    return [int(p.name) for p in experiment.iterdir() if p.name.isdecimal() and p.name.isascii() and p.is_dir()]
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl"))
+
+
+def _point_latest_at(run: Path) -> None:
+    """A relative link, so that the experiment can be moved. Only a convenience: some file systems have no links."""
+    link = run.parent / LATEST
+    temporary = run.parent / f".{LATEST}-{secrets.token_hex(4)}"
+    try:
+        temporary.symlink_to(run.name, target_is_directory=True)
+        os.replace(temporary, link)
+    except OSError as error:
+        logger.debug("no link %s: %s", link, error)
+        temporary.unlink(missing_ok=True)

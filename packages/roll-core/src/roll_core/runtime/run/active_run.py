@@ -1,0 +1,333 @@
+"""A run as its pipeline sees it: roles, rollouts, weight publishing, metrics, guards.
+
+The loop that drives it is in `roll_core.runtime.run.loop`.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from typing_extensions import override
+
+from roll_core.errors import PluginError, RollError, UnsupportedError
+from roll_core.plugins.targets import load_target
+from roll_core.runtime.cluster.leases import SlotLeases
+from roll_core.runtime.rollout.batches import RewardStats, RunRollouts
+from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
+from roll_core.runtime.rollout.recording import RecordedSource, Replay, ReplayedRole
+from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.spec.pipeline import Run
+from roll_core.spec.providers import AdvantageProvider, InferProvider, PipelineProvider, PolicyLossProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from typing import Literal
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.records.guards import Guards
+    from roll_core.runtime.records.ledger import Ledger
+    from roll_core.runtime.records.run_dir import RunDir
+    from roll_core.runtime.records.samples import SamplesFile
+    from roll_core.runtime.rollout.batches import BatchSource
+    from roll_core.runtime.rollout.program import Scorer
+    from roll_core.runtime.rollout.recording import Recorder
+    from roll_core.runtime.rollout.scoring import RewardRouter
+    from roll_core.runtime.run.data import RunData
+    from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
+    from roll_core.runtime.weights.controller import WeightSyncController
+    from roll_core.spec.algorithms import AdvantageEstimator
+    from roll_core.spec.config import DataArguments, RunConfig
+    from roll_core.spec.pipeline import InferRole, Prompt, RolloutPlan, Split
+    from roll_core.types import Group, Sample, SamplingParams, TrainSequence
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class ActiveRun(Run):
+    """Owned by the loop, which fills in the roles once they are built."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_dir: RunDir,
+        registry: Registry,
+        tokenizer: PreTrainedTokenizerBase,
+        data: RunData,
+        ledger: Ledger,
+        guards: Guards,
+        samples: SamplesFile,
+        recorder: Recorder,
+    ) -> None:
+        self.config, self.dir, self.tokenizer = config, run_dir.path, tokenizer
+        self.step = 0
+        self.turns = SlotLeases(ledger.stage)
+        self.vocab_sizes: dict[str, int] = {}
+        """Of the roles' models."""
+        self.train_roles: dict[str, GroupTrainRole] = {}
+        self.infer_roles: dict[str, GroupInferRole] = {}
+        self.rewards: RewardRouter | None = None
+        self.busy_roles: set[str] = set()
+        """Roles that generate while others train."""
+        self._schedulers: list[RolloutScheduler] = []
+        self._replayed: dict[str, ReplayedRole] = {}
+        """Roles whose rollouts another run recorded."""
+        self.weight_sync: WeightSyncController
+        self.guards = guards
+        self._registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
+        self._recorder = recorder
+        self._metrics: dict[str, float] = {}
+        self._retries = 0
+        """Retried scores, up to the last batch."""
+
+    @override
+    def train_role(self, name: str) -> GroupTrainRole:
+        return _role(self.train_roles, name, "trains or scores")
+
+    @override
+    def infer_role(self, name: str) -> InferRole:
+        return self._replayed.get(name) or self.engine(name)
+
+    def engine(self, name: str) -> GroupInferRole:
+        """A role that generates in this run."""
+        return _role(self.infer_roles, name, "generates")
+
+    @override
+    def stage(self, name: str) -> AbstractContextManager[Any]:
+        return self._ledger.stage(name)
+
+    @override
+    def log(self, metrics: Mapping[str, float]) -> None:
+        self._metrics.update({name: float(value) for name, value in metrics.items()})
+
+    def take_metrics(self) -> dict[str, float]:
+        """What was logged since the last call."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    async def engine_metrics(self) -> dict[str, float]:
+        """What the engines did since the last call, as `engine/<role>/<name>`."""
+        return {
+            f"engine/{role}/{name}": value
+            for role, engine in self.infer_roles.items()
+            for name, value in (await engine.engine_metrics()).items()
+        }
+
+    @override
+    def log_samples(self, samples: Sequence[Sample], *, split: Split = "train") -> None:
+        self._samples.write(self.step + (split == "train"), samples, split=split)
+
+    @override
+    def guard(self, guard_id: str, ok: bool, message: str, *, fatal: bool = False) -> None:
+        self.guards.check(guard_id, ok, message, fatal=fatal)
+
+    @override
+    async def publish_weights(self, source: str, target: str) -> None:
+        if replayed := self._replayed.get(target):
+            replayed.version = self.train_role(source).weight_version
+            return
+        with self.stage("weight_sync"):
+            self.log(await self.weight_sync.publish(source, target))
+
+    async def bring_back(self, target: str) -> None:
+        """Publish once more to an engine of which no replica is left."""
+        with self.stage("weight_sync"):
+            self.log(await self.weight_sync.republish(target))
+
+    @override
+    async def rollout(
+        self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
+    ) -> list[Group]:
+        self._need_rewards()
+        engine = self.engine(role)
+        seeded = split == "val" or engine.capabilities.free_seeds
+        with self.stage("rollout" if split == "train" else "evaluation"):
+            terms = GroupTerms(
+                params=params,
+                n=n,
+                seed_of=(self.config.seed, split, self.step) if seeded else None,
+                priority=ROLLOUT if split == "train" else EVALUATION,
+            )
+            async with engine.turn():
+                groups = await engine.served(run_groups(engine.queue, prompts, terms, self._scorer))
+        self.check_tokens(role, groups)
+        self.check_rewards(RewardStats.of(groups))
+        return groups
+
+    @override
+    def rollouts(self, role: str, plan: RolloutPlan) -> RunRollouts:
+        if plan.replay:
+            replayed = self._replayed[role] = ReplayedRole(role, self.config.roles()[role])
+            source: BatchSource = Replay(Path(plan.replay), plan, replayed)
+            return RunRollouts(self, role, plan, source, check=partial(self._check_batch, role, plan))
+        self._need_rewards()
+        if plan.concurrent:
+            self.busy_roles.add(role)
+        engine = self.engine(role)
+        seeded = engine.capabilities.free_seeds if plan.seeded is None else plan.seeded
+        log.info("rollouts of %s are %sseeded", role, "" if seeded else "not ")
+        scheduler = RolloutScheduler(
+            plan,
+            engine.queue,
+            self._scorer,
+            seed=self.config.seed if seeded else None,
+            lease=engine.turn,
+            serve=engine.served,
+        )
+        self._schedulers.append(scheduler)
+        source = RecordedSource(scheduler, plan, self._recorder, engine) if plan.record else scheduler
+        check, metrics = partial(self._check_batch, role, plan), partial(self._rollout_metrics, engine)
+        return RunRollouts(self, role, plan, source, check=check, metrics=metrics)
+
+    def _check_batch(self, role: str, plan: RolloutPlan, groups: Sequence[Group], stats: RewardStats) -> None:
+        self.check_tokens(role, groups, mixed=plan.ahead > 0)
+        self.check_rewards(stats)
+
+    @property
+    def _scorer(self) -> Scorer | None:
+        rewards = self.rewards
+        return None if rewards is None else partial(rewards.score, tokenizer=self.tokenizer)
+
+    def _rollout_metrics(self, engine: GroupInferRole) -> dict[str, float]:
+        found = {}
+        if lost := engine.queue.num_lost_replicas:
+            found["rollout/lost_replicas"] = float(lost)
+        if self.rewards is not None and (retries := self.rewards.retries - self._retries):
+            self._retries += retries
+            found["reward/retries"] = float(retries)
+        return found
+
+    def _need_rewards(self) -> None:
+        """Raise `PluginError` if the pipeline left out a reward role: samples would have no reward, or another's."""
+        configured = {name for name, role in self.config.roles().items() if role.kind == "reward"}
+        listed = self.rewards.domains if self.rewards is not None else frozenset()
+        if missing := sorted(configured - {f"rewards.{domain}" for domain in listed}):
+            owner = self._registry.owner(self._registry.find(PipelineProvider, self.config.pipeline))
+            raise PluginError(
+                f"{owner}: its roles() lists no role for {', '.join(missing)}, which the config has: samples would be"
+                ' generated and not scored; add RoleSpec(name=..., kind="reward") for each entry of rewards'
+            )
+
+    async def close(self) -> None:
+        """End what is being generated, while the workers still live."""
+        for scheduler in self._schedulers:
+            await scheduler.close()
+        for role in self.infer_roles.values():
+            await role.queue.close()
+        if self.rewards is not None:
+            await self.rewards.close()
+
+    def check_tokens(self, role: str, groups: Sequence[Group], *, mixed: bool = False) -> None:
+        """What the engine drew must be what can be trained on: ids that exist, a logprob and a version for each.
+
+        Of the weights that it holds now, unless versions may be `mixed`: then of these or earlier ones.
+        """
+        size, version = self.vocab_size(role), self.infer_role(role).weight_version
+        samples = [sample for group in groups for sample in group.samples]
+        problems = {
+            sample.id: problem
+            for sample in samples
+            if (problem := token_problem(sample, vocab_size=size, version=version, mixed=mixed))
+        }
+        if problems:  # one trip a batch: each writes the run's record
+            sample_id, problem = next(iter(problems.items()))
+            found = f"{len(problems)} of {len(samples)} samples; the first is {sample_id}"
+            self.guards.check("token_round_trip", False, f"{self._source(role)}: {problem} ({found})")
+
+    def vocab_size(self, role: str) -> int:
+        """Ids that a role's model can sample; of a role that is replayed, the trained model's."""
+        known = self.vocab_sizes
+        return known.get(role) or known.get(self.config.policy_role) or len(self.tokenizer)
+
+    def _source(self, role: str) -> str:
+        """Where a role's samples come from, for messages."""
+        if role in self._replayed:
+            return f"{role}: a recorded rollout"
+        worker = self.config.roles()[role]
+        name = worker.strategy_args.strategy_name if worker.strategy_args else ""
+        return f"{role}: {self._registry.owner(self._registry.find(InferProvider, name))}"
+
+    def check_rewards(self, stats: RewardStats) -> None:
+        """Trip the guard `reward_failures` if a reward function fails too often to be trusted."""
+        if stats.failed:
+            threshold = self.config.guards.reward_failures.threshold
+            self.guards.check(
+                "reward_failures",
+                stats.failed <= threshold * stats.scored,
+                f"{stats.failed} of {stats.scored} rewards could not be computed, more than the"
+                f" {threshold:.0%} allowed; the first: {stats.first_failure}",
+            )
+
+    @override
+    def prompts(self, data: DataArguments) -> Sequence[Prompt]:
+        return self._data.prompts(data, self.tokenizer)
+
+    @override
+    def sequences(
+        self,
+        data: DataArguments,
+        *,
+        overlong: Literal["drop", "truncate"] = "drop",
+        on_prompt: bool = False,
+        require_response: bool = True,
+    ) -> Sequence[TrainSequence]:
+        return self._data.sequences(
+            data, self.tokenizer, overlong=overlong, on_prompt=on_prompt, require_response=require_response
+        )
+
+    @override
+    def columns(self, data: DataArguments) -> Sequence[str]:
+        return self._data.rows(data).columns
+
+    @override
+    def advantage_estimator(self, name: str) -> AdvantageEstimator:
+        provider = self.advantage_provider(name)
+        critic = "critic" in self.config.roles()
+        if provider.needs_critic and not critic:
+            raise UnsupportedError(f"adv_estimator {name} reads a critic's values: give the run the role critic")
+        if critic and not provider.needs_critic:
+            raise UnsupportedError(f"adv_estimator {name} reads no values, so the role critic would not be used")
+        found: AdvantageEstimator = load_target(provider.target, owner=f"advantage estimator {name}")
+        return found
+
+    @override
+    def advantage_provider(self, name: str) -> AdvantageProvider:
+        return self._registry.find(AdvantageProvider, name)
+
+    @override
+    def policy_loss(self, name: str) -> str:
+        return self._registry.find(PolicyLossProvider, name).target
+
+
+def token_problem(sample: Sample, *, vocab_size: int, version: int, mixed: bool = False) -> str:
+    """What is wrong with the tokens of a sample that was drawn at one weight version, or at several up to it; empty if
+    nothing is."""
+    ids, drawn = sample.response_ids, sample.loss_mask
+    for name in ("logprobs", "loss_mask", "versions"):
+        if len(getattr(sample, name)) != len(ids):
+            return f"{len(ids)} response tokens but {len(getattr(sample, name))} {name}"
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        return f"token ids from {ids.min()} to {ids.max()}, but the model has {vocab_size}"
+    if not np.isfinite(sample.logprobs).all() or (sample.logprobs > 1e-3).any():
+        return "logprobs that are not the logarithms of probabilities"
+    versions = sample.versions[drawn]
+    if mixed and len(versions) and versions.max() <= version and (np.diff(versions) >= 0).all():
+        return ""
+    if (versions != version).any():
+        return f"tokens drawn at weight versions {sorted(set(sample.versions[drawn].tolist()))}, not at {version}"
+    return ""
+
+
+def _role(roles: Mapping[str, T], name: str, does: str) -> T:
+    if name not in roles:
+        raise RollError(f"no role {name!r} {does} in this run; there are {', '.join(roles) or 'none'}")
+    return roles[name]

@@ -1,0 +1,126 @@
+"""Writes the checkpoints of a run, one after the other; what ranks leave for later is written while the run goes on.
+
+    save ─► every rank saves ─┬─ all is written ──────────────────────────────────► digests ─► rename ─► save returns
+                              └─ something is left: save returns, and a task ─► finish_save on every rank ─► the same
+
+The next save and the end of the run wait for the task. If it fails, the next step does not begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_core.runtime.cluster.concurrency import gather
+from roll_core.runtime.run.resuming import SavedRole, SavedRun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from roll_core.runtime.records.checkpoints import CheckpointStore
+    from roll_core.runtime.run.active_run import ActiveRun
+    from roll_core.runtime.run.roles import GroupTrainRole
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.pipeline import Pipeline
+
+log = logging.getLogger(__name__)
+
+
+class RunSaver:
+    """Owns the checkpoint that is being written. Enter it before the first step; it is left once all is written."""
+
+    def __init__(self, run: ActiveRun, pipeline: Pipeline[Any], store: CheckpointStore) -> None:
+        self._run, self._pipeline, self._store = run, pipeline, store
+        self._finishing: asyncio.Task[None] | None = None
+
+    async def save(self, *, evaluation_due: bool = False) -> None:
+        """Write a checkpoint of the run as it is after `run.step` steps, or as much of it as cannot wait. Raises
+        `CheckpointError`, and what any rank raises, also of the checkpoint before."""
+        with self._run.stage("checkpoint"):
+            await self._wait()
+            await self._save(evaluation_due)
+
+    async def finish(self) -> None:
+        """Wait until the last checkpoint is complete. Raises what `save` does."""
+        if self._finishing is not None:
+            with self._run.stage("checkpoint"):
+                await self._wait()
+
+    def check(self) -> None:
+        """Raise what went wrong with the last checkpoint, if that is known by now."""
+        if self._finishing is not None and self._finishing.done():
+            finished, self._finishing = self._finishing, None
+            finished.result()
+
+    async def _save(self, evaluation_due: bool) -> None:
+        run = self._run
+        trained = {name: role for name, role in run.train_roles.items() if role.trains}
+        saved = SavedRun(
+            pipeline=run.config.pipeline,
+            pipeline_state=dict(self._pipeline.state()),
+            roles={name: _saved_role(role, run.config.portable_checkpoints) for name, role in trained.items()},
+            evaluation_due=evaluation_due,
+        )
+        async with AsyncExitStack() as writing:
+            path = await writing.enter_async_context(self._store.writing_aside(run.step, asdict(saved)))
+            unfinished = []
+            for name, role in trained.items():
+                if await role.save(path / name):
+                    unfinished.append(role)
+                if run.config.portable_checkpoints:
+                    await role.save_portable(path / name)
+            if unfinished:
+                self._finishing = asyncio.create_task(_finish(unfinished, writing.pop_all()))
+
+    async def _wait(self) -> None:
+        """Cancelling ends the writing too."""
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            await finishing
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A run that fails still gets the checkpoint of a step before; one that is cancelled does not wait for it."""
+        if error is None:
+            await self.finish()
+        elif self._finishing is not None:
+            if not isinstance(error, Exception):
+                self._finishing.cancel()
+            (failure,) = await asyncio.gather(self._finishing, return_exceptions=True)
+            if failure is not None:
+                log.warning("the last checkpoint was not completed: %s", failure or "the run was stopped")
+
+
+async def _finish(roles: Sequence[GroupTrainRole], writing: AsyncExitStack) -> None:
+    """Leaving what is `writing` makes the checkpoint complete, or removes it where a rank fails."""
+    async with writing:
+        await gather([role.finish_save() for role in roles])
+
+
+def _saved_role(role: GroupTrainRole, portable: bool) -> SavedRole:
+    return SavedRole(
+        strategy=role.config.strategy_args.strategy_name if role.config.strategy_args else "",
+        world_size=role.group.world_size,
+        weight_version=role.weight_version,
+        portable=portable,
+        model=_found_again(role.group.spec.args["model"]),
+        strategy_config=role.group.spec.args["strategy_config"],
+    )
+
+
+def _found_again(model: ModelSpec) -> dict[str, Any]:
+    """The model with paths that hold in every working directory, and after `latest` points to another run."""
+    paths = {"path": model.path, "tokenizer": model.tokenizer}
+    return asdict(model) | {
+        key: str(Path(path).resolve()) for key, path in paths.items() if path and Path(path).is_dir()
+    }

@@ -1,0 +1,156 @@
+"""How a run is stopped before its end: a failure and Ctrl-C at once, SIGTERM in good order.
+
+    a background task or callback fails ────────────────────────► the run is cancelled        its exception
+    SIGINT ─────────────────────────────────────────────────────► the run is cancelled        RunInterruptedError
+    SIGTERM ─► the step in progress ends ─► checkpoint ─► end                                 RunPreemptedError
+       └─ a second one, or `grace_s` have passed ───────────────► the run is cancelled        RunInterruptedError
+
+Before the run, `roll_core.cli.main` handles SIGTERM. After the run, SIGTERM is ignored until the record and the report
+are written.
+
+A scheduler that wants its machine back sends SIGTERM, and SIGKILL some time later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from roll_core.errors import RunInterruptedError, RunPreemptedError
+from roll_core.runtime.cluster.concurrency import end_on_failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class StopSignals:
+    """Handles the signals of one run. Lives on the run's event loop."""
+
+    def __init__(self, grace_s: float) -> None:
+        """`grace_s`: seconds from SIGTERM to the checkpoint that it asks for; 0 treats it as Ctrl-C."""
+        self.grace_s = grace_s
+        self.defer = False
+        """Whether there is something to save, so that SIGTERM waits for it. Set by the run."""
+        self._asked = asyncio.Event()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._error: BaseException | None = None
+        """What the run is cancelled for."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run is to save and end."""
+        return self._asked.is_set()
+
+    def run(self, main: Coroutine[Any, Any, None]) -> None:
+        """Run the coroutine to its end. Raises `RunInterruptedError` if a signal ended it, and the exception of a
+        background task or callback that failed. Either way workers are closed and the record is written."""
+        before = _handler(signal.SIGTERM)
+        try:
+            asyncio.run(self._guarded(main))
+        finally:
+            _handle(signal.SIGTERM, before)
+
+    def saved(self, what: str) -> RunPreemptedError:
+        """The error to end the run with, now that all that was asked for is done."""
+        self._call_off()
+        return RunPreemptedError(f"stopped by SIGTERM; {what}")
+
+    async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of something that need not be done: None if the run is asked to end before it is there."""
+        if self.asked:
+            work.close()
+            return None
+        working, asking = asyncio.create_task(work), asyncio.create_task(self._asked.wait())
+        try:
+            await asyncio.wait({working, asking}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            asking.cancel()
+            await asyncio.gather(working, asking, return_exceptions=True)
+
+    async def _guarded(self, main: Coroutine[Any, Any, None]) -> None:
+        loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        end_on_failure(self._cancel)
+        handled = []
+        handlers: dict[int, Callable[[], None]] = {signal.SIGTERM: self._on_sigterm, signal.SIGINT: self._on_sigint}
+        for number, handler in handlers.items():
+            # Only the main thread may handle signals; a run inside a notebook's or a test's thread goes without.
+            with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+                loop.add_signal_handler(number, handler)
+                handled.append(number)
+        try:
+            await main
+        except asyncio.CancelledError:
+            if self._error is not None:
+                raise self._error from self._error.__cause__
+            raise
+        finally:
+            self._call_off()
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def _on_sigint(self) -> None:
+        self._cancel(RunInterruptedError("stopped by SIGINT"))
+
+    def _on_sigterm(self) -> None:
+        if self.asked:
+            self._cancel(RunInterruptedError("stopped by a second SIGTERM, before what the first asked for was saved"))
+        elif not self.grace_s:
+            self._cancel(RunInterruptedError("stopped by SIGTERM; preemption_timeout is 0, so nothing was saved"))
+        elif not self.defer:
+            self._cancel(RunPreemptedError("stopped by SIGTERM before the first step; there was nothing to save"))
+        else:
+            log.info("SIGTERM: a checkpoint is written after this step, and the run ends; it has %g s", self.grace_s)
+            self._deadline = asyncio.get_running_loop().call_later(self.grace_s, self._too_late)
+        self._asked.set()
+
+    def _too_late(self) -> None:
+        self._cancel(
+            RunInterruptedError(
+                f"stopped by SIGTERM: the step in progress was not done and saved within preemption_timeout ="
+                f" {self.grace_s:g} s; the run can go on from the checkpoint before"
+            )
+        )
+
+    def _cancel(self, error: BaseException) -> None:
+        """Cancel the run. Later failures do not interrupt its cleanup; a later signal does."""
+        if self._error is not None and not isinstance(error, RunInterruptedError):
+            return
+        self._error = error
+        if self._task is not None:
+            self._task.cancel()
+
+    def _call_off(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+@contextlib.contextmanager
+def ignoring_sigterm() -> Iterator[None]:
+    """For what ends a run: the record and the report take a second."""
+    before = _handler(signal.SIGTERM)
+    _handle(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        _handle(signal.SIGTERM, before)
+
+
+def _handler(number: int) -> Any:
+    """What handles a signal now; None outside the main thread, which alone may change it."""
+    return signal.getsignal(number) if threading.current_thread() is threading.main_thread() else None
+
+
+def _handle(number: int, handler: Any) -> None:
+    if handler is not None and _handler(number) is not None:
+        signal.signal(number, handler)

@@ -1,0 +1,391 @@
+"""From a config to what the executor starts: the model, the optimizer's settings and the places of each role.
+
+What the workers need is imported where it is made: `roll-core plan` asks here too, and loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from roll_core.config.loading import strategy_config
+from roll_core.config.weight_transports import within_one_process
+from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
+from roll_core.runtime.cluster.openmp import wanted_threads
+from roll_core.runtime.cluster.placement import HOST_BACKEND
+from roll_core.runtime.cluster.platform import values_of
+from roll_core.runtime.cluster.python_environments.spec import environment_spec
+from roll_core.spec.config import RewardConfig, StrategyConfig
+from roll_core.spec.model import LoraSpec, ModelSpec
+from roll_core.spec.providers import InferCapabilities, InferProvider, RewardProvider, TrainProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.cluster.executors.base import GroupSpec, Survival
+    from roll_core.runtime.cluster.placement import Place
+    from roll_core.runtime.cluster.python_environments.spec import EnvironmentSpec
+    from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WeightFormat, WorkerConfig
+    from roll_core.spec.pipeline import RoleSpec
+    from roll_core.spec.platform import Platform
+    from roll_core.spec.providers import Provider
+    from roll_core.spec.train import TrainingSpec
+
+WORKERS = {
+    "train": "roll_core.runtime.workers.train:TrainWorker",
+    "score": "roll_core.runtime.workers.train:TrainWorker",
+    "generate": "roll_core.runtime.workers.infer:InferWorker",
+    "reward": "roll_core.runtime.workers.reward:RewardWorker",
+}
+COLLECTIVE_TIMEOUT_S = 600.0
+
+
+def role_config(config: RunConfig, name: str) -> WorkerConfig:
+    """The config of a role by its dotted name. Raises `ContractError` for a role that the config does not have."""
+    roles = config.roles()
+    if name not in roles:
+        raise ContractError(f"the pipeline's roles() has {name!r}, but the config's roles are {', '.join(roles)}")
+    return roles[name]
+
+
+def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
+    """The model of a role: its own, that of `model_from`, or the run's `pretrain`."""
+    own = role_config(config, role.name).model_args
+    source = own
+    if not _names_a_model(own) and role.model_from:
+        source = role_config(config, role.model_from).model_args
+    path = source.model_name_or_path or ("" if source.random_init else config.pretrain or "")
+    if not path and source.random_init is None:
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    where=config.exp_name,
+                    key=f"{role.name}.model_args",
+                    message="names no model",
+                    hint="give model_name_or_path or random_init here, or pretrain for all roles",
+                    code="ROLL-C011",
+                )
+            ]
+        )
+    return ModelSpec(
+        task=role.task,
+        path=path,
+        random_init=source.random_init,
+        config_overrides=source.model_config_kwargs,
+        dtype=own.dtype,
+        attn_implementation=own.attn_implementation,
+        gradient_checkpointing=role.kind == "train" and not own.disable_gradient_checkpointing,
+        seed=config.seed,
+        tokenizer=str(tokenizer),
+        trust_remote_code=own.trust_remote_code,
+        lora=lora_spec(own),
+        router_replay=config.replays_experts and _is_policy(role, config),
+    )
+
+
+def _is_policy(role: RoleSpec, config: RunConfig) -> bool:
+    """Whether it trains the policy, or generates with its weights."""
+    generates = role.kind == "generate" and role.model_from == config.policy_role
+    return generates or role.name == config.policy_role
+
+
+def kept_apart(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> str:
+    """Why some engine cannot take its trainer's weights within one process; empty if all can."""
+    by_name = {role.name: role for role in roles}
+    for role in roles:
+        if role.kind != "generate" or role.model_from not in by_name:
+            continue
+        source = by_name[role.model_from]
+        trainer = provider_of(source, role_config(config, source.name), registry)
+        engine = provider_of(role, role_config(config, role.name), registry)
+        if isinstance(trainer, TrainProvider) and isinstance(engine, InferProvider):
+            why = within_one_process(
+                registry, trainer, engine, directory=config.model_update_dir, wanted=config.weight_transport
+            )
+            if why:
+                return f"{role.name}: {why}"
+    return ""
+
+
+def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> LoraSpec | None:
+    """The adapters that an infer role is sent as they are; None where it gets whole weights.
+
+    Raises `UnsupportedError` where its configuration asks for adapters that nobody trains, or that cannot be had alone.
+    """
+    worker = role_config(config, role.name)
+    provider = provider_of(role, worker, registry)
+    if role.kind != "generate" or not _settings(worker, provider).serves_adapters():
+        return None
+    asks = f"{role.name}: strategy_config asks for adapters as they are"
+    source = role_config(config, role.model_from) if role.model_from else None
+    lora = lora_spec(source.model_args) if source is not None else None
+    if source is None or lora is None:
+        raise UnsupportedError(f"{asks}, but {role.model_from or 'nobody'} trains none (model_args.lora_target)")
+    if lora.extra_modules:
+        raise UnsupportedError(f"{asks}, but {role.model_from} also trains additional_target in full, beside them")
+    trainer = registry.find(TrainProvider, source.strategy_args.strategy_name if source.strategy_args else "")
+    if not trainer.capabilities.adapter_export:
+        raise UnsupportedError(f"{asks}, but strategy {trainer.name} of {role.model_from} exports merged weights only")
+    return lora
+
+
+def _settings(worker: WorkerConfig, provider: TrainProvider | InferProvider) -> StrategyConfig:
+    given = worker.strategy_args.strategy_config if worker.strategy_args else {}
+    return strategy_config(provider, given, owner=provider.name)
+
+
+def lora_spec(args: ModelArguments) -> LoraSpec | None:
+    """The adapters that a role trains; None where it trains the model itself."""
+    if not args.trains_adapters or not args.lora_rank:
+        return None
+    return LoraSpec(
+        targets=args.lora_targets(),
+        rank=args.lora_rank,
+        alpha=args.lora_alpha or 2.0 * args.lora_rank,
+        extra_modules=args.extra_modules(),
+        export=args.lora_export,
+    )
+
+
+def training_spec(args: TrainingArguments, num_steps: int, max_grad_norm: float) -> TrainingSpec:
+    """The optimizer's settings, warm-up in steps."""
+    from roll_core.spec.train import TrainingSpec
+
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * num_steps)
+    return TrainingSpec(
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_epsilon=args.adam_epsilon,
+        lr_scheduler_type=args.lr_scheduler_type,
+        lr_scheduler_kwargs=args.lr_scheduler_kwargs,
+        warmup_steps=warmup,
+        num_steps=max(num_steps, 1),
+        max_grad_norm=max_grad_norm,
+    )
+
+
+def group_specs(
+    roles: Sequence[RoleSpec],
+    config: RunConfig,
+    registry: Registry,
+    platform: Platform,
+    places: Mapping[str, tuple[Place, ...]],
+    tokenizer: Path,
+) -> list[GroupSpec]:
+    """What the executor starts, one entry per role."""
+    from roll_core.runtime.cluster.executors.base import GroupSpec
+
+    specs = []
+    for role in roles:
+        worker = role_config(config, role.name)
+        if isinstance(worker, RewardConfig):
+            args = _reward_args(worker, registry)
+        else:
+            args = _model_args(role, worker, config, registry, platform, tokenizer)
+            on_slots = any(place.slots for place in places[role.name])
+            args["backend"] = platform.collective_backend if on_slots else HOST_BACKEND
+        env = {**_variables(worker, args["provider"]), **config.system_envs, **worker.system_envs}
+        specs.append(
+            GroupSpec(
+                role=role.name,
+                kind=role.kind,
+                target=WORKERS[role.kind],
+                args={"role": role.name, **args},
+                places=_with_wanted_threads(places[role.name], env),
+                env=env,
+                environment=_environment(worker, args["provider"], registry),
+                timeout_s=config.rpc_timeout,
+                survives=_survives(role),
+            )
+        )
+    return specs
+
+
+def _with_wanted_threads(places: Sequence[Place], env: Mapping[str, str]) -> tuple[Place, ...]:
+    """Places with `OMP_NUM_THREADS` of their workers' variables or the user's environment as their threads."""
+    if not (wanted := wanted_threads(os.environ | env)):
+        return tuple(places)
+    changed = [replace(place, wanted_threads=wanted) for place in places]
+    return tuple(replace(place, num_threads=place.threads_of(place.num_threads)) for place in changed)
+
+
+def _survives(role: RoleSpec) -> Survival:
+    """An engine that another role publishes to can be brought back even where no replica is left."""
+    if role.kind == "generate" and role.model_from:
+        return "always"
+    return "while_others_live" if role.kind in ("generate", "reward") else "never"
+
+
+def _variables(worker: WorkerConfig, provider: Provider) -> dict[str, str]:
+    """What a role's strategy wants for its workers."""
+    if not isinstance(provider, TrainProvider | InferProvider):
+        return {}
+    return values_of(_settings(worker, provider).worker_environment())
+
+
+def _environment(worker: WorkerConfig, provider: Provider, registry: Registry) -> EnvironmentSpec | None:
+    """The Python environment of a role's workers, where it is not the driver's."""
+    if worker.environment is None:
+        return None
+    return environment_spec(worker.environment, provider, registry.package(provider))
+
+
+def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> dict[str, int]:
+    """What strategies compute from their configuration (tensor × pipeline parallel), for those that do."""
+    found: dict[str, int] = {}
+    for role in roles:
+        worker = role_config(config, role.name)
+        if isinstance(worker, RewardConfig):
+            continue
+        slots = _settings(worker, provider_of(role, worker, registry)).slots_per_worker()
+        if slots is not None:
+            found[role.name] = slots
+    return found
+
+
+def makes_room(role: RoleSpec, config: RunConfig, registry: Registry, platform: Platform) -> bool:
+    """Whether a role moves what it can off its slots while others that share them work.
+
+    Where slots have no memory of their own engines sleep, which gives memory back; what moves to the host would only be
+    copied.
+    """
+    worker = role_config(config, role.name)
+    wanted = config.is_offload_states if worker.is_offload_states is None else worker.is_offload_states
+    capabilities = provider_of(role, worker, registry).capabilities
+    if isinstance(capabilities, InferCapabilities):
+        return wanted and capabilities.sleeps
+    return wanted and capabilities.offload and not platform.slots_share_cores
+
+
+def provider_of(role: RoleSpec, worker: WorkerConfig, registry: Registry) -> TrainProvider | InferProvider:
+    """The strategy that a role's config names."""
+    if worker.strategy_args is None:
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    where=role.name,
+                    key=f"{role.name}.strategy_args",
+                    message="is missing",
+                    hint="give a strategy_name",
+                    code="ROLL-C011",
+                )
+            ]
+        )
+    name = worker.strategy_args.strategy_name
+    if role.kind == "generate":
+        return registry.find(InferProvider, name)
+    return registry.find(TrainProvider, name)
+
+
+def _model_args(
+    role: RoleSpec, worker: WorkerConfig, config: RunConfig, registry: Registry, platform: Platform, tokenizer: Path
+) -> dict[str, Any]:
+    provider = provider_of(role, worker, registry)
+    model = model_spec(role, config, tokenizer)
+    if (served := served_adapters(role, config, registry)) is not None:
+        model = replace(model, lora=served)
+    _check_support(role, provider, model, platform)
+    if worker.weight_format != "dtype":
+        _check_weight_format(role, worker.weight_format, platform)
+    if role.kind == "train" and config.portable_checkpoints and not _exports_state(provider):
+        raise UnsupportedError(
+            f"{role.name}: strategy {provider.name} does not export its training state; set portable_checkpoints: false"
+        )
+    common = {
+        "provider": provider,
+        "owner": registry.owner(provider),
+        "strategy_config": worker.strategy_args.strategy_config if worker.strategy_args else {},
+        "model": model,
+        "timeout_s": min(config.rpc_timeout, COLLECTIVE_TIMEOUT_S),
+    }
+    if role.kind == "generate":
+        return common
+    from roll_core.runtime.workers.train import BatchLimits
+
+    trained = role.kind == "train"
+    return common | {
+        "training": training_spec(worker.training_args, role.num_steps, config.max_grad_norm) if trained else None,
+        "limits": BatchLimits(
+            train_sequences=worker.training_args.per_device_train_batch_size,
+            infer_sequences=worker.infer_batch_size,
+            train_tokens=worker.max_tokens_per_microbatch_in_train if worker.use_dynamic_batching_in_train else None,
+            infer_tokens=worker.max_tokens_per_microbatch_in_infer if worker.use_dynamic_batching_in_infer else None,
+        ),
+        "deterministic": config.deterministic,
+    }
+
+
+def _exports_state(provider: TrainProvider | InferProvider) -> bool:
+    return isinstance(provider, TrainProvider) and provider.capabilities.portable_state
+
+
+def _replays(provider: TrainProvider | InferProvider) -> bool:
+    """Whether it does its part of router replay."""
+    capabilities = provider.capabilities
+    return capabilities.routed_experts if isinstance(capabilities, InferCapabilities) else capabilities.router_replay
+
+
+def _reward_args(worker: RewardConfig, registry: Registry) -> dict[str, Any]:
+    provider = registry.find(RewardProvider, worker.reward)
+    return {"provider": provider, "owner": registry.owner(provider), "config": worker.model_dump(mode="json")}
+
+
+def _check_support(
+    role: RoleSpec, provider: TrainProvider | InferProvider, model: ModelSpec, platform: Platform
+) -> None:
+    """Refuse what the strategy or the platform declares that it cannot do, before anything starts."""
+    if provider.platforms and platform.name not in provider.platforms:
+        supported = ", ".join(provider.platforms)
+        raise UnsupportedError(
+            f"{role.name}: strategy {provider.name} runs on {supported}, but the platform here is {platform.name}"
+        )
+    if model.dtype not in provider.capabilities.dtypes:
+        supported = ", ".join(provider.capabilities.dtypes)
+        raise UnsupportedError(
+            f"{role.name}: strategy {provider.name} computes in {supported}, but model_args.dtype is {model.dtype}"
+        )
+    if model.lora is not None and not provider.capabilities.lora:
+        does = "serves" if role.kind == "generate" else "trains"
+        raise UnsupportedError(f"{role.name}: strategy {provider.name} {does} no adapters (model_args.lora_target)")
+    check_gradient_checkpointing(role, provider, model)
+    if model.router_replay and not _replays(provider):
+        does = "return the experts that it chose" if role.kind == "generate" else "replay the engine's experts"
+        raise UnsupportedError(f"{role.name}: strategy {provider.name} does not {does} (router_replay.mode)")
+    if why := platform.supports(model.dtype):
+        raise UnsupportedError(f"{role.name}: model_args.dtype {model.dtype}: {why}")
+    forward_only = getattr(provider, "forward_only", False)
+    if role.kind == "train" and forward_only:
+        raise UnsupportedError(f"{role.name} is trained, but strategy {provider.name} only computes forward passes")
+    tasks = getattr(provider.capabilities, "tasks", None)
+    if tasks is not None and role.task not in tasks:
+        raise UnsupportedError(
+            f"{role.name}: needs a model of task {role.task}, but strategy {provider.name} has {', '.join(tasks)}"
+        )
+
+
+def check_gradient_checkpointing(role: RoleSpec, provider: TrainProvider | InferProvider, model: ModelSpec) -> None:
+    """Raise `UnsupportedError` where a strategy that has no gradient checkpointing is asked for it."""
+    if model.gradient_checkpointing and not getattr(provider.capabilities, "gradient_checkpointing", False):
+        raise UnsupportedError(
+            f"{role.name}: strategy {provider.name} does not checkpoint gradients; set"
+            f" {role.name}.model_args.disable_gradient_checkpointing: true"
+        )
+
+
+def _check_weight_format(role: RoleSpec, wanted: WeightFormat, platform: Platform) -> None:
+    """Refuse weights that the platform cannot compute with, or that nobody would send."""
+    asks = f"{role.name}: strategy_config asks for weights in {wanted}"
+    if why := platform.supports(wanted):
+        raise UnsupportedError(f"{asks}: {why}")
+    if not role.model_from:
+        raise UnsupportedError(f"{asks}, but no role publishes weights to it")
+
+
+def _names_a_model(args: ModelArguments) -> bool:
+    return args.model_name_or_path is not None or args.random_init is not None
