@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from roll_infer_sglang.registration import ADAPTER
-
+ADAPTER = "ROLL_SGLANG_ADAPTER"
+"""Variable of our servers' processes: the name of the adapter that they serve."""
 AFTER_LOADING = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter"
 """What `put_in_place` follows, in the processes that hold weights."""
 AFTER_NAMING = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._resolve_lora_path"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from roll_infer_sglang.adapter_hooks import ADAPTER, AFTER_LOADING, AFTER_NAMING, name_adapter, put_in_place
+
 SAMPLING_BACKEND = "roll"
 """Name of the sampler in SGLang's registry; used where an engine asks for it."""
 INSISTED_ON = "ROLL_SGLANG_SAMPLING_BACKEND"
@@ -11,8 +13,6 @@ INSISTED_ON = "ROLL_SGLANG_SAMPLING_BACKEND"
 whatever it is told. Servers of others keep their own."""
 HOST_CACHE = "ROLL_SGLANG_HOST_CACHE"
 """Variable of our servers' processes: keys and values lie in the host's memory, see `host_cache`."""
-ADAPTER = "ROLL_SGLANG_ADAPTER"
-"""Variable of our servers' processes: the name of the adapter that they serve, see `adapter_hooks`."""
 
 
 def register() -> None:
@@ -27,8 +27,6 @@ def register() -> None:
 
         HookRegistry.register(AFTER, release, HookType.AFTER)
     if os.environ.get(ADAPTER):
-        from roll_infer_sglang.adapter_hooks import AFTER_LOADING, AFTER_NAMING, name_adapter, put_in_place
-
         HookRegistry.register(AFTER_LOADING, put_in_place, HookType.AFTER)
         HookRegistry.register(AFTER_NAMING, name_adapter, HookType.AFTER)
 

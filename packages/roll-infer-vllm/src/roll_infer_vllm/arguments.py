@@ -6,6 +6,8 @@ where the role runs. A test compares them with the installed engine's own, and s
 
 from __future__ import annotations
 
+EIGHT_BITS = "roll_fp8"
+"""Name of our quantisation method in vLLM's registry."""
 _REASONS: dict[str, tuple[str, ...]] = {
     "is the role's model_args": (
         "model",

@@ -30,8 +30,8 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 from vllm.platforms import current_platform
 
 from roll_core.modeling.eight_bits import is_layers_weight
+from roll_infer_vllm.arguments import EIGHT_BITS
 from roll_infer_vllm.config import NO_EXPERTS
-from roll_infer_vllm.registration import EIGHT_BITS
 
 MULTIPLE = 16
 """Of rows and columns, which the product on CUDA wants."""

@@ -6,8 +6,6 @@ from roll_infer_vllm.lifeline import end_with_owner
 
 TRANSFER = "roll"
 """Name of the weight transfer engine in vLLM's registry."""
-EIGHT_BITS = "roll_fp8"
-"""Name of the quantisation method there."""
 
 
 def register() -> None:

@@ -7,7 +7,6 @@ Shapes: T flat tokens, L tokens of this rank, N of them with one after them, H h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from roll_core.modeling.logprobs import HeadRequest
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
 from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
-from roll_strategy_megatron.packing import Packing, num_padded, on_device, pack_for
+from roll_strategy_megatron.packing import Passage, num_padded, on_device, pack_for
 from roll_strategy_megatron.pipeline import Pipeline
 from roll_strategy_megatron.router_replay import disagreements
 
@@ -42,16 +41,6 @@ if TYPE_CHECKING:
     from roll_strategy_megatron.config import MegatronConfig
     from roll_strategy_megatron.model import PackedModel
     from roll_strategy_megatron.parallel import Parallel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passage:
-    """A microbatch under way."""
-
-    micro: MicroBatch
-    packing: Packing
-    idle: bool
-    """It counts for nothing: other ranks need this one."""
 
 
 class Computation:

@@ -72,6 +72,16 @@ class Packing:
     """For losses of routers: which of this rank's tokens belong to which of the sequences that are trained."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """A microbatch under way."""
+
+    micro: MicroBatch
+    packing: Packing
+    idle: bool
+    """It counts for nothing: other ranks need this one."""
+
+
 def num_padded(lengths: Sequence[int], *, cp_size: int, align: int) -> int:
     """P, of sequences of these lengths; see `pack_for`."""
     pieces = _pieces(cp_size)

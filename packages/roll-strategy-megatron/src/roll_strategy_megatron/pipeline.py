@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from roll_strategy_megatron.computation import Passage
+    from roll_strategy_megatron.packing import Passage
 
 Shape = list[int]
 """Of what a stage passes on: tokens of a rank, 1, hidden size."""

@@ -27,11 +27,10 @@ from roll_core.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from megatron.core.models.gpt import GPTModel
     from torch import Tensor
 
-    from roll_strategy_megatron.computation import Passage
-    from roll_strategy_megatron.model import PackedModel
-    from roll_strategy_megatron.packing import RoutedExperts
+    from roll_strategy_megatron.packing import Passage, RoutedExperts
     from roll_strategy_megatron.parallel import Parallel
 
     TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
@@ -75,7 +74,7 @@ class GivenExperts:
 class RouterReplay:
     """The routers of one run of layers."""
 
-    def __init__(self, run: PackedModel) -> None:
+    def __init__(self, run: GPTModel) -> None:
         config = run.config
         every = config.moe_layer_freq
         mixtures = every if isinstance(every, list) else [1] * config.num_layers

@@ -43,7 +43,7 @@ with warnings.catch_warnings():
     from roll_strategy_megatron.bridge.registry import find_architecture
     from roll_strategy_megatron.bridge.source import head_name, open_source
     from roll_strategy_megatron.bridge.transforms import Sizes
-    from roll_strategy_megatron.computation import Computation, Passage, nothing
+    from roll_strategy_megatron.computation import Computation, nothing
     from roll_strategy_megatron.engine import choose
     from roll_strategy_megatron.lora import Lora
     from roll_strategy_megatron.model import make_balancing, make_config, make_runs
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.types import DataRank
+    from roll_strategy_megatron.packing import Passage
 
 
 class MegatronStrategy(TrainStrategy):

@@ -9,7 +9,7 @@ Shapes: T flat tokens, H query heads, K key/value heads (H a multiple of K), D h
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from roll_core.modeling.context_parallel import ContextParallel
 
 NAME = "roll_flat"
 """Under which transformers knows this attention."""
+
+
+class SharedAttention(Protocol):
+    """Attention over tokens that several ranks share; `context_parallel.ContextParallel` is one."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        """As `flat_attention`, with this rank's share of the tokens."""
+        ...
 
 
 @dataclass(eq=False)
@@ -33,7 +40,7 @@ class FlatLayout:
     """How the flat tokens of one forward pass are cut into sequences; passed to every layer as `roll_layout`."""
 
     lengths: tuple[int, ...]
-    context: ContextParallel | None = None
+    context: SharedAttention | None = None
     """Among whose ranks the tokens are shared."""
     num_calls: int = field(default=0)
     """How many attention layers have run: a layer that mixes tokens by other means is not among them."""

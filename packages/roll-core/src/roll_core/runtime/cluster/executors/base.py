@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from roll_core.errors import UnsupportedError, WorkerHungError
-from roll_core.runtime.cluster.executors.calls import collect
+from roll_core.runtime.cluster.executors.calls import Member, collect
 from roll_core.runtime.cluster.placement import Place
 
 if TYPE_CHECKING:
@@ -73,22 +73,6 @@ class Peers:
     """A port that was free on rank 0's host; 0 where the role has one worker."""
     secret: str = field(default="", repr=False)
     """Known to the ranks of the role alone; their store admits no other client."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A worker that runs."""
-
-    rank: int
-    host: str
-    pid: int
-    node: int
-    address: str = "127.0.0.1"
-    """IP address at which other workers reach its host."""
-    slots: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
 
 class WorkerGroup(ABC):

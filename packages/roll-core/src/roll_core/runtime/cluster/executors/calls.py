@@ -21,8 +21,6 @@ from roll_core.errors import RollError, WorkerError, WorkerTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from roll_core.runtime.cluster.executors.base import Member
-
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
@@ -35,6 +33,22 @@ _ECHO = re.compile(
     r"|socket.*(closed|reset)|recv.*0 bytes|remote process exited",
     re.IGNORECASE,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A worker that runs."""
+
+    rank: int
+    host: str
+    pid: int
+    node: int
+    address: str = "127.0.0.1"
+    """IP address at which other workers reach its host."""
+    slots: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,10 @@ import asyncio
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_core.errors import EngineDiedError, UnsupportedError, WorkerDiedError
-from roll_core.runtime.cluster.executors.base import Member
-from roll_core.runtime.cluster.executors.calls import CallFailed, Failure, retrieve
+from roll_core.runtime.cluster.executors.calls import CallFailed, Failure, Member, retrieve
 from roll_core.runtime.cluster.executors.codecs import PICKLED, WIRE, decode
 from roll_core.runtime.cluster.executors.process_exit import cause_of_death
 from roll_core.runtime.cluster.host import hostname, num_oom_kills
@@ -28,17 +27,38 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.cluster.executors.base import GroupSpec, Peers
     from roll_core.runtime.cluster.executors.codecs import Codec
-    from roll_core.runtime.cluster.executors.ray_executor import RayExecutor
     from roll_core.runtime.cluster.placement import Place
 
 DEATH_NEWS_S = 10.0
 """How long after a failed call the news of the worker's death may take."""
 
 
+class RayWorkerOwner(Protocol):
+    """What a worker needs of the executor that started it."""
+
+    @property
+    def death(self) -> WorkerDiedError | None:
+        """The exit of a worker that ends the executor."""
+        ...
+
+    @property
+    def is_closing(self) -> bool:
+        """True once the executor ignores exits of its workers."""
+        ...
+
+    def death_of(self, worker: RayWorker, error: BaseException) -> None:
+        """A worker's process exited, or cannot be used any more."""
+        ...
+
+    def give_up(self, worker: RayWorker, death: WorkerDiedError) -> None:
+        """Kill a worker that missed its heartbeats."""
+        ...
+
+
 class RayWorker:
     """One actor, as the driver sees it. Lives on the event loop of the executor."""
 
-    def __init__(self, executor: RayExecutor, spec: GroupSpec, place: Place, handle: Any, crash_file: Path) -> None:
+    def __init__(self, executor: RayWorkerOwner, spec: GroupSpec, place: Place, handle: Any, crash_file: Path) -> None:
         self.place = place
         self.member = Member(rank=place.rank, host="?", pid=0, node=place.node, slots=place.slots)
         self._executor = executor
