@@ -12,7 +12,7 @@ import pytest
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.cluster.doctor import Finding, examine
+from roll_core.runtime.cluster.doctor import DoctorFinding, examine
 from roll_core.spec.checks import Situation
 from roll_core.spec.platform import Platform
 from roll_core.spec.providers import CheckProvider, PlatformProvider, Provider
@@ -29,7 +29,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def doctor(module: ModuleType) -> Callable[..., list[Finding]]:
+def doctor(module: ModuleType) -> Callable[..., list[DoctorFinding]]:
     """`doctor(checks={name: function}, platforms={name: (class, priority)}, records=[...], config=)`: what it finds."""
 
     def run(
@@ -40,7 +40,7 @@ def doctor(module: ModuleType) -> Callable[..., list[Finding]]:
         config: Any = None,
         more: tuple[Plugin, ...] = (),
         deadline_s: float = 20.0,
-    ) -> list[Finding]:
+    ) -> list[DoctorFinding]:
         offered: list[Provider] = list(records)
         for name, function in (checks or {}).items():
             setattr(module, name, function)

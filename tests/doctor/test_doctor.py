@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PluginLoadError
 from roll_core.plugins.loader import Plugin
-from roll_core.runtime.cluster.doctor import Finding
+from roll_core.runtime.cluster.doctor import DoctorFinding
 from roll_core.spec.checks import CheckResult, Situation
 from roll_core.spec.platform import Probe
 from roll_core.spec.providers import PlatformProvider, TrainProvider
 
-Doctor = Callable[..., list[Finding]]
+Doctor = Callable[..., list[DoctorFinding]]
 
 
 class Absent(CpuPlatform):
@@ -36,7 +36,7 @@ class Broken(CpuPlatform):
         raise SystemExit("its driver called exit")
 
 
-def of(findings: list[Finding], check: str) -> dict[str, CheckResult]:
+def of(findings: list[DoctorFinding], check: str) -> dict[str, CheckResult]:
     return {each.result.subject: each.result for each in findings if each.check == check}
 
 

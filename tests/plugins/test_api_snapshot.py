@@ -244,7 +244,7 @@ def test_what_weight_transports_get_and_return():
 
 def test_kinds_of_roles_and_tasks():
     assert platform.ROLE_KINDS == ("train", "score", "generate", "reward")
-    assert providers.TASKS == ("causal_lm", "value", "reward", "flow")
+    assert providers.TASKS == ("causal_lm", "value", "reward")
 
 
 @pytest.mark.parametrize(("field", "value"), [("kind", "infer"), ("task", "lm"), ("kind", None)])

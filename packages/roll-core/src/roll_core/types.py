@@ -120,16 +120,6 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediaRef:
-    """An image, video or sound of a prompt, by handle: it is not copied around."""
-
-    kind: Literal["image", "video", "audio"]
-    uri: str
-    """A path or URL that the workers can read."""
-    digest: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
     """What a reward function said of a sample: a value, or a failure to find one. A failure is never 0."""
 
@@ -168,7 +158,6 @@ class Sample:
     tag: str = ""
     """Domain, which chooses the reward and the ratio in the batch."""
     reward: Reward | None = None
-    media: tuple[MediaRef, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns (ground truth, difficulty), plain values."""
 
@@ -219,7 +208,6 @@ class TrainSequence:
     routed_experts: RoutedExperts | None = None
     """`[L - 1, M, K]` or fewer rows: the experts to send the first tokens to instead of those that the router would
     choose. It chooses for the others itself."""
-    media: tuple[MediaRef, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)

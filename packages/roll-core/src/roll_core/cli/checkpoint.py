@@ -24,7 +24,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CheckpointRow:
     """One checkpoint, as it is shown."""
 
     path: str
@@ -95,7 +95,7 @@ def _named(place: Path) -> list[Checkpoint]:
     return found
 
 
-def _ways_out(checkpoints: Sequence[Checkpoint], damaged: Sequence[Row]) -> Iterable[str]:
+def _ways_out(checkpoints: Sequence[Checkpoint], damaged: Sequence[CheckpointRow]) -> Iterable[str]:
     """For each run with a damaged checkpoint the last good one."""
     bad = {row.path for row in damaged}
     for directory in dict.fromkeys(each.path.parent for each in checkpoints if str(each.path) in bad):
@@ -103,7 +103,7 @@ def _ways_out(checkpoints: Sequence[Checkpoint], damaged: Sequence[Row]) -> Iter
         yield f"the last good one in {directory} is {good[-1].name}" if good else f"no good one is in {directory}"
 
 
-def _row(checkpoint: Checkpoint, *, digests: bool) -> Row:
+def _row(checkpoint: Checkpoint, *, digests: bool) -> CheckpointRow:
     problems = verify(checkpoint.path, digests=digests)
     created = size_bytes = saved = None
     try:
@@ -112,7 +112,7 @@ def _row(checkpoint: Checkpoint, *, digests: bool) -> Row:
         saved = SavedRun.of(checkpoint)
     except CheckpointError as error:
         problems = problems or [str(error)]
-    return Row(
+    return CheckpointRow(
         path=str(checkpoint.path),
         step=checkpoint.step,
         created=created,
@@ -124,7 +124,7 @@ def _row(checkpoint: Checkpoint, *, digests: bool) -> Row:
     )
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[CheckpointRow]) -> list[str]:
     cells = [["checkpoint", "step", "written", "size", "goes on with", "state"]]
     cells += [
         [
@@ -141,7 +141,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
-def _needs(row: Row) -> str:
+def _needs(row: CheckpointRow) -> str:
     roles = (
         f"{name} {role['strategy']} × {role['world_size']}{' (portable)' if role['portable'] else ''}"
         for name, role in row.roles.items()
@@ -157,5 +157,5 @@ def _size(size_bytes: float) -> str:
     raise AssertionError
 
 
-def _print_json(rows: Sequence[Row]) -> None:
+def _print_json(rows: Sequence[CheckpointRow]) -> None:
     sys.stdout.write(json.dumps([asdict(row) | {"state": row.state} for row in rows], indent=2) + "\n")

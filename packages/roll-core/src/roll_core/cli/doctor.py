@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from roll_core.runtime.cluster.doctor import Finding
+    from roll_core.runtime.cluster.doctor import DoctorFinding
 
 WIDTH = 140
 """Where there is no terminal that has one."""
@@ -36,12 +36,12 @@ def doctor(config: Path | None, overrides: Sequence[str], disabled_plugins: Sequ
     return 1 if failed else 0
 
 
-def _plain(findings: Sequence[Finding], *, ok: bool) -> dict[str, object]:
+def _plain(findings: Sequence[DoctorFinding], *, ok: bool) -> dict[str, object]:
     rows = [{"check": each.check, "package": each.package, **asdict(each.result)} for each in findings]
     return {"ok": ok, "findings": rows}
 
 
-def _show(findings: Sequence[Finding]) -> None:
+def _show(findings: Sequence[DoctorFinding]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -25,7 +25,7 @@ from roll_core.config.model_keys import model_keys
 from roll_core.config.nearest import MAX_SUGGESTIONS, suggest_key
 from roll_core.config.schema import paths, roles, schema_at
 from roll_core.config.weight_transports import weight_finding
-from roll_core.config.written import COMMAND_LINE, Place
+from roll_core.config.written import COMMAND_LINE, KeyLocation
 from roll_core.errors import ConfigError, ConfigProblem, MissingRequirementError, PluginError, UnknownProviderError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.signatures import signature_problem
@@ -44,6 +44,8 @@ from roll_core.spec.providers import (
     TrackerProvider,
     TrainProvider,
     WeightTransportProvider,
+    exports_state,
+    replays_experts,
 )
 
 if TYPE_CHECKING:
@@ -439,7 +441,7 @@ class _Validation:
             self.found.append(Finding((*path, "model_args", "lora_target"), message, hint, code="ROLL-C017"))
         if isinstance(provider, TrainProvider) and not provider.capabilities.gradient_checkpointing:
             self._no_gradient_checkpointing(path, worker, role, provider)
-        if self.data.get("portable_checkpoints") is True and not _exports_state(worker, provider):
+        if self.data.get("portable_checkpoints") is True and worker.kind == "train" and not exports_state(provider):
             message = f"{provider.name} does not export its training state, so portable_checkpoints cannot be honoured"
             self.found.append(Finding(at_name, message, "leave portable_checkpoints out", code="ROLL-C017"))
         dtype = model.get("dtype")
@@ -600,8 +602,8 @@ class _Validation:
         if not isinstance(raw, dict) or raw.get("mode") != "R3" or not isinstance(policy, dict):
             return
         at_mode = ("router_replay", "mode")
-        if not _replays(provider):
-            others = [each for each in self.registry.providers(type(provider)) if _replays(each)]
+        if not replays_experts(provider):
+            others = [each for each in self.registry.providers(type(provider)) if replays_experts(each)]
             able = [each.name for each in others if not getattr(each, "forward_only", False)]
             does = "return the experts that it chose" if path != (self.policy_role,) else "replay an engine's experts"
             message = f"{provider.name} of {'.'.join(path)} does not {does}"
@@ -618,7 +620,7 @@ class _Validation:
     # -- problems ------------------------------------------------------------------------------------------------------
 
     def _error(self, schema: type[RunConfig]) -> ConfigError:
-        problems: dict[ConfigProblem, Place] = {each: _place(each) for each in self.composed.problems}
+        problems: dict[ConfigProblem, KeyLocation] = {each: _place(each) for each in self.composed.problems}
         for each in self.found:
             if any(each.path[: len(path)] == path for path in self.composed.broken):
                 continue
@@ -628,7 +630,7 @@ class _Validation:
         error.__cause__ = self.cause
         return error
 
-    def _problem(self, found: Finding, schema: type[RunConfig]) -> tuple[ConfigProblem, Place]:
+    def _problem(self, found: Finding, schema: type[RunConfig]) -> tuple[ConfigProblem, KeyLocation]:
         written = self.composed.written
         if found.kind == "extra_forbidden" and not found.hint:
             siblings = schema_at(schema, found.path[:-1])
@@ -688,12 +690,12 @@ class _Validation:
         return next(key for key in mapping if str(key) == text)
 
 
-def _place(problem: ConfigProblem) -> Place:
+def _place(problem: ConfigProblem) -> KeyLocation:
     """The place that a problem's text names, for sorting."""
     name, line, column = [*problem.where.rsplit(":", 2), "", ""][:3]
     if line.isdigit() and column.isdigit():
-        return Place(0, int(line), int(column), name)
-    return Place(MAX_LAYER if problem.where == COMMAND_LINE else 0, 0, 0, problem.where)
+        return KeyLocation(0, int(line), int(column), name)
+    return KeyLocation(MAX_LAYER if problem.where == COMMAND_LINE else 0, 0, 0, problem.where)
 
 
 def _restore_name(config: M, key: str, name: str) -> M:
@@ -707,17 +709,6 @@ def _is_written(data: Any, path: KeyPath) -> bool:
             return False
         data = data[step]
     return True
-
-
-def _exports_state(worker: type[WorkerConfig], provider: TrainProvider | InferProvider) -> bool:
-    """Or has no state that would be saved."""
-    return worker.kind != "train" or (isinstance(provider, TrainProvider) and provider.capabilities.portable_state)
-
-
-def _replays(provider: TrainProvider | InferProvider) -> bool:
-    """Whether it does its part of router replay."""
-    capabilities = provider.capabilities
-    return capabilities.routed_experts if isinstance(capabilities, InferCapabilities) else capabilities.router_replay
 
 
 def _on_a_cluster() -> bool:

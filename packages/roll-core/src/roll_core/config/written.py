@@ -12,7 +12,7 @@ COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class KeyLocation:
     """A place, in the order in which problems are reported."""
 
     layer: int
@@ -41,7 +41,7 @@ class FileLayer:
             found = found[step]
         return found if isinstance(found, dict) else {}
 
-    def place(self, index: int, path: KeyPath, *, key: bool) -> Place | None:
+    def place(self, index: int, path: KeyPath, *, key: bool) -> KeyLocation | None:
         """Where this layer writes the key or the value of `path`, if it does."""
         depth = len(self.package)
         if path[:depth] != self.package:
@@ -51,7 +51,7 @@ class FileLayer:
         mark: Mark | None = self.source.key_mark(at) if key else self.source.value_mark(at)
         if mark is None or not below:
             return None
-        return Place(index, mark.line, mark.column, self.source.name)
+        return KeyLocation(index, mark.line, mark.column, self.source.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class OverrideLayer:
     path: KeyPath
     value: Any
 
-    def place(self, index: int, path: KeyPath, *, key: bool) -> Place | None:
+    def place(self, index: int, path: KeyPath, *, key: bool) -> KeyLocation | None:
         """The command line, if the override writes `path` or what it is part of."""
         depth = len(self.path)
         if path[:depth] != self.path:
@@ -74,7 +74,7 @@ class OverrideLayer:
                 value = next(each for name, each in value.items() if str(name) == step)
             elif not isinstance(value, list):
                 return None
-        return Place(index, 0, 0, COMMAND_LINE)
+        return KeyLocation(index, 0, 0, COMMAND_LINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +96,15 @@ class Written:
     layers: list[FileLayer | OverrideLayer] = field(default_factory=list)
     interpolations: dict[KeyPath, Interpolation] = field(default_factory=dict)
 
-    def value(self, path: KeyPath) -> Place:
+    def value(self, path: KeyPath) -> KeyLocation:
         """Where the value of `path` was written; of what contains it if it was written nowhere."""
         return self._nearest(path, key=False)
 
-    def key(self, path: KeyPath) -> Place:
+    def key(self, path: KeyPath) -> KeyLocation:
         """Where the key of `path` was written; of what contains it if it was written nowhere."""
         return self._nearest(path, key=True)
 
-    def through(self, path: KeyPath) -> tuple[Interpolation, Place | None] | None:
+    def through(self, path: KeyPath) -> tuple[Interpolation, KeyLocation | None] | None:
         """The interpolation that gave `path` its value, and where what it refers to was written."""
         layers = (each.path for each in self.layers if isinstance(each, OverrideLayer))
         overridden = max((len(each) for each in layers if path[: len(each)] == each), default=0)
@@ -115,22 +115,22 @@ class Written:
                 return found, target
         return None
 
-    def _nearest(self, path: KeyPath, *, key: bool) -> Place:
+    def _nearest(self, path: KeyPath, *, key: bool) -> KeyLocation:
         if path and self._exact(path, key=key) is None:
             for index, layer in enumerate(self.layers):
                 # Nobody wrote this, but somebody wrote what is in it.
                 if isinstance(layer, OverrideLayer) and layer.path[: len(path)] == path:
-                    return Place(index, 0, 0, COMMAND_LINE)
+                    return KeyLocation(index, 0, 0, COMMAND_LINE)
                 if isinstance(layer, FileLayer) and layer.package[: len(path)] == path:
-                    return Place(index, 1, 1, layer.source.name)
+                    return KeyLocation(index, 1, 1, layer.source.name)
         for length in range(len(path), 0, -1):
             # What contains a path is named by its key: its value begins a line further down.
             place = self._exact(path[:length], key=key or length < len(path))
             if place is not None:
                 return place
-        return Place(0, 0, 0, self.name)
+        return KeyLocation(0, 0, 0, self.name)
 
-    def _exact(self, path: KeyPath, *, key: bool) -> Place | None:
+    def _exact(self, path: KeyPath, *, key: bool) -> KeyLocation | None:
         for index in range(len(self.layers) - 1, -1, -1):
             place = self.layers[index].place(index, path, key=key)
             if place is not None:

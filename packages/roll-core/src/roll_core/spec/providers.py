@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from roll_core.field_docs import document_fields
 
-Task = Literal["causal_lm", "value", "reward", "flow"]
+Task = Literal["causal_lm", "value", "reward"]
 """What a model computes: next-token logprobs, a value per token, a score per sequence, a velocity field."""
 TASKS: tuple[Task, ...] = get_args(Task)
 
@@ -132,6 +132,17 @@ class InferProvider(Provider):
     """Names of the platforms it runs on; empty means every platform."""
     memory: str = ""
     """`"module:function"` that says how much memory a worker takes: `roll_core.spec.plan`; empty if nobody knows."""
+
+
+def replays_experts(provider: TrainProvider | InferProvider) -> bool:
+    """True if the strategy does its part of router replay: an engine returns experts, a trainer follows them."""
+    can = provider.capabilities
+    return can.routed_experts if isinstance(can, InferCapabilities) else can.router_replay
+
+
+def exports_state(provider: TrainProvider | InferProvider) -> bool:
+    """True if another strategy can continue from its checkpoints."""
+    return isinstance(provider, TrainProvider) and provider.capabilities.portable_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from roll_core.testing.contract import ContractTests
+from roll_core.testing.contract import TrainContractTests
 from roll_core.testing.failure import FailureTests
-from roll_core.testing.numbers import NumberTests
+from roll_core.testing.numbers import TrainNumberTests
 from roll_core.testing.packaging import PackagingTests
 from roll_core.testing.portable import PortableTests
 from roll_core.testing.state import StateTests
 
 
-class TrainStrategyConformance(PackagingTests, ContractTests, NumberTests, StateTests, PortableTests, FailureTests):
+class TrainStrategyConformance(
+    PackagingTests, TrainContractTests, TrainNumberTests, StateTests, PortableTests, FailureTests
+):
     """What holds for every train strategy.
 
         class TestMine(TrainStrategyConformance):

@@ -40,7 +40,7 @@ TASKS: tuple[Task, ...] = ("causal_lm", "value", "reward")
 SCORES = Want(logprobs=True)
 
 
-class ContractTests(Subject):
+class TrainContractTests(Subject):
     """Calls in every order that a run may make them in."""
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class ContractTests(Subject):
             raise AssertionError(f"{self.name} declares data_parallel: let world_sizes have 2, not only {self.sizes()}")
         if self.provider.forward_only:
             return
-        suites = [type(self), *(each for each in _below(ContractTests) if each.name == self.name)]
+        suites = [type(self), *(each for each in _below(TrainContractTests) if each.name == self.name)]
         for kind in filter(lambda name: getattr(self.can, name), get_args(ModelParallelism)):
             shown = [suite().shows(kind) for suite in suites if kind in suite.parallelism]
             if not shown:
@@ -231,9 +231,9 @@ def _same_rows(whose: str, event: str, found: Rows, expected: Rows) -> None:
         check_rows(f"{name} of {whose} after {event}", found[name], rows, 0.0)
 
 
-def _below(kind: type[ContractTests]) -> list[type[ContractTests]]:
+def _below(kind: type[TrainContractTests]) -> list[type[TrainContractTests]]:
     """All classes that were derived from it so far."""
-    found: list[type[ContractTests]] = []
+    found: list[type[TrainContractTests]] = []
     for each in kind.__subclasses__():
         found += [each, *_below(each)]
     return found

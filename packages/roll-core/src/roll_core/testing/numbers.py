@@ -30,7 +30,7 @@ NORM = "the norm of the gradient"
 """Beside the names of parameters, where steps are compared."""
 
 
-class NumberTests(Subject):
+class TrainNumberTests(Subject):
     """Against `Reference`, and against the same strategy with the batch split in other ways."""
 
     # -- outputs -------------------------------------------------------------------------------------------------------

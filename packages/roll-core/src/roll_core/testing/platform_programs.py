@@ -24,7 +24,7 @@ DESCRIPTORS = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class PlatformReport:
     """What a platform said, and what happened meanwhile."""
 
     name: str
@@ -47,7 +47,7 @@ class Answers:
     """Device files that are open now and were not."""
 
 
-def ask(_rank: int, target: str) -> Answers:
+def ask(_rank: int, target: str) -> PlatformReport:
     """Everything that a run asks before it starts, and more."""
     load_target(target, owner="the platform of the tests")  # what importing it does is for another test
     environment, folder, signals = dict(os.environ), Path.cwd(), _handlers()
@@ -73,7 +73,7 @@ def ask(_rank: int, target: str) -> Answers:
     }
     for name in ("name", "device_type", "ray_resource", "visible_devices", "also_visible_devices"):
         said[name] = getattr(platform, name)
-    return Answers(
+    return PlatformReport(
         collective_backend=platform.collective_backend,
         slots_share_cores=platform.slots_share_cores,
         changes=tuple(what for what, kept in same.items() if not kept),

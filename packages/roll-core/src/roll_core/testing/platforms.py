@@ -15,7 +15,7 @@ import pytest
 from roll_core.spec.platform import ROLE_KINDS
 from roll_core.spec.providers import PlatformProvider
 from roll_core.testing.packaging import PackagingTests
-from roll_core.testing.platform_programs import KNOWN_DTYPES, UNKNOWN_DTYPE, Answers, ask, compute, fill
+from roll_core.testing.platform_programs import KNOWN_DTYPES, UNKNOWN_DTYPE, PlatformReport, ask, compute, fill
 from roll_core.testing.ranks import RankHost
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -34,12 +34,12 @@ class PlatformConformance(PackagingTests):
     _kind = PlatformProvider
 
     @property
-    def answers(self) -> Answers:
+    def answers(self) -> PlatformReport:
         """What the platform says of this host; it is asked once."""
         asked = self._once("answers")
         if not asked:
             asked[()] = _light.run(ask, self.provider.target, timeout_s=self.timeout_s)[0]
-        said: Answers = asked[()]
+        said: PlatformReport = asked[()]
         return said
 
     def need_hardware(self) -> None:

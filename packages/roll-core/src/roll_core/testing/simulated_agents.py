@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from typing_extensions import override
 
-from roll_core.testing.simulation import Row, SimulatedEngine
+from roll_core.testing.simulation import SimulatedEngine, SimulatedRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ class SimulatedAgents(SimulatedEngine):
         self._trajectory_of, self._environments = trajectory_of, environments
 
     @override
-    def _arrived(self, rows: Sequence[Row]) -> None:
+    def _arrived(self, rows: Sequence[SimulatedRow]) -> None:
         for row in rows:
             request = row.request.request
             base, _, suffix = request.id.partition("#")
@@ -99,11 +99,11 @@ class SimulatedAgents(SimulatedEngine):
             self._wait(row, self._environments.answer_at.get(key, 0.0) if between_turns else 0.0)
 
     @override
-    def _entered(self, row: Row) -> int:
+    def _entered(self, row: SimulatedRow) -> int:
         return row.plan.to_compute  # type: ignore[no-any-return]
 
     @override
-    def _reached(self, row: Row) -> None:
+    def _reached(self, row: SimulatedRow) -> None:
         if row.output is not None:
             return
         agent: _Agent = row.plan
@@ -121,7 +121,7 @@ class SimulatedAgents(SimulatedEngine):
         row.stretch, agent.to_compute = int(trajectory.drawn_K[agent.turn]), int(trajectory.observed_K[agent.turn])
         self._wait(row, answer_at)
 
-    def _wait(self, row: Row, answer_at: float) -> None:
+    def _wait(self, row: SimulatedRow, answer_at: float) -> None:
         """For its environment."""
         loop = asyncio.get_running_loop()
         if answer_at <= loop.time():
@@ -129,7 +129,7 @@ class SimulatedAgents(SimulatedEngine):
         else:
             loop.call_at(answer_at, self._observed, row)
 
-    def _observed(self, row: Row) -> None:
+    def _observed(self, row: SimulatedRow) -> None:
         if row.output is None and not self.dead:
             self._waiting.append(row)
             self._advance()

@@ -89,7 +89,7 @@ class Speed:
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class SimulatedRow:
     """One output."""
 
     request: _Request
@@ -111,7 +111,7 @@ class Row:
 class _Request:
     request: GenerateRequest
     on_result: OnResult
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SimulatedRow] = field(default_factory=list)
     left: int = 0
 
 
@@ -126,9 +126,9 @@ class SimulatedEngine(Replica):
         self.name, self.speed, self.version = name, speed, 0
         self._length_of, self._prompt_tokens, self._real = length_of, prompt_tokens, real
         self._requests: dict[str, _Request] = {}
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[SimulatedRow] = deque()
         self._running = 0
-        self._ends: list[tuple[float, int, Row]] = []
+        self._ends: list[tuple[float, int, SimulatedRow]] = []
         self._order = 0
         self._progress = self._at = self._stalled_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -150,7 +150,7 @@ class SimulatedEngine(Replica):
             for index in range(request.n):
                 which = int(suffix.partition(".")[0]) if suffix else index
                 length = max(1, min(self._length_of(base, which) - before, request.params.max_new_tokens))
-                made.rows.append(Row(made, index, length))
+                made.rows.append(SimulatedRow(made, index, length))
             made.left = len(made.rows)
             self._arrived(made.rows)
         self._advance()
@@ -248,20 +248,20 @@ class SimulatedEngine(Replica):
             self._timer = loop.call_at(self._at + stalled_s + max(0.0, left_s), self._advance)
         self._advancing = False
 
-    def _arrived(self, rows: Sequence[Row]) -> None:
+    def _arrived(self, rows: Sequence[SimulatedRow]) -> None:
         """They are asked for."""
         self._waiting += rows
 
-    def _entered(self, row: Row) -> int:
+    def _entered(self, row: SimulatedRow) -> int:
         """Say how far a row draws without a break, and return how many tokens are computed before it begins."""
         row.stretch = row.length
         return len(row.request.request.prompt_ids) if row.index == 0 else 0
 
-    def _reached(self, row: Row) -> None:
+    def _reached(self, row: SimulatedRow) -> None:
         """A stretch is drawn."""
         self._end(row, "stop")
 
-    def _end(self, row: Row, reason: FinishReason) -> None:
+    def _end(self, row: SimulatedRow, reason: FinishReason) -> None:
         if row.output is not None:
             return
         row.output = self._output(row, reason)
@@ -275,7 +275,7 @@ class SimulatedEngine(Replica):
             outputs = tuple(each.output for each in request.rows if each.output is not None)
             request.on_result(request.request.id, Completion(id=request.request.id, outputs=outputs))
 
-    def _output(self, row: Row, reason: FinishReason) -> CompletionOutput:
+    def _output(self, row: SimulatedRow, reason: FinishReason) -> CompletionOutput:
         drawn = 0 if row.start < 0 else min(row.stretch, int(self._progress - row.start + 1e-6))
         num = row.length if reason == "stop" else row.before + drawn
         first = len(row.request.request.prompt_ids)

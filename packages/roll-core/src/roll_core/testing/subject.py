@@ -108,7 +108,7 @@ class Subject(Part):
             values: dict[str, Sequence[Any]] = {
                 "world_size": [(each, size) for each in self.variants for size in self.sizes(each)],
                 "several": [(each, size) for each in self.variants for size in self.sizes(each) if size > 1],
-                "task": [task for task in self.can.tasks if task != "flow"],
+                "task": list(self.can.tasks),
                 "scalar_task": [task for task in self.can.tasks if task in ("value", "reward")],
                 "low_dtype": [dtype for dtype in self.dtypes() if dtype != "fp32"],
             }

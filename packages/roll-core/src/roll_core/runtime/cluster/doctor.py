@@ -46,7 +46,7 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     """One line of the doctor."""
 
     check: str
@@ -75,7 +75,7 @@ class _Seen:
     problem: str = ""
 
 
-def examine(registry: Registry, config: RunConfig | None, *, deadline_s: float = DEADLINE_S) -> Iterator[Finding]:
+def examine(registry: Registry, config: RunConfig | None, *, deadline_s: float = DEADLINE_S) -> Iterator[DoctorFinding]:
     """Every finding, one after the other as it is made. Raises nothing but `KeyboardInterrupt`."""
     seen = [_look(record, plugin, deadline_s) for plugin, record in _records(registry, PlatformProvider)]
     chosen = _choose(seen, config)
@@ -119,7 +119,7 @@ def _choose(seen: list[_Seen], config: RunConfig | None) -> _Seen | None:
     return max(found, key=lambda each: each.record.priority, default=None)
 
 
-def _platforms(seen: list[_Seen], chosen: _Seen | None, config: RunConfig | None) -> Iterator[Finding]:
+def _platforms(seen: list[_Seen], chosen: _Seen | None, config: RunConfig | None) -> Iterator[DoctorFinding]:
     asked_for = config is not None and config.platform is not None
     for each in seen:
         name, why = each.record.name, each.probe.why if each.probe is not None else each.problem
@@ -148,7 +148,7 @@ def _platforms(seen: list[_Seen], chosen: _Seen | None, config: RunConfig | None
 # -- plugins -----------------------------------------------------------------------------------------------------------
 
 
-def _plugins(registry: Registry) -> Iterator[Finding]:
+def _plugins(registry: Registry) -> Iterator[DoctorFinding]:
     for plugin in registry.plugins:
         if plugin.state == "failed":
             remedy = f"install another version of {plugin.package}, or leave it out: --disable-plugin {plugin.package}"
@@ -159,7 +159,7 @@ def _plugins(registry: Registry) -> Iterator[Finding]:
 
 def _requirements(
     registry: Registry, config: RunConfig | None, chosen: _Seen | None, deadline_s: float
-) -> Iterator[Finding]:
+) -> Iterator[DoctorFinding]:
     """What the parts need: an error where the config uses one, of no importance where it does not, and for a platform
     that is not here."""
     used = set() if config is None else _names_used(config)
@@ -197,7 +197,7 @@ def _names_used(config: RunConfig) -> set[str]:
     return {name.rpartition("/")[2] for name in names if name}
 
 
-def _environments(registry: Registry, config: RunConfig | None, deadline_s: float) -> Iterator[Finding]:
+def _environments(registry: Registry, config: RunConfig | None, deadline_s: float) -> Iterator[DoctorFinding]:
     """Python environments of roles, as far as they are there already."""
     for name, role in config.roles().items() if config is not None else ():
         if role.environment is None:
@@ -235,7 +235,7 @@ def _provider(registry: Registry, role: WorkerConfig) -> Provider:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check(record: CheckProvider, package: str, situation: Situation, deadline_s: float) -> Iterator[Finding]:
+def _check(record: CheckProvider, package: str, situation: Situation, deadline_s: float) -> Iterator[DoctorFinding]:
     def run() -> list[CheckResult]:
         results = list(load_target(record.target, owner=f"check {record.name}")(situation))
         for result in results:
@@ -250,7 +250,7 @@ def _check(record: CheckProvider, package: str, situation: Situation, deadline_s
         yield _finding(record.name, package, "warning", f"the check itself failed: {error}", remedy=remedy)
         return
     for result in results:
-        yield Finding(check=record.name, package=package, result=result)
+        yield DoctorFinding(check=record.name, package=package, result=result)
 
 
 def guarded(function: Callable[[], T], deadline_s: float) -> T:
@@ -299,9 +299,9 @@ def _one_line(error: BaseException) -> str:
 
 def _finding(
     check: str, package: str, level: Level, found: str, subject: str = "", *, wanted: str = "", remedy: str = ""
-) -> Finding:
+) -> DoctorFinding:
     result = CheckResult(level=level, found=found, subject=subject, wanted=wanted, remedy=remedy)
-    return Finding(check=check, package=package, result=result)
+    return DoctorFinding(check=check, package=package, result=result)
 
 
 R = TypeVar("R", PlatformProvider, CheckProvider)

@@ -48,12 +48,12 @@ class LedgerRow:
         return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
 
 
-class _Frame:
+class _OpenStage:
     """An open stage of one task."""
 
     __slots__ = ("children", "name", "open", "parent")
 
-    def __init__(self, name: str, parent: _Frame | None) -> None:
+    def __init__(self, name: str, parent: _OpenStage | None) -> None:
         self.name = name
         self.parent = parent
         self.children = 0
@@ -75,7 +75,7 @@ class Ledger:
         self._on_change = on_change
         self._clock = clock
         self._lock = threading.Lock()
-        self._current: ContextVar[_Frame | None] = ContextVar("stage", default=None)
+        self._current: ContextVar[_OpenStage | None] = ContextVar("stage", default=None)
         self._leaves: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self._entries: Counter[str] = Counter()
@@ -160,11 +160,11 @@ class Ledger:
             for name in self._leaves:
                 self._seconds[name] = self._seconds.get(name, 0.0) + part
 
-    def _enter(self, name: str) -> _Frame:
+    def _enter(self, name: str) -> _OpenStage:
         parent = self._current.get()
         while parent is not None and not parent.open:  # a task that outlives the stage in which it was started
             parent = parent.parent
-        frame = _Frame(name, parent)
+        frame = _OpenStage(name, parent)
         with self._lock:
             self._settle()
             if parent is not None:
@@ -178,7 +178,7 @@ class Ledger:
             self._on_change(name)
         return frame
 
-    def _leave(self, frame: _Frame) -> None:
+    def _leave(self, frame: _OpenStage) -> None:
         with self._lock:
             self._settle()
             frame.open = False
@@ -208,7 +208,7 @@ class _Stage:
     def __init__(self, ledger: Ledger, name: str) -> None:
         self._ledger = ledger
         self._name = name
-        self._frame: _Frame | None = None
+        self._frame: _OpenStage | None = None
 
     def __enter__(self) -> Self:
         if self._frame is not None:

@@ -19,7 +19,14 @@ from roll_core.runtime.cluster.platform import values_of
 from roll_core.runtime.cluster.python_environments.spec import environment_spec
 from roll_core.spec.config import RewardConfig, StrategyConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
-from roll_core.spec.providers import InferCapabilities, InferProvider, RewardProvider, TrainProvider
+from roll_core.spec.providers import (
+    InferCapabilities,
+    InferProvider,
+    RewardProvider,
+    TrainProvider,
+    exports_state,
+    replays_experts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -293,7 +300,7 @@ def _model_args(
     _check_support(role, provider, model, platform)
     if worker.weight_format != "dtype":
         _check_weight_format(role, worker.weight_format, platform)
-    if role.kind == "train" and config.portable_checkpoints and not _exports_state(provider):
+    if role.kind == "train" and config.portable_checkpoints and not exports_state(provider):
         raise UnsupportedError(
             f"{role.name}: strategy {provider.name} does not export its training state; set portable_checkpoints: false"
         )
@@ -321,16 +328,6 @@ def _model_args(
     }
 
 
-def _exports_state(provider: TrainProvider | InferProvider) -> bool:
-    return isinstance(provider, TrainProvider) and provider.capabilities.portable_state
-
-
-def _replays(provider: TrainProvider | InferProvider) -> bool:
-    """Whether it does its part of router replay."""
-    capabilities = provider.capabilities
-    return capabilities.routed_experts if isinstance(capabilities, InferCapabilities) else capabilities.router_replay
-
-
 def _reward_args(worker: RewardConfig, registry: Registry) -> dict[str, Any]:
     provider = registry.find(RewardProvider, worker.reward)
     return {"provider": provider, "owner": registry.owner(provider), "config": worker.model_dump(mode="json")}
@@ -354,7 +351,7 @@ def _check_support(
         does = "serves" if role.kind == "generate" else "trains"
         raise UnsupportedError(f"{role.name}: strategy {provider.name} {does} no adapters (model_args.lora_target)")
     check_gradient_checkpointing(role, provider, model)
-    if model.router_replay and not _replays(provider):
+    if model.router_replay and not replays_experts(provider):
         does = "return the experts that it chose" if role.kind == "generate" else "replay the engine's experts"
         raise UnsupportedError(f"{role.name}: strategy {provider.name} does not {does} (router_replay.mode)")
     if why := platform.supports(model.dtype):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from roll_core.testing.infer.adapters import AdapterTests
-from roll_core.testing.infer.contract import ContractTests
+from roll_core.testing.infer.contract import InferContractTests
 from roll_core.testing.infer.ends import EndTests
 from roll_core.testing.infer.lifecycle import LifecycleTests
-from roll_core.testing.infer.numbers import NumberTests
+from roll_core.testing.infer.numbers import InferNumberTests
 from roll_core.testing.infer.routing import RoutingTests
 from roll_core.testing.infer.sampling import SamplingTests
 from roll_core.testing.infer.starting import StartingTests
@@ -21,10 +21,10 @@ class InferStrategyConformance(
     AdapterTests,
     LifecycleTests,
     WeightTests,
-    ContractTests,
+    InferContractTests,
     EndTests,
     SamplingTests,
-    NumberTests,
+    InferNumberTests,
 ):
     """What holds for every infer strategy.
 

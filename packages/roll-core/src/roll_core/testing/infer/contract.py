@@ -30,7 +30,7 @@ LOOKS = 8
 FORM = {"token_ids": np.int64, "logprobs": np.float32, "versions": np.int32}
 
 
-class ContractTests(InferSubject):
+class InferContractTests(InferSubject):
     """Calls in every order that a run may make them in."""
 
     # -- answers -------------------------------------------------------------------------------------------------------

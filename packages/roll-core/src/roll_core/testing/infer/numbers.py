@@ -24,7 +24,7 @@ LENGTHS = (1, 3, 17, 40, 7)
 CUTS: Mapping[str, Any] = {"top_k": 3, "top_p": 0.5, "min_p": 0.4, "repetition_penalty": 1.6}
 
 
-class NumberTests(InferSubject):
+class InferNumberTests(InferSubject):
     """Against the model's logits as transformers computes them, one whole sequence at a time."""
 
     def test_greedy_tokens_are_the_most_likely(self, engine: Engine, setup: Setup, answers: Answers) -> None:

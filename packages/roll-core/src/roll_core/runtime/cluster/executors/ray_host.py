@@ -62,7 +62,7 @@ class RayHost:
             # Open for the life of the process: a crash is written by the signal handler.
             faulthandler.enable(Path(crash_file).open("w"))  # noqa: SIM115
         self._host = WorkerHost(role, rank)
-        self._turns = Turns()
+        self._turns = CallOrder()
         self._running: dict[int, asyncio.Future[Any]] = {}
 
     def __repr__(self) -> str:
@@ -128,7 +128,7 @@ class SlotHolder:
         return [str(device) for device in held.get(resource, ())]
 
 
-class Turns:
+class CallOrder:
     """Calls begin in the order of their numbers, however they arrive."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from roll_core.plugins.requirements import INSTALL_VARIABLE
 from roll_core.runtime.cluster.executors.calls import Failure
 from roll_core.runtime.cluster.executors.codecs import PICKLED, encode_failure, encode_result
 from roll_core.runtime.cluster.executors.isolated_env_process import IsolatedEnvProcess, ProcessEndedError
-from roll_core.runtime.cluster.executors.ray_host import Turns, greeting, settle
+from roll_core.runtime.cluster.executors.ray_host import CallOrder, greeting, settle
 from roll_core.runtime.cluster.host import hostname
 from roll_core.runtime.cluster.python_environments.prepare import environment_of, install_command, prepare
 
@@ -43,7 +43,7 @@ class RayIsolatedEnvHost:
         self._role, self._given, self._spec = role, env, spec
         settings = {"role": role, "rank": rank, "level": level, "crash_file": crash_file, "reported": spec.reported}
         self._process = IsolatedEnvProcess(settings)
-        self._turns = Turns()
+        self._turns = CallOrder()
         self._running: dict[int, asyncio.Future[bytes]] = {}
         self._python: Path
 

@@ -106,7 +106,7 @@ def line_chart(series: Series) -> Chart | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class BarSegment:
     """One part of a bar, in per cent of the whole."""
 
     name: str
@@ -116,14 +116,14 @@ class Segment:
     text: str
 
 
-def stacked_bar(rows: Sequence[tuple[str, float]], colours: Mapping[str, int]) -> list[Segment]:
+def stacked_bar(rows: Sequence[tuple[str, float]], colours: Mapping[str, int]) -> list[BarSegment]:
     """Parts of a whole, side by side."""
     total = sum(value for _, value in rows)
     segments, left = [], 0.0
     for name, value in rows:
         width = 100 * value / total if total > 0 else 0.0
         text = f"{name}: {seconds(value)} ({width:.1f} %)"
-        segments.append(Segment(name=name, left=left, width=width, colour=colours[name], text=text))
+        segments.append(BarSegment(name=name, left=left, width=width, colour=colours[name], text=text))
         left += width
     return segments
 

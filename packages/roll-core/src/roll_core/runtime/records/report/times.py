@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.runtime.records.jsonlines import finite_number
 from roll_core.runtime.records.ledger import OTHER
-from roll_core.runtime.records.report.charts import Segment, figure, seconds, stacked_bar, stacked_steps
+from roll_core.runtime.records.report.charts import BarSegment, figure, seconds, stacked_bar, stacked_steps
 from roll_core.runtime.records.report.reading import as_dicts
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class TimeAccount:
     """Where the time went."""
 
     rows: list[dict[str, Any]]
-    bar: list[Segment]
+    bar: list[BarSegment]
     steps_svg: str
     total: str
     note: str = ""
