@@ -41,7 +41,7 @@ FORKS_NEED = (
     "datasets",
     "hydra",
     "transformers.models.qwen3.modeling_qwen3",
-    "roll_core.builtin.hf.train",
+    "roll_strategy_hf.train",
     "roll_core.pipelines.sft",
     "roll_core.runtime.run.loop",
 )
@@ -110,10 +110,10 @@ def run(config: Path, output: Path, *overrides: str) -> None:
 
 def load_state(config: Path, path: Path) -> None:
     """Load a checkpoint into a strategy of its own."""
-    from roll_core.builtin.hf.config import HFTrainConfig
-    from roll_core.builtin.hf.train import HFTrainStrategy
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.spec.train import TrainingSpec
+    from roll_strategy_hf.config import HFTrainConfig
+    from roll_strategy_hf.train import HFTrainStrategy
 
     tokenizer = path.parent.parent / "tokenizer"
     strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=1e-3))

@@ -62,9 +62,9 @@ def alphabet(vocab_size: int) -> str:
 def make_model(folder: Path, vocab_size: int) -> None:
     """The directory that both contestants load."""
     from roll_core.data.tokenizers import make_tokenizer
-    from roll_core.modeling.model import load_model
     from roll_core.spec.config import TokenizerConfig
     from roll_core.spec.model import ModelSpec
+    from roll_modeling.model import load_model
 
     tokenizer = make_tokenizer(TokenizerConfig(kind="char", alphabet=alphabet(vocab_size)), [], folder)
     if len(tokenizer) != vocab_size:

@@ -3,7 +3,7 @@
     ./run bench head_chunks [--rounds 3] [--threads 1]
 
 CPU seconds of forward and backward, the best of the rounds, which take turns. `default` is what
-`roll_core.modeling.memory.head_chunk` chooses on the host. Aim: the default is never slower than plain torch, which has
+`roll_modeling.memory.head_chunk` chooses on the host. Aim: the default is never slower than plain torch, which has
 the logits of all tokens several times over.
 """
 
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from common import write_result
 
-from roll_core.modeling.logprobs import HeadRequest, LinearHead, head_outputs
-from roll_core.modeling.memory import head_chunk
+from roll_modeling.logprobs import HeadRequest, LinearHead, head_outputs
+from roll_modeling.memory import head_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable

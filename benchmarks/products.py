@@ -2,7 +2,7 @@
 
     ./run bench products [--rounds 15]
 
-`roll_core.modeling.products` chooses between the two by the sizes; this is what its choice rests on. Both take turns
+`roll_modeling.products` chooses between the two by the sizes; this is what its choice rests on. Both take turns
 within a round; a speed-up is the median of the rounds' ratios of CPU time.
 """
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from common import REPOSITORY, write_result
 
-from roll_core.modeling.products import ONEDNN_MIN_PRODUCTS, ONEDNN_MIN_WEIGHTS, onednn_linear, weight_gradient
+from roll_modeling.products import ONEDNN_MIN_PRODUCTS, ONEDNN_MIN_WEIGHTS, onednn_linear, weight_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable

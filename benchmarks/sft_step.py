@@ -61,10 +61,10 @@ def make_sequences(vocab_size: int) -> list[TrainSequence]:
 
 
 def make_strategy(vocab_size: int, tokenizer: Path, threads: int) -> TrainStrategy:
-    from roll_core.builtin.hf.config import HFTrainConfig
-    from roll_core.builtin.hf.train import HFTrainStrategy
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.spec.train import TrainingSpec
+    from roll_strategy_hf.config import HFTrainConfig
+    from roll_strategy_hf.train import HFTrainStrategy
 
     strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=1e-4, num_steps=1000, max_grad_norm=1.0))
     model = ModelSpec(random_init=architecture(vocab_size), tokenizer=str(tokenizer))
@@ -86,8 +86,8 @@ def gemms_of_a_step(micros: Sequence[MicroBatch], vocab_size: int) -> Callable[[
     """
     import torch
 
-    from roll_core.modeling.logprobs import HeadRequest
-    from roll_core.modeling.products import input_gradient, linear, weight_gradient
+    from roll_modeling.logprobs import HeadRequest
+    from roll_modeling.products import input_gradient, linear, weight_gradient
 
     attention = [(HIDDEN, HEADS * HEAD), (HIDDEN, KV_HEADS * HEAD), (HIDDEN, KV_HEADS * HEAD), (HEADS * HEAD, HIDDEN)]
     mlp = [(HIDDEN, INTERMEDIATE), (HIDDEN, INTERMEDIATE), (INTERMEDIATE, HIDDEN)]

@@ -28,13 +28,15 @@ from sync_ends import LEAVES, MODEL
 from sync_limits import Limits
 
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.builtin.plugin import roll_infer_strategies, roll_train_strategies, roll_weight_transports
+from roll_core.builtin.plugin import roll_weight_transports
 from roll_core.runtime.cluster.executors import make_executor
 from roll_core.runtime.cluster.executors.base import GroupSpec, Place
 from roll_core.runtime.weights import WeightBroadcaster
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.transport import Route
+from roll_infer_hf.plugin import roll_infer_strategies
+from roll_strategy_hf.plugin import roll_train_strategies
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -18,9 +18,6 @@ import torch
 
 from roll_core.algorithms.advantages import grpo
 from roll_core.algorithms.losses import PolicyObjective
-from roll_core.builtin.hf.config import HFInferConfig, HFTrainConfig
-from roll_core.builtin.hf.engine import HFInferStrategy
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.data.pack import pack, totals
 from roll_core.data.sequences import sample_of, sequence_of
 from roll_core.data.tokenizers import make_tokenizer
@@ -30,6 +27,10 @@ from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec
 from roll_core.spec.weights import make_manifest
 from roll_core.types import GenerateRequest, Sample, SamplingParams
+from roll_infer_hf.config import HFInferConfig
+from roll_infer_hf.engine import HFInferStrategy
+from roll_strategy_hf.config import HFTrainConfig
+from roll_strategy_hf.train import HFTrainStrategy
 
 STEPS, PROMPTS, ANSWERS, LENGTH = 60, 16, 8, 8
 

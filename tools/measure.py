@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = 60
-ENGINE = ("/builtin/hf/", "/roll_infer_hf/", "/roll_strategy_hf/")
+ENGINE = ("/roll_infer_hf/", "/roll_infer_hf/", "/roll_strategy_hf/")
 """Parts of a path that the trace leaves out."""
 
 

@@ -24,9 +24,9 @@ class Roll:
     """Our embedded engine, through the contract of infer strategies."""
 
     def __init__(self, directory: str, dtype: str, threads: int) -> None:
-        from roll_core.builtin.hf.config import HFInferConfig
-        from roll_core.builtin.hf.engine import HFInferStrategy
         from roll_core.spec.model import MeshInfo, ModelSpec
+        from roll_infer_hf.config import HFInferConfig
+        from roll_infer_hf.engine import HFInferStrategy
 
         self.loop = asyncio.new_event_loop()
         self.engine = HFInferStrategy(HFInferConfig())
@@ -59,7 +59,7 @@ class Roll:
         from collections import defaultdict
         from unittest.mock import patch
 
-        from roll_core.builtin.hf.linear import Projection
+        from roll_infer_hf.linear import Projection
 
         seconds: defaultdict[str, float] = defaultdict(float)
         core: Any = self.engine._ready_core
@@ -101,7 +101,7 @@ class Roll:
 
         import torch
 
-        from roll_core.runtime.cluster import openmp
+        from roll_core import openmp
 
         runner: Any = self.engine._ready_core.runner
         layers = [(each.qkv, each.out, each.gate_up, each.down) for each in runner._layers]
@@ -134,7 +134,7 @@ class Roll:
         """Wall and CPU seconds of reading so much memory, at the rate of the fastest of several sums over 256 MiB."""
         import torch
 
-        from roll_core.runtime.cluster import openmp
+        from roll_core import openmp
 
         numbers = torch.zeros(2**26)
         found = []

@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "src"))
 
-from roll_core.modeling.extension_wheel import ExtensionHook
+from roll_core.native.extension_wheel import ExtensionHook
 
 __all__ = ["ExtensionHook"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roll_core.algorithms.advantages import gae, grpo, reinforce, rloo
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import AdvantageInput
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 def batch_of(rewards, masks, *, groups=None, values=None, gamma=1.0, lambd=1.0, scores=None):

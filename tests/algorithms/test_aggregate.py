@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from roll_core.algorithms.aggregate import aggregate
 from roll_core.errors import UnsupportedError
-from roll_core.testing.errors import refused
 from roll_core.types import Totals
+from roll_testing.errors import refused
 
 # first sequence: 1, 2 masked in; second: 3, 4, 6
 VALUES = torch.tensor([100.0, 1, 2, 3, 4, 6, 100])

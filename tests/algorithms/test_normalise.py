@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roll_core.algorithms.normalise import RewardNormaliser, RunningMoments, clip, moments_by, whiten
 from roll_core.errors import NonFiniteError
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 REWARDS = torch.tensor([1.0, 0.0, 1.0, 4.0])
 GROUPS = torch.tensor([0, 0, 9, 9])

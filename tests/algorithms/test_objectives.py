@@ -15,8 +15,8 @@ from roll_core.algorithms.losses import PolicyObjective, SFTObjective, ValueObje
 from roll_core.errors import DataError, NonFiniteError
 from roll_core.spec.algorithms import PolicyLossParams
 from roll_core.spec.train import TokenOutputs
-from roll_core.testing.errors import refused
 from roll_core.types import Totals
+from roll_testing.errors import refused
 
 LN2 = math.log(2)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll_core.algorithms.policy_losses import ppo, vanilla
 from roll_core.errors import DataError, UnsupportedError
 from roll_core.spec.algorithms import PolicyLossParams
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 LN2 = math.log(2)
 

@@ -9,7 +9,7 @@ import torch
 from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, token_rewards
 from roll_core.errors import NonFiniteError
 from roll_core.spec.algorithms import AdvantageInput
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 def flat(*rows):

@@ -14,7 +14,7 @@ from roll_core.cli.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 GRPO = """\
 pipeline: rlvr

@@ -9,7 +9,7 @@ from roll_core.cli import main as cli
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.run.resuming import SavedRole, SavedRun
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 SAVED = SavedRun(
     pipeline="rlvr",

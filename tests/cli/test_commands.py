@@ -10,7 +10,7 @@ import pytest
 from roll_core import __version__
 from roll_core.cli import main as cli
 from roll_core.errors import RollError, RunInterruptedError
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 SFT = """\
 pipeline: sft

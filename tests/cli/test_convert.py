@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.cli.main import main
 from roll_core.errors import CheckpointError
-from roll_core.modeling.lora import add_adapters
-from roll_core.modeling.model import load_model
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.portable_state import FOLDER, write_portable_state
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec
-from roll_core.testing.errors import mentions
-from roll_core.testing.models import QWEN3, write_checkpoint
-from roll_core.testing.stored_buffers import write_biased_checkpoint
+from roll_modeling.lora import add_adapters
+from roll_modeling.model import load_model
+from roll_strategy_hf.config import HFTrainConfig
+from roll_strategy_hf.train import HFTrainStrategy
+from roll_testing.errors import mentions
+from roll_testing.models import QWEN3, write_checkpoint
+from roll_testing.stored_buffers import write_biased_checkpoint
 
 VOCABULARY = 61
 TRAINING = TrainingSpec(learning_rate=1e-2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.cli import main as cli
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 SFT = """\
 pipeline: sft

@@ -10,9 +10,9 @@ import pytest
 
 from roll_core.config import load
 from roll_core.errors import ConfigError
-from roll_core.modeling import architectures
-from roll_core.modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable, check_cached, has_experts
 from roll_core.plugins.registry import load_registry
+from roll_modeling import architectures
+from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable, check_cached, has_experts
 
 RANDOM = """\
 pipeline: rlvr
@@ -132,7 +132,7 @@ def test_mixtures_of_experts_are_known_by_their_keys_or_by_their_type(keys, mixt
 def test_nothing_is_refused_if_transformers_is_not_installed(tmp_path):
     """As in an environment with roll-core's light dependencies alone."""
     folder = Path(architectures.__file__).parents[2]
-    ask = "from roll_core.modeling.architectures import *; check_buildable({'model_type': 'qwen33'}, CAUSAL_LM)\n"
+    ask = "from roll_modeling.architectures import *; check_buildable({'model_type': 'qwen33'}, CAUSAL_LM)\n"
     ask += "check_cached({'model_type': 'mamba'}); print(has_experts({'model_type': 'mixtral'}))"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(folder)!r})\n{ask}"],

@@ -14,7 +14,7 @@ from roll_core.config import load
 from roll_core.config.compose import compose
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 REGISTRY = load_registry()
 SFT = """\

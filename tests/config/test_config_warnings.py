@@ -8,7 +8,7 @@ from roll_core.cli import main as cli
 from roll_core.config import load
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])
 CONFIG = """\

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.spec.devices import MAX_SLOTS, parse_device_mapping
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from roll_core.spec.providers import (
     TrainCapabilities,
     TrainProvider,
 )
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 MODULE = "acme_schemas_of_a_test"
 

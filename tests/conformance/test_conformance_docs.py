@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.testing import (
+from roll_testing import (
     InferStrategyConformance,
     PlatformConformance,
     TrainStrategyConformance,
     WeightTransportConformance,
 )
-from roll_core.testing.bounds import BOUNDS, SPLIT
-from roll_core.testing.infer.subject import InferSubject
-from roll_core.testing.part import Part
-from roll_core.testing.subject import Subject
+from roll_testing.bounds import BOUNDS, SPLIT
+from roll_testing.infer.subject import InferSubject
+from roll_testing.part import Part
+from roll_testing.subject import Subject
 
 TEXT = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
 STRATEGIES, _, REST = TEXT.partition("\n## Is my infer strategy right?\n")

@@ -1,6 +1,6 @@
 """The built-in platform passes the kit, computing included."""
 
-from roll_core.testing import PlatformConformance
+from roll_testing import PlatformConformance
 
 
 class TestCpu(PlatformConformance):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.testing.errors import refused
-from roll_core.testing.infer.exact import BINS, FALSE_ALARM, Draws, clear, probabilities
 from roll_core.types import SamplingParams
+from roll_testing.errors import refused
+from roll_testing.infer.exact import BINS, FALSE_ALARM, Draws, clear, probabilities
 
 ROWS = np.random.default_rng(4).normal(0, 2, (50, 40))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from roll_core.testing import TrainStrategyConformance
+from roll_testing import TrainStrategyConformance
 
 
 class TestHF(TrainStrategyConformance):
     name = "hf_train"
     variants: ClassVar = {"async": {"async_save_ckpt": True}}
-    preload = (*TrainStrategyConformance.preload, "roll_core.builtin.hf.train")
+    preload = (*TrainStrategyConformance.preload, "roll_strategy_hf.train")
 
 
 class TestHFInfer(TrainStrategyConformance):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_core.testing import InferStrategyConformance
+from roll_testing import InferStrategyConformance
 
 
 class TestHFInfer(InferStrategyConformance):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from roll_core.testing import InferStrategyConformance, TrainStrategyConformance
-from roll_core.testing.errors import refused
+from roll_testing import InferStrategyConformance, TrainStrategyConformance
+from roll_testing.errors import refused
 
 
 def test_an_override_without_a_reason_is_refused():

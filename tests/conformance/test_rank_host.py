@@ -10,8 +10,8 @@ import time
 import psutil
 import pytest
 
-from roll_core.testing import RankHost, RanksFailedError
-from roll_core.testing.errors import refused
+from roll_testing import RankHost, RanksFailedError
+from roll_testing.errors import refused
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time

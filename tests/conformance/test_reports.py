@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 LEAVES_GARBAGE = """\
 import gc
 import traceback
 
-from roll_core.testing.part import Part
+from roll_testing.part import Part
 
 
 class ShowsATraceback:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from roll_core.spec.providers import InferProvider
-from roll_core.testing.errors import refused
-from roll_core.testing.infer.engine import Setup, ask
-from roll_core.testing.infer.models import SMALL, Answers
-from roll_core.testing.infer.trainer import check_against_trainer, trains_in
-from roll_core.testing.models import write_checkpoint
-from roll_core.testing.part import registry
-from roll_core.testing.reference import TransformersModel
 from roll_core.types import Completion, CompletionOutput
+from roll_testing.errors import refused
+from roll_testing.infer.engine import Setup, ask
+from roll_testing.infer.models import SMALL, Answers
+from roll_testing.infer.trainer import check_against_trainer, trains_in
+from roll_testing.models import write_checkpoint
+from roll_testing.part import registry
+from roll_testing.reference import TransformersModel
 
 VOCABULARY = 40
 

@@ -12,7 +12,7 @@ import pytest
 from roll_core.data.datasets import messages_of, need_column, read_rows, text_of
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 ROWS = [
     {"prompt": "1+1=", "response": "2", "tag": "sum", "answer": 2},

@@ -15,7 +15,7 @@ from roll_core.data.templates import chat_template_of, control_tokens, load_temp
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 CHAT = [
     {"role": "user", "content": "hi"},

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from roll_core.data.order import RowOrder
 from roll_core.data.pack import balance, pack, pack_evenly, totals
 from roll_core.errors import DataError
-from roll_core.testing.errors import refused
 from roll_core.types import Totals, TrainSequence
+from roll_testing.errors import refused
 
 
 def sequence(name, length, masked=1, group=0, **fields):

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from roll_core.data.tokenizers import EOS, PAD, make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import TokenizerConfig
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 TEXTS = ["the cat sat on the mat", "12+34=46\n", "naïve café — 漢字 😀", "  two  spaces\tand\r\nlines"]
 

@@ -292,7 +292,7 @@ def test_sources_of_a_package_are_compiled_on_first_use(site, tmp_path, monkeypa
     (site / "acme" / "kernels.py").write_text(example("docs/plugins.md", "Extension("), encoding="utf-8")
     (site / "acme" / "fast.cpp").write_text('extern "C" int twice(int x) { return 2 * x; }\n', encoding="utf-8")
 
-    from roll_core.modeling.extensions import Extension
+    from roll_core.native.extensions import Extension
 
     assert isinstance(load_target(target, owner=""), Extension)
     import acme.kernels
@@ -308,8 +308,8 @@ def test_a_reward_function_is_called_with_the_rows_columns():
 def test_adapters_are_added_trained_and_exported(tmp_path):
     import torch
 
-    from roll_core.modeling.model import load_model
     from roll_core.spec.model import LoraSpec, ModelSpec
+    from roll_modeling.model import load_model
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     random = {"model_type": "qwen3", "vocab_size": 11, "num_key_value_heads": 2, "head_dim": 8, **sizes}

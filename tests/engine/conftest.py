@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from roll_core.builtin.hf.config import HFInferConfig
-from roll_core.builtin.hf.engine import HFInferStrategy
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.types import Completion, GenerateRequest
+from roll_infer_hf.config import HFInferConfig
+from roll_infer_hf.engine import HFInferStrategy
 
 VOCABULARY = 97
 

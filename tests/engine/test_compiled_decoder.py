@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_core.builtin.hf.compiled_decoder import CompiledDecoder, decoder_class
-from roll_core.builtin.hf.decoder import Decoder
-from roll_core.builtin.hf.kernels import decode
-from roll_core.builtin.hf.kernels.decode import DecodeKernels
-from roll_core.builtin.hf.runner import Piece, Prompt
 from roll_core.errors import ExtensionError, UnsupportedError
-from roll_core.modeling.model import load_model
-from roll_core.testing.errors import refused
+from roll_infer_hf.compiled_decoder import CompiledDecoder, decoder_class
+from roll_infer_hf.decoder import Decoder
+from roll_infer_hf.kernels import decode
+from roll_infer_hf.kernels.decode import DecodeKernels
+from roll_infer_hf.runner import Piece, Prompt
+from roll_modeling.model import load_model
+from roll_testing.errors import refused
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7}

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.builtin.hf.kernels import decode
-from roll_core.builtin.hf.kernels.decode import CUDA_EXTENSION, DecodeKernels
 from roll_core.errors import ExtensionError
-from roll_core.modeling import extensions
-from roll_core.testing.errors import refused
+from roll_core.native import extensions
+from roll_infer_hf.kernels import decode
+from roll_infer_hf.kernels.decode import CUDA_EXTENSION, DecodeKernels
+from roll_testing.errors import refused
 
 SOURCE = Path(decode.__file__).with_name("decode.cu")
 STAND_IN = Path(__file__).with_name("cuda_on_a_cpu")

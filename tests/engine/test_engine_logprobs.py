@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.builtin.hf import decoder
-from roll_core.builtin.hf.config import HFInferConfig
-from roll_core.builtin.hf.engine import HFInferStrategy
 from roll_core.errors import UnsupportedError
-from roll_core.modeling.model import load_model
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.types import GenerateRequest, SamplingParams
+from roll_infer_hf import decoder
+from roll_infer_hf.config import HFInferConfig
+from roll_infer_hf.engine import HFInferStrategy
+from roll_modeling.model import load_model
 
 SMALL = {
     "hidden_size": 32,

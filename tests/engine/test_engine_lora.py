@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.data.pack import pack
-from roll_core.modeling.model import load_model
 from roll_core.runtime.weights import SyncPlan, WeightSender
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import LossOutput, TrainingSpec, Want
-from roll_core.testing.errors import refused
-from roll_core.testing.publishing import transport_record
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
+from roll_modeling.model import load_model
+from roll_strategy_hf.config import HFTrainConfig
+from roll_strategy_hf.train import HFTrainStrategy
+from roll_testing.errors import refused
+from roll_testing.publishing import transport_record
 
 TOKENS = np.arange(3, 40)
 

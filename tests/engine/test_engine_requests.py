@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from roll_core.errors import DataError, ModelError, NonFiniteError, UnsupportedError
-from roll_core.modeling.model import load_model
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams
+from roll_modeling.model import load_model
+from roll_testing.errors import refused
 
 VOCABULARY = 97
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from roll_core.errors import UnsupportedError
-from roll_core.modeling.model import load_model
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams
+from roll_modeling.model import load_model
+from roll_testing.errors import refused
 
 TOP_K, LAYERS = 2, 2
 

@@ -5,13 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.data.pack import pack
 from roll_core.spec.model import MeshInfo
 from roll_core.spec.train import LossOutput, TrainingSpec, Want
 from roll_core.spec.weights import make_manifest
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
+from roll_strategy_hf.config import HFTrainConfig
+from roll_strategy_hf.train import HFTrainStrategy
 
 
 class Likelihood:

@@ -8,12 +8,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
-from roll_core.modeling.layout import adjacent, make_adjacent
-from roll_core.modeling.model import load_model
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import digest, make_manifest
-from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams
+from roll_modeling.layout import adjacent, make_adjacent
+from roll_modeling.model import load_model
+from roll_testing.errors import refused
 
 
 def request(name, prompt, **params):

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_core.builtin.hf.sampler import draw, invert_cdf, sampling_row, shaped_rows
 from roll_core.types import SamplingParams
+from roll_infer_hf.sampler import draw, invert_cdf, sampling_row, shaped_rows
 
 NUM = 4000
 

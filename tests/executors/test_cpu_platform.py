@@ -4,8 +4,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from roll_core import host
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.runtime.cluster import host
 
 
 @pytest.fixture

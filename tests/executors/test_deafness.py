@@ -8,7 +8,7 @@ import time
 import pytest
 
 from roll_core.runtime.cluster.executors.sigterm_mask import children_deaf_to
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 SLEEPER = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 WITH_CHILD = """

@@ -2,9 +2,9 @@
 
 import pytest
 
+from roll_core.host import interface_of
 from roll_core.runtime.cluster.executors.isolated_env_process import ProcessEndedError
 from roll_core.runtime.cluster.executors.process_exit import LONGEST_WORDS, cause_of_death
-from roll_core.runtime.cluster.host import interface_of
 
 CUT_OFF = """The actor died unexpectedly before finishing this task.
 \tclass_name: RayHost

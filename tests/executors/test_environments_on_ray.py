@@ -19,7 +19,7 @@ from roll_core.runtime.cluster.executors.base import GroupSpec, WorkerGroup
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.runtime.cluster.python_environments.spec import EnvironmentSpec
 from roll_core.spec.config import RewardConfig
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 pytestmark = [pytest.mark.ray]
 HERE = str(Path(__file__).parent)

@@ -29,7 +29,7 @@ from roll_core.runtime.cluster.executors import make_executor
 from roll_core.runtime.cluster.executors.base import Executor, GroupSpec, Place, WorkerGroup
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import RewardConfig, TrainWorkerConfig
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 HERE = str(Path(__file__).parent)
 RANKS = 2

@@ -18,7 +18,7 @@ from roll_core.errors import (
 from roll_core.runtime.cluster.executors import calls
 from roll_core.runtime.cluster.executors.base import Member
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure, collect
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 Settle = Callable[[list[asyncio.Future[Any]]], Coroutine[Any, Any, None]]
 

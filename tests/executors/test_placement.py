@@ -18,7 +18,7 @@ from roll_core.spec.config import (
     TrainWorkerConfig,
     WorkerConfig,
 )
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 
 class EightAccelerators(CpuPlatform):

@@ -14,7 +14,7 @@ from roll_core.runtime.cluster.executors.ray_executor import RayExecutor
 from roll_core.runtime.cluster.executors.ray_placement import Reservation
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import InferWorkerConfig, RewardConfig, TrainWorkerConfig, WorkerConfig
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 Run = Callable[[Coroutine[Any, Any, Any]], Any]

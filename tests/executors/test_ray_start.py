@@ -10,7 +10,7 @@ import ray
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError
 from roll_core.runtime.cluster.executors.ray_instance import START_ATTEMPTS, RayInstance
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
 

@@ -11,7 +11,7 @@ import ray
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError
 from roll_core.runtime.cluster.executors.ray_instance import RayInstance
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 def refuse(**_):

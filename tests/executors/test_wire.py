@@ -21,8 +21,8 @@ from roll_core.errors import CorruptTensorError, GuardTrippedError, UnsupportedE
 from roll_core.runtime.cluster.executors import wire
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
 from roll_core.runtime.cluster.executors.codecs import WIRE, decode, encode_failure, encode_result
-from roll_core.testing.errors import mentions, refused
 from roll_core.types import Reward, Sample
+from roll_testing.errors import mentions, refused
 
 PLAIN = st.recursive(
     st.none()

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from roll_core.builtin.importing import roll_keys
-from roll_core.builtin.importing.rules import STATUSES, Each, Rule
+from roll_migrate import roll_keys
+from roll_migrate.rules import STATUSES, Each, Rule
 
 DOCS = Path(__file__).parents[2] / "docs" / "from-roll.md"
 BEGIN, END = "<!-- tables: made by tests/importing/test_from_roll_docs.py -->\n", "<!-- end of tables -->"

@@ -10,11 +10,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.builtin.importing.roll import import_roll
-from roll_core.builtin.importing.writing import written
 from roll_core.errors import RollError
 from roll_core.pipelines.config import RLVRConfig, SFTConfig
 from roll_core.plugins.registry import load_registry
+from roll_migrate.roll import import_roll
+from roll_migrate.writing import written
 
 FILES = Path(__file__).parent / "roll"
 WHOLE = [

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import model_validator
 
-from roll_core.builtin.importing.strategies import refusals
 from roll_core.spec.config import Config, StrategyConfig
+from roll_migrate.strategies import refusals
 
 
 class Inner(Config):

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll_core.builtin.importing.roll import import_roll
-from roll_core.builtin.importing.rules import STATUSES
 from roll_core.cli.main import main
 from roll_core.config import load
 from roll_core.pipelines.config import ImportanceWeightConfig
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.providers import InferProvider, TrainProvider
-from roll_core.testing.errors import mentions
+from roll_migrate.roll import import_roll
+from roll_migrate.rules import STATUSES
+from roll_testing.errors import mentions
 
 FILES = Path(__file__).parent / "roll"
 IMPORTABLE = (

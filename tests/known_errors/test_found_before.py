@@ -15,7 +15,7 @@ from roll_core.errors import MissingRequirementError
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import check_requirements
 from roll_core.spec.providers import InferProvider
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests/known_errors/test_found_before.py"

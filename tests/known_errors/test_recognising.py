@@ -18,7 +18,7 @@ from roll_core.runtime.cluster.executors.base import Member
 from roll_core.runtime.cluster.executors.calls import Failure, located
 from roll_core.runtime.records.known_errors import advise
 from roll_core.spec.providers import KnownErrorsProvider
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 MEMBER = Member(rank=3, host="node7", pid=1, node=0, slots=())
 
@@ -155,8 +155,8 @@ def test_a_library_of_another_torch_is_recognised(registry, tmp_path):
 def test_a_model_that_cannot_be_downloaded_keeps_its_own_message_and_gets_a_remedy(registry, monkeypatch):
     from huggingface_hub import constants
 
-    from roll_core.modeling.model import load_config
     from roll_core.spec.model import ModelSpec
+    from roll_modeling.model import load_config
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     error = caught(lambda: load_config(ModelSpec(path="nobody/nothing-of-this-name")))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from roll_core.cli.main import main
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 BIG = """\
 pipeline: sft

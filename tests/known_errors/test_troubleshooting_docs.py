@@ -12,7 +12,7 @@ from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import check_part, load_target
 from roll_core.spec.known_errors import KnownError
 from roll_core.spec.providers import KnownErrorsProvider
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 DOCS = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 BEGIN = "<!-- sections: made by tests/known_errors/test_troubleshooting_docs.py -->\n"

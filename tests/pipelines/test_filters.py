@@ -6,8 +6,8 @@ from pydantic import ValidationError
 
 from roll_core.pipelines.filters import domains, group_filter, passes
 from roll_core.spec.config import QueryFilterConfig, RewardConfig
-from roll_core.testing.errors import refused
 from roll_core.types import Group, Reward, Sample
+from roll_testing.errors import refused
 
 
 def group(*values, tag=""):

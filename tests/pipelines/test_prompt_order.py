@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from roll_core.errors import DataError
 from roll_core.pipelines.prompt_order import PromptOrder, apportion
 from roll_core.spec.pipeline import Prompt
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 def rows(**counts: int) -> list[Prompt]:

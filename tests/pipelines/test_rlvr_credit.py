@@ -22,8 +22,8 @@ from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
 from roll_core.spec.pipeline import Prompt, ScoredSequences, UpdateResult
 from roll_core.spec.providers import AdvantageProvider
-from roll_core.testing.errors import refused
 from roll_core.types import Group, Reward, Sample
+from roll_testing.errors import refused
 
 REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])
 ESTIMATORS = {"grpo": grpo, "reinforce": reinforce, "rloo": rloo, "gae": gae}

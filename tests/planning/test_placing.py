@@ -8,7 +8,7 @@ from roll_core.runtime.cluster.executors import choose_executor
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.runtime.planning.placing import pipeline_plan
 from roll_core.runtime.workers.build import slots_per_worker
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 ACC = ("platform=acc", "executor=ray")
 SIXTEEN = ("actor_train.device_mapping=list(range(0,16))", "actor_infer.device_mapping=[0]", "rollout_batch_size=32")

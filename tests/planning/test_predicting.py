@@ -2,9 +2,9 @@
 
 import pytest
 
-from roll_core.modeling import device_memory
-from roll_core.modeling.memory import MODEL_CODE_BYTES
 from roll_core.runtime.planning.plan import CONTEXT_BYTES, PROCESS_BYTES
+from roll_core.weights import device_memory
+from roll_modeling.memory import MODEL_CODE_BYTES
 
 ACC = ("platform=acc", "executor=ray", "actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]")
 
@@ -171,7 +171,7 @@ def test_the_vocabulary_is_that_of_the_tokenizer_to_be_made(planned, kind, size)
 
 
 def test_a_formula_that_fails_is_told_and_ends_nothing(planned, monkeypatch):
-    monkeypatch.setattr("roll_core.builtin.hf.memory.engine", lambda question: 1 / 0)
+    monkeypatch.setattr("roll_infer_hf.memory.engine", lambda question: 1 / 0)
     plan = planned()
     assert "memory:engine failed: ZeroDivisionError" in role(plan, "actor_infer").unknown
     assert not role(plan, "actor_train").unknown

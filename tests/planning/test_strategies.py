@@ -3,11 +3,11 @@
 import pytest
 
 from roll_core.config.loading import strategy_config
-from roll_core.modeling.sizes import model_size
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import load_target
 from roll_core.spec.plan import MemoryQuestion
 from roll_core.spec.providers import InferProvider, TrainProvider
+from roll_core.weights.sizes import model_size
 
 MODEL = model_size(
     {

@@ -18,7 +18,7 @@ from roll_core.runtime.cluster.platform import environment_of, select_platform
 from roll_core.spec.config import TrainWorkerConfig
 from roll_core.spec.platform import EnvVar, Platform, Probe
 from roll_core.spec.providers import PlatformProvider
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 
 class Board(CpuPlatform):
@@ -191,11 +191,11 @@ def test_the_users_number_of_threads_counts_on_every_host(
 
 
 def test_what_a_strategy_wants_for_its_workers_gives_way_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roll_core.builtin.hf.config import HFTrainConfig
     from roll_core.pipelines.config import SFTConfig
     from roll_core.plugins.registry import load_registry
     from roll_core.runtime.workers.build import group_specs
     from roll_core.spec.pipeline import RoleSpec
+    from roll_strategy_hf.config import HFTrainConfig
 
     wanted = [EnvVar(name=name, value="wanted", reason="a test") for name in ("FREE", "EXPORTED", "OF_THE_RUN")]
     wanted.append(EnvVar(name="NEEDED", value="wanted", reason="a test", required=True))

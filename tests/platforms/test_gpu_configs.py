@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.cli.main import main
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 GRPO = """\
 pipeline: rlvr

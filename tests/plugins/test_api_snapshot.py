@@ -28,7 +28,7 @@ from roll_core.spec import (
     transport,
 )
 from roll_core.spec.config import RunConfig
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 HOOKS = {
     "roll_platforms": [],

@@ -8,7 +8,7 @@ from roll_core.errors import DataError, WorkerError
 from roll_core.plugins.attribution import raised_by
 from roll_core.plugins.loader import Plugin
 from roll_core.spec.providers import InferProvider, PolicyLossProvider, TrainProvider
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 PLUGIN = Plugin(
     package="roll-acme",
@@ -29,12 +29,12 @@ CORE = Plugin(
     entry_point="roll-core",
     target="roll_core.builtin.plugin",
     state="loaded",
-    providers=(TrainProvider(name="hf_train", target="roll_core.builtin.hf.train:HFTrainStrategy", summary=""),),
+    providers=(TrainProvider(name="hf_train", target="roll_strategy_hf.train:HFTrainStrategy", summary=""),),
 )
 SITE = "/venv/lib/python3.12/site-packages"
 RUN_TRAIN = (f"{SITE}/roll_core/runtime/workers/train.py", 7, "update")
 RUN_INFER = (f"{SITE}/roll_core/runtime/workers/infer.py", 7, "result")
-HF = (f"{SITE}/roll_core/builtin/hf/train.py", 9, "forward_backward")
+HF = (f"{SITE}/roll_strategy_hf/train.py", 9, "forward_backward")
 TORCH = (f"{SITE}/torch/functional.py", 3, "einsum")
 RUNTIME = (f"{SITE}/roll_core/runtime/rollout/batches.py", 5, "batch")
 

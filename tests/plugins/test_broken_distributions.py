@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 BROKEN = {
     "import": (

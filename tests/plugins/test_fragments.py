@@ -8,7 +8,7 @@ from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.plugins.targets import check_part
 from roll_core.spec.providers import FragmentProvider
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 PLUGIN = """
 from roll_core.spec.hooks import hookimpl

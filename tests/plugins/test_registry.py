@@ -26,7 +26,7 @@ from roll_core.spec.providers import (
     TrainProvider,
 )
 from roll_core.spec.reward import RewardFunction
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 
 def plugin(package, version="1.0", *providers, **fields):

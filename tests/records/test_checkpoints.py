@@ -18,7 +18,7 @@ from roll_core.errors import CheckpointError, WorkerTimeoutError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.manifest import read_manifest, verify
 from roll_core.runtime.run.resuming import SavedRun
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:

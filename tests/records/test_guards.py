@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from roll_core.errors import GuardTrippedError, MissingTensorError, UnsupportedError
 from roll_core.runtime.records.guards import REMEDIES, GuardEvent, Guards, guard_table
 from roll_core.spec.config import GuardConfig, GuardsConfig, RunConfig
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 DOCS = Path(__file__).parents[2] / "docs" / "guards.md"
 

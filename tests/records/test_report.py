@@ -20,7 +20,7 @@ from roll_core.runtime.records.record import RunFacts, RunRecord
 from roll_core.runtime.records.report import write_report
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import MetricsFile
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)> </script><!-- ]]> & 多言語 🎉 \u2028"
 ROWS = [

@@ -9,7 +9,7 @@ import pytest
 from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.run_dir import RunDir, find_checkpoint
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 def save(run: RunDir, step: int) -> Path:

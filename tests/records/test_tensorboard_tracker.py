@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.util import tensor_util
 
 from roll_core.builtin.trackers.tensorboard import TensorBoardTracker
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 def read(directory: Path) -> list[tuple[int, str, object]]:

@@ -11,7 +11,7 @@ import pytest
 
 from roll_core import errors
 from roll_core.errors import CONFIG_CODES, ConfigError, ConfigProblem, DataError, RollError
-from roll_core.testing.errors import check_error, is_prose, refused
+from roll_testing.errors import check_error, is_prose, refused
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 CLASSES = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, RollError)]

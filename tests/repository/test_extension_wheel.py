@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 CORE = Path(__file__).resolve().parents[2] / "packages" / "roll-core"
 USE = """
 import numpy as np
 import torch
-from roll_core.builtin.hf.kernels.decode import EXTENSION, DecodeKernels
+from roll_infer_hf.kernels.decode import EXTENSION, DecodeKernels
 print(EXTENSION.library())
 kernels = DecodeKernels(
     num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, qk_epsilon=1e-6, dtype=torch.float32, device=torch.device("cpu")
@@ -38,7 +38,7 @@ def test_a_wheel_as_it_is_has_sources_alone(tmp_path):
     wheel = build(tmp_path)
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"roll_core/builtin/hf/kernels/decode.cpp", "roll_core/builtin/hf/kernels/decode.cu"} <= set(names)
+    assert {"roll_infer_hf/kernels/decode.cpp", "roll_infer_hf/kernels/decode.cu"} <= set(names)
     assert [name for name in names if name.endswith(".so")] == []
 
 

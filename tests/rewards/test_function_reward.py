@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from roll_core.builtin.rewards.config import FunctionConfig
 from roll_core.builtin.rewards.function import FunctionReward
 from roll_core.errors import ConfigError, DataError, RewardFailure
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 BOTH = pytest.mark.parametrize("isolation", ["process", "none"])
 

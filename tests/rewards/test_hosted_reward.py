@@ -15,7 +15,7 @@ from roll_core.runtime.cluster.executors.base import Peers, Place
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 OWNER = "reward 'acme' of roll-acme 1.2"
 REWARD = """

@@ -18,7 +18,7 @@ import pytest
 
 from roll_core.errors import RewardFailure
 from roll_core.runtime.workers.judge_pool import JudgePool
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 TARGET = """
     import os, re, signal, subprocess, sys, time

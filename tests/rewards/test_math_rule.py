@@ -10,7 +10,7 @@ import pytest
 from roll_core.builtin.rewards.config import MathRuleConfig
 from roll_core.builtin.rewards.math_rule import MathRuleReward
 from roll_core.errors import DataError, RewardFailure
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 RIGHT = [
     ("42", "The answer is 42"),

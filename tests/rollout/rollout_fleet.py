@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 
 from roll_core.spec.pipeline import Prompt, RolloutPlan
-from roll_core.testing.simulation import SimulatedEngine, Speed, VirtualTimeLoop
 from roll_core.types import GenerateRequest, SamplingParams
+from roll_testing.simulation import SimulatedEngine, Speed, VirtualTimeLoop
 
 PROMPT = np.arange(10)
 LONGEST = 400

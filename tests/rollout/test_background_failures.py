@@ -11,7 +11,7 @@ import pytest
 from rollout_fleet import ask, engine, plan, request
 
 import roll_core.runtime
-from roll_core.runtime.cluster import openmp
+from roll_core import openmp
 from roll_core.runtime.cluster.concurrency import background
 from roll_core.runtime.cluster.executors import isolated_env_process
 from roll_core.runtime.cluster.executors.calls import CallFailed

@@ -11,7 +11,7 @@ from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.run.roles import ATTEMPTS, GroupInferRole
 from roll_core.runtime.weights.controller import WeightSyncController
 from roll_core.spec.config import WorkerConfig
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 class NoWorkers:

@@ -8,8 +8,8 @@ from rollout_fleet import PROMPT, ask, engine, in_virtual_time, length_of, reque
 from roll_core.errors import WorkerHungError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
-from roll_core.testing.errors import mentions
-from roll_core.testing.simulation import SimulatedEngine, Speed
+from roll_testing.errors import mentions
+from roll_testing.simulation import SimulatedEngine, Speed
 
 FOR_EVER = 1e9
 

@@ -11,8 +11,8 @@ from roll_core.errors import DataError, RollError, WorkerDiedError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import FINISHED, PAUSED
-from roll_core.testing.errors import refused
-from roll_core.testing.simulation import SimulatedEngine, Speed
+from roll_testing.errors import refused
+from roll_testing.simulation import SimulatedEngine, Speed
 
 
 def check(completion, n):

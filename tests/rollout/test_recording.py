@@ -10,8 +10,8 @@ from rollout_fleet import PROMPT, plan, prompt
 from roll_core.errors import RecordingError
 from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
 from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch, Recorder, Recording
-from roll_core.testing.errors import refused
 from roll_core.types import Group, Reward, Sample, SamplingParams
+from roll_testing.errors import refused
 
 REWARDS = (
     Reward(value=0.1 + 0.2, detail={"why": "näh “\ud800”", "format": 1.0}),

@@ -14,9 +14,9 @@ from roll_core.errors import CheckpointMismatchError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.recording import array_from
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.testing.errors import refused
-from roll_core.testing.simulation import SimulatedEngine, Speed
 from roll_core.types import Group, Reward, SamplingParams
+from roll_testing.errors import refused
+from roll_testing.simulation import SimulatedEngine, Speed
 
 
 def fleet(count=3, **given):

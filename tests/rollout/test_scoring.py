@@ -9,8 +9,8 @@ from roll_core.errors import WorkerDiedError
 from roll_core.runtime.rollout import scoring
 from roll_core.runtime.rollout.scoring import RewardRole
 from roll_core.spec.config import RewardConfig
-from roll_core.testing.errors import refused
 from roll_core.types import Reward
+from roll_testing.errors import refused
 
 FAILURE = Reward(value=None, failure="offline")
 

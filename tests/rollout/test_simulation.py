@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from roll_core.testing.errors import refused
-from roll_core.testing.simulation import SimulatedEngine, Speed, VirtualTimeLoop
 from roll_core.types import GenerateRequest, SamplingParams
+from roll_testing.errors import refused
+from roll_testing.simulation import SimulatedEngine, Speed, VirtualTimeLoop
 
 SPEED = Speed(base_s=0.02, row_s=0.001, prompt_token_s=0.01, max_rows=4)
 

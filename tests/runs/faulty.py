@@ -12,9 +12,6 @@ from typing import Literal
 import numpy as np
 
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.builtin.hf.config import HFInferConfig
-from roll_core.builtin.hf.engine import HFInferStrategy
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.hooks import hookimpl
@@ -31,6 +28,9 @@ from roll_core.spec.providers import (
 from roll_core.spec.reward import RewardFunction
 from roll_core.spec.tracker import Tracker
 from roll_core.types import Reward
+from roll_infer_hf.config import HFInferConfig
+from roll_infer_hf.engine import HFInferStrategy
+from roll_strategy_hf.train import HFTrainStrategy
 
 ROLL_HOOK_API = 1
 
@@ -102,7 +102,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
     yield TrainProvider(
         name="faulty_train",
         target="roll_faulty:FaultyTrain",
-        config="roll_core.builtin.hf.config:HFTrainConfig",
+        config="roll_strategy_hf.config:HFTrainConfig",
         summary="Raises",
         capabilities=FaultyTrain.capabilities,
     )

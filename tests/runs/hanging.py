@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from roll_core.builtin.hf.config import HFInferConfig
-from roll_core.builtin.hf.engine import HFInferStrategy
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import InferProvider
+from roll_infer_hf.config import HFInferConfig
+from roll_infer_hf.engine import HFInferStrategy
 
 ROLL_HOOK_API = 1
 

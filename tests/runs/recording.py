@@ -12,11 +12,12 @@ from dataclasses import replace
 from pydantic import Field
 
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.builtin.hf.config import HFInferConfig, HFTrainConfig
-from roll_core.builtin.hf.engine import HFInferStrategy
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import InferProvider, PlatformProvider, TrainProvider
+from roll_infer_hf.config import HFInferConfig
+from roll_infer_hf.engine import HFInferStrategy
+from roll_strategy_hf.config import HFTrainConfig
+from roll_strategy_hf.train import HFTrainStrategy
 
 ROLL_HOOK_API = 1
 

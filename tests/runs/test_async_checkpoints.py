@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from roll_core.builtin.hf import train as hf
 from roll_core.errors import CheckpointError, RunInterruptedError, WorkerError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.manifest import verify
-from roll_core.testing.errors import mentions
+from roll_strategy_hf import train as hf
+from roll_testing.errors import mentions
 
 WAIT_S = 60.0
 ASYNC = "sft_train.strategy_args.strategy_config={async_save_ckpt: true}"

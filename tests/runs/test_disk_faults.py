@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.errors import RunFileError
 from roll_core.pipelines.sft import SFTPipeline
 from roll_core.runtime.records.jsonlines import LineWriter
 from roll_core.runtime.records.record import RunFacts, RunRecord, read_record
 from roll_core.runtime.records.tracking import MetricsFile
-from roll_core.testing.errors import refused
+from roll_strategy_hf.train import HFTrainStrategy
+from roll_testing.errors import refused
 
 FULL = Path("/dev/full")
 """Every write to it fails as on a full disk."""

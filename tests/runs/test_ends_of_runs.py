@@ -18,12 +18,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.cli.main import main
 from roll_core.errors import GuardTrippedError
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.runtime.records.jsonlines import read_lines
-from roll_core.testing.errors import mentions
+from roll_strategy_hf.train import HFTrainStrategy
+from roll_testing.errors import mentions
 
 
 def start(runs, config) -> subprocess.Popen:

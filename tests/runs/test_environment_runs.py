@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.errors import ConfigError
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from roll_core.errors import InvalidCompletionError, PluginError, PluginLoadError
 from roll_core.plugins.registry import load_registry
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 PLUGIN = Path(__file__).parent / "faulty.py"
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_core.builtin.hf.engine import HFInferStrategy
 from roll_core.errors import GuardTrippedError, StaleWeightsError, WeightSyncError
 from roll_core.runtime.weights import controller
 from roll_core.runtime.weights.probe import Compared, ProbeReading
-from roll_core.testing.errors import mentions
 from roll_core.types import WeightReceipt
+from roll_infer_hf.engine import HFInferStrategy
+from roll_testing.errors import mentions
 
 
 @pytest.fixture

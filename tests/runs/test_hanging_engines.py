@@ -8,7 +8,7 @@ import pytest
 
 from roll_core.errors import WorkerHungError
 from roll_core.plugins.registry import load_registry
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 PLUGIN = Path(__file__).parent / "hanging.py"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roll_core.builtin.hf import train as hf_train
 from roll_core.errors import WeightsUnchangedError
+from roll_strategy_hf import train as hf_train
 
 LORA = {"lora_target": "all-linear", "lora_rank": 4}
 REFERENCE = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}

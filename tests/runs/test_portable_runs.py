@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from roll_core.errors import CheckpointMismatchError, ConfigError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.manifest import verify
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 CLOCKS = ("time", "tokens_per_s")
 ROUNDING = 2e-5

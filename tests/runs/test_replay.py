@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from roll_core.errors import ConfigError
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 STD_FILTER = {"type": "std_filter", "filter_args": {"std_threshold": 0.45}}
 CORRECTION = {"is_weight": {"enabled": True, "upper_bound": 1.05}, "filters": [{"enabled": True, "ratio_low": 0.9}]}
@@ -40,8 +40,8 @@ def assert_equal(runs, one, other):
 
 
 def refuse_engines(monkeypatch):
-    from roll_core.builtin.hf.engine import HFInferStrategy
     from roll_core.builtin.rewards.function import FunctionReward
+    from roll_infer_hf.engine import HFInferStrategy
 
     async def refuse(self, *given):
         raise AssertionError("an engine was started")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from roll_core.runtime.rollout import scoring
 from roll_core.runtime.run import roles
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 REFERENCE = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}
 CRITIC = {

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roll_core.builtin.hf.core import EngineCore
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.errors import NonFiniteError
 from roll_core.pipelines.rlvr import RLVRPipeline
-from roll_core.testing.errors import mentions, refused
+from roll_infer_hf.core import EngineCore
+from roll_strategy_hf.train import HFTrainStrategy
+from roll_testing.errors import mentions, refused
 
 STD_FILTER = {"type": "std_filter", "filter_args": {"std_threshold": 0.45}}
 

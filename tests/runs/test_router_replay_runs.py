@@ -3,7 +3,7 @@
 import pytest
 
 from roll_core.errors import DataError
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 MIXTURE = {
     "model_type": "qwen3_moe",

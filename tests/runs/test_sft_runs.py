@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from roll_core.errors import ModelError
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 
 @pytest.mark.on_ray

@@ -12,8 +12,8 @@ import pytest
 
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_core.testing.errors import mentions, refused
 from roll_core.types import GenerateRequest, SamplingParams
+from roll_testing.errors import mentions, refused
 
 PLUGIN = Path(__file__).parent / "recording.py"
 ALL = "grads+optimizer+weights"

@@ -29,7 +29,7 @@ import psutil
 import pytest
 import yaml
 
-from roll_core.runtime.cluster.host import hostname
+from roll_core.host import hostname
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -12,8 +12,8 @@ from roll_core.runtime.workers.infer import InferWorker, completion_problem, mod
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import InferCapabilities, InferProvider
-from roll_core.testing.errors import refused
 from roll_core.types import Completion, CompletionOutput, GenerateRequest, SamplingParams
+from roll_testing.errors import refused
 
 REQUEST = GenerateRequest(id="r1", prompt_ids=np.arange(3), params=SamplingParams(max_new_tokens=4), n=2)
 OUTPUT = CompletionOutput(

@@ -9,14 +9,14 @@ import sys
 import pytest
 import torch
 
-from roll_core.runtime.cluster import openmp
+from roll_core import openmp
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
 
 COUNT = """
 import os
 import torch
-from roll_core.runtime.cluster import openmp
+from roll_core import openmp
 
 def show():
     correct = torch.allclose(torch.softmax(torch.ones(512, 512), dim=-1), torch.full((512, 512), 1 / 512))

@@ -16,7 +16,7 @@ from roll_core.runtime.cluster.python_environments.prepare import prepare
 from roll_core.runtime.cluster.python_environments.spec import EnvironmentSpec, environment_spec, source_of
 from roll_core.spec.config import EnvironmentConfig
 from roll_core.spec.providers import RewardProvider
-from roll_core.testing.errors import mentions, refused
+from roll_testing.errors import mentions, refused
 
 CORE = importlib.metadata.version("roll-core")
 HERE = Path(sys.executable)

@@ -5,8 +5,8 @@ import pytest
 
 from roll_core.errors import DataError
 from roll_core.spec.requests import check_request
-from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams
+from roll_testing.errors import refused
 
 
 def request(prompt=(1, 2, 3), n=1, **params):

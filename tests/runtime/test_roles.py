@@ -14,8 +14,8 @@ from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
 from roll_core.spec.train import StepStats
-from roll_core.testing.errors import refused
 from roll_core.types import Completion, CompletionOutput, DataRank, GenerateRequest, SamplingParams, TrainSequence
+from roll_testing.errors import refused
 
 
 def sequence(number: int, length: int) -> TrainSequence:

@@ -19,8 +19,8 @@ from roll_core.spec.config import RewardConfig
 from roll_core.spec.pipeline import Prompt
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.reward import RewardFunction, RewardRequest
-from roll_core.testing.errors import refused
 from roll_core.types import Completion, CompletionOutput, Group, Reward, Sample, SamplingParams
+from roll_testing.errors import refused
 
 
 class Letters:

@@ -9,7 +9,7 @@ import pytest
 
 from roll_core.errors import RunInterruptedError, RunPreemptedError
 from roll_core.runtime.run.stopping import StopSignals
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 def signalled(*numbers: int) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from roll_core.runtime.cluster.leases import SlotLeases
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 TRAINED = frozenset({"weights", "grads", "optimizer"})
 WEIGHTS = frozenset({"weights"})

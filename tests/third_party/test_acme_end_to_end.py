@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll_core.testing.errors import mentions
+from roll_testing.errors import mentions
 
 
 @pytest.fixture

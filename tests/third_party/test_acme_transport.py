@@ -20,7 +20,7 @@ from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError
 from roll_core.spec.weights import make_manifest, make_receipt
 
 KIT = """
-from roll_core.testing import WeightTransportConformance
+from roll_testing import WeightTransportConformance
 
 class TestTcp(WeightTransportConformance):
     name = "acme_tcp"

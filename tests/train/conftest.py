@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec
-from roll_core.testing.models import QWEN3
 from roll_core.types import TrainSequence
+from roll_strategy_hf.config import HFTrainConfig
+from roll_strategy_hf.train import HFTrainStrategy
+from roll_testing.models import QWEN3
 
 sys.path.append(str(Path(__file__).parent))  # ranks import replica_program by name
 

@@ -9,10 +9,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from roll_core.modeling.process_group import ProcessGroup
 from roll_core.runtime.cluster.executors.base import Peers, Place
 from roll_core.runtime.weights.transports.store import RemoteStore
 from roll_core.runtime.workers.mesh import mesh_info
+from roll_modeling.process_group import ProcessGroup
 
 LOOPBACK = "127.0.0.1"
 SIZE = 2

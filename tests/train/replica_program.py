@@ -1,4 +1,4 @@
-"""What the ranks of `test_replicas.py` do: functions for `roll_core.testing.ranks.RankHost`."""
+"""What the ranks of `test_replicas.py` do: functions for `roll_testing.ranks.RankHost`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from roll_core.algorithms.losses import SFTObjective
-from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.builtin.hf.train import HFTrainStrategy
 from roll_core.data.pack import balance, pack, totals
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec
-from roll_core.testing.losses import SpoiltLoss
-from roll_core.testing.programs import raised
 from roll_core.types import TrainSequence
+from roll_strategy_hf.config import HFTrainConfig
+from roll_strategy_hf.train import HFTrainStrategy
+from roll_testing.losses import SpoiltLoss
+from roll_testing.programs import raised
 
 
 def sequence(tokens, masked_from):

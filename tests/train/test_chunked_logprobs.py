@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_core.algorithms.losses import SFTObjective
-from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.data.pack import pack
-from roll_core.modeling.logprobs import HeadRequest, LinearHead, any_head_outputs, first_choice, head_outputs
 from roll_core.spec.train import Want
+from roll_modeling.logprobs import HeadRequest, LinearHead, any_head_outputs, first_choice, head_outputs
+from roll_strategy_hf.config import HFTrainConfig
 
 N, V, H = 23, 37, 8
 

@@ -10,9 +10,9 @@ import torch
 from filelock import FileLock
 
 from roll_core.errors import ExtensionError
-from roll_core.modeling import extensions
-from roll_core.modeling.extensions import Extension
-from roll_core.testing.errors import refused
+from roll_core.native import extensions
+from roll_core.native.extensions import Extension
+from roll_testing.errors import refused
 
 HOLDER = """
 import sys, time
@@ -24,7 +24,7 @@ time.sleep(60)
 BUILDER = """
 import sys
 from pathlib import Path
-from roll_core.modeling.extensions import Extension
+from roll_core.native.extensions import Extension
 print(Extension(name="answer", sources=(Path(sys.argv[1]),)).library().stat().st_ino)
 """
 GOOD = """

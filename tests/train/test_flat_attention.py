@@ -8,11 +8,11 @@ import torch
 
 from roll_core.data.pack import pack
 from roll_core.errors import ModelError
-from roll_core.modeling.model import load_model
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import Want
-from roll_core.testing.errors import refused
 from roll_core.types import TrainSequence
+from roll_modeling.model import load_model
+from roll_testing.errors import refused
 
 SIZES = {
     "vocab_size": 61,

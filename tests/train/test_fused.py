@@ -9,9 +9,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.modeling import elementwise, fused
-from roll_core.testing.errors import refused
+from roll_modeling import elementwise, fused
+from roll_strategy_hf.config import HFTrainConfig
+from roll_testing.errors import refused
 
 
 def norm(size=24):

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from roll_core.algorithms.losses import SFTObjective, ValueObjective
-from roll_core.builtin.hf.config import HFTrainConfig
 from roll_core.data.pack import pack, totals
 from roll_core.errors import NonFiniteError, UnsupportedError
-from roll_core.modeling.model import load_model, scalar_head
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import LossOutput, TrainingSpec, Want
-from roll_core.testing.errors import refused
 from roll_core.types import TrainSequence
+from roll_modeling.model import load_model, scalar_head
+from roll_strategy_hf.config import HFTrainConfig
+from roll_testing.errors import refused
 
 
 def summed_gradient(strategy, micros, loss):

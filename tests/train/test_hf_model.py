@@ -9,10 +9,10 @@ import torch
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ModelError
-from roll_core.modeling.model import load_model, quiet, scalar_head
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
-from roll_core.testing.errors import refused
+from roll_modeling.model import load_model, quiet, scalar_head
+from roll_testing.errors import refused
 
 
 def equal(one, other):

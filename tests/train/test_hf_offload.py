@@ -8,9 +8,9 @@ import torch
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.data.pack import pack
 from roll_core.errors import UnsupportedError
-from roll_core.modeling.layout import adjacent
 from roll_core.spec.train import TrainingSpec, Want
-from roll_core.testing.errors import refused
+from roll_modeling.layout import adjacent
+from roll_testing.errors import refused
 
 TRAINING = TrainingSpec(learning_rate=1e-2, num_steps=9, max_grad_norm=1.0)
 ALL = ("weights", "grads", "optimizer")

@@ -12,15 +12,15 @@ from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import pack
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError
-from roll_core.modeling.layout import adjacent
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import TrainingSpec, Want
-from roll_core.testing.bench import Case
-from roll_core.testing.errors import refused
-from roll_core.testing.stored_buffers import check_stored_buffers
-from roll_core.testing.subject import registry
+from roll_modeling.layout import adjacent
+from roll_testing.bench import Case
+from roll_testing.errors import refused
+from roll_testing.stored_buffers import check_stored_buffers
+from roll_testing.subject import registry
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 

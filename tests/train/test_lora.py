@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import pack, totals
 from roll_core.errors import ModelError, UnsupportedError
-from roll_core.modeling.model import load_model, scalar_head
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, Want
-from roll_core.testing.errors import refused
+from roll_modeling.model import load_model, scalar_head
+from roll_testing.errors import refused
 
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
 MOE = {
@@ -362,7 +362,7 @@ def test_looking_at_the_base_model_changes_no_later_step(build, sequences):
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_switching_adapters_off_freezes_and_thaws_nothing(build, forward_only):
-    from roll_core.modeling.lora import adapters_off
+    from roll_modeling.lora import adapters_off
 
     model = build(lora=EXTRA, forward_only=forward_only).model
     before = {name: each.requires_grad for name, each in model.named_parameters()}

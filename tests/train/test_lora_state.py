@@ -14,11 +14,11 @@ from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import pack
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError, UnsupportedError
-from roll_core.modeling.model import load_model
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, Want
-from roll_core.testing.errors import refused
+from roll_modeling.model import load_model
+from roll_testing.errors import refused
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)

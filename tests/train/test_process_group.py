@@ -3,7 +3,7 @@
 import pytest
 from process_group_program import LOOPBACK, SIZE, ask, meet, nothing
 
-from roll_core.testing.ranks import RankHost, free_port
+from roll_testing.ranks import RankHost, free_port
 
 
 @pytest.fixture(scope="module")

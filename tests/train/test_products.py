@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from roll_core.algorithms.losses import SFTObjective
-from roll_core.builtin.hf import linear as hf_linear
 from roll_core.data.pack import pack
-from roll_core.modeling import products
-from roll_core.modeling.products import (
+from roll_core.types import TrainSequence
+from roll_infer_hf import linear as hf_linear
+from roll_modeling import products
+from roll_modeling.products import (
     HAS_ONEDNN,
     ONEDNN_MIN_PRODUCTS,
     ONEDNN_MIN_WEIGHTS,
@@ -21,7 +22,6 @@ from roll_core.modeling.products import (
     prefers_onednn,
     weight_gradient,
 )
-from roll_core.types import TrainSequence
 
 SMALL, LARGE = (8, 12), (300, 256)
 

@@ -7,8 +7,8 @@ import torch
 from replica_program import lose_one, run
 
 from roll_core.errors import NonFiniteError
-from roll_core.testing.models import QWEN3
-from roll_core.testing.ranks import RankHost, free_port
+from roll_testing.models import QWEN3
+from roll_testing.ranks import RankHost, free_port
 
 MODEL = {**QWEN3, "vocab_size": 61}
 SEQUENCES = [

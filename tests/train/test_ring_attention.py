@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from roll_core.modeling import ring_attention
-from roll_core.modeling.attention import How, attend_flat
-from roll_core.modeling.ring_attention import blocks, chunks
+from roll_modeling import ring_attention
+from roll_modeling.attention import How, attend_flat
+from roll_modeling.ring_attention import blocks, chunks
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 

@@ -9,10 +9,10 @@ import torch
 from roll_core.algorithms.losses import PolicyObjective
 from roll_core.data.pack import pack
 from roll_core.errors import DataError, UnsupportedError
-from roll_core.modeling.model import load_model
-from roll_core.modeling.routing import ROUTERS, RoutingRecorder, check_routers
 from roll_core.spec.train import Want
-from roll_core.testing.errors import refused
+from roll_modeling.model import load_model
+from roll_modeling.routing import ROUTERS, RoutingRecorder, check_routers
+from roll_testing.errors import refused
 
 EXPERTS, TOP_K, LAYERS, VOCABULARY = 6, 2, 2, 61
 WANT = Want(logprobs=True)

@@ -16,7 +16,6 @@ from typing import Any
 import msgpack
 
 from roll_core.errors import MissingTensorError, WeightSyncError, WorkerDiedError
-from roll_core.modeling import device_memory
 from roll_core.runtime.cluster.executors.base import GroupSpec, Member, Place, WorkerGroup
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
 from roll_core.runtime.weights import WeightReceiver, WeightSender, device_facts
@@ -24,13 +23,14 @@ from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import DeviceFacts
 from roll_core.spec.weights import copy_digested, make_receipt
 from roll_core.types import DataRank, WeightReceipt
+from roll_core.weights import device_memory
 
 
 def record_of(transport: str) -> WeightTransportProvider:
     """A weight transport that comes with roll-core, or Acme's, whose plugin is not installed here."""
     from roll_acme.plugin import roll_weight_transports
 
-    from roll_core.testing.publishing import transport_record
+    from roll_testing.publishing import transport_record
 
     return {each.name: each for each in roll_weight_transports()}.get(transport) or transport_record(transport)
 
@@ -192,12 +192,12 @@ class Worker:
         kind.refuses = refuses
 
     def read_bucket(self, bucket: dict[str, Any]) -> Any:
-        from roll_core.modeling.buckets import BucketInfo, read_bucket
+        from roll_modeling.buckets import BucketInfo, read_bucket
 
         return {name: tensor.tolist() for name, tensor in read_bucket(BucketInfo(**bucket))}
 
     def opening_failure(self, bucket: dict[str, Any]) -> str:
-        from roll_core.modeling.buckets import BucketInfo, opening_failure
+        from roll_modeling.buckets import BucketInfo, opening_failure
 
         return opening_failure(BucketInfo(**bucket), "cpu")
 

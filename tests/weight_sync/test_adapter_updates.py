@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
-from roll_core.modeling.adapter_updates import collected, compare_adapter, refuse_adapter, write_adapter
-from roll_core.modeling.buckets import Incoming
-from roll_core.modeling.comparing import entries
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import refused
+from roll_modeling.adapter_updates import collected, compare_adapter, refuse_adapter, write_adapter
+from roll_modeling.buckets import Incoming
+from roll_modeling.comparing import entries
+from roll_testing.errors import refused
 
 RANK = 2
 ROOM = {

@@ -28,7 +28,7 @@ from roll_core.spec.transport import (
     WorkerFacts,
 )
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 def facts(role, *workers, follower=None):

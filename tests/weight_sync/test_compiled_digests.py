@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roll_core.errors import ExtensionError
-from roll_core.modeling import digests
 from roll_core.spec import weights
 from roll_core.spec.weights import CHUNK_BYTES, copy_digested, digest, leaves_of, take_leaves_from
+from roll_core.weights import digests
 
 GUARD = 64
 EDGES = [0, 1, 63, 64, 65, 240, 241, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049]

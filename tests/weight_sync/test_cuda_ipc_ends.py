@@ -6,11 +6,11 @@ import torch
 from sync_workers import HostMemory
 
 from roll_core.errors import UnsupportedError, WeightSyncError
-from roll_core.modeling import device_memory
 from roll_core.runtime.weights.transports import cuda_ipc
 from roll_core.spec.transport import Deadline, ReceiversLostError
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import refused
+from roll_core.weights import device_memory
+from roll_testing.errors import refused
 
 BUCKET = 16 << 10
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.multiprocessing import reductions
 
 from roll_core.errors import WeightSyncError
-from roll_core.modeling.device_memory import ALLOCATOR_OPTIONS, CudaHandle, CudaMemory, device_memory, fixed_segments
-from roll_core.testing.errors import refused
+from roll_core.weights.device_memory import ALLOCATOR_OPTIONS, CudaHandle, CudaMemory, device_memory, fixed_segments
+from roll_testing.errors import refused
 
 HANDLE = CudaHandle(
     device_uuid="GPU-1",

@@ -17,8 +17,8 @@ from roll_core.spec.weights import (
     tensor_entry,
     torch_dtype,
 )
-from roll_core.testing.errors import refused
 from roll_core.types import TensorEntry, WeightManifest
+from roll_testing.errors import refused
 
 
 def documented(values: bytes) -> str:

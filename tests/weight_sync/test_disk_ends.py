@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from roll_core.errors import WeightSyncError
-from roll_core.runtime.cluster.host import hostname
+from roll_core.host import hostname
 from roll_core.runtime.weights.transports import disk
 from roll_core.spec.transport import Deadline, ReceiversLostError, SenderLostError
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 TENSORS = {
     "a": torch.randn(300, 20),

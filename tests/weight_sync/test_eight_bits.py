@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from sync_workers import record_of
 
 from roll_core.errors import CorruptTensorError, NonFiniteWeightError, UnsupportedError
-from roll_core.modeling import eight_bits
-from roll_core.modeling.eight_bits import in_eight_bits, is_layers_weight, quantise_rows
 from roll_core.runtime.weights import WeightBroadcaster
 from roll_core.spec.transport import Route
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import refused
+from roll_core.weights import eight_bits
+from roll_core.weights.eight_bits import in_eight_bits, is_layers_weight, quantise_rows
+from roll_testing.errors import refused
 
 TINY = 2.0**-126
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from sync_workers import HostMemory, ProcessGroup
 
-from roll_core.modeling import device_memory
-from roll_core.modeling.buckets import BucketInfo, BucketWriter, read_bucket
-from roll_core.modeling.device_memory import slot_devices
 from roll_core.spec.model import MeshInfo
-from roll_core.testing.errors import mentions
+from roll_core.weights import device_memory
+from roll_core.weights.device_memory import slot_devices
+from roll_modeling.buckets import BucketInfo, BucketWriter, read_bucket
+from roll_testing.errors import mentions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="engines run on Linux")
 

@@ -14,10 +14,10 @@ import torch
 from sync_workers import HostMemory
 
 from roll_core.errors import MissingTensorError
-from roll_core.modeling import device_memory
-from roll_core.modeling.buckets import BucketInfo, Incoming, opening_failure, read_bucket
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import mentions, refused
+from roll_core.weights import device_memory
+from roll_modeling.buckets import BucketInfo, Incoming, opening_failure, read_bucket
+from roll_testing.errors import mentions, refused
 
 TENSORS = {"a": torch.arange(60.0), "b": torch.randn(7, 9).bfloat16(), "none": torch.zeros(0, 4), "c": torch.ones(50)}
 MANIFEST = make_manifest(1, TENSORS.items())

@@ -6,8 +6,8 @@ import pytest
 from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
 from roll_core.runtime.weights.probe import Compared, ProbeReading, logprob_probe, require_following
 from roll_core.spec.pipeline import ScoredSequences
-from roll_core.testing.errors import refused
 from roll_core.types import Completion, CompletionOutput
+from roll_testing.errors import refused
 
 TOKENS = np.array([5, 6, 7, 8], np.int64)
 

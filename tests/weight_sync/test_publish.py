@@ -17,7 +17,7 @@ from roll_core.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 COPYING = ["shm", "cuda_ipc", "collective", "disk", "acme_tcp"]
 """The last one is a third party's (tests/third_party/roll-acme)."""

@@ -12,7 +12,7 @@ from roll_core.runtime.weights import WeightBroadcaster, WeightSender
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
 from roll_core.runtime.weights.transports.cuda_ipc import CudaIpcTransport, sources_of
 from roll_core.spec.transport import DeviceFacts, ReceiversLostError, RoleFacts, Route, WorkerFacts
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 def with_groups(num_train, num_infer, scenario):

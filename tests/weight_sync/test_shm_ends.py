@@ -10,7 +10,7 @@ import torch
 from roll_core.runtime.weights.transports import pool, shm
 from roll_core.spec.transport import Deadline, ReceiversLostError, SenderLostError
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 TENSORS = {"a": torch.randn(300, 20), "b": torch.randn(4000).bfloat16(), "c": torch.tensor(3)}
 BUCKET = 16 << 10

@@ -11,7 +11,7 @@ from roll_core.runtime.cluster.executors import make_executor
 from roll_core.runtime.cluster.executors.base import GroupSpec, Place
 from roll_core.runtime.weights import WeightBroadcaster
 from roll_core.runtime.weights.plan import role_facts
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 
 @pytest.mark.ray

@@ -5,8 +5,8 @@ from typing import ClassVar
 import pytest
 from sync_workers import HostMemory
 
-from roll_core.modeling import device_memory
-from roll_core.testing import WeightTransportConformance
+from roll_core.weights import device_memory
+from roll_testing import WeightTransportConformance
 
 
 class TestShm(WeightTransportConformance):

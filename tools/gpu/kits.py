@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
-from roll_core.testing import InferStrategyConformance, TrainStrategyConformance
+from roll_testing import InferStrategyConformance, TrainStrategyConformance
 
 PLATFORM = os.environ["ROLL_GPU_PLATFORM"]
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from multiprocessing.connection import Connection
 
-    from roll_core.builtin.hf.engine import HFInferStrategy
-    from roll_core.builtin.hf.train import HFTrainStrategy
     from roll_core.spec.model import ModelSpec
     from roll_core.types import TrainSequence
+    from roll_infer_hf.engine import HFInferStrategy
+    from roll_strategy_hf.train import HFTrainStrategy
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -72,10 +72,10 @@ def model_spec(size: str, dtype: str = "bf16", **fields: Any) -> ModelSpec:
 
 def make_trainer(model: ModelSpec, device: str, **training: Any) -> HFTrainStrategy:
     """`hf_train`, built on the device."""
-    from roll_core.builtin.hf.config import HFTrainConfig
-    from roll_core.builtin.hf.train import HFTrainStrategy
     from roll_core.spec.model import MeshInfo
     from roll_core.spec.train import TrainingSpec
+    from roll_strategy_hf.config import HFTrainConfig
+    from roll_strategy_hf.train import HFTrainStrategy
 
     strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(**{"learning_rate": 1e-4, "num_steps": 100, **training}))
     strategy.build(model, MeshInfo(role="actor_train", device=torch_device(device)))
@@ -84,9 +84,9 @@ def make_trainer(model: ModelSpec, device: str, **training: Any) -> HFTrainStrat
 
 async def start_engine(model: ModelSpec, device: str, **config: Any) -> HFInferStrategy:
     """`hf_infer`, started on the device."""
-    from roll_core.builtin.hf.config import HFInferConfig
-    from roll_core.builtin.hf.engine import HFInferStrategy
     from roll_core.spec.model import MeshInfo
+    from roll_infer_hf.config import HFInferConfig
+    from roll_infer_hf.engine import HFInferStrategy
 
     engine = HFInferStrategy(HFInferConfig(**config))
     await engine.start(model, MeshInfo(role="actor_infer", device=torch_device(device)))
@@ -263,9 +263,9 @@ def numerics(device: str) -> int:
     import torch
 
     from roll_core.data.pack import pack
-    from roll_core.modeling.eight_bits import quantise_rows
     from roll_core.spec.train import Want
     from roll_core.types import GenerateRequest, SamplingParams
+    from roll_core.weights.eight_bits import quantise_rows
 
     size = "small" if device == "cuda" else "tiny"
     sequences = make_sequences(8, 64, 500)
@@ -350,7 +350,7 @@ def planner(device: str) -> int:
 
 def extensions(device: str) -> int:
     """Seconds to compile the decoding kernels on first use, and ahead of time."""
-    from roll_core.builtin.hf.kernels.decode import CUDA_EXTENSION, EXTENSION
+    from roll_infer_hf.kernels.decode import CUDA_EXTENSION, EXTENSION
 
     extension = CUDA_EXTENSION if device == "cuda" else EXTENSION
     with tempfile.TemporaryDirectory() as name:

@@ -309,7 +309,7 @@ def attention(device: str) -> int:
     """Causal attention over packed rows of 4096 tokens, forward and backward: ours beside torch's and flash-attn's."""
     import torch
 
-    from roll_core.modeling.attention import How, attend_flat
+    from roll_modeling.attention import How, attend_flat
 
     tokens, heads, kv_heads, head = (4096, 16, 8, 128) if device == "cuda" else (256, 4, 2, 16)
     place, dtype = torch_device(device), torch.bfloat16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from sglang_on_a_cpu import ON_A_CPU, stood_in
 
-from roll_core.testing.infer.adapted import Adapted, AdaptedTests
 from roll_infer_sglang.config import SglangConfig
+from roll_testing.infer.adapted import Adapted, AdaptedTests
 
 pytestmark = pytest.mark.engine("sglang")
 

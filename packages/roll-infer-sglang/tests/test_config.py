@@ -7,11 +7,11 @@ from pydantic import ValidationError
 
 from roll_core.config import load
 from roll_core.errors import ConfigError
-from roll_core.modeling.architectures import package_folder
 from roll_core.plugins.registry import load_registry
-from roll_core.testing.errors import mentions, refused
 from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
 from roll_infer_sglang.config import SglangConfig, _architectures
+from roll_modeling.architectures import package_folder
+from roll_testing.errors import mentions, refused
 
 
 def test_a_worker_takes_the_slots_that_a_layer_is_spread_over():

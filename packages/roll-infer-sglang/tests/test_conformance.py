@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_on_a_cpu import ON_A_CPU
 
-from roll_core.testing import InferStrategyConformance
+from roll_testing import InferStrategyConformance
 
 
 class TestSglang(InferStrategyConformance):

@@ -18,12 +18,12 @@ import pytest
 from sglang_on_a_cpu import ON_A_CPU, stood_in
 
 from roll_core.errors import ConfigError
-from roll_core.testing.errors import refused
-from roll_core.testing.infer.continuing import check_that_it_goes_on
-from roll_core.testing.infer.holding import TOKEN_BYTES, HoldingTests
-from roll_core.testing.infer.interrupting import until_interrupted, was_whole
-from roll_core.testing.infer.live import Live, biased, request
 from roll_infer_sglang.config import OURS, SglangConfig
+from roll_testing.errors import refused
+from roll_testing.infer.continuing import check_that_it_goes_on
+from roll_testing.infer.holding import TOKEN_BYTES, HoldingTests
+from roll_testing.infer.interrupting import until_interrupted, was_whole
+from roll_testing.infer.live import Live, biased, request
 
 pytestmark = pytest.mark.engine("sglang")
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from roll_core.errors import ModelError
-from roll_core.modeling.engine_files import engine_files
 from roll_core.spec.model import LoraSpec, MeshInfo
-from roll_core.testing.errors import refused
-from roll_core.testing.infer.live import biased
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.launch import SPARE_TOKENS, check_sizes, server_arguments
+from roll_modeling.engine_files import engine_files
+from roll_testing.errors import refused
+from roll_testing.infer.live import biased
 
 LORA = LoraSpec(targets=("all-linear",), rank=5, alpha=10.0)
 

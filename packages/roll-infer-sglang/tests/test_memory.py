@@ -2,8 +2,8 @@
 
 import pytest
 
-from roll_core.modeling.sizes import model_size
 from roll_core.spec.plan import MemoryQuestion
+from roll_core.weights.sizes import model_size
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.memory import memory
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from roll_core.errors import UnsupportedError
-from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_sglang.drawing import Draw
 from roll_infer_sglang.routing import Routing
+from roll_testing.errors import refused
 
 DEEPSEEK = {"n_routed_experts": 300, "first_k_dense_replace": 1}
 QWEN = {"num_experts": 8, "mlp_only_layers": [0], "decoder_sparse_step": 2}

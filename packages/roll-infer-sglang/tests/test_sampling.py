@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from roll_core.errors import UnsupportedError
-from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_sglang.drawing import Draw
 from roll_infer_sglang.sampling import ENDS, MIN_NEW, SEED, check_served, output_seed, sampling_params
+from roll_testing.errors import refused
 
 
 def request(prompt=(1, 2, 3), n=1, **params):

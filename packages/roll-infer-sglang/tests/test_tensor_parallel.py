@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from sglang_on_a_cpu import ON_A_CPU
 
-from roll_core.testing.infer.holding import CLOSE, LONG, PROMPT, digests
-from roll_core.testing.infer.live import Live, biased
 from roll_infer_sglang.config import SglangConfig
+from roll_testing.infer.holding import CLOSE, LONG, PROMPT, digests
+from roll_testing.infer.live import Live, biased
 
 pytestmark = [
     pytest.mark.slow,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from vllm_live import CACHE
 
-from roll_core.testing.infer.adapted import Adapted, AdaptedTests
 from roll_infer_vllm.config import VllmConfig
+from roll_testing.infer.adapted import Adapted, AdaptedTests
 
 pytestmark = pytest.mark.engine("vllm")
 

@@ -13,7 +13,7 @@ from roll_core.plugins.registry import Registry, load_registry
 from roll_core.runtime.workers.build import model_spec, served_adapters
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.testing.errors import refused
+from roll_testing.errors import refused
 
 INFER = RoleSpec(name="actor_infer", kind="generate", model_from="actor_train")
 LORA = {"lora_target": "all-linear", "lora_rank": 4, "lora_alpha": 12}

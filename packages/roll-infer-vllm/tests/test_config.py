@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_core.testing.errors import mentions, refused
 from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
 from roll_infer_vllm.config import VllmConfig
+from roll_testing.errors import mentions, refused
 
 
 def test_a_worker_takes_tensor_times_pipeline_parallel_slots():

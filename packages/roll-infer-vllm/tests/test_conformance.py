@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-from roll_core.testing import InferStrategyConformance
+from roll_testing import InferStrategyConformance
 
 
 class TestVllm(InferStrategyConformance):

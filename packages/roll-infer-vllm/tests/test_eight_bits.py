@@ -11,14 +11,14 @@ from torch import nn
 from vllm_live import CACHE, start
 
 from roll_core.errors import MissingTensorError, ModelError
-from roll_core.modeling.eight_bits import in_eight_bits
-from roll_core.modeling.model import load_model
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import refused
-from roll_core.testing.infer.holding import LONG, PROMPT, digests
-from roll_core.testing.infer.interrupting import until_interrupted, was_whole
-from roll_core.testing.infer.live import Live, biased, request
+from roll_core.weights.eight_bits import in_eight_bits
+from roll_modeling.model import load_model
+from roll_testing.errors import refused
+from roll_testing.infer.holding import LONG, PROMPT, digests
+from roll_testing.infer.interrupting import until_interrupted, was_whole
+from roll_testing.infer.live import Live, biased, request
 
 pytestmark = pytest.mark.engine("vllm")
 CLOSE = 2e-4

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 from vllm_live import CACHE, CACHE_BYTES, start
 
-from roll_core.modeling.engine_files import engine_files
 from roll_core.spec.model import MeshInfo
 from roll_core.spec.weights import digest
-from roll_core.testing.errors import refused
-from roll_core.testing.infer.holding import HoldingTests, digests
-from roll_core.testing.infer.live import biased, request
 from roll_infer_vllm.config import OURS, VllmConfig
+from roll_modeling.engine_files import engine_files
+from roll_testing.errors import refused
+from roll_testing.infer.holding import HoldingTests, digests
+from roll_testing.infer.live import biased, request
 
 pytestmark = pytest.mark.engine("vllm")
 

@@ -18,11 +18,11 @@ from vllm_live import CACHE, start, strategy
 
 from roll_core.errors import EngineDiedError, RollError
 from roll_core.spec.weights import make_manifest
-from roll_core.testing.errors import refused
-from roll_core.testing.infer.continuing import check_that_it_goes_on
-from roll_core.testing.infer.interrupting import until_interrupted
-from roll_core.testing.infer.live import biased
 from roll_infer_vllm.config import VllmConfig
+from roll_testing.errors import refused
+from roll_testing.infer.continuing import check_that_it_goes_on
+from roll_testing.infer.interrupting import until_interrupted
+from roll_testing.infer.live import biased
 
 pytestmark = pytest.mark.engine("vllm")
 WAIT_S = 60.0
@@ -154,7 +154,7 @@ OWNER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from vllm_live import start
-from roll_core.testing.infer.live import biased
+from roll_testing.infer.live import biased
 if __name__ == "__main__":
     live = start(biased())
     print("ready", flush=True)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from roll_core.errors import UnsupportedError
-from roll_core.testing.errors import refused
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_vllm.sampling import check_served, output_seed
+from roll_testing.errors import refused
 
 
 def request(prompt=(1, 2, 3), n=1, **params):

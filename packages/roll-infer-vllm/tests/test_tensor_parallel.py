@@ -9,11 +9,11 @@ import pytest
 from vllm_live import CACHE
 
 from roll_core.errors import WeightSyncError
-from roll_core.modeling.buckets import BucketWriter
-from roll_core.testing.errors import refused
-from roll_core.testing.infer.holding import CLOSE, PROMPT, digests
-from roll_core.testing.infer.live import Live, biased
 from roll_infer_vllm.config import VllmConfig
+from roll_modeling.buckets import BucketWriter
+from roll_testing.errors import refused
+from roll_testing.infer.holding import CLOSE, PROMPT, digests
+from roll_testing.infer.live import Live, biased
 
 pytestmark = [
     pytest.mark.slow,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from roll_core.testing.infer.live import Live
 from roll_infer_vllm.config import VllmConfig
+from roll_testing.infer.live import Live
 
 CACHE_BYTES = 4 << 20
 CACHE = {"kv_cache_memory_bytes": CACHE_BYTES, "block_size": 32}

@@ -1,6 +1,6 @@
 """The conformance kit. On a host with the devices it also computes on them."""
 
-from roll_core.testing import PlatformConformance
+from roll_testing import PlatformConformance
 
 
 class TestCuda(PlatformConformance):

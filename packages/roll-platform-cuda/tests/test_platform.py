@@ -11,9 +11,9 @@ import pytest
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.torch_build import TorchBuild
-from roll_core.testing.errors import refused
 from roll_platform_cuda.nvml import survey
 from roll_platform_cuda.platform import CudaPlatform
+from roll_testing.errors import refused
 
 GIB = 1024**3
 Host = Callable[..., list[Any]]

@@ -11,9 +11,9 @@ import torch
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.torch_build import TorchBuild
-from roll_core.testing.errors import refused
 from roll_platform_npu import devices, platform
 from roll_platform_npu.platform import NpuPlatform
+from roll_testing.errors import refused
 
 GIB = 1024**3
 Host = Callable[..., None]

@@ -10,9 +10,9 @@ import pytest
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.torch_build import TorchBuild
-from roll_core.testing.errors import refused
 from roll_platform_rocm import kfd, platform
 from roll_platform_rocm.platform import RocmPlatform
+from roll_testing.errors import refused
 
 GIB = 1024**3
 MI300X, MI250X, MI50, RX6800 = 90402, 90010, 90006, 100300

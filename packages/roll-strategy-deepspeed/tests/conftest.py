@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from roll_core.plugins.requirements import check_requirements
-from roll_core.testing.bench import Case
-from roll_core.testing.losses import TRAINING
-from roll_core.testing.models import QWEN3, write_checkpoint
-from roll_core.testing.ranks import RankHost, free_port
 from roll_strategy_deepspeed.plugin import roll_train_strategies
+from roll_testing.bench import Case
+from roll_testing.losses import TRAINING
+from roll_testing.models import QWEN3, write_checkpoint
+from roll_testing.ranks import RankHost, free_port
 
 sys.path.append(str(Path(__file__).parent))  # ranks import modules of this folder by name
 

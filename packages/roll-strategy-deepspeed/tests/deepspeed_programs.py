@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from roll_core.modeling import pieces
-from roll_core.modeling.moving import num_bytes
 from roll_core.spec.train import ParameterState, Part, StepStats, Want
-from roll_core.testing.bench import Arrays, Case, Step, accumulate, built, outputs, take_step, weights
-from roll_core.testing.programs import Raised, Trained, raised
 from roll_core.types import TrainSequence
+from roll_modeling import pieces
+from roll_modeling.moving import num_bytes
 from roll_strategy_deepspeed import held_state, ranks, whole_optimizer
 from roll_strategy_deepspeed.strategy import DeepSpeedStrategy
+from roll_testing.bench import Arrays, Case, Step, accumulate, built, outputs, take_step, weights
+from roll_testing.programs import Raised, Trained, raised
 
 get_checkpoint_conversion_mapping("qwen3")  # a thousand regular expressions, which transformers keeps
 

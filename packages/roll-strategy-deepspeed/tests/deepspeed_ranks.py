@@ -10,8 +10,8 @@ PRELOAD = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.optimization",
-    "roll_core.modeling.lora",
-    "roll_core.testing.programs",
+    "roll_modeling.lora",
+    "roll_testing.programs",
     "roll_strategy_deepspeed.strategy",
     "deepspeed_programs",
 )

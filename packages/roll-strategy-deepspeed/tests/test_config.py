@@ -8,9 +8,9 @@ from pydantic import BaseModel, ValidationError
 from roll_core.errors import UnsupportedError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import TrainingSpec
-from roll_core.testing.errors import refused
 from roll_strategy_deepspeed.config import DeepSpeedConfig
 from roll_strategy_deepspeed.engine_config import engine_config
+from roll_testing.errors import refused
 
 TRAINING = TrainingSpec(learning_rate=1e-3, max_grad_norm=0.5)
 FILE = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from deepspeed_ranks import ENVIRONMENT, PRELOAD
 
-from roll_core.testing import TrainStrategyConformance
+from roll_testing import TrainStrategyConformance
 
 
 def stage(number: int, **keys: Any) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import pytest
 from deepspeed_programs import load_and_tell, step_and_tell
 
 from roll_core.spec.train import Want
-from roll_core.testing.bench import Step
-from roll_core.testing.bounds import BOUNDS, check_near, check_rows, check_same
-from roll_core.testing.errors import mentions
-from roll_core.testing.losses import GRADIENT, LOSSES, MAGNIFIED, SPLITS, TRAINING, SpoiltGradient
-from roll_core.testing.models import make_batch
-from roll_core.testing.programs import fail_to_build, score, train
-from roll_core.testing.reference import Reference, TransformersModel
+from roll_testing.bench import Step
+from roll_testing.bounds import BOUNDS, check_near, check_rows, check_same
+from roll_testing.errors import mentions
+from roll_testing.losses import GRADIENT, LOSSES, MAGNIFIED, SPLITS, TRAINING, SpoiltGradient
+from roll_testing.models import make_batch
+from roll_testing.programs import fail_to_build, score, train
+from roll_testing.reference import Reference, TransformersModel
 
 BATCH = make_batch(61)
 STEP = Step(sequences=BATCH, loss=LOSSES["sft"], split=SPLITS["three at a time"])

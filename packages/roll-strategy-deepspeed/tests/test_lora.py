@@ -12,12 +12,12 @@ from safetensors import safe_open
 
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.train import Want
-from roll_core.testing.bench import Step
-from roll_core.testing.bounds import check_near, check_same
-from roll_core.testing.errors import mentions
-from roll_core.testing.losses import LOSSES, SPLITS
-from roll_core.testing.models import make_batch
-from roll_core.testing.programs import export_after_steps, load_damaged, resume, save_between, train
+from roll_testing.bench import Step
+from roll_testing.bounds import check_near, check_same
+from roll_testing.errors import mentions
+from roll_testing.losses import LOSSES, SPLITS
+from roll_testing.models import make_batch
+from roll_testing.programs import export_after_steps, load_damaged, resume, save_between, train
 
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
 BATCH = make_batch(61)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from roll_core.testing.models import QWEN3, write_checkpoint
-from roll_core.testing.replaying import check_replay
+from roll_testing.models import QWEN3, write_checkpoint
+from roll_testing.replaying import check_replay
 
 MIXTURE = QWEN3 | {
     "model_type": "qwen3_moe",

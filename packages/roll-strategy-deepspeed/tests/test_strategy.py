@@ -19,15 +19,15 @@ from deepspeed_programs import (
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import Want
-from roll_core.testing.bench import Step
-from roll_core.testing.bounds import check_near, check_rows, check_same, check_same_run
-from roll_core.testing.errors import mentions
-from roll_core.testing.losses import LOSSES, SPLITS, TRAINING, SpoiltLoss
-from roll_core.testing.models import make_batch
-from roll_core.testing.programs import Trained, score, train
-from roll_core.testing.reference import Reference, TransformersModel
-from roll_core.testing.stored_buffers import check_stored_buffers
-from roll_core.testing.subject import registry
+from roll_testing.bench import Step
+from roll_testing.bounds import check_near, check_rows, check_same, check_same_run
+from roll_testing.errors import mentions
+from roll_testing.losses import LOSSES, SPLITS, TRAINING, SpoiltLoss
+from roll_testing.models import make_batch
+from roll_testing.programs import Trained, score, train
+from roll_testing.reference import Reference, TransformersModel
+from roll_testing.stored_buffers import check_stored_buffers
+from roll_testing.subject import registry
 
 BATCH = make_batch(61)
 STEPS = [

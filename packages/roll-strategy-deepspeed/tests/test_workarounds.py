@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from deepspeed_programs import engine_without_guard, operators_without, state_without_listing, warnings_without
 
-from roll_core.testing.bench import Step
-from roll_core.testing.losses import LOSSES, SpoiltGradient
-from roll_core.testing.models import make_batch
+from roll_testing.bench import Step
+from roll_testing.losses import LOSSES, SpoiltGradient
+from roll_testing.models import make_batch
 
 BATCH = make_batch(61)
 STEP = Step(sequences=BATCH, loss=LOSSES["sft"])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.testing.bench import Case
-from roll_core.testing.ranks import RankHost, free_port
+from roll_testing.bench import Case
+from roll_testing.ranks import RankHost, free_port
 
 sys.path.append(str(Path(__file__).parent))  # the ranks import fsdp2_programs by name
 

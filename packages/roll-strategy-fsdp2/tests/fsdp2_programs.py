@@ -1,4 +1,4 @@
-"""What ranks do in the tests: `function(rank, job, ...)`, run by `roll_core.testing.ranks.RankHost`."""
+"""What ranks do in the tests: `function(rank, job, ...)`, run by `roll_testing.ranks.RankHost`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import pack, totals
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec, TrainStrategy, Want
-from roll_core.testing.bench import share
-from roll_core.testing.losses import SpoiltLoss
-from roll_core.testing.models import QWEN3
-from roll_core.testing.programs import Raised, raised
 from roll_core.types import TrainSequence
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
+from roll_testing.bench import share
+from roll_testing.losses import SpoiltLoss
+from roll_testing.models import QWEN3
+from roll_testing.programs import Raised, raised
 
 PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.optimization",
-    "roll_core.modeling.lora",
+    "roll_modeling.lora",
     "peft",
     "roll_strategy_fsdp2.strategy",
 )

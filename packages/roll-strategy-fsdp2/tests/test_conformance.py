@@ -1,4 +1,4 @@
-"""The conformance kit of `roll_core.testing`: on two ranks here, and for every arrangement of ranks with
+"""The conformance kit of `roll_testing`: on two ranks here, and for every arrangement of ranks with
 `./run test-engines fsdp2`, which takes minutes. That each of them computes what `hf_train` computes is in
 `test_numbers`, and that it continues in `test_state`."""
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 from fsdp2_programs import MOE, PRELOAD
 
-from roll_core.testing import TrainStrategyConformance
-from roll_core.testing.models import write_checkpoint
+from roll_testing import TrainStrategyConformance
+from roll_testing.models import write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,10 +7,10 @@ from fsdp2_programs import TINY, Job, train, train_with_tokens_mixed
 
 from roll_core.errors import PlacementError
 from roll_core.spec.model import MeshInfo
-from roll_core.testing.errors import refused
-from roll_core.testing.ranks import RanksFailedError
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import make_meshes
+from roll_testing.errors import refused
+from roll_testing.ranks import RanksFailedError
 
 ULYSSES = {"ulysses_size": 2}
 RING = {"ring_size": 2}

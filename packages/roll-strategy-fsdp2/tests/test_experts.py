@@ -7,10 +7,10 @@ from fsdp2_programs import MOE, TINY, Job, train
 
 from roll_core.errors import PlacementError
 from roll_core.spec.model import MeshInfo
-from roll_core.testing.errors import refused
-from roll_core.testing.ranks import RanksFailedError
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import make_meshes
+from roll_testing.errors import refused
+from roll_testing.ranks import RanksFailedError
 
 
 def test_a_rank_holds_some_experts_whole_and_its_share_of_the_rest(ranks):

@@ -7,12 +7,12 @@ import json
 import pytest
 from fsdp2_programs import TINY, Job, peak_of_build, same_weights, scored, train, train_from_files, weights
 
-from roll_core.builtin.hf.config import HFTrainConfig
-from roll_core.builtin.hf.train import HFTrainStrategy
-from roll_core.modeling.model import load_model
 from roll_core.spec.model import MeshInfo, ModelSpec
-from roll_core.testing.errors import refused
-from roll_core.testing.ranks import RanksFailedError
+from roll_modeling.model import load_model
+from roll_strategy_hf.config import HFTrainConfig
+from roll_strategy_hf.train import HFTrainStrategy
+from roll_testing.errors import refused
+from roll_testing.ranks import RanksFailedError
 
 ROPE = TINY | {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}}
 

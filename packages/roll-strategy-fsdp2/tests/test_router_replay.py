@@ -8,13 +8,13 @@ import pytest
 from fsdp2_programs import MOE
 
 from roll_core.spec.providers import TrainProvider
-from roll_core.testing.bench import Case
-from roll_core.testing.errors import refused
-from roll_core.testing.losses import TRAINING
-from roll_core.testing.models import write_checkpoint
-from roll_core.testing.replaying import check_replay
-from roll_core.testing.subject import registry
 from roll_strategy_fsdp2.config import FSDP2Config
+from roll_testing.bench import Case
+from roll_testing.errors import refused
+from roll_testing.losses import TRAINING
+from roll_testing.models import write_checkpoint
+from roll_testing.replaying import check_replay
+from roll_testing.subject import registry
 
 MIXTURE = {key: value for key, value in MOE.items() if key != "vocab_size"}
 SPREAD = {

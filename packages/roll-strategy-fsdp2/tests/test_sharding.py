@@ -6,14 +6,14 @@ import pytest
 from fsdp2_programs import TINY
 
 from roll_core.errors import ModelError, PlacementError, UnsupportedError, WorkerError
-from roll_core.modeling.model import load_model
-from roll_core.modeling.process_group import ProcessGroup
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import MeshInfo, ModelSpec
-from roll_core.testing.errors import refused
+from roll_modeling.model import load_model
+from roll_modeling.process_group import ProcessGroup
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import find_layers, make_meshes
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
+from roll_testing.errors import refused
 
 
 @pytest.fixture(scope="module")

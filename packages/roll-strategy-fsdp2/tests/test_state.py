@@ -29,15 +29,15 @@ from safetensors.torch import load_file
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import UnsupportedError
-from roll_core.modeling.model import load_model
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.testing.bench import Case
-from roll_core.testing.errors import refused
-from roll_core.testing.ranks import RanksFailedError
-from roll_core.testing.stored_buffers import check_stored_buffers
-from roll_core.testing.subject import registry
+from roll_modeling.model import load_model
+from roll_testing.bench import Case
+from roll_testing.errors import refused
+from roll_testing.ranks import RanksFailedError
+from roll_testing.stored_buffers import check_stored_buffers
+from roll_testing.subject import registry
 
 BF16 = {"dtype": "bf16"}
 TENSOR = {"tensor_model_parallel_size": 2}

@@ -7,14 +7,14 @@ from fsdp2_programs import TINY, Job, train
 from torch.distributed.device_mesh import init_device_mesh
 
 from roll_core.errors import PlacementError, UnsupportedError
-from roll_core.modeling.model import load_model
-from roll_core.modeling.process_group import ProcessGroup
 from roll_core.spec.model import MeshInfo, ModelSpec
-from roll_core.testing.errors import refused
-from roll_core.testing.ranks import RanksFailedError
+from roll_modeling.model import load_model
+from roll_modeling.process_group import ProcessGroup
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import make_meshes
 from roll_strategy_fsdp2.tensor_parallel import parallelize
+from roll_testing.errors import refused
+from roll_testing.ranks import RanksFailedError
 
 TENSOR = {"tensor_model_parallel_size": 2}
 ATTENTION = "layers.*.self_attn."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from roll_core.runtime.records.portable_state import write_portable_state
-from roll_core.testing.bench import Case, built, take_step
+from roll_testing.bench import Case, built, take_step
 
 
 def write_and_export(rank, case: Case, steps, folder, out):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron_programs import LiveBytes
 
-from roll_core.modeling.logprobs import HeadRequest
+from roll_modeling.logprobs import HeadRequest
 from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
 
 

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import Want
-from roll_core.testing import TrainStrategyConformance, models
-from roll_core.testing.bench import WHOLE, Case, as_array, built, micros, outputs, share, take_step, weights
-from roll_core.testing.losses import LOSSES
-from roll_core.testing.programs import fail_to_build, raised
+from roll_testing import TrainStrategyConformance, models
+from roll_testing.bench import WHOLE, Case, as_array, built, micros, outputs, share, take_step, weights
+from roll_testing.losses import LOSSES
+from roll_testing.programs import fail_to_build, raised
 
 PRELOAD = ("megatron_on_cpu", *TrainStrategyConformance.preload, "roll_strategy_megatron.strategy")
 """Megatron is imported once for all ranks, on a machine without an accelerator by way of the shims."""
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
 def export(rank, case: Case, folder, piece_bytes):
     """A directory that transformers loads; the most bytes of tensors that were there because of it, and the bytes of
     what this rank holds anyway."""
-    with patch("roll_core.modeling.pieces.PIECE_BYTES", piece_bytes), built(case, rank) as strategy:
+    with patch("roll_modeling.pieces.PIECE_BYTES", piece_bytes), built(case, rank) as strategy:
         with LiveBytes(strategy._held()["weights"]) as count:
             strategy.export_model(Path(folder))
         return count.most, strategy.memory()["weights"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from unittest.mock import patch
 
-from roll_core.testing.bench import Case, Split, built, outputs
-from roll_core.testing.replaying import WANT
 from roll_strategy_megatron.packing import RoutedExperts
+from roll_testing.bench import Case, Split, built, outputs
+from roll_testing.replaying import WANT
 
 
 def take_experts(rank, case: Case, batch):

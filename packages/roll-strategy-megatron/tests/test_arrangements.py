@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import Want
-from roll_core.testing.bench import Case, Split, Step
-from roll_core.testing.bounds import check_near, check_rows, check_same
-from roll_core.testing.losses import OF_TASK, TRAINING
-from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
-from roll_core.testing.programs import score
-from roll_core.testing.ranks import RankHost, free_port
-from roll_core.testing.reference import Reference, TransformersModel
-from roll_core.testing.subject import registry
+from roll_testing.bench import Case, Split, Step
+from roll_testing.bounds import check_near, check_rows, check_same
+from roll_testing.losses import OF_TASK, TRAINING
+from roll_testing.models import QWEN3, make_batch, write_checkpoint
+from roll_testing.programs import score
+from roll_testing.ranks import RankHost, free_port
+from roll_testing.reference import Reference, TransformersModel
+from roll_testing.subject import registry
 
 TIED = QWEN3 | {"tie_word_embeddings": True}
 QWEN2 = {key: value for key, value in QWEN3.items() if key != "head_dim"} | {"model_type": "qwen2"}

@@ -14,9 +14,9 @@ from megatron_programs import DEEPSEEK, PRELOAD
 from test_arrangements import MISTRAL, Arrangement, check_against_transformers, host, sizes
 from varlen import with_kernel
 
-from roll_core.testing.models import QWEN3
-from roll_core.testing.ranks import free_port
 from roll_strategy_megatron import attention
+from roll_testing.models import QWEN3
+from roll_testing.ranks import free_port
 
 __all__ = ["PRELOAD", "host"]
 

@@ -15,15 +15,15 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from roll_core.data.pack import pack
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import Want
-from roll_core.testing.bench import Case, Split, Step
-from roll_core.testing.bounds import check_near, distance
-from roll_core.testing.errors import mentions
-from roll_core.testing.losses import LOSSES, TRAINING
-from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
-from roll_core.testing.programs import fail_to_build
-from roll_core.testing.ranks import RankHost, free_port
-from roll_core.testing.reference import Reference, TransformersModel
-from roll_core.testing.subject import registry
+from roll_testing.bench import Case, Split, Step
+from roll_testing.bounds import check_near, distance
+from roll_testing.errors import mentions
+from roll_testing.losses import LOSSES, TRAINING
+from roll_testing.models import QWEN3, make_batch, write_checkpoint
+from roll_testing.programs import fail_to_build
+from roll_testing.ranks import RankHost, free_port
+from roll_testing.reference import Reference, TransformersModel
+from roll_testing.subject import registry
 
 VOCABULARY = 61
 WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}

@@ -18,19 +18,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from roll_core.errors import ModelError
-from roll_core.modeling.model import load_model
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import Want
-from roll_core.testing.bench import Case, Step
-from roll_core.testing.bounds import check_near, check_rows, check_same
-from roll_core.testing.errors import mentions
-from roll_core.testing.losses import LOSSES, TRAINING
-from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
-from roll_core.testing.programs import fail_to_build
-from roll_core.testing.ranks import RankHost, free_port
-from roll_core.testing.reference import Reference, TransformersModel
-from roll_core.testing.subject import registry
+from roll_modeling.model import load_model
+from roll_testing.bench import Case, Step
+from roll_testing.bounds import check_near, check_rows, check_same
+from roll_testing.errors import mentions
+from roll_testing.losses import LOSSES, TRAINING
+from roll_testing.models import QWEN3, make_batch, write_checkpoint
+from roll_testing.programs import fail_to_build
+from roll_testing.ranks import RankHost, free_port
+from roll_testing.reference import Reference, TransformersModel
+from roll_testing.subject import registry
 
 DENSE = {key: value for key, value in QWEN3.items() if key != "model_type"}
 

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from roll_core.config.loading import load
 from roll_core.errors import ConfigError
-from roll_core.testing.errors import mentions
-from roll_core.testing.subject import registry
 from roll_strategy_megatron.config import ARCHITECTURES, REFUSED, MegatronConfig, runs
+from roll_testing.errors import mentions
+from roll_testing.subject import registry
 
 RUN = """\
 pipeline: sft

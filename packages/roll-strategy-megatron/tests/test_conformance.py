@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import pytest
 from megatron_programs import MIXTURE, PRELOAD
 
-from roll_core.testing import TrainStrategyConformance
-from roll_core.testing.models import QWEN3, write_checkpoint
+from roll_testing import TrainStrategyConformance
+from roll_testing.models import QWEN3, write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import Task
-    from roll_core.testing.bench import Case
+    from roll_testing.bench import Case
 
 
 class TestDataParallel(TrainStrategyConformance):

@@ -17,11 +17,11 @@ from roll_core.cli.main import main
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.testing.bench import Case, Step
-from roll_core.testing.losses import LOSSES, TRAINING
-from roll_core.testing.models import make_batch, write_checkpoint
-from roll_core.testing.ranks import RankHost, free_port
-from roll_core.testing.subject import registry
+from roll_testing.bench import Case, Step
+from roll_testing.losses import LOSSES, TRAINING
+from roll_testing.models import make_batch, write_checkpoint
+from roll_testing.ranks import RankHost, free_port
+from roll_testing.subject import registry
 
 EXPERTS = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0)
 

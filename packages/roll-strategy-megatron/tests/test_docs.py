@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roll_core.testing.config_table import check_table
 from roll_strategy_megatron.config import REFUSED, MegatronConfig
+from roll_testing.config_table import check_table
 
 PAGE = Path(__file__).parents[3] / "docs" / "megatron.md"
 BEGIN, END = "<!-- table: made by packages/roll-strategy-megatron/tests/test_docs.py -->\n", "<!-- end of table -->"

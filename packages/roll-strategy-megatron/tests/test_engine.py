@@ -45,12 +45,12 @@ from test_lora import SOME, WITH_NORMS, check_adapters_of_experts, check_against
 
 from roll_core.errors import ModelError, UnsupportedError
 from roll_core.spec.model import ModelSpec
-from roll_core.testing.bounds import check_same, distance
-from roll_core.testing.errors import mentions
-from roll_core.testing.models import QWEN3
-from roll_core.testing.ranks import RankHost
 from roll_strategy_megatron.config import MegatronConfig
 from roll_strategy_megatron.engine import Make, choose
+from roll_testing.bounds import check_same, distance
+from roll_testing.errors import mentions
+from roll_testing.models import QWEN3
+from roll_testing.ranks import RankHost
 
 __all__ = ["run"]
 ENGINE = {"transformer_impl": "transformer_engine"}

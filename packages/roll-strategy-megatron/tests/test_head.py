@@ -12,8 +12,8 @@ pytest.importorskip("megatron.core")
 import torch
 from head_programs import Problem, head_and_gradients, most_bytes
 
-from roll_core.modeling.logprobs import HeadRequest
-from roll_core.testing.ranks import RankHost, free_port
+from roll_modeling.logprobs import HeadRequest
+from roll_testing.ranks import RankHost, free_port
 
 
 @pytest.fixture(scope="module")

@@ -20,15 +20,15 @@ from roll_core.errors import CheckpointError, ModelError, UnsupportedError
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import Want
-from roll_core.testing.bench import Case, Split, Step
-from roll_core.testing.bounds import check_near, check_rows, distance
-from roll_core.testing.errors import refused
-from roll_core.testing.losses import LOSSES, OF_TASK, TRAINING
-from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
-from roll_core.testing.programs import fail_to_build
-from roll_core.testing.ranks import RankHost, RanksFailedError, free_port
-from roll_core.testing.reference import Reference, TransformersModel
-from roll_core.testing.subject import registry
+from roll_testing.bench import Case, Split, Step
+from roll_testing.bounds import check_near, check_rows, distance
+from roll_testing.errors import refused
+from roll_testing.losses import LOSSES, OF_TASK, TRAINING
+from roll_testing.models import QWEN3, make_batch, write_checkpoint
+from roll_testing.programs import fail_to_build
+from roll_testing.ranks import RankHost, RanksFailedError, free_port
+from roll_testing.reference import Reference, TransformersModel
+from roll_testing.subject import registry
 
 FOUR = QWEN3 | {"num_hidden_layers": 4}
 TP = {"tensor_model_parallel_size": 2}

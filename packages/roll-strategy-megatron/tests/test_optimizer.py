@@ -13,15 +13,15 @@ from megatron_programs import MIXTURE, PRELOAD, masters_after, resume, save_afte
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import Want
-from roll_core.testing.bench import Case, Split, Step
-from roll_core.testing.bounds import check_near, distance
-from roll_core.testing.errors import mentions
-from roll_core.testing.losses import LOSSES, TRAINING
-from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
-from roll_core.testing.programs import fail_to_build
-from roll_core.testing.ranks import RankHost, free_port
-from roll_core.testing.reference import Reference, TransformersModel
-from roll_core.testing.subject import registry
+from roll_testing.bench import Case, Split, Step
+from roll_testing.bounds import check_near, distance
+from roll_testing.errors import mentions
+from roll_testing.losses import LOSSES, TRAINING
+from roll_testing.models import QWEN3, make_batch, write_checkpoint
+from roll_testing.programs import fail_to_build
+from roll_testing.ranks import RankHost, free_port
+from roll_testing.reference import Reference, TransformersModel
+from roll_testing.subject import registry
 
 TIED = QWEN3 | {"tie_word_embeddings": True}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -27,12 +27,12 @@ from test_arrangements import (
 )
 
 from roll_core.data.pack import pack
-from roll_core.testing.bounds import check_near, check_rows
-from roll_core.testing.errors import refused
-from roll_core.testing.models import make_batch
-from roll_core.testing.replaying import WANT, on_hf_train, with_experts
 from roll_strategy_megatron.config import MegatronConfig
 from roll_strategy_megatron.packing import pack_for
+from roll_testing.bounds import check_near, check_rows
+from roll_testing.errors import refused
+from roll_testing.models import make_batch
+from roll_testing.replaying import WANT, on_hf_train, with_experts
 
 __all__ = ["PRELOAD", "host", "run"]  # fixtures
 RECOMPUTED = {"checkpointing": True, "model": MIXTURE | FOUR}

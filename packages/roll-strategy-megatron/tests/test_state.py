@@ -16,14 +16,14 @@ from megatron_programs import MIXTURE, PRELOAD, load_each, move_away, resume, sa
 
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.testing.bench import Case, Step
-from roll_core.testing.bounds import check_rows, check_same, distance
-from roll_core.testing.losses import LOSSES, TRAINING
-from roll_core.testing.models import QWEN3, make_batch, write_checkpoint
-from roll_core.testing.portable_programs import export_between, go_on
-from roll_core.testing.ranks import RankHost, free_port
-from roll_core.testing.stored_buffers import check_stored_buffers
-from roll_core.testing.subject import registry
+from roll_testing.bench import Case, Step
+from roll_testing.bounds import check_rows, check_same, distance
+from roll_testing.losses import LOSSES, TRAINING
+from roll_testing.models import QWEN3, make_batch, write_checkpoint
+from roll_testing.portable_programs import export_between, go_on
+from roll_testing.ranks import RankHost, free_port
+from roll_testing.stored_buffers import check_stored_buffers
+from roll_testing.subject import registry
 
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from roll_core.spec.model import ModelSpec
-from roll_core.testing import InferStrategyConformance, ReferenceModel, TrainStrategyConformance
+from roll_testing import InferStrategyConformance, ReferenceModel, TrainStrategyConformance
 
 
 class Table(torch.nn.Module):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
-from roll_core.testing import InferStrategyConformance, ReferenceModel
+from roll_testing import InferStrategyConformance, ReferenceModel
 
 
 class BigramReference(ReferenceModel):

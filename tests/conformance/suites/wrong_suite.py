@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import TrainingSpec
-from roll_core.testing import ReferenceModel, TrainStrategyConformance
-from roll_core.testing.losses import MAGNIFIED
+from roll_testing import ReferenceModel, TrainStrategyConformance
+from roll_testing.losses import MAGNIFIED
 
 
 class BigramReference(ReferenceModel):

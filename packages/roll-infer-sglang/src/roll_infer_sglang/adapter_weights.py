@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
-from roll_core.modeling.adapter_updates import collected, refuse_adapter, write_adapter
-from roll_core.modeling.comparing import entries
 from roll_infer_sglang.server import ServerDiedError, ServerError
 from roll_infer_sglang.transfer import Published, joined
+from roll_modeling.adapter_updates import collected, refuse_adapter, write_adapter
+from roll_modeling.comparing import entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.modeling.buckets import Incoming
     from roll_core.spec.model import LoraSpec
     from roll_core.types import WeightManifest
     from roll_infer_sglang.server import Server
     from roll_infer_sglang.transfer import Transfer
+    from roll_modeling.buckets import Incoming
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """For which there is room: what SGLang has, and can be read back from."""

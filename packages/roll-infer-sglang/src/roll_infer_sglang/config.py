@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
-from roll_core.modeling.architectures import check_engine, has_experts, package_folder
 from roll_core.spec.config import PositiveInt, StrategyConfig
 from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
+from roll_modeling.architectures import check_engine, has_experts, package_folder
 
 OUR_PLUGIN = "roll_infer_sglang."
 """Beginning of the module of our entry point among SGLang's plugins."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 
-from roll_core.modeling.adapter_updates import SIDES
 from roll_infer_sglang.held import FUSED, find, local_sizes
+from roll_modeling.adapter_updates import SIDES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ModelError
-from roll_core.modeling.engine_files import EngineFiles, engine_files
 from roll_infer_sglang.adapter_hooks import ADAPTER, beneath
 from roll_infer_sglang.adapter_weights import adapter_arguments
 from roll_infer_sglang.config import ONE_SLOT
@@ -19,6 +18,7 @@ from roll_infer_sglang.registration import SAMPLING_BACKEND
 from roll_infer_sglang.routing import Routing
 from roll_infer_sglang.server import Server, ServerError
 from roll_infer_sglang.transfer import LOADER
+from roll_modeling.engine_files import EngineFiles, engine_files
 
 if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo, ModelSpec

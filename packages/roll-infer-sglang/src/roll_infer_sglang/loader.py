@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.runtime_context import get_parallel
 
-from roll_core.modeling.adapter_updates import compare_adapter
-from roll_core.modeling.buckets import BucketInfo, opening_failure, read_bucket
-from roll_core.modeling.comparing import compare
 from roll_core.spec.weights import digest
 from roll_infer_sglang.held import locate, parts
+from roll_modeling.adapter_updates import compare_adapter
+from roll_modeling.buckets import BucketInfo, opening_failure, read_bucket
+from roll_modeling.comparing import compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

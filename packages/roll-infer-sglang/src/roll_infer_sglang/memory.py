@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.memory import engine_uses
 from roll_core.spec.plan import DTYPE_BYTES, Lever, MemoryAnswer
 from roll_infer_sglang.config import SglangConfig
+from roll_modeling.memory import engine_uses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

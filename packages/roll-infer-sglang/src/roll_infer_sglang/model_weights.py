@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.modeling.buckets import BucketWriter
-from roll_core.modeling.comparing import entries, refuse
 from roll_infer_sglang.transfer import Published, joined
+from roll_modeling.buckets import BucketWriter
+from roll_modeling.comparing import entries, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.modeling.buckets import Incoming
     from roll_core.types import WeightManifest
     from roll_infer_sglang.transfer import Transfer
+    from roll_modeling.buckets import Incoming
 
 
 class ModelWeights(Published):

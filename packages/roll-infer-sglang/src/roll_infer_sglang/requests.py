@@ -25,12 +25,12 @@ from roll_infer_sglang.texts import Texts
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
-    from roll_core.modeling.engine_files import EngineFiles
     from roll_core.spec.model import ModelSpec
     from roll_core.types import CompletionOutput, GenerateRequest
     from roll_infer_sglang.drawing import End
     from roll_infer_sglang.engine_metrics import EngineMetrics
     from roll_infer_sglang.routing import Routing
+    from roll_modeling.engine_files import EngineFiles
 
 ABORT_AGAIN_S = 0.05
 """SGLang ignores the abort of a request that it has not yet."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.errors import UnsupportedError
-from roll_core.modeling.architectures import NUMBER_OF_EXPERTS
-from roll_core.modeling.routing import compact
+from roll_modeling.architectures import NUMBER_OF_EXPERTS
+from roll_modeling.routing import compact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

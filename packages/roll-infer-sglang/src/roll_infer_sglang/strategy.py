@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.modeling.buckets import Incoming
-from roll_core.modeling.device_memory import slot_devices
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.requests import check_request
 from roll_core.spec.weights import refuse_stale
 from roll_core.types import WeightReceipt
+from roll_core.weights.device_memory import slot_devices
 from roll_infer_sglang.adapter_weights import AdapterWeights
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.engine_metrics import KINDS, EngineMetrics
@@ -36,6 +35,7 @@ from roll_infer_sglang.plugin import CAPABILITIES
 from roll_infer_sglang.requests import Requests
 from roll_infer_sglang.sampling import check_served
 from roll_infer_sglang.transfer import Published, Transfer
+from roll_modeling.buckets import Incoming
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.model import load_tokenizer
+from roll_modeling.model import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,9 +17,9 @@ from roll_core.errors import WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from roll_core.modeling.buckets import Incoming
     from roll_core.types import WeightManifest
     from roll_infer_sglang.server import Server
+    from roll_modeling.buckets import Incoming
 
 LOADER = "roll_infer_sglang.loader.act"
 """What SGLang calls in its processes."""

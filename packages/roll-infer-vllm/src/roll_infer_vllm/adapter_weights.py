@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
-from roll_core.modeling.adapter_updates import collected, refuse_adapter, write_adapter
-from roll_core.modeling.comparing import entries
 from roll_infer_vllm.updates import Loader
+from roll_modeling.adapter_updates import collected, refuse_adapter, write_adapter
+from roll_modeling.comparing import entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from roll_core.modeling.buckets import Incoming
     from roll_core.spec.model import LoraSpec
     from roll_core.types import WeightManifest
+    from roll_modeling.buckets import Incoming
 
 NUMBER = 1
 """vLLM's id of the one adapter that there is."""

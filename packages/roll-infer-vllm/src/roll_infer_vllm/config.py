@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
-from roll_core.modeling.architectures import assigned, check_engine, has_experts, package_folder
 from roll_core.spec.config import PositiveInt, StrategyConfig, WeightFormat
 from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, EIGHT_BITS, PASSED_ON
+from roll_modeling.architectures import assigned, check_engine, has_experts, package_folder
 
 NO_EXPERTS = (
     "quantization: fp8 takes no mixtures of experts: these need scales per block, and what the engine holds of its"

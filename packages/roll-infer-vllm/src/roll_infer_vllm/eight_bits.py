@@ -1,7 +1,7 @@
 """Linear layers that compute in 8 bits with the very weights that a trainer sent: a quantisation method of vLLM's.
 
 vLLM's own methods for fp8 quantise what they load, or lay it out for one of a dozen kernels; either way a receipt could
-not say what the engine holds. Here the parameters are those of `roll_core.modeling.eight_bits`, as they came, and the
+not say what the engine holds. Here the parameters are those of `roll_core.weights.eight_bits`, as they came, and the
 same product on every device:
 
     y = (x8 · W8ᵀ) · s_x · s_W + b      x8, s_x = x rounded to E4M3 by token, as it comes
@@ -29,7 +29,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 from vllm.platforms import current_platform
 
-from roll_core.modeling.eight_bits import is_layers_weight
+from roll_core.weights.eight_bits import is_layers_weight
 from roll_infer_vllm.arguments import EIGHT_BITS
 from roll_infer_vllm.config import NO_EXPERTS
 

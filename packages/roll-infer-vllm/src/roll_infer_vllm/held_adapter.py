@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from roll_core.modeling.adapter_updates import SIDES
 from roll_infer_vllm.held import find
+from roll_modeling.adapter_updates import SIDES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ConfigError, ConfigProblem, ModelError
-from roll_core.modeling.engine_files import engine_files
 from roll_infer_vllm.adapter_weights import engine_arguments as adapter_arguments
 from roll_infer_vllm.engine_environment import engine_environment, environment
 from roll_infer_vllm.engine_metrics import stat_logger
 from roll_infer_vllm.lifeline import owned
 from roll_infer_vllm.registration import TRANSFER
+from roll_modeling.engine_files import engine_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from roll_core.modeling.engine_files import EngineFiles
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_infer_vllm.config import VllmConfig
     from roll_infer_vllm.engine_metrics import EngineMetrics
+    from roll_modeling.engine_files import EngineFiles
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 CPU_CACHE_BYTES = 4 << 30

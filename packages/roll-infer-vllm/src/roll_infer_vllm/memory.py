@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.memory import engine_uses, weight_bytes
 from roll_core.spec.plan import Lever, MemoryAnswer
 from roll_infer_vllm.config import VllmConfig
+from roll_modeling.memory import engine_uses, weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

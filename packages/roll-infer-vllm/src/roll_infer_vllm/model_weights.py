@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
-from roll_core.modeling.buckets import BucketWriter
-from roll_core.modeling.comparing import entries, refuse
 from roll_infer_vllm.updates import Loader
+from roll_modeling.buckets import BucketWriter
+from roll_modeling.comparing import entries, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from roll_core.modeling.buckets import Incoming
     from roll_core.types import WeightManifest
+    from roll_modeling.buckets import Incoming
 
 
 class ModelWeights(Loader):

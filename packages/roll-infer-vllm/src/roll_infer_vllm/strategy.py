@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.errors import DataError, EngineDiedError, RollError, UnsupportedError
-from roll_core.modeling.device_memory import slot_devices
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.requests import check_request
 from roll_core.types import Completion
+from roll_core.weights.device_memory import slot_devices
 from roll_infer_vllm.adapter_weights import AdapterWeights
 from roll_infer_vllm.config import VllmConfig
 from roll_infer_vllm.deaths import engine_deaths, while_it_lives

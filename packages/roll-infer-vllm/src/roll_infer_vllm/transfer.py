@@ -12,9 +12,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from roll_core.modeling.buckets import BucketInfo, read_bucket
 from roll_infer_vllm.held import remember_unreadable
 from roll_infer_vllm.workarounds import pack_tied_heads
+from roll_modeling.buckets import BucketInfo, read_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,9 +6,9 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.buckets import Incoming
 from roll_core.spec.weights import refuse_stale
 from roll_core.types import WeightReceipt
+from roll_modeling.buckets import Incoming
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

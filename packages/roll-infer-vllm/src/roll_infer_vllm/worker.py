@@ -23,7 +23,7 @@ class WorkerExtension:
 
     def roll_opening_failure(self, bucket: dict[str, Any]) -> str:
         """Why this process cannot read a bucket on its device, if it cannot."""
-        from roll_core.modeling.buckets import BucketInfo, opening_failure
+        from roll_modeling.buckets import BucketInfo, opening_failure
 
         return opening_failure(BucketInfo(**bucket), str(self.device))
 
@@ -34,23 +34,23 @@ class WorkerExtension:
 
     def roll_release_cache(self) -> None:
         """On a CPU: the memory of keys and values, which nobody will read again, goes back to the host."""
-        from roll_core.modeling.host_memory import release_pages
+        from roll_modeling.host_memory import release_pages
 
         for each in self.model_runner.kv_caches:
             release_pages(each)
 
     def roll_compare(self, entries: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
         """What of these names and shapes this process has otherwise, does not have, and misses."""
-        from roll_core.modeling.comparing import compare
         from roll_infer_vllm.held import locate, parts
+        from roll_modeling.comparing import compare
 
         model = self.model_runner.get_model()
         return compare(entries, lambda name: locate(model, name), parts(model))
 
     def roll_compare_adapter(self, entries: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
         """What of these names and shapes of an adapter this process has no room for."""
-        from roll_core.modeling.adapter_updates import compare_adapter
         from roll_infer_vllm.held_adapter import buffer
+        from roll_modeling.adapter_updates import compare_adapter
 
         model = self.model_runner.get_model()
         return compare_adapter(entries, lambda name: tuple(buffer(model, name).shape))

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from roll_core.modeling.logprobs import HeadOutputs
 from roll_core.spec.train import TokenOutputs
+from roll_modeling.logprobs import HeadOutputs
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from roll_core.modeling.backbone import LanguageHead
-    from roll_core.modeling.logprobs import HeadRequest
-    from roll_core.modeling.task_model import TaskModel
     from roll_core.spec.train import MicroBatch, Want
+    from roll_modeling.backbone import LanguageHead
+    from roll_modeling.logprobs import HeadRequest
+    from roll_modeling.task_model import TaskModel
 
 
 class Computation(nn.Module):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable
 from roll_core.spec.config import Config, NonNegativeInt, PositiveInt, StrategyConfig
+from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -146,6 +146,6 @@ class DeepSpeedConfig(StrategyConfig):
 
     @override
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:
-        from roll_core.modeling.routing import check_routers
+        from roll_modeling.routing import check_routers
 
         check_routers(keys)

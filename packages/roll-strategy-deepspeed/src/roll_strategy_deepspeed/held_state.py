@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from roll_core.modeling.optimizer import MOMENTS, moments
+from roll_modeling.optimizer import MOMENTS, moments
 from roll_strategy_deepspeed.workarounds import make_moments_known
 
 if TYPE_CHECKING:

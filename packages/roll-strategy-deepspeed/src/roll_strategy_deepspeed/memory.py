@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, largest_matrix, millions, model_code
 from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, largest_matrix, millions, model_code
 from roll_strategy_deepspeed.config import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.modeling.memory import Moment
     from roll_core.spec.plan import Act, Memory, MemoryQuestion
+    from roll_modeling.memory import Moment
     from roll_strategy_deepspeed.config import Elements
 
 REDUCE_ELEMENTS = 500_000_000

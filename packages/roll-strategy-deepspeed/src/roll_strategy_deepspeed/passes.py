@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.errors import NonFiniteError
-from roll_core.modeling.task_model import finite_loss, plain_metrics
+from roll_modeling.task_model import finite_loss, plain_metrics
 from roll_strategy_deepspeed.computation import token_outputs
 from roll_strategy_deepspeed.idle import idle_micro, nothing
 

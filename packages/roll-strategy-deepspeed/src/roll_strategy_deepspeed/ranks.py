@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from roll_core.errors import UnsupportedError
-from roll_core.modeling.process_group import ProcessGroup
+from roll_modeling.process_group import ProcessGroup
 from roll_strategy_deepspeed.workarounds import build_nothing_at_start, quiet_collectives
 
 if TYPE_CHECKING:

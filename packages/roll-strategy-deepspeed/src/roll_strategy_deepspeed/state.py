@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from roll_core.errors import CheckpointError
-from roll_core.modeling.optimizer import MOMENTS
+from roll_modeling.optimizer import MOMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

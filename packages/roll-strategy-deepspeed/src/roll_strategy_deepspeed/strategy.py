@@ -12,13 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from roll_core.errors import NonFiniteError, UnsupportedError
-from roll_core.modeling.backbone import checkpoint_layers
-from roll_core.modeling.fused import fuse
-from roll_core.modeling.model import load_model
-from roll_core.modeling.moving import Mover, num_bytes
-from roll_core.modeling.optimizer import adamw, schedule
-from roll_core.modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
-from roll_core.modeling.task_model import TaskModel
 from roll_core.spec.train import (
     LossFn,
     LossMetrics,
@@ -29,6 +22,13 @@ from roll_core.spec.train import (
     TrainStrategy,
     Want,
 )
+from roll_modeling.backbone import checkpoint_layers
+from roll_modeling.fused import fuse
+from roll_modeling.model import load_model
+from roll_modeling.moving import Mover, num_bytes
+from roll_modeling.optimizer import adamw, schedule
+from roll_modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
+from roll_modeling.task_model import TaskModel
 from roll_strategy_deepspeed import whole_optimizer
 from roll_strategy_deepspeed.computation import Computation, GatheredHead
 from roll_strategy_deepspeed.config import DeepSpeedConfig
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from roll_core.modeling.backbone import LanguageHead
-    from roll_core.modeling.lora import Adapters
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.spec.train import Part, TrainingSpec
+    from roll_modeling.backbone import LanguageHead
+    from roll_modeling.lora import Adapters
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class DeepSpeedStrategy(TrainStrategy):
         self.model: PreTrainedModel = load_model(model, device="cpu" if self.stage == 3 else mesh.device)
         self.adapters: Adapters | None = None
         if model.lora is not None:
-            from roll_core.modeling.lora import add_adapters
+            from roll_modeling.lora import add_adapters
 
             self.adapters = add_adapters(self.model, model)
         if self._config.fused and self.ranks.device.type == "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
-from roll_core.modeling.pieces import write_gathered
+from roll_modeling.pieces import write_gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from roll_core.modeling.lora import Adapters
     from roll_core.spec.model import ModelSpec
+    from roll_modeling.lora import Adapters
     from roll_strategy_deepspeed.ranks import Ranks
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roll_core.modeling.optimizer import clip_factor
+from roll_modeling.optimizer import clip_factor
 
 if TYPE_CHECKING:
     from torch import Tensor

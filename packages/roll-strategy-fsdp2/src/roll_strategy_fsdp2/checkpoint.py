@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from roll_core.errors import CheckpointError
-from roll_core.modeling.moving import host_copies
+from roll_modeling.moving import host_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable
 from roll_core.spec.config import Config, PositiveInt, StrategyConfig
+from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,6 +106,6 @@ class FSDP2Config(StrategyConfig):
 
     @override
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:
-        from roll_core.modeling.routing import check_routers
+        from roll_modeling.routing import check_routers
 
         check_routers(keys)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from roll_core.errors import PlacementError, UnsupportedError
-from roll_core.modeling.collectives import copied, summed
+from roll_modeling.collectives import copied, summed
 from roll_strategy_fsdp2.cut import Use, distribute, generic, local_parameters
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from roll_core.errors import ModelError, UnsupportedError
-from roll_core.modeling.files import ModelFiles
-from roll_core.modeling.model import DTYPES, empty_model
+from roll_modeling.files import ModelFiles
+from roll_modeling.model import DTYPES, empty_model
 from roll_strategy_fsdp2.optimizer import local
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.memory import MOMENT_BYTES, computation, largest_matrix, millions, model_code
 from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_modeling.memory import MOMENT_BYTES, computation, largest_matrix, millions, model_code
 from roll_strategy_fsdp2.config import FSDP2Config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.modeling.memory import Moment
     from roll_core.spec.plan import LayerSize, Memory, MemoryQuestion, ModelSize
+    from roll_modeling.memory import Moment
 
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from roll_core.modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
 from roll_core.spec.train import StepStats
+from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from roll_core.errors import NonFiniteError
-from roll_core.modeling.task_model import finite_loss, plain_metrics
 from roll_core.spec.train import MicroBatch, TokenOutputs
 from roll_core.types import Totals
+from roll_modeling.task_model import finite_loss, plain_metrics
 from roll_strategy_fsdp2.sharding import as_fsdp, sharded_modules
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.modeling.process_group import ProcessGroup
-    from roll_core.modeling.task_model import TaskModel
     from roll_core.spec.train import LossFn, LossMetrics, Want
+    from roll_modeling.process_group import ProcessGroup
+    from roll_modeling.task_model import TaskModel
     from roll_strategy_fsdp2.sharding import Root
 
 OUTPUTS = tuple(each.name for each in fields(TokenOutputs))

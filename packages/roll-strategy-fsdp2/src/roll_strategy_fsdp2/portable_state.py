@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from roll_core.modeling.optimizer import moments
 from roll_core.spec.train import ParameterState
+from roll_modeling.optimizer import moments
 from roll_strategy_fsdp2.loading import held_of
 from roll_strategy_fsdp2.optimizer import like
 

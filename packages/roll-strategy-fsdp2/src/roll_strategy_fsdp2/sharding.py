@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from roll_core.errors import ModelError, PlacementError
-from roll_core.modeling.model import DTYPES
+from roll_modeling.model import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

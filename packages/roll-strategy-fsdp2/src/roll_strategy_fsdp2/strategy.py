@@ -10,14 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.errors import NonFiniteError, UnsupportedError
-from roll_core.modeling.backbone import checkpoint_layers
-from roll_core.modeling.context_parallel import ContextParallel, Ulysses
-from roll_core.modeling.model import DTYPES, load_model
-from roll_core.modeling.moving import Mover
-from roll_core.modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
-from roll_core.modeling.process_group import ProcessGroup
-from roll_core.modeling.ring_attention import Ring
-from roll_core.modeling.task_model import TaskModel
 from roll_core.spec.train import (
     LossFn,
     LossMetrics,
@@ -30,6 +22,14 @@ from roll_core.spec.train import (
     Want,
 )
 from roll_core.types import DataRank
+from roll_modeling.backbone import checkpoint_layers
+from roll_modeling.context_parallel import ContextParallel, Ulysses
+from roll_modeling.model import DTYPES, load_model
+from roll_modeling.moving import Mover
+from roll_modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
+from roll_modeling.process_group import ProcessGroup
+from roll_modeling.ring_attention import Ring
+from roll_modeling.task_model import TaskModel
 from roll_strategy_fsdp2.checkpoint import load_state, save_state
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.experts import exchange_tokens
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from roll_core.modeling.lora import Adapters
     from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_modeling.lora import Adapters
 
 
 class FSDP2Strategy(TrainStrategy):
@@ -121,7 +121,7 @@ class FSDP2Strategy(TrainStrategy):
         """And say what has gradients."""
         found: Adapters | None = None
         if model.lora is not None:
-            from roll_core.modeling.lora import add_adapters
+            from roll_modeling.lora import add_adapters
 
             found = add_adapters(self.model, model)
         if found is None or self.training is None:

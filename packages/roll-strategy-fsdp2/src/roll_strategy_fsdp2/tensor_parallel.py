@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from roll_core.errors import PlacementError, UnsupportedError
-from roll_core.modeling.collectives import copied, gathered, own_piece, summed
+from roll_modeling.collectives import copied, gathered, own_piece, summed
 from roll_strategy_fsdp2.cut import Use, distribute, generic, local_of, local_parameters, without
 from roll_strategy_fsdp2.experts import spread_experts
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from roll_core.modeling.pieces import write_gathered
+from roll_modeling.pieces import write_gathered
 from roll_strategy_fsdp2.optimizer import like, local
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from roll_core.modeling.lora import Adapters
     from roll_core.spec.model import ModelSpec
+    from roll_modeling.lora import Adapters
 
 
 class Weights:

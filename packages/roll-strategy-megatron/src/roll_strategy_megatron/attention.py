@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
-from roll_core.modeling.attention import FlatLayout, flat_attention
+from roll_modeling.attention import FlatLayout, flat_attention
 
 try:
     from torch.nn.attention import varlen

@@ -21,9 +21,9 @@ from megatron.core.tensor_parallel import (
 
 from roll_core.data.pack import pack
 from roll_core.errors import UnsupportedError
-from roll_core.modeling.logprobs import HeadRequest
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
+from roll_modeling.logprobs import HeadRequest
 from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
 from roll_strategy_megatron.packing import Passage, num_padded, on_device, pack_for
 from roll_strategy_megatron.pipeline import Pipeline

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.modeling.architectures import NUMBER_OF_EXPERTS, has_experts
 from roll_core.spec.config import NonNegativeFloat, PositiveInt, StrategyConfig
 from roll_core.spec.platform import EnvVar
+from roll_modeling.architectures import NUMBER_OF_EXPERTS, has_experts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

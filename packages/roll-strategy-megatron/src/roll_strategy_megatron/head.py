@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from roll_core.modeling.logprobs import HeadOutputs
+from roll_modeling.logprobs import HeadOutputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roll_core.modeling.logprobs import HeadRequest
+    from roll_modeling.logprobs import HeadRequest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Which of Megatron's layers get adapters, under which of peft's names, and how these go in and out.
 
-The targets are looked up in transformers' model, as everywhere (`roll_core.modeling.lora`); the bridge knows which
+The targets are looked up in transformers' model, as everywhere (`roll_modeling.lora`); the bridge knows which
 layers of Megatron they are parts of. Experts, which transformers holds as one tensor, are targets by the names that
 files give them: `gate_proj`, `mlp.experts.up_proj`.
 """
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.errors import ModelError, UnsupportedError
-from roll_core.modeling.lora import ADAPTER, add_adapters, base_name, weights_digest
-from roll_core.modeling.model import empty_model
+from roll_modeling.lora import ADAPTER, add_adapters, base_name, weights_digest
+from roll_modeling.model import empty_model
 from roll_strategy_megatron.adapters import Adapter, cut_of, partial_factors, stand_on
 from roll_strategy_megatron.bridge.bridge import Bridge, Held, mark
 from roll_strategy_megatron.bridge.rules import Rule
@@ -214,7 +214,7 @@ class Lora:
                 yield target.path.replace(EXPERT, str(expert)) + ending, factor
 
     def identity(self) -> dict[str, Any]:
-        """As `Adapters.identity` of `roll_core.modeling.lora`. Collective."""
+        """As `Adapters.identity` of `roll_modeling.lora`. Collective."""
         if not hasattr(self, "_digest"):
             dtype = next(iter(self.base.held)).parameter.dtype
             beneath = self.base.export(lambda each: self.originals.get(each, each).detach(), dtype)

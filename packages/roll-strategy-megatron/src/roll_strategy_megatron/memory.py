@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from roll_core.modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions
 from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions
 from roll_strategy_megatron.config import MegatronConfig
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from roll_core.modeling.optimizer import MOMENTS, moments, schedule
 from roll_core.spec.train import StepStats
+from roll_modeling.optimizer import MOMENTS, moments, schedule
 from roll_strategy_megatron.reduction import OverlappedReduction
 
 if TYPE_CHECKING:

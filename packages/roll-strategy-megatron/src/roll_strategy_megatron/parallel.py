@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from roll_core.errors import PlacementError
-from roll_core.modeling.process_group import ProcessGroup
 from roll_core.types import DataRank
+from roll_modeling.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

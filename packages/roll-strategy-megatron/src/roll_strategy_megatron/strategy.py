@@ -15,11 +15,6 @@ from torch import Tensor
 
 from roll_core.algorithms.aggregate import aggregate
 from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
-from roll_core.modeling.model import DTYPES
-from roll_core.modeling.moving import Mover
-from roll_core.modeling.pieces import write_gathered
-from roll_core.modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
-from roll_core.modeling.task_model import finite_loss, plain_metrics
 from roll_core.spec.train import (
     LossFn,
     LossMetrics,
@@ -31,6 +26,11 @@ from roll_core.spec.train import (
     TrainStrategy,
     Want,
 )
+from roll_modeling.model import DTYPES
+from roll_modeling.moving import Mover
+from roll_modeling.pieces import write_gathered
+from roll_modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
+from roll_modeling.task_model import finite_loss, plain_metrics
 from roll_strategy_megatron.config import MASTERS_APART, MegatronConfig
 from roll_strategy_megatron.plugin import CAPABILITIES
 

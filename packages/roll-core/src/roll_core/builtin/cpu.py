@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from roll_core.runtime.cluster.host import free_memory_bytes, hostname, memory_limit_bytes, usable_cores
+from roll_core.host import free_memory_bytes, hostname, memory_limit_bytes, usable_cores
 from roll_core.spec.platform import Platform, Probe
 
 if TYPE_CHECKING:

@@ -8,16 +8,12 @@ from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import (
     AdvantageProvider,
     CheckProvider,
-    InferCapabilities,
-    InferProvider,
     KnownErrorsProvider,
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
     RewardProvider,
     TrackerProvider,
-    TrainCapabilities,
-    TrainProvider,
     WeightTransportProvider,
 )
 
@@ -26,71 +22,12 @@ if TYPE_CHECKING:
 
 ROLL_HOOK_API = 1
 
-HF_TRAIN = TrainCapabilities(
-    tasks=("causal_lm", "value", "reward"),
-    gradient_checkpointing=True,
-    data_parallel=True,
-    offload=True,
-    lora=True,
-    adapter_export=True,
-    topk=True,
-    portable_state=True,
-    any_world_size=True,
-    router_replay=True,
-    weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
-)
-HF_INFER = InferCapabilities(
-    sleeps=True,
-    lora=True,
-    prompt_logprobs=True,
-    routed_experts=True,
-    free_seeds=True,
-    in_flight_update=True,
-    device_weights=True,
-    weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
-)
-
 
 @hookimpl
 def roll_platforms() -> Iterator[PlatformProvider]:
     """The host itself."""
     yield PlatformProvider(
         name="cpu", target="roll_core.builtin.cpu:CpuPlatform", summary="The host's cores; always there"
-    )
-
-
-@hookimpl
-def roll_train_strategies() -> Iterator[TrainProvider]:
-    """One process per replica, on Hugging Face models."""
-    yield TrainProvider(
-        name="hf_train",
-        target="roll_core.builtin.hf.train:HFTrainStrategy",
-        config="roll_core.builtin.hf.config:HFTrainConfig",
-        summary="Trains Hugging Face models, one process per replica",
-        capabilities=HF_TRAIN,
-        memory="roll_core.builtin.hf.memory:training",
-    )
-    yield TrainProvider(
-        name="hf_infer",
-        target="roll_core.builtin.hf.train:HFTrainStrategy",
-        config="roll_core.builtin.hf.config:HFTrainConfig",
-        summary="hf_train without optimizer, for roles that only score",
-        capabilities=HF_TRAIN,
-        memory="roll_core.builtin.hf.memory:training",
-        forward_only=True,
-    )
-
-
-@hookimpl
-def roll_infer_strategies() -> Iterator[InferProvider]:
-    """The embedded engine."""
-    yield InferProvider(
-        name="hf_infer",
-        target="roll_core.builtin.hf.engine:HFInferStrategy",
-        config="roll_core.builtin.hf.config:HFInferConfig",
-        summary="Embedded engine for Hugging Face models: continuous batching with a KV cache",
-        capabilities=HF_INFER,
-        memory="roll_core.builtin.hf.memory:engine",
     )
 
 

@@ -24,10 +24,7 @@ from roll_core.errors import (
     RunDirectoryError,
     UnsupportedError,
 )
-from roll_core.modeling.export import write_model
-from roll_core.modeling.model import empty_model, load_model
-from roll_core.modeling.portable_state import check_same, stored_buffers
-from roll_core.runtime.cluster.host import usable_cores
+from roll_core.host import usable_cores
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.portable_state import (
     FOLDER,
@@ -39,6 +36,9 @@ from roll_core.runtime.records.portable_state import (
 from roll_core.runtime.records.run_dir import checkpoint_stores
 from roll_core.runtime.run.resuming import SavedRun
 from roll_core.spec.config import WorkerConfig
+from roll_modeling.export import write_model
+from roll_modeling.model import empty_model, load_model
+from roll_modeling.portable_state import check_same, stored_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -246,8 +246,8 @@ def _write_adapted(
     index: PortableIndex, state: PortableState, description: Path, out: Path, base_model: str | None
 ) -> None:
     """The adapters, alone or merged into the model beneath them, as the run had it in `lora_export`."""
-    from roll_core.modeling.expert_adapters import ExpertAdapters
-    from roll_core.modeling.lora import add_adapters
+    from roll_modeling.expert_adapters import ExpertAdapters
+    from roll_modeling.lora import add_adapters
 
     spec, lora = index.model, index.model.lora
     if lora is None:

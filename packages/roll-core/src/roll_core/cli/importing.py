@@ -12,9 +12,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.builtin.importing.roll import import_roll
-from roll_core.builtin.importing.rules import STATUSES
-from roll_core.builtin.importing.writing import written
 from roll_core.cli.check import summary, warnings_of
 from roll_core.config import load
 from roll_core.errors import ConfigError, PluginError, RunDirectoryError
@@ -22,12 +19,15 @@ from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import RunConfig
 from roll_core.spec.providers import PipelineProvider
+from roll_migrate.roll import import_roll
+from roll_migrate.rules import STATUSES
+from roll_migrate.writing import written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roll_core.builtin.importing.roll import Entry, Imported
     from roll_core.plugins.registry import Registry
+    from roll_migrate.roll import Entry, Imported
 
 HEADINGS = {
     "kept": "kept",

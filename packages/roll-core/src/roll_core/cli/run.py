@@ -8,12 +8,12 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
+from roll_core import openmp
 from roll_core.cli.files import FileCheck
 from roll_core.config import load
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RollError
 from roll_core.plugins.registry import load_registry
-from roll_core.runtime.cluster import openmp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

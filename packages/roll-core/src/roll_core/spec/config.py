@@ -96,7 +96,7 @@ class StrategyConfig(Config):
         return False
 
     def weight_format(self) -> WeightFormat:
-        """Of an infer strategy: in which it takes weights. Those in 8 bits come as `roll_core.modeling.eight_bits` has
+        """Of an infer strategy: in which it takes weights. Those in 8 bits come as `roll_core.weights.eight_bits` has
         them, and receipts are of these very tensors."""
         return "dtype"
 
@@ -126,7 +126,7 @@ class StrategyConfig(Config):
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
         """Raises `ValueError` for a model whose architecture the installed packages do not support; `keys` as for
         `check_model`. Not called for a role with an `environment` of its own, nor by `check --no-files`. Reads files
-        rather than importing these packages: `roll_core.modeling.architectures` helps."""
+        rather than importing these packages: `roll_modeling.architectures` helps."""
 
     def check_lengths(self, prompt: int, response: int) -> None:
         """Of an infer strategy: raises `ValueError`, with the arithmetic, for a prompt and a response that are together

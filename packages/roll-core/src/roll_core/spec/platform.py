@@ -41,7 +41,7 @@ class Platform(ABC):
     """One kind of hardware.
 
     Constructing it and asking it anything is cheap and has no side effects: no device is opened for longer than the
-    question takes, and the environment stays as it is. `PlatformConformance` of `roll_core.testing` holds that.
+    question takes, and the environment stays as it is. `PlatformConformance` of `roll_testing` holds that.
     """
 
     name: str

@@ -220,7 +220,7 @@ class PortableState:
     it likes."""
     adapters: Mapping[str, Any] | None = None
     """Where adapters are trained, what identifies the model beneath them (`Adapters.identity` of
-    `roll_core.modeling.lora`)."""
+    `roll_modeling.lora`)."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """What transformers stores of the model beside its parameters, whole, by its names and in its dtypes: DeepSeek-V3's
     `e_score_correction_bias`. None where adapters are trained: the model beneath them has its own."""
@@ -330,7 +330,7 @@ class TrainStrategy(ABC):
         of `state`, and only with `capabilities.portable_state`.
 
         Raises `CheckpointError` where the parameters or the model beneath adapters are not those of this role:
-        `roll_core.modeling.portable_state` has the comparison.
+        `roll_modeling.portable_state` has the comparison.
         """
         from roll_core.errors import UnsupportedError
 

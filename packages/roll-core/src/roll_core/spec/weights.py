@@ -145,7 +145,7 @@ _leaves_of: Callable[[Bytes, Bytes | None], bytes] = leaves_of
 
 
 def take_leaves_from(function: Callable[[Bytes, Bytes | None], bytes]) -> None:
-    """Let `function` do in this process what `leaves_of` does, with the same result: `roll_core.modeling.digests` has a
+    """Let `function` do in this process what `leaves_of` does, with the same result: `roll_core.weights.digests` has a
     compiled one. It is called from several threads at once."""
     global _leaves_of
     _leaves_of = function

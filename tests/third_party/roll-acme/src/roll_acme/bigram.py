@@ -23,8 +23,6 @@ from roll_core.errors import (
     UnexpectedTensorError,
     UnsupportedError,
 )
-from roll_core.modeling.optimizer import adamw, clip_factor, moments, schedule
-from roll_core.modeling.task_model import finite_loss, plain_metrics
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
@@ -37,6 +35,8 @@ from roll_core.types import (
     WeightManifest,
     WeightReceipt,
 )
+from roll_modeling.optimizer import adamw, clip_factor, moments, schedule
+from roll_modeling.task_model import finite_loss, plain_metrics
 
 
 def logprobs_of(table_VV: torch.Tensor, micro: MicroBatch, want: Want) -> TokenOutputs:

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.runtime.cluster.host import usable_cores
-from roll_core.runtime.cluster.openmp import environment, wanted_threads
+from roll_core.host import usable_cores
+from roll_core.openmp import environment, wanted_threads
 from roll_core.spec.checks import CheckResult
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from roll_core.errors import PlacementError, UnsupportedError
-from roll_core.runtime.cluster.host import usable_cores
+from roll_core.host import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.data.templates import control_tokens
 from roll_core.errors import ModelError, RollError
-from roll_core.modeling.sizes import model_size
+from roll_core.weights.sizes import model_size
 
 if TYPE_CHECKING:
     from roll_core.spec.config import RunConfig

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.weight_transports import Choice, choose_transport
 from roll_core.errors import PlacementError, PluginError, RollError
-from roll_core.modeling.device_memory import device_memory
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors import choose_executor
 from roll_core.runtime.cluster.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
@@ -20,6 +19,7 @@ from roll_core.runtime.workers.build import kept_apart, provider_of, role_config
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import UPDATE, Phase, PipelinePlan
 from roll_core.spec.transport import DeviceFacts, RoleFacts, WorkerFacts
+from roll_core.weights.device_memory import device_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

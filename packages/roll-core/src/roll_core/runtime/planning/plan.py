@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll_core.errors import RollError
-from roll_core.runtime.cluster.host import free_memory_bytes
+from roll_core.host import free_memory_bytes
 from roll_core.runtime.cluster.placement import slots_of
 from roll_core.runtime.planning.placing import Placing, place
 from roll_core.runtime.planning.predicting import RoleMemory, predict

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from roll_core.config.loading import strategy_config
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import PluginError, RollError
-from roll_core.modeling.memory import largest_matrix
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.planning.models import adapter_parameters, size_of
 from roll_core.runtime.workers.build import makes_room, model_spec, provider_of
 from roll_core.spec.plan import DTYPE_BYTES, MemoryQuestion, Use
 from roll_core.spec.transport import WeightSizes
+from roll_modeling.memory import largest_matrix
 
 if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry

@@ -60,7 +60,7 @@ def write_portable_state(
     """Read all of `state`, which all ranks do together, and write it on the rank that `leads`."""
     from safetensors.torch import save_file
 
-    from roll_core.modeling.pieces import PieceFiles
+    from roll_modeling.pieces import PieceFiles
 
     pieces = PieceFiles(folder, "state-{:05d}.safetensors", file_bytes)
     files: dict[str, str] = {}
@@ -153,7 +153,7 @@ def _checked(tensor: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
 
 def _describe(model: ModelSpec, folder: Path) -> None:
     """Where it can be: a strategy may have a model of its own that transformers does not know."""
-    from roll_core.modeling.export import write_description
+    from roll_modeling.export import write_description
 
     try:
         write_description(model, folder)

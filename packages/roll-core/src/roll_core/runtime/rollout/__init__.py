@@ -6,5 +6,5 @@
     replicas   which replica runs what, which ones are alive
 
 Everything lives on one event loop, uses no clock but the loop's, and knows no engine: the same code runs in virtual
-time on simulated engines (`roll_core.testing.simulation`).
+time on simulated engines (`roll_testing.simulation`).
 """

@@ -33,7 +33,7 @@ class SyncPlan:
     dtype: str = ""
     """Dtype in which floating-point tensors travel (safetensors' name, `BF16`); empty: their own."""
     weight_format: WeightFormat = "dtype"
-    """`fp8`: matrices of layers travel in fp8, see `roll_core.modeling.eight_bits`."""
+    """`fp8`: matrices of layers travel in fp8, see `roll_core.weights.eight_bits`."""
     adapters: bool = False
     """Only adapters travel, to receivers that hold the base model."""
     bucket_bytes: int = 1 << 30
@@ -102,7 +102,7 @@ class ReceiveOutcome:
 
 def device_facts(device: str, backend: str, data_rank: DataRank | None = None) -> DeviceFacts:
     """Facts of this process's device; `data_rank` of a train worker."""
-    from roll_core.modeling.device_memory import device_memory
+    from roll_core.weights.device_memory import device_memory
 
     kind, place = device_memory(device), data_rank or DataRank()
     uuid = kind.uuid(device) if kind else ""

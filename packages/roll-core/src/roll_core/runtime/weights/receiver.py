@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import StaleWeightsError, WeightSyncError
-from roll_core.modeling.digests import use_compiled_digests
 from roll_core.runtime.weights.plan import ReceiveOutcome
 from roll_core.spec.transport import Deadline, ReceiverSetup, SenderLostError
 from roll_core.spec.weights import make_receipt
+from roll_core.weights.digests import use_compiled_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

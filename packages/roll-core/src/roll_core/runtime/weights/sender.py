@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import WeightSyncError
-from roll_core.modeling.digests import use_compiled_digests
 from roll_core.runtime.weights.plan import SendHandle, SendOutcome
 from roll_core.runtime.weights.proof import sample_fingerprint
 from roll_core.spec.transport import Deadline, ReceiversLostError, SenderSetup
 from roll_core.spec.weights import entry_bytes, memory_token, tensor_entry, torch_dtype
 from roll_core.types import WeightManifest
+from roll_core.weights.digests import use_compiled_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +106,7 @@ class WeightSender:
             return _self_test_tensors(self._device)
         exported = self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
         if plan.weight_format == "fp8" and self.sends(plan):
-            from roll_core.modeling.eight_bits import in_eight_bits
+            from roll_core.weights.eight_bits import in_eight_bits
 
             return in_eight_bits(exported, torch_dtype(plan.dtype) if plan.dtype else None)
         return exported

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.loading import strategy_config
 from roll_core.config.weight_transports import within_one_process
 from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
-from roll_core.runtime.cluster.openmp import wanted_threads
+from roll_core.openmp import wanted_threads
 from roll_core.runtime.cluster.placement import HOST_BACKEND
 from roll_core.runtime.cluster.platform import values_of
 from roll_core.runtime.cluster.python_environments.spec import environment_spec

@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError
-from roll_core.modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
-from roll_core.modeling.portable_state import check_same
-from roll_core.modeling.task_model import finite_loss, plain_metrics
 from roll_core.spec.train import ParameterState, PortableState, StepStats, TokenOutputs, TrainStrategy
+from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
+from roll_modeling.portable_state import check_same
+from roll_modeling.task_model import finite_loss, plain_metrics
 from roll_wrong.board import put
 from roll_wrong.plugin import ALONE, TOGETHER
 

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from roll_core.modeling.optimizer import clip_factor
 from roll_core.spec.train import StepStats
+from roll_modeling.optimizer import clip_factor
 from roll_wrong.board import put
 from roll_wrong.plugin import IN_LAYERS, WITHOUT_TOPK
 from roll_wrong.right import Right, RightTogether

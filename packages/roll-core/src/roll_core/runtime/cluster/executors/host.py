@@ -19,8 +19,8 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from roll_core import openmp
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.cluster import openmp
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import PythonEnvironmentError
+from roll_core.host import hostname
 from roll_core.runtime.cluster.concurrency import background
 from roll_core.runtime.cluster.executors.frames import ANSWER, CALL, CANCEL, CLOSE, MAKE, STACK, frame, read_frame
-from roll_core.runtime.cluster.host import hostname
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

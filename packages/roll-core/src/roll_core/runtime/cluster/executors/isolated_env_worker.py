@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_core.host import hostname, usable_cores
 from roll_core.runtime.cluster.concurrency import background, end_on_failure
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
 from roll_core.runtime.cluster.executors.codecs import WIRE, answer, encode_failure
@@ -36,7 +37,6 @@ from roll_core.runtime.cluster.executors.frames import (
 )
 from roll_core.runtime.cluster.executors.host import WorkerHost
 from roll_core.runtime.cluster.executors.sigterm_mask import be_deaf_to
-from roll_core.runtime.cluster.host import hostname, usable_cores
 from roll_core.runtime.records.versions import versions
 
 if TYPE_CHECKING:

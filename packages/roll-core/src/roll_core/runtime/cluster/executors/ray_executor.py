@@ -18,8 +18,8 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from roll_core import openmp
 from roll_core.errors import UnsupportedError, WorkerDiedError
-from roll_core.runtime.cluster import openmp
 from roll_core.runtime.cluster.concurrency import gather
 from roll_core.runtime.cluster.executors.base import Executor, Member, Peers, WorkerGroup
 from roll_core.runtime.cluster.executors.calls import collect

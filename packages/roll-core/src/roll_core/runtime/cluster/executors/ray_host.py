@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from roll_core.host import hostname, interface_of, usable_cores
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
 from roll_core.runtime.cluster.executors.codecs import PICKLED, answer, encode_failure, encode_result
 from roll_core.runtime.cluster.executors.host import WorkerHost
 from roll_core.runtime.cluster.executors.sigterm_mask import be_deaf_to
-from roll_core.runtime.cluster.host import hostname, interface_of, usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from roll_core.errors import PlacementError
+from roll_core.host import usable_cores
 from roll_core.runtime.cluster.executors import orphan_cleanup
 from roll_core.runtime.cluster.executors.environment import EnvironmentChange
 from roll_core.runtime.cluster.executors.sigterm_mask import children_deaf_to
-from roll_core.runtime.cluster.host import usable_cores
 
 if TYPE_CHECKING:
     import subprocess

@@ -12,12 +12,12 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
+from roll_core.host import hostname
 from roll_core.plugins.requirements import INSTALL_VARIABLE
 from roll_core.runtime.cluster.executors.calls import Failure
 from roll_core.runtime.cluster.executors.codecs import PICKLED, encode_failure, encode_result
 from roll_core.runtime.cluster.executors.isolated_env_process import IsolatedEnvProcess, ProcessEndedError
 from roll_core.runtime.cluster.executors.ray_host import CallOrder, greeting, settle
-from roll_core.runtime.cluster.host import hostname
 from roll_core.runtime.cluster.python_environments.prepare import environment_of, install_command, prepare
 
 if TYPE_CHECKING:

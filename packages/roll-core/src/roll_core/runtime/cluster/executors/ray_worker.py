@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_core.errors import EngineDiedError, UnsupportedError, WorkerDiedError
+from roll_core.host import hostname, num_oom_kills
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure, Member, retrieve
 from roll_core.runtime.cluster.executors.codecs import PICKLED, WIRE, decode
 from roll_core.runtime.cluster.executors.process_exit import cause_of_death
-from roll_core.runtime.cluster.host import hostname, num_oom_kills
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.errors import UnsupportedError, WeightSyncError
-from roll_core.modeling.device_memory import device_memory
 from roll_core.runtime.weights.transports.pool import OwnedBuffer, PooledReceiver, PooledSender, SharedBuffer
 from roll_core.spec.transport import BufferSizes, Route, WeightTransport
+from roll_core.weights.device_memory import device_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roll_core.modeling.device_memory import DeviceMemory
     from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup, WeightSizes
+    from roll_core.weights.device_memory import DeviceMemory
 
 BUCKET_BYTES = 256 << 20
 """Upper bound of a bucket, unless a tensor is larger: each costs the host two waits and a message."""

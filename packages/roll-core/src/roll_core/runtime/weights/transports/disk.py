@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
-from roll_core.runtime.cluster.host import hostname
+from roll_core.host import hostname
 from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
 from roll_core.spec.transport import (
     ReceiverEndpoint,

@@ -1,0 +1,256 @@
+"""C++ and CUDA sources of a package, compiled on first use and kept, or compiled ahead and shipped in its wheel.
+
+    Extension -> key (sources, flags, torch, processor) -> shipped? -> lock -> compiled in a process of its own -> kept
+
+torch's `cpp_extension` compiles. A process of its own gives it an environment with ninja on its path, keeps what it
+prints, and may be killed half way: only complete folders are moved into the cache, and the lock dies with its owner
+(torch's own lock file outlives it, and everyone after waits for ever).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from roll_core.errors import ExtensionError
+
+log = logging.getLogger(__name__)
+
+BUILD_TIMEOUT_S = 600.0
+"""For one extension, waiting for another process that compiles it included."""
+CACHE_VARIABLE = "TORCH_EXTENSIONS_DIR"
+"""torch's own variable for where extensions are kept."""
+LAST_LINES = 25
+"""Of what the compiler said, in an error."""
+AHEAD = "compiled"
+"""Folder beside the first source, where libraries lie that were compiled when the package's wheel was built."""
+ARCHITECTURES_VARIABLE = "TORCH_CUDA_ARCH_LIST"
+"""torch's own variable for the GPUs that CUDA sources are compiled for: `8.0;9.0+PTX`."""
+FORCE_VARIABLE = "FORCE_CUDA"
+"""`1` compiles CUDA sources where no GPU is, for hosts that have one."""
+COMMON_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0+PTX"
+"""What is compiled for where the GPUs are not here and not named: Turing to Hopper, and what comes after by PTX."""
+OLDEST_CAPABILITY = 6.0
+"""Pascal."""
+SURVEY_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """Sources that become one shared library. Its functions are called through `ctypes`, or it registers torch
+    operators."""
+
+    name: str
+    """A C identifier."""
+    sources: tuple[Path, ...]
+    cflags: tuple[str, ...] = ()
+    cuda_cflags: tuple[str, ...] = ()
+    ldflags: tuple[str, ...] = ()
+    native: bool = False
+    """For the very processor that it is compiled on."""
+
+    def library(self) -> Path:
+        """The shared library: the one that came with the package if it fits this torch and processor, else compiled
+        unless that was done before: seconds to minutes.
+
+        Raises `ExtensionError`, with what the compiler said, if it cannot be.
+        """
+        if (shipped := self.ahead_folder() / self.ahead_name() / f"{self.name}.so").is_file():
+            return shipped
+        if any(self.ahead_folder().glob(f"{self.name}-*")):
+            log.info("extension %s came compiled for another torch or processor: compiling it here", self.name)
+        folder = cache_folder() / f"{self.name}-{self.key()}"
+        library = folder / f"{self.name}.so"
+        if library.is_file():
+            return library
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock", timeout=BUILD_TIMEOUT_S):
+                if not library.is_file():
+                    self._build(folder)
+        except Timeout as error:
+            raise ExtensionError(
+                f"extension {self.name}: another process has been compiling it for {BUILD_TIMEOUT_S:.0f} s"
+            ) from error
+        except OSError as error:
+            raise ExtensionError(
+                f"extension {self.name}: cannot be kept in {folder.parent}: {error}; set {CACHE_VARIABLE} to a folder"
+                " that can be written"
+            ) from error
+        return library
+
+    def load(self) -> ctypes.CDLL:
+        """`library`, loaded. Raises `ExtensionError` also where it cannot be loaded."""
+        path = self.library()
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise ExtensionError(f"extension {self.name}: {path} cannot be loaded: {error}") from error
+
+    def build_ahead(self, folder: Path) -> Path:
+        """Compile into a folder, which becomes `AHEAD` beside the first source in a wheel. Returns the library.
+
+        Raises `ExtensionError` like `library`.
+        """
+        made = folder / self.ahead_name()
+        made.mkdir(parents=True)
+        self._compile(made)
+        return made / f"{self.name}.so"
+
+    def ahead_folder(self) -> Path:
+        """Where libraries lie that came with the package."""
+        return self.sources[0].parent / AHEAD
+
+    def ahead_name(self) -> str:
+        """Folder in it of a library that was compiled ahead: it does not matter by which compiler."""
+        return f"{self.name}-{self._digest()}"
+
+    def key(self) -> str:
+        """Of what the library depends on."""
+        return self._digest(os.environ.get("CXX", ""), os.environ.get("CC", ""))
+
+    @property
+    def has_cuda_sources(self) -> bool:
+        """Whether nvcc is needed, or hipcc."""
+        return any(each.suffix == ".cu" for each in self.sources)
+
+    def _digest(self, *compilers: str) -> str:
+        import torch
+
+        parts = [torch.__version__, str(torch.version.cuda), str(torch.version.hip), platform.machine(), *self.cflags]
+        parts += [*self.cuda_cflags, *self.ldflags, *compilers]
+        if self.native:
+            parts.append(_processor())
+        if self.has_cuda_sources:
+            parts += [f"{name}={value}" for name, value in _gpu_environment(self.name).items()]
+        digest = hashlib.sha256(json.dumps(parts).encode())
+        for each in self.sources:
+            digest.update(each.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def _build(self, folder: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{self.name}-") as temporary:
+            made = Path(temporary) / "built"
+            made.mkdir()
+            self._compile(made)
+            shutil.rmtree(folder, ignore_errors=True)
+            made.rename(folder)
+
+    def _compile(self, folder: Path) -> None:
+        native = ("-march=native",) if self.native else ()
+        task = {
+            "name": self.name,
+            "sources": [str(each) for each in self.sources],
+            "extra_cflags": ["-O3", "-std=c++17", *native, *self.cflags],
+            "extra_cuda_cflags": list(self.cuda_cflags),
+            "extra_ldflags": list(self.ldflags),
+            "build_directory": str(folder),
+        }
+        # ninja is beside this interpreter, which need not be on the path.
+        env = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+        if self.has_cuda_sources:
+            env |= _gpu_environment(self.name)
+        command = [sys.executable, "-m", "roll_core.native.extension_build", json.dumps(task)]
+        try:
+            done = subprocess.run(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=BUILD_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ExtensionError(f"extension {self.name}: not compiled within {BUILD_TIMEOUT_S:.0f} s") from error
+        if done.returncode or not (folder / f"{self.name}.so").is_file():
+            said = "\n".join(done.stdout.strip().splitlines()[-LAST_LINES:])
+            raise ExtensionError(f"extension {self.name}: cannot be compiled here:\n{said}")
+
+
+def cache_folder() -> Path:
+    """Where compiled extensions are kept."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen) / "roll"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "roll" / "extensions"
+
+
+def cuda_architectures(name: str) -> str:
+    """For which GPUs the CUDA sources of an extension are compiled, in the words of `TORCH_CUDA_ARCH_LIST`: what that
+    variable says, or the capabilities of the GPUs that nvidia-smi names. Without a GPU `FORCE_CUDA=1` is needed, and
+    stands for `COMMON_ARCHITECTURES` where the variable says nothing.
+
+    Raises `ExtensionError` where there is nothing to compile for, or only GPUs that are too old.
+    """
+    here, chosen = _capabilities(), os.environ.get(ARCHITECTURES_VARIABLE, "")
+    if not here and os.environ.get(FORCE_VARIABLE, "0") in ("", "0"):
+        raise ExtensionError(
+            f"extension {name}: no GPU of NVIDIA is here to compile for (nvidia-smi names none). To compile for other"
+            f" hosts set {FORCE_VARIABLE}=1, and {ARCHITECTURES_VARIABLE} to the compute capabilities of their GPUs,"
+            " '8.0;9.0'"
+        )
+    if chosen and chosen != "native":
+        return chosen
+    if not here:
+        return COMMON_ARCHITECTURES
+    if min(map(float, here)) < OLDEST_CAPABILITY:
+        raise ExtensionError(
+            f"extension {name}: the GPUs here have compute capability {', '.join(here)}, and {OLDEST_CAPABILITY} is the"
+            f" least that is compiled for: use newer ones, or hide the old (CUDA_VISIBLE_DEVICES) and set"
+            f" {ARCHITECTURES_VARIABLE}"
+        )
+    return ";".join(here)
+
+
+def _gpu_environment(name: str) -> dict[str, str]:
+    """For which GPUs torch's builder compiles, in its own variables. Raises `ExtensionError` where it could not."""
+    import torch
+
+    if torch.version.hip:
+        return {"PYTORCH_ROCM_ARCH": os.environ.get("PYTORCH_ROCM_ARCH", "")}
+    if not torch.version.cuda:
+        raise ExtensionError(
+            f"extension {name}: it has CUDA sources, and torch {torch.__version__} is built without CUDA: install one"
+            " that is"
+        )
+    return {ARCHITECTURES_VARIABLE: cuda_architectures(name)}
+
+
+@lru_cache(maxsize=1)
+def _capabilities() -> tuple[str, ...]:
+    """Compute capabilities of the GPUs of this host, `8.0`, asked without making a context on them."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SURVEY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = {line.strip() for line in done.stdout.splitlines() if done.returncode == 0}
+    return tuple(sorted((each for each in found if re.fullmatch(r"\d+\.\d", each)), key=float))
+
+
+@lru_cache(maxsize=1)
+def _processor() -> str:
+    """What its instructions are: home directories are shared by machines that differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -1,0 +1,112 @@
+"""The decoder with compiled kernels between the matrix products of a decoding step: on a CPU, and on CUDA where they
+are asked for.
+
+    norm -> QKV -> (norm, rope, append, attend) -> out -> (add, norm) -> gate, up -> gate -> down -> (add, norm) -> ...
+
+Prompts are computed as `Decoder` computes them. Attention reads each row to its own end, so a long row among short ones
+costs what it is long, and what lies beyond the ends of rows does not matter.
+
+N rows    C hidden size    V vocabulary
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from roll_core.errors import ExtensionError, UnsupportedError
+from roll_infer_hf.decoder import Decoder
+from roll_infer_hf.kernels.decode import DTYPES, DecodeKernels, cuda_library, library
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+
+def decoder_class(model: PreTrainedModel, kernels: Literal["auto", "torch", "compiled"]) -> type[Decoder]:
+    """By what is asked for, and what can be had.
+
+    Raises `UnsupportedError` or `ExtensionError` where `compiled` kernels are asked for and cannot be had.
+    """
+    if kernels == "torch":
+        return Decoder
+    device = model.device.type
+    if device not in ("cpu", "cuda") or torch.version.hip or model.dtype not in DTYPES:
+        if kernels == "compiled":
+            raise UnsupportedError(
+                f"compiled kernels compute float32 and bfloat16 on a CPU or on CUDA, not {model.dtype} on"
+                f" {model.device}; set strategy_config.kernels to auto"
+            )
+        return Decoder
+    if device == "cuda":
+        # Torch's operators unless these are asked for: no GPU has computed with them.
+        if kernels == "auto":
+            return Decoder
+        cuda_library()
+        return CompiledDecoder
+    try:
+        library()
+    except ExtensionError as error:
+        if kernels == "compiled":
+            raise
+        log.info("the embedded engine decodes with torch's operators, more slowly: %s", error)
+        return Decoder
+    return CompiledDecoder
+
+
+class CompiledDecoder(Decoder):
+    """Rows decode with `DecodeKernels`."""
+
+    def __init__(self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int, pack: bool = True) -> None:
+        super().__init__(model, cache_bytes=cache_bytes, max_rows=max_rows, pack=pack)
+        attention: Any = self._model.model.layers[0].self_attn
+        norm = getattr(attention, "q_norm", None)
+        self._rms_epsilon = float(self._model.model.norm.variance_epsilon)
+        self._kernels = DecodeKernels(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.scale,
+            qk_epsilon=0.0 if norm is None else float(norm.variance_epsilon),
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def refresh(self) -> None:
+        """Norms of heads, and below the tables, in float32, as the kernels take them; on a CPU they are."""
+        super().refresh()
+        norms = [layer.qk_norm_HD for layer in self._layers]
+        self._qk_norms = [None if each is None else each.float() for each in norms]
+
+    def _need_positions(self, num: int) -> None:
+        super()._need_positions(num)
+        self._tables = self._cos.float(), self._sin.float()
+
+    def cache_dtype(self) -> torch.dtype:
+        """The model's: half the memory to be read in bfloat16."""
+        found: torch.dtype = self.dtype
+        return found
+
+    @torch.inference_mode()
+    def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
+        """One dense batch."""
+        kernels, epsilon, lengths_N = self._kernels, self._rms_epsilon, self._lengths_N
+        self._rows.expose(len(lengths_N), int(lengths_N.max()) + 1)
+        kernels.begin(self._rows.keys[0], lengths_N)
+        hidden = F.embedding(torch.from_numpy(tokens_N).to(self.device), self._embedding)
+        added: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(kernels.add_norm(hidden, added, layer.input_norm, epsilon))
+            keys, values = self._rows.keys[index], self._rows.values[index]
+            attended = kernels.attend(qkv, self._qk_norms[index], *self._tables, keys, values)
+            normed = kernels.add_norm(hidden, layer.out(attended), layer.mlp_norm, epsilon)
+            added = layer.down(kernels.gate(layer.gate_up(normed)))
+        self._lengths_N = lengths_N + 1
+        return self._head(kernels.add_norm(hidden, added, self._final_norm, epsilon)).float()

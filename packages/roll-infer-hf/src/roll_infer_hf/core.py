@@ -1,0 +1,220 @@
+"""The engine's inner loop: synchronous, on one thread, ignorant of asyncio.
+
+submit ─► scheduler ─► prefill ─┐
+                                ├─► draw ─► record ─► ended? ─► drop rows
+          running rows ─► decode┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_core.errors import NonFiniteError
+from roll_core.types import Completion
+from roll_infer_hf.batch import Batch
+from roll_infer_hf.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from roll_infer_hf.config import HFInferConfig
+    from roll_infer_hf.runner import Piece, Prompt, Runner
+    from roll_infer_hf.sequence import RunningRequest, Sequence
+
+
+COUNTED = (
+    "prompt_tokens",
+    "shared_prompt_tokens",
+    "generated_tokens",
+    "decode_steps",
+    "prefill_seconds",
+    "decode_seconds",
+    "running/max",
+    "waiting/max",
+)
+
+
+class EngineCore:
+    """Owns the requests between submission and completion."""
+
+    def __init__(self, runner: Runner, config: HFInferConfig) -> None:
+        self.runner = runner
+        self._scheduler = Scheduler(
+            runner, token_budget=config.max_num_batched_tokens, min_shared_prefix=config.min_shared_prefix
+        )
+        self._batch = Batch(runner.vocab_size)
+        self._recompute = config.kv_after_update == "recompute"
+        self._unfinished: dict[str, RunningRequest] = {}
+        self._some_ended = False
+        self.version = 0
+        self._counters: dict[str, float] = defaultdict(float)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to compute."""
+        return self._scheduler.busy or len(self._batch) > 0
+
+    def submit(self, request: RunningRequest) -> None:
+        """Let its sequences wait. The id is not in use."""
+        self._unfinished[request.request.id] = request
+        self._scheduler.add(request.sequences)
+
+    def step(self) -> list[RunningRequest]:
+        """Prompts within the token budget, then one token for each running row. Returns requests that are done."""
+        started = time.perf_counter()
+        self._note_most("waiting/max", len(self._scheduler.waiting))
+        if self._scheduler.waiting:
+            self._scheduler.enter(len(self._batch), self._batch.longest(), self._batch.tokens)
+        pieces = self._scheduler.pieces()
+        if pieces:
+            self._prefill(pieces)
+            self._counters["prefill_seconds"] += time.perf_counter() - started
+        started = time.perf_counter()
+        if len(self._batch):
+            num = len(self._batch)
+            logits = self.runner.decode(self._batch.last_tokens())
+            self._batch.note_experts(self.runner.routed_experts_NMK)
+            self._advance(logits, 0)
+            self._counters["decode_steps"] += 1
+            self._counters["decode_rows"] += num
+            self._note_most("running/max", num)
+            self._counters["decode_seconds"] += time.perf_counter() - started
+        return self._take_done()
+
+    def abort(self, ids: Iterable[str]) -> list[RunningRequest]:
+        """End requests with what they have. Unknown ids are ignored."""
+        chosen = {id(self._unfinished[each]) for each in ids if each in self._unfinished}
+        self._scheduler.remove(lambda sequence: id(sequence.request) in chosen)
+        kept = np.array([id(each.request) not in chosen for each in self._batch.rows], dtype=np.bool_)
+        for request in self._unfinished.values():
+            if id(request) in chosen:
+                for sequence in request.sequences:
+                    if sequence.output is None:
+                        self._batch.finish(sequence, "abort")
+                self._some_ended = True
+        self._drop(kept)
+        self._scheduler.release()
+        return self._take_done()
+
+    def progress(self) -> list[Completion]:
+        """What unfinished requests have so far."""
+        return [
+            Completion(
+                id=request.request.id,
+                outputs=tuple(
+                    sequence.output or self._batch.output_of(sequence, "abort") for sequence in request.sequences
+                ),
+            )
+            for request in self._unfinished.values()
+            if request.error is None
+        ]
+
+    def fail_all(self, error: Exception) -> list[RunningRequest]:
+        """End every request with `error`, and forget all rows."""
+        self._fail(list(self._unfinished.values()), error)
+        self._drop(np.zeros(len(self._batch), dtype=np.bool_))
+        return self._take_done()
+
+    def weights_changed(self, version: int) -> None:
+        """Go on under other weights. Prompts whose rows have not joined are computed again; running rows keep their
+        keys and values, or are recalled to have them computed again."""
+        self.version = version
+        self._scheduler.recall()
+        self._scheduler.release()
+        if self._recompute:
+            recalled = self._batch.rows
+            self._drop(np.zeros(len(recalled), dtype=np.bool_))
+            self._scheduler.add(recalled)
+        self.runner.refresh()
+
+    def release(self) -> None:
+        """Give memory back until the weights change. Nothing runs."""
+        self._scheduler.release()
+        self.runner.release()
+
+    def take_metrics(self) -> dict[str, float]:
+        """What was done since the last call."""
+        counters, self._counters = self._counters, defaultdict(float)
+        found = {name: counters[name] for name in COUNTED}
+        found["running/mean"] = counters["decode_rows"] / max(counters["decode_steps"], 1)
+        return found
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _note_most(self, name: str, value: int) -> None:
+        self._counters[name] = max(self._counters[name], value)
+
+    def _prefill(self, pieces: list[Piece]) -> None:
+        logits = self.runner.prefill(pieces)
+        self._counters["prompt_tokens"] += sum(each.end - each.begin for each in pieces)
+        complete = self._scheduler.ready(pieces)
+        sequences: list[Sequence] = []
+        prompts: list[Prompt] = []
+        sources: list[int] = []
+        for source, (prompt, group) in enumerate(complete):
+            for each in group:
+                request = each.request
+                if request.request.prompt_logprobs and request.prompt_logprobs is None:
+                    request.prompt_logprobs = prompt.logprobs
+                each.note_experts(prompt.routed_experts)
+                if each.params.max_new_tokens == 0:
+                    self._batch.finish(each, "length")
+                    self._some_ended = True
+                    continue
+                sequences.append(each)
+                prompts.append(prompt)
+                sources.append(source)
+        self._counters["shared_prompt_tokens"] += sum(len(each) for each in prompts) - sum(
+            len(prompt) - prompt.donated for prompt, _ in complete
+        )
+        if sequences:
+            first = len(self._batch)
+            self.runner.join(prompts)
+            self._batch.join(sequences)
+            self._advance(logits[sources], first)
+        self._scheduler.release([prompt for prompt, _ in complete])
+
+    def _advance(self, logits: Tensor, first: int) -> None:
+        kept, broken = self._batch.draw(logits, first, self.version)
+        self._counters["generated_tokens"] += len(self._batch) - first
+        if len(broken):
+            self.runner.scrub(broken)
+            requests = {id(self._batch.rows[row].request): self._batch.rows[row].request for row in broken}
+            for request in requests.values():
+                error = NonFiniteError(
+                    f"request {request.request.id!r}: the model's logits are not finite"
+                    f" (weight version {self.version}); the weights or the precision are at fault, not the request"
+                )
+                self._fail([request], error)
+            kept &= np.array([each.request.error is None for each in self._batch.rows], dtype=np.bool_)
+        self._drop(kept)
+
+    def _fail(self, requests: list[RunningRequest], error: Exception) -> None:
+        failed = {id(each) for each in requests}
+        self._scheduler.remove(lambda sequence: id(sequence.request) in failed)
+        self._some_ended = True
+        for request in requests:
+            request.error = error
+            for sequence in request.sequences:
+                self._batch.give_up(sequence)
+
+    def _drop(self, kept_N: npt.NDArray[np.bool_]) -> None:
+        if not kept_N.all():
+            self._some_ended = True
+            self._batch.reorder(self.runner.drop(kept_N))
+
+    def _take_done(self) -> list[RunningRequest]:
+        if not self._some_ended:
+            return []
+        self._some_ended = False
+        done = [each for each in self._unfinished.values() if each.done]
+        for each in done:
+            del self._unfinished[each.request.id]
+        return done

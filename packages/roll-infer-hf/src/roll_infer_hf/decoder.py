@@ -1,0 +1,442 @@
+"""A decoder of the Llama family, computed by our own functional forward: the engine's fast path.
+
+Weights are the parameters of the transformers model itself, seen through fused views where siblings lie side by side
+(`layout`). Everything else (which rope, which epsilon, which biases) is read from that model, so that there is one
+source of truth; an architecture with anything that is not computed here is refused and takes the general path.
+
+T flat tokens    N rows    H query heads    K key/value heads    G = H / K    D head size    W positions    V vocabulary
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from roll_infer_hf.kv_cache import KVCache
+from roll_infer_hf.linear import Projection
+from roll_infer_hf.runner import Piece, Prompt, Runner
+from roll_modeling.layout import adjacent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+"""`model_type`s whose decoder layer is the one below, up to biases and query/key norms."""
+IDLE_PROMPT_BYTES = 64 * 2**20
+"""Memory for prompts that is kept while there are none."""
+LOGPROB_ROWS = 1024
+"""Prompt tokens whose logits exist at once."""
+
+
+def unsupported(model: PreTrainedModel) -> str | None:
+    """Why this model cannot take the fast path, or None if it can."""
+    config: Any = model.config
+    if config.model_type not in ARCHITECTURES:
+        return f"architecture {config.model_type}"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act}"
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if layer_types - {"full_attention"} or (not layer_types and getattr(config, "sliding_window", None) is not None):
+        return "sliding windows"
+    rope = str(model.model.rotary_emb.rope_type)
+    if rope not in ("default", "linear", "llama3", "yarn"):
+        return f"rope {rope}, which depends on the length"
+    if getattr(config, "pretraining_tp", 1) != 1:
+        return "pretraining_tp"
+    first = model.model.layers[0]
+    linears = [first.self_attn.q_proj, first.self_attn.o_proj, first.mlp.gate_proj, first.mlp.down_proj, model.lm_head]
+    if not all(type(each) is torch.nn.Linear for each in linears):
+        return "wrapped or quantised layers"
+    return None
+
+
+@dataclass(slots=True)
+class Layer:
+    """Weights of one layer, as they are multiplied."""
+
+    input_norm: Tensor
+    qkv: Projection
+    qk_norm_HD: Tensor | None
+    """float32, query heads first, then key heads."""
+    out: Projection
+    mlp_norm: Tensor
+    gate_up: Projection
+    down: Projection
+
+
+class Decoder(Runner):
+    """Prompts are computed flat, without padding; rows decode in one dense batch."""
+
+    can_split = True
+
+    def __init__(self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int, pack: bool = True) -> None:
+        config: Any = model.config
+        self._model: Any = model
+        self._pack = pack
+        self.device = model.device
+        self.dtype = model.dtype
+        self.max_positions = int(config.max_position_embeddings)
+        self.vocab_size = int(config.vocab_size)
+        attention = self._model.model.layers[0].self_attn
+        self.head_dim = int(attention.head_dim)
+        self.num_heads = int(config.num_attention_heads)
+        self.num_kv_heads = int(config.num_key_value_heads)
+        self.scale = float(attention.scaling)
+        self._cache_bytes, self._max_rows = cache_bytes, max_rows
+        self._math_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
+        """Of what is done to queries and keys before they meet."""
+        cache_dtype = self.cache_dtype()
+
+        def cache() -> KVCache:
+            return KVCache(
+                num_layers=len(self._model.model.layers),
+                num_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=cache_dtype,
+                device=self.device,
+            )
+
+        self._rows, self._prompts = cache(), cache()
+        self._lengths_N = np.zeros(0, dtype=np.int64)
+        self._free_slots: list[int] = []
+        self._zero = torch.zeros(1, dtype=cache_dtype, device=self.device)
+        self._cos = self._sin = torch.empty(0)
+        self.refresh()
+
+    def cache_dtype(self) -> torch.dtype:
+        """Small batched products in bfloat16 are slower on a CPU than in float32, although they read half as much, so
+        keys and values are kept in float32 there."""
+        return self._math_dtype
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def fits(self, num_rows: int, num_tokens: int) -> bool:
+        """Rows are rectangles: every row has room for the longest."""
+        return num_rows <= self._max_rows and num_rows * num_tokens * self._rows.token_bytes <= self._cache_bytes
+
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Untouched memory costs nothing on a host, so the whole length is reserved at once."""
+        used = len(self._lengths_N)
+        self._rows.reserve(num_rows, num_tokens, used, int(self._lengths_N.max(initial=0)))
+        self._need_positions(num_tokens)
+
+    def forget(self, prompt: Prompt) -> None:
+        """Its slot is used again; the lowest first, so that equally long prompts come to lie side by side."""
+        if prompt.slot < 0:
+            return
+        self._free_slots.append(prompt.slot)
+        self._free_slots.sort(reverse=True)
+        prompt.slot = -1
+        if len(self._free_slots) == self._prompts.rows and self._prompts.num_bytes > IDLE_PROMPT_BYTES:
+            self._prompts.release()
+            self._free_slots = []
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prefill(self, pieces: Sequence[Piece]) -> Tensor:
+        """All pieces in one flat batch: GEMMs over all tokens, attention piece by piece."""
+        for piece in pieces:
+            self._need_slot(piece.prompt)
+            self._need_positions(piece.end)
+        tokens_T = torch.from_numpy(np.concatenate([each.prompt.tokens[each.begin : each.end] for each in pieces]))
+        positions_T = torch.from_numpy(np.concatenate([np.arange(each.begin, each.end) for each in pieces]))
+        cos_T1D, sin_T1D = self._rope(positions_T.to(self.device))
+        hidden = F.embedding(tokens_T.to(self.device), self._embedding)
+        bounds = np.cumsum([0] + [each.end - each.begin for each in pieces])
+        for index, layer in enumerate(self._layers):
+            qk, value = self._project(layer, hidden, cos_T1D, sin_T1D)
+            attended = self._attend_pieces(index, pieces, bounds, qk, value)
+            self._finish_layer(layer, hidden, attended)
+        lasts = [int(bounds[i + 1]) - 1 for i, each in enumerate(pieces) if each.last]
+        for i, piece in enumerate(pieces):
+            piece.prompt.done = piece.end
+            if piece.prompt.logprobs_wanted:
+                self._score(piece, hidden[bounds[i] : bounds[i + 1]])
+        return self._logits(hidden[lasts])
+
+    def _attend_pieces(
+        self, index: int, pieces: Sequence[Piece], bounds: npt.NDArray[np.int64], qk: Tensor, value: Tensor
+    ) -> Tensor:
+        keys, values = self._prompts.keys[index], self._prompts.values[index]
+        query = qk[:, : self.num_heads]
+        for i, piece in enumerate(pieces):
+            slot, donor = piece.prompt.slot, piece.prompt.donor
+            begin, end = int(bounds[i]), int(bounds[i + 1])
+            if donor is not None and piece.begin == piece.prompt.donated:
+                keys[slot, :, : piece.begin] = keys[donor.slot, :, : piece.begin]
+                values[slot, :, : piece.begin] = values[donor.slot, :, : piece.begin]
+            keys[slot, :, piece.begin : piece.end] = qk[begin:end, self.num_heads :].transpose(0, 1)
+            values[slot, :, piece.begin : piece.end] = value[begin:end].transpose(0, 1)
+        attended = torch.empty(query.shape, dtype=query.dtype, device=self.device)
+        i = 0
+        while i < len(pieces):
+            # Pieces of one shape in neighbouring slots are one call.
+            j = i + 1
+            first = pieces[i]
+            while (
+                j < len(pieces)
+                and (pieces[j].begin, pieces[j].end) == (first.begin, first.end)
+                and pieces[j].prompt.slot == first.prompt.slot + j - i
+            ):
+                j += 1
+            flat = slice(int(bounds[i]), int(bounds[j]))
+            slots = slice(first.prompt.slot, first.prompt.slot + j - i)
+            attended[flat] = self._attend_prompts(
+                query[flat].to(keys.dtype).view(j - i, -1, self.num_heads, self.head_dim),
+                keys[slots, :, : first.end],
+                values[slots, :, : first.end],
+            ).flatten(0, 1)
+            i = j
+        return attended
+
+    def _attend_prompts(self, query_SLHD: Tensor, keys_SKWD: Tensor, values_SKWD: Tensor) -> Tensor:
+        num, length = query_SLHD.shape[:2]
+        groups = self.num_heads // self.num_kv_heads
+        width = keys_SKWD.shape[2]
+        mask = None
+        if 1 < length < width:
+            last = torch.arange(width - length, width, device=self.device).unsqueeze(1)
+            mask = torch.arange(width, device=self.device) <= last
+        # The query heads of one key head are a batch dimension of their own, along which keys have stride 0.
+        result: Tensor = F.scaled_dot_product_attention(
+            query_SLHD.transpose(1, 2).reshape(num * self.num_kv_heads, groups, length, self.head_dim),
+            keys_SKWD.flatten(0, 1).unsqueeze(1).expand(-1, groups, -1, -1),
+            values_SKWD.flatten(0, 1).unsqueeze(1).expand(-1, groups, -1, -1),
+            attn_mask=mask,
+            is_causal=mask is None and length > 1,
+            scale=self.scale,
+        )
+        return result.view(num, self.num_heads, length, -1).transpose(1, 2)
+
+    def _score(self, piece: Piece, hidden_TC: Tensor) -> None:
+        """Logprobs of the tokens that follow those of the piece."""
+        prompt = piece.prompt
+        if prompt.logprobs is None:
+            prompt.logprobs = np.zeros(len(prompt), dtype=np.float32)
+        targets = torch.from_numpy(prompt.tokens[piece.begin + 1 : piece.end + 1]).to(self.device)
+        for start in range(0, len(targets), LOGPROB_ROWS):
+            chunk = targets[start : start + LOGPROB_ROWS]
+            logits = self._logits(hidden_TC[start : start + len(chunk)])
+            found = torch.log_softmax(logits, dim=-1).gather(1, chunk.unsqueeze(1)).squeeze(1)
+            at = piece.begin + 1 + start
+            prompt.logprobs[at : at + len(chunk)] = found.cpu().numpy()
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def join(self, prompts: Sequence[Prompt]) -> None:
+        """Every row gets its own copy of the prompt's keys and values."""
+        lengths_N = np.append(self._lengths_N, [len(prompt) for prompt in prompts]).astype(np.int64)
+        self._rows.expose(len(lengths_N), int(lengths_N.max()))
+        for row, prompt in enumerate(prompts, start=len(self._lengths_N)):
+            self._rows.take(self._prompts, prompt.slot, row, len(prompt))
+        self._lengths_N = lengths_N
+
+    @torch.inference_mode()
+    def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
+        """One dense batch; attention as batched products over views of the cache."""
+        lengths_N = self._lengths_N
+        num, width = len(lengths_N), int(lengths_N.max()) + 1
+        self._rows.expose(num, width)
+        positions_N = torch.from_numpy(lengths_N).to(self.device)
+        cos_N1D, sin_N1D = self._rope(positions_N)
+        hidden = F.embedding(torch.from_numpy(tokens_N).to(self.device), self._embedding)
+        bias_N1W = None
+        if (lengths_N != width - 1).any():
+            beyond = torch.arange(width, device=self.device) > positions_N.unsqueeze(1)
+            bias_N1W = torch.zeros(beyond.shape, dtype=self._rows.dtype, device=self.device)
+            bias_N1W = bias_N1W.masked_fill_(beyond, -torch.inf).unsqueeze(1)
+        place = None if bias_N1W is None else self._place(positions_N)
+        for index, layer in enumerate(self._layers):
+            qk, value = self._project(layer, hidden, cos_N1D, sin_N1D)
+            self._append(index, qk[:, self.num_heads :], value, width - 1, place)
+            attended = self._attend_rows(index, qk[:, : self.num_heads], width, bias_N1W)
+            self._finish_layer(layer, hidden, attended)
+        self._lengths_N = lengths_N + 1
+        return self._logits(hidden)
+
+    def _place(self, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where each row's next key and value go."""
+        rows = torch.arange(len(positions_N), device=self.device)
+        heads = torch.arange(self.num_kv_heads, device=self.device)
+        return rows.unsqueeze(1), heads, positions_N.unsqueeze(1)
+
+    def _append(
+        self, index: int, key_NKD: Tensor, value_NKD: Tensor, last: int, place: tuple[Tensor, ...] | None
+    ) -> None:
+        keys, values, num = self._rows.keys[index], self._rows.values[index], len(key_NKD)
+        if place is None:
+            # Rows of one length, as after a common start: a strided copy takes a third of the time of a scatter.
+            keys[:num, :, last] = key_NKD
+            values[:num, :, last] = value_NKD
+        else:
+            keys.index_put_(place, key_NKD)
+            values.index_put_(place, value_NKD)
+
+    def _attend_rows(self, index: int, query_NHD: Tensor, width: int, bias_N1W: Tensor | None) -> Tensor:
+        """One query per row and head: the G query heads of a key head are the rows of one small product.
+
+        On a CPU two batched products are faster than torch's fused attention, which is made for many queries.
+        """
+        num, heads, size = query_NHD.shape
+        keys, values = self._rows.matrices(index, num, width)
+        query = query_NHD.reshape(num * self.num_kv_heads, -1, size)
+        scores = torch.baddbmm(self._zero, query, keys.transpose(1, 2), beta=0, alpha=self.scale)
+        if bias_N1W is not None:
+            # What lies beyond a row's end gets probability 0, and is finite: see KVCache.expose.
+            scores.view(num, heads, width).add_(bias_N1W)
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(num, heads, size)
+
+    @torch.inference_mode()
+    def drop(self, kept_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Rows from the end fill the holes."""
+        order = np.arange(len(kept_N))
+        num = int(kept_N.sum())
+        movers = iter(np.flatnonzero(kept_N[num:]) + num)
+        for hole in np.flatnonzero(~kept_N[:num]):
+            mover = int(next(movers))
+            self._rows.move(mover, int(hole), int(self._lengths_N[mover]))
+            order[hole] = mover
+        order = order[:num]
+        self._lengths_N = self._lengths_N[order]
+        if num == 0:
+            self._rows.forget()
+        return order
+
+    @torch.inference_mode()
+    def scrub(self, rows: npt.NDArray[np.int64]) -> None:
+        """Zeros instead of numbers that are not finite: others' masked products would be poisoned."""
+        self._rows.clear(rows)
+
+    # -- layers --------------------------------------------------------------------------------------------------------
+
+    def _project(self, layer: Layer, hidden: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys `[T, H + K, D]`, normed and turned, and values `[T, K, D]`."""
+        qkv = layer.qkv(self._norm(hidden, layer.input_norm))
+        heads = qkv.to(self._math_dtype).view(len(hidden), -1, self.head_dim)
+        turned = self.num_heads + self.num_kv_heads
+        qk, value = heads[:, :turned], heads[:, turned:]
+        if layer.qk_norm_HD is not None:
+            qk = (qk * self._inverse_rms(qk, self._qk_epsilon)).mul_(layer.qk_norm_HD)
+        swapped = torch.roll(qk, self.head_dim // 2, dims=-1)
+        return torch.addcmul(qk * cos_T1D, swapped, sin_T1D), value
+
+    def _finish_layer(self, layer: Layer, hidden: Tensor, attended: Tensor) -> None:
+        """What follows attention, added onto `hidden` in place."""
+        hidden.add_(layer.out(attended.flatten(1).to(self.dtype)))
+        gate_up = layer.gate_up(self._norm(hidden, layer.mlp_norm))
+        gate, up = gate_up.chunk(2, dim=-1)
+        hidden.add_(layer.down(F.silu(gate).mul_(up)))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._head(self._norm(hidden, self._final_norm)).float()
+
+    def _norm(self, x_TC: Tensor, weight_C: Tensor) -> Tensor:
+        """RMSNorm with the rounding of transformers: float32 until the weight is applied.
+
+        torch's own `rms_norm` is slower on a CPU.
+        """
+        return torch.mul(x_TC, self._inverse_rms(x_TC, self._epsilon)).to(self.dtype).mul_(weight_C)
+
+    def _inverse_rms(self, x: Tensor, epsilon: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return torch.addcmul(epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+    def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        return self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
+
+    # -- preparation ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Fused views on the model's parameters, and the few tables that are derived from them."""
+        inner = self._model.model
+        self._layers = [self._layer(each) for each in inner.layers]
+        self._embedding = inner.embed_tokens.weight.detach()
+        self._final_norm = inner.norm.weight.detach()
+        self._head = self._projection(self._model.lm_head)
+        self._epsilon = torch.tensor(inner.norm.variance_epsilon, dtype=torch.float32, device=self.device)
+        attention = inner.layers[0].self_attn
+        norm = getattr(attention, "q_norm", None)
+        self._qk_epsilon = self._epsilon if norm is None else torch.full_like(self._epsilon, norm.variance_epsilon)
+
+    def release(self) -> None:
+        """Caches shrink to nothing, and no view of a parameter is left."""
+        self._rows.release()
+        self._prompts.release()
+        self._free_slots = []
+        del self._layers, self._embedding, self._final_norm, self._head
+
+    def _layer(self, layer: Any) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qk_norm = None
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            qk_norm = torch.cat([query.expand(self.num_heads, -1), key.expand(self.num_kv_heads, -1)])
+            qk_norm = qk_norm.to(self._math_dtype)
+        return Layer(
+            input_norm=layer.input_layernorm.weight.detach(),
+            qkv=self._projection(attention.q_proj, attention.k_proj, attention.v_proj),
+            qk_norm_HD=qk_norm,
+            out=self._projection(attention.o_proj),
+            mlp_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=self._projection(mlp.gate_proj, mlp.up_proj),
+            down=self._projection(mlp.down_proj),
+        )
+
+    def _projection(self, *linears: Any) -> Projection:
+        weight, bias = _fused(*linears)
+        return Projection(weight, bias, pack=self._pack)
+
+    @torch.inference_mode()
+    def _need_positions(self, num: int) -> None:
+        """Tables of cosines and sines, from the model's own rotary module, in its rounding.
+
+        `x * cos + roll(x) * sin` with the sign of rotate-half in the sines.
+        """
+        if num <= len(self._cos):
+            return
+        num = min(max(2 * num, 512), self.max_positions)
+        like = torch.empty(1, dtype=self.dtype, device=self.device)
+        cos_1WD, sin_1WD = self._model.model.rotary_emb(like, torch.arange(num, device=self.device).unsqueeze(0))
+        half = self.head_dim // 2
+        self._cos = cos_1WD[0].to(self._math_dtype).unsqueeze(1)
+        sin = sin_1WD[0].to(self._math_dtype)
+        self._sin = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1).unsqueeze(1)
+
+    def _need_slot(self, prompt: Prompt) -> None:
+        if prompt.slot >= 0:
+            return
+        used = self._prompts.rows
+        if not self._free_slots:
+            self._free_slots = list(range(max(4, 2 * used) - 1, used - 1, -1))
+        self._prompts.reserve(max(used, self._free_slots[0] + 1), len(prompt), used, self._prompts.width)
+        prompt.slot = self._free_slots.pop()
+
+
+def _fused(*linears: Any) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of siblings as one matrix: a view where they lie side by side, else a copy."""
+    weights = [each.weight.detach() for each in linears]
+    biases = [_bias(each) for each in linears]
+    weight = adjacent(weights)
+    present = [each for each in biases if each is not None]
+    bias = (adjacent(present) if len(present) == len(linears) else None) if present else None
+    if weight is None:
+        weight = torch.cat(weights)
+    if present and bias is None:
+        bias = torch.cat([b if b is not None else w.new_zeros(len(w)) for w, b in zip(weights, biases, strict=True)])
+    return weight, bias
+
+
+def _bias(linear_layer: Any) -> Tensor | None:
+    bias = linear_layer.bias
+    return None if bias is None else bias.detach()

@@ -1,0 +1,152 @@
+"""The weights that the engine holds, by their Hugging Face names, and how published ones replace them.
+
+They are the parameters of the engine's own model. Published tensors are copied into them, each digested from the
+engine's memory afterwards; or, where they are live parameters of a trainer in this process, take their place, so that
+nothing is copied at all. Siblings are held live only together and side by side (`layout`): otherwise the fused matrices
+that are multiplied would be other memory than what is digested.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roll_core.errors import MissingTensorError, UnexpectedTensorError
+from roll_core.spec.weights import copy_digested, digest, held_digest, refuse_misfit, refuse_stale
+from roll_core.types import WeightReceipt
+from roll_modeling.layout import SIBLINGS, adjacent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+    from roll_core.types import WeightManifest
+
+
+class HeldWeights:
+    """Parameters of one model."""
+
+    def __init__(self, model: nn.Module, *, role: str, rank: int) -> None:
+        self._role, self._rank = role, rank
+        self._held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        """Tied parameters stand under each of their names."""
+        self._held.update(model.state_dict(keep_vars=True))
+        self._needed = {name for name, _ in model.named_parameters()}
+        self._live: set[int] = set()
+        """Parameters whose memory is not the engine's own: a trainer's, or none while it sleeps."""
+        self.released = False
+        """There are no weights: an update has to bring them."""
+        self.torn = False
+        """An update has begun, and is not known to be complete: what is held may be of two versions."""
+
+    def update(
+        self,
+        version: int,
+        current: int,
+        manifest: WeightManifest,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        shared: bool,
+    ) -> WeightReceipt:
+        """Hold `tensors` from now on; `torn` until the caller has done what follows from that. Raises
+        `WeightSyncError`s."""
+        refuse_stale(self._who, version, current, manifest)
+        self.torn = True
+        entries = {entry.name: entry for entry in manifest.tensors}
+        digests: dict[str, str] = {}
+        borrowed: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in tensors:
+            held = self._held.get(name)
+            if held is None or name not in entries:
+                whose = "the model" if held is None else "the manifest"
+                raise UnexpectedTensorError(f"{self._who}: was sent {name}, which {whose} does not have")
+            refuse_misfit(self._who, entries[name], tensor, held.shape)
+            seen.add(id(held))
+            if shared and tensor.dtype == held.dtype and tensor.device == held.device:
+                borrowed[name] = tensor.detach()
+                digests[name] = ""
+            else:
+                digests[name] = self._copy(name, tensor)
+        self._refuse_missing(entries.keys() - digests.keys(), "was not sent", manifest.version)
+        absent = {name for name in self._needed if id(self._held[name]) not in seen}
+        self._refuse_missing(absent, "is not in the manifest", manifest.version)
+        for name, tensor in self._adjacent(borrowed).items():
+            held = self._held[name]
+            held.data = tensor
+            self._live.add(id(held))
+        for name, tensor in borrowed.items():
+            held = self._held[name]
+            if held.data_ptr() != tensor.data_ptr():
+                digests[name] = self._copy(name, tensor)
+            else:
+                digests[name] = held_digest(held.detach(), entries[name].digest)
+        self.released = False
+        return WeightReceipt(version=version, digests=digests, role=self._role, rank=self._rank)
+
+    def release(self) -> None:
+        """Give the memory of all parameters back, and let go of those that are a trainer's; shapes stay known."""
+        for held in {id(self._held[name]): self._held[name] for name in self._needed}.values():
+            held.data = torch.empty((), dtype=held.dtype, device=held.device).expand(held.shape)
+            self._live.add(id(held))
+        self.released = True
+
+    @property
+    def _who(self) -> str:
+        return f"{self._role or 'engine'} rank {self._rank}"
+
+    def _refuse_missing(self, names: Iterable[str], problem: str, version: int) -> None:
+        missing = sorted(names)
+        if missing:
+            raise MissingTensorError(
+                f"{self._who}: {missing[0]} {problem} of version {version} ({len(missing)} such tensors)"
+            )
+
+    def _copy(self, name: str, tensor: Tensor) -> str:
+        """Into the engine's own memory; its digest afterwards."""
+        held = self._held[name]
+        if id(held) in self._live:
+            self._allocate(name)
+        if tensor.dtype == held.dtype:
+            return copy_digested(held.detach(), tensor)
+        held.detach().copy_(tensor)
+        return digest(held.detach())
+
+    def _allocate(self, name: str) -> None:
+        """Memory of its own; siblings side by side, since none of them is borrowed if one is not (`_adjacent`)."""
+        held = self._held[name]
+        siblings = [self._held[each] for each in _siblings(name, self._held)]
+        together = all(id(each) in self._live and each.dtype == held.dtype for each in siblings)
+        group = siblings if siblings and together else [held]
+        buffer = torch.empty(sum(each.numel() for each in group), dtype=held.dtype, device=held.device)
+        start = 0
+        for each in group:
+            each.data = buffer[start : start + each.numel()].view(each.shape)
+            start += each.numel()
+            self._live.discard(id(each))
+
+    def _adjacent(self, borrowed: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Without those whose siblings do not lie beside them."""
+        lonely: set[str] = set()
+        for name in borrowed:
+            group = _siblings(name, self._held)
+            if len(group) > 1 and not (
+                all(each in borrowed for each in group) and adjacent([borrowed[each] for each in group]) is not None
+            ):
+                lonely.add(name)
+        return {name: tensor for name, tensor in borrowed.items() if name not in lonely}
+
+
+def _siblings(name: str, held: dict[str, Any]) -> list[str]:
+    """All names of the group of `name`, in layout order; empty if it has no siblings."""
+    parts = name.split(".")
+    for group in SIBLINGS:
+        if len(parts) > 2 and parts[-2] in group:
+            return [
+                ".".join([*parts[:-2], sibling, parts[-1]])
+                for sibling in group
+                if (".".join([*parts[:-2], sibling, parts[-1]]) in held)
+            ]
+    return []

@@ -1,0 +1,108 @@
+"""How much memory `hf_train`, `hf_infer` and the embedded engine take: the formulas of docs/plan.md. Light."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_infer_hf.config import HFInferConfig
+from roll_modeling.memory import millions
+
+if TYPE_CHECKING:
+    from roll_core.spec.plan import MemoryQuestion
+
+GIB = 2**30
+ALIGNMENT = 16
+"""Positions to which a row of the cache is rounded up, as `kv_cache` has it."""
+PACKED_ELEMENTS = 60_000
+"""Weights of at least so many elements are laid out anew for the processor, as `linear` does it."""
+
+
+def _start(question: MemoryQuestion) -> list[Use]:
+    """Weights are drawn in float32, or read, on the host, and then go where they shall be."""
+    size = 4 if question.random_weights else DTYPE_BYTES[question.dtype]
+    if question.on_host and size == DTYPE_BYTES[question.dtype]:
+        return []
+    count = question.model.parameters
+    formula = f"{size} × {millions(count)}, drawn or read before they are what they shall be"
+    return [Use(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host")]
+
+
+def engine(question: MemoryQuestion) -> MemoryAnswer:
+    """Of the embedded engine: weights, and what was made of them; keys and values up to `kv_cache_gib`."""
+    config = question.config
+    if not isinstance(config, HFInferConfig):
+        raise TypeError(f"the embedded engine takes an HFInferConfig, not a {type(config).__name__}")
+    size, model = DTYPE_BYTES[question.dtype], question.model
+    held: tuple[Use, ...] = (
+        Use(
+            what="weights",
+            num_bytes=size * model.parameters,
+            formula=f"{size} × {millions(model.parameters)}",
+            during=("start",) if question.borrows_weights else (),
+            leaves=True,
+        ),
+        *_start(question),
+    )
+    if packed := _packed(question, config):
+        formula = f"{size} × {millions(packed)}, laid out for the processor"
+        held += (Use(what="weights", num_bytes=size * packed, formula=formula, leaves=True),)
+    if config.enable_lora:
+        beneath = sum(one.outputs * one.inputs for layer in model.layers for one in layer.linears)
+        formula = f"{size} × {millions(beneath)}, kept beneath the adapter if all linear layers have one"
+        held += (Use(what="weights", num_bytes=size * beneath, formula=formula, during=LATER, leaves=True),)
+    width = -(-question.longest // ALIGNMENT) * ALIGNMENT
+    position = 2 * len(model.layers) * model.key_width * (4 if question.on_host else size)
+    room = int(config.kv_cache_gib * GIB)
+    rows = max(1, min(config.max_num_seqs, question.outputs or config.max_num_seqs, room // max(1, width * position)))
+    prompts = min(config.max_num_batched_tokens, question.prompt_tokens * rows)
+    layer = max((each.active_width for each in model.layers), default=0)
+    live = (3 * model.hidden_size + max(2 * (model.query_width + 2 * model.key_width), 3 * layer)) * size
+    return MemoryAnswer(
+        uses=(
+            *held,
+            Use(
+                what="kv cache",
+                num_bytes=rows * width * position + prompts * position,
+                formula=f"({rows} rows × {width} positions + {prompts} of prompts) × {position} bytes",
+                leaves=True,
+                during=LATER,
+            ),
+            Use(
+                what="activations",
+                num_bytes=max(prompts, rows) * live,
+                formula=f"what one layer has at a time, of {max(prompts, rows)} tokens",
+                during=("generate",),
+            ),
+            Use(
+                what="logits",
+                num_bytes=3 * 4 * rows * model.vocab_size,
+                formula=f"3 × 4 × {rows} rows × {model.vocab_size} logits",
+                during=("generate",),
+            ),
+        ),
+        levers=_smaller_caches(config, rows * width * position),
+    )
+
+
+def _packed(question: MemoryQuestion, config: HFInferConfig) -> int:
+    """Parameters that the fast path copies. Siblings lie in one matrix."""
+    model = question.model
+    if not (config.pack_weights and question.on_host) or any(layer.experts for layer in model.layers):
+        return 0
+    large = [one.outputs * one.inputs for layer in model.layers for one in layer.linears]
+    large.append(model.vocab_size * model.hidden_size)
+    return sum(each for each in large if each >= PACKED_ELEMENTS)
+
+
+def _smaller_caches(config: HFInferConfig, used: int) -> tuple[Lever, ...]:
+    """Caches of which less is used than the limit gain nothing by a lower one."""
+    wanted = min(config.kv_cache_gib, used / GIB) / 2
+    levers = [
+        Lever(keys={"kv_cache_gib": round(wanted / 2**halvings, 3)}, costs="fewer sequences are decoded together")
+        for halvings in range(3)
+        if wanted / 2**halvings >= 0.05
+    ]
+    if config.pack_weights:
+        levers.append(Lever(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))
+    return tuple(levers)

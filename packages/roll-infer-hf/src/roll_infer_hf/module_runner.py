@@ -1,0 +1,187 @@
+"""The general path: any causal language model that transformers loads, run through its own module and cache.
+
+Rows of equal length that were computed together form a cohort with one cache, so nothing is ever padded, and whatever
+an architecture does with positions, windows, experts or recurrent states is what it does in transformers. Cohorts step
+one after the other: exact and general, not fast. Architectures of the Llama family have `decoder.Decoder` instead.
+
+N rows    V vocabulary    M layers with experts    K top-k
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from roll_core.errors import UnsupportedError
+from roll_infer_hf.runner import Piece, Prompt, Runner
+from roll_modeling.routing import RoutingRecorder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+@dataclass(eq=False, slots=True)
+class Cohort:
+    """Rows with one cache."""
+
+    cache: Any
+    num: int
+    length: int
+
+
+class ModuleRunner(Runner):
+    """Drives a transformers module."""
+
+    can_split = False
+
+    def __init__(
+        self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int, record_experts: bool = False
+    ) -> None:
+        """`record_experts`: tell which experts tokens were sent to. Raises `UnsupportedError` where the model has none,
+        or its routers are not known, and for a model that keeps no cache or keeps it elsewhere."""
+        self._model: Any = model
+        self._recorder = RoutingRecorder(model) if record_experts else None
+        self.device = model.device
+        config: Any = model.config.get_text_config()
+        self.max_positions = int(getattr(config, "max_position_embeddings", None) or 2**31)
+        self.vocab_size = int(config.vocab_size)
+        self._cache_bytes, self._max_rows = cache_bytes, max_rows
+        self._token_bytes = _token_bytes(config, model.dtype.itemsize)
+        parameters = inspect.signature(self._model.forward).parameters
+        self._picks_rows = "logits_to_keep" in parameters
+        if "past_key_values" not in parameters or not self._fills_states():
+            raise UnsupportedError(
+                f"hf_infer cannot run a {config.model_type}: {type(model).__name__} of transformers does not keep its"
+                " state in the cache that it is given (past_key_values), so each token would be sampled without the"
+                " tokens before it; use another engine"
+            )
+        self._cohorts: list[Cohort] = []
+        self._prompts: dict[Prompt, tuple[Cohort, int]] = {}
+
+    def fits(self, num_rows: int, num_tokens: int) -> bool:
+        """By the cache of an architecture that keeps every position."""
+        return num_rows <= self._max_rows and num_rows * num_tokens * self._token_bytes <= self._cache_bytes
+
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Caches of transformers grow by themselves."""
+
+    @torch.inference_mode()
+    def prefill(self, pieces: Sequence[Piece]) -> Tensor:
+        """Prompts of equal length are one forward pass."""
+        by_length: dict[int, list[int]] = {}
+        for i, piece in enumerate(pieces):
+            by_length.setdefault(piece.end, []).append(i)
+        logits: list[Tensor | None] = [None] * len(pieces)
+        for length, members in by_length.items():
+            tokens = torch.from_numpy(np.stack([pieces[i].prompt.tokens for i in members])).to(self.device)
+            cohort = Cohort(self._new_cache(), len(members), length)
+            wanted = any(pieces[i].prompt.logprobs_wanted for i in members)
+            found = self._forward(cohort, tokens, every=wanted)
+            experts = None if self._recorder is None else self._recorder.take()
+            for row, i in enumerate(members):
+                prompt = pieces[i].prompt
+                prompt.done = length
+                if experts is not None:
+                    prompt.routed_experts = experts[row * length : (row + 1) * length]
+                self._prompts[prompt] = (cohort, row)
+                logits[i] = found[row, -1]
+                if prompt.logprobs_wanted:
+                    scored = torch.log_softmax(found[row, :-1].float(), dim=-1)
+                    scored = scored.gather(1, tokens[row, 1:].unsqueeze(1)).squeeze(1)
+                    prompt.logprobs = np.concatenate([np.zeros(1, dtype=np.float32), scored.cpu().numpy()])
+        return torch.stack([each for each in logits if each is not None]).float()
+
+    @torch.inference_mode()
+    def join(self, prompts: Sequence[Prompt]) -> None:
+        """Prompts that were computed together stay together."""
+        start = 0
+        while start < len(prompts):
+            source, _ = self._prompts[prompts[start]]
+            end = start
+            while end < len(prompts) and self._prompts[prompts[end]][0] is source:
+                end += 1
+            rows = torch.tensor([self._prompts[each][1] for each in prompts[start:end]], device=self.device)
+            cache = copy.deepcopy(source.cache)
+            cache.reorder_cache(rows)
+            self._cohorts.append(Cohort(cache, end - start, source.length))
+            start = end
+
+    def forget(self, prompt: Prompt) -> None:
+        """The cache goes with the last prompt of its cohort."""
+        self._prompts.pop(prompt, None)
+
+    @torch.inference_mode()
+    def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
+        """Each cohort in turn."""
+        logits, experts, start = [], [], 0
+        for cohort in self._cohorts:
+            tokens = torch.from_numpy(tokens_N[start : start + cohort.num]).to(self.device).unsqueeze(1)
+            logits.append(self._forward(cohort, tokens, every=False)[:, -1])
+            if self._recorder is not None:
+                experts.append(self._recorder.take())
+            cohort.length += 1
+            start += cohort.num
+        self.routed_experts_NMK = np.concatenate(experts) if experts else None
+        return torch.cat(logits).float()
+
+    @torch.inference_mode()
+    def drop(self, kept_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """The others keep their order."""
+        start, left = 0, []
+        for cohort in self._cohorts:
+            kept = np.flatnonzero(kept_N[start : start + cohort.num])
+            start += cohort.num
+            if len(kept) == 0:
+                continue
+            if len(kept) < cohort.num:
+                cohort.cache.reorder_cache(torch.from_numpy(kept).to(self.device))
+                cohort.num = len(kept)
+            left.append(cohort)
+        self._cohorts = left
+        return np.flatnonzero(kept_N)
+
+    def refresh(self) -> None:
+        """The module reads its parameters at every call."""
+
+    def release(self) -> None:
+        """Caches went with their rows and prompts."""
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._model.config)
+
+    @torch.inference_mode()
+    def _fills_states(self) -> bool:
+        """False for a model with recurrent layers of which one leaves the cache empty: it keeps the state of its last
+        call in the module, where cohorts would mix."""
+        states = ("is_conv_states_initialized", "is_recurrent_states_initialized")
+        cache = self._new_cache()
+        recurrent = [each for each in getattr(cache, "layers", ()) if hasattr(each, states[0])]
+        if recurrent:
+            tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+            self._forward(Cohort(cache, 1, 0), tokens, every=False)
+        return all(any(any(getattr(each, name).values()) for name in states) for each in recurrent)
+
+    def _forward(self, cohort: Cohort, tokens_NL: Tensor, *, every: bool) -> Tensor:
+        more: dict[str, Any] = {"logits_to_keep": 1} if self._picks_rows and not every else {}
+        result = self._model(input_ids=tokens_NL, past_key_values=cohort.cache, use_cache=True, **more)
+        logits: Tensor = result.logits
+        return logits
+
+
+def _token_bytes(config: Any, itemsize: int) -> int:
+    heads = int(getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None) or 1)
+    hidden = int(getattr(config, "hidden_size", None) or 0)
+    query_heads = int(getattr(config, "num_attention_heads", None) or 1)
+    size = int(getattr(config, "head_dim", None) or hidden // query_heads)
+    return max(1, 2 * int(getattr(config, "num_hidden_layers", None) or 1) * heads * size * itemsize)

@@ -1,0 +1,39 @@
+"""The plugin: `hf_infer`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import (
+    InferCapabilities,
+    InferProvider,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+HF_INFER = InferCapabilities(
+    sleeps=True,
+    lora=True,
+    prompt_logprobs=True,
+    routed_experts=True,
+    free_seeds=True,
+    in_flight_update=True,
+    device_weights=True,
+    weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
+)
+
+
+@hookimpl
+def roll_infer_strategies() -> Iterator[InferProvider]:
+    """The embedded engine."""
+    yield InferProvider(
+        name="hf_infer",
+        target="roll_infer_hf.engine:HFInferStrategy",
+        config="roll_infer_hf.config:HFInferConfig",
+        summary="Embedded engine for Hugging Face models: continuous batching with a KV cache",
+        capabilities=HF_INFER,
+        memory="roll_infer_hf.memory:engine",
+    )

@@ -1,0 +1,164 @@
+"""Decides what is computed next: which waiting sequences enter, and how many prompt tokens go before the next step.
+
+    waiting ──enter()──► entering (their prompts are being computed) ──ready()──► running rows
+
+First come, first served within a priority: nothing overtakes the head of the queue, so nothing starves. A sequence
+enters when a row is free and its longest possible end fits the cache beside the others; it is never put back.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_infer_hf.runner import Piece, Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from roll_core.types import TokenIds
+    from roll_infer_hf.runner import Runner
+    from roll_infer_hf.sequence import Sequence
+
+
+class Scheduler:
+    """Queues of one engine."""
+
+    def __init__(self, runner: Runner, *, token_budget: int, min_shared_prefix: int) -> None:
+        self._runner = runner
+        self._token_budget = token_budget
+        self._min_shared = min_shared_prefix
+        self.waiting: list[Sequence] = []
+        """In the order in which they are served."""
+        self.entering: dict[bytes, tuple[Prompt, list[Sequence]]] = {}
+        """By the bytes of the tokens."""
+        self._joined: list[Prompt] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits or is entering."""
+        return bool(self.waiting or self.entering)
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Let them wait, behind those of the same order."""
+        for each in sequences:
+            bisect.insort(self.waiting, each, key=lambda sequence: sequence.request.order)
+
+    def remove(self, unwanted: Callable[[Sequence], bool]) -> None:
+        """Forget sequences that have not joined yet, and prompts that no one else wants."""
+        self.waiting = [each for each in self.waiting if not unwanted(each)]
+        for key, (prompt, sequences) in list(self.entering.items()):
+            left = [each for each in sequences if not unwanted(each)]
+            if left:
+                self.entering[key] = (prompt, left)
+            else:
+                self._give_up(key)
+
+    def recall(self) -> None:
+        """Put back what is entering: its prompts were computed under other weights."""
+        for key, (_, sequences) in list(self.entering.items()):
+            self._give_up(key)
+            self.add(sequences)
+
+    def enter(self, num_running: int, longest: int, tokens_of: Callable[[Sequence], TokenIds]) -> None:
+        """Let waiting sequences enter, as many as fit beside `num_running` rows of at most `longest` tokens."""
+        num = num_running + sum(len(sequences) for _, sequences in self.entering.values())
+        longest = max([longest, *(_longest(each) for _, group in self.entering.values() for each in group)])
+        room = self._token_budget - sum(len(prompt) - prompt.done for prompt, _ in self.entering.values())
+        entered = 0
+        new: dict[bytes, Prompt] = {}
+        for each in self.waiting:
+            wanted = max(longest, _longest(each))
+            if not self._runner.fits(num + 1, wanted):
+                break
+            tokens = tokens_of(each)
+            key = tokens.tobytes()
+            if key not in self.entering and key not in new:
+                # Prompts beyond the budget would only lie in memory; one may always enter.
+                if room <= 0:
+                    break
+                new[key] = Prompt(tokens)
+                room -= len(tokens)
+            prompt, group = self.entering.get(key) or (new[key], [])
+            if each.request.request.prompt_logprobs and each.request.prompt_logprobs is None:
+                if prompt.done:
+                    break
+                prompt.logprobs_wanted, prompt.donor, prompt.donated = True, None, 0
+            self.entering[key] = (prompt, [*group, each])
+            num, longest, entered = num + 1, wanted, entered + 1
+        del self.waiting[:entered]
+        if entered:
+            self._runner.reserve(num, longest)
+            self._share_prefixes(list(new.values()))
+
+    def pieces(self) -> list[Piece]:
+        """What to compute before the next decoding step, within the token budget; donors before their dependants."""
+        room = self._token_budget
+        chosen: list[Piece] = []
+        for prompt, _ in sorted(self.entering.values(), key=lambda each: _by_donor(each[0])):
+            begin = prompt.done or prompt.donated
+            end = min(len(prompt), begin + room) if self._runner.can_split else len(prompt)
+            if end <= begin:
+                break
+            chosen.append(Piece(prompt, begin, end))
+            room -= end - begin
+            if room <= 0:
+                break
+        return chosen
+
+    def ready(self, pieces: Iterable[Piece]) -> list[tuple[Prompt, list[Sequence]]]:
+        """Complete prompts among `pieces`, in that order, and the sequences that waited for them: they now run."""
+        complete = []
+        for piece in pieces:
+            if piece.last:
+                complete.append(self.entering.pop(piece.prompt.tokens.tobytes()))
+        return complete
+
+    def release(self, joined: Iterable[Prompt] = ()) -> None:
+        """The rows of these prompts have joined: forget them, once nothing that has yet to begin takes tokens from
+        them."""
+        donors = {id(prompt.donor) for prompt, _ in self.entering.values() if not prompt.done}
+        self._joined += joined
+        for prompt in self._joined:
+            if id(prompt) not in donors:
+                self._runner.forget(prompt)
+        self._joined = [prompt for prompt in self._joined if id(prompt) in donors]
+
+    def _give_up(self, key: bytes) -> None:
+        given_up, _ = self.entering.pop(key)
+        for prompt, _ in self.entering.values():
+            if prompt.donor is given_up and not prompt.done:
+                prompt.donor, prompt.donated = None, 0
+        self._runner.forget(given_up)
+
+    def _share_prefixes(self, new: list[Prompt]) -> None:
+        """Neighbours in lexical order share the longest prefixes: each takes what it shares with the one before."""
+        if not self._runner.can_split or self._min_shared == 0:
+            return
+        before: Prompt | None = None
+        for prompt in sorted(new, key=lambda each: each.tokens.tolist()):
+            if before is not None and not prompt.logprobs_wanted:
+                shared = min(_common(before.tokens, prompt.tokens), len(prompt) - 1)
+                if shared >= self._min_shared:
+                    prompt.donor, prompt.donated = before, shared
+            before = prompt
+
+
+def _longest(sequence: Sequence) -> int:
+    return len(sequence.request.request.prompt_ids) + sequence.params.max_new_tokens
+
+
+def _common(a: TokenIds, b: TokenIds) -> int:
+    num = min(len(a), len(b))
+    different = np.flatnonzero(a[:num] != b[:num])
+    return int(different[0]) if len(different) else num
+
+
+def _by_donor(prompt: Prompt) -> int:
+    depth = 0
+    donor = prompt.donor
+    while donor is not None:
+        depth, donor = depth + 1, donor.donor
+    return depth

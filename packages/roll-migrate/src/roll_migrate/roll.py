@@ -1,0 +1,364 @@
+"""A config of alibaba/ROLL, rewritten into ours, and what became of each of its keys.
+
+compose (fragments, interpolations) -> which pipeline -> key by key, by `roll_keys` -> what each strategy takes
+-> defaults that differ -> our order
+"""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from roll_core.config.compose import compose
+from roll_core.config.dump import Verbatim
+from roll_core.config.explain import show
+from roll_core.config.nearest import suggest_key
+from roll_core.config.written import FileLayer
+from roll_core.errors import ConfigError, PluginError
+from roll_core.plugins.targets import schema_of
+from roll_core.spec.config import StrategyConfig
+from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
+from roll_migrate.roll_keys import DEFAULTS, DIFFERS, NULL_MEANS_SOMETHING, RLVR, SFT, STRATEGIES
+from roll_migrate.roll_pipelines import recognise
+from roll_migrate.rules import Each, Key, Outcome, Rule, value_at
+from roll_migrate.strategies import refusals
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from roll_core.config.compose import Composed
+    from roll_core.config.source import KeyPath
+    from roll_core.plugins.registry import Registry
+    from roll_migrate.rules import Status, Table
+
+TABLES: dict[str, Table] = {"rlvr": RLVR, "sft": SFT}
+TRAINED = {"rlvr": "actor_train", "sft": "sft_train"}
+GENERATES = "actor_infer"
+_ENVIRONMENT = re.compile(r"\$\{oc\.(?:env:[^${}]*|decode:\s*\$\{oc\.env:[^${}]*\})\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What became of one key."""
+
+    where: str
+    """`file:line:column`; empty for what was added."""
+    key: str
+    """Dotted, as it was."""
+    status: Status
+    to: tuple[str, ...] = ()
+    """Dotted keys of the new config that say the same."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The new config, and every key of the old one."""
+
+    pipeline: str
+    config: dict[str, Any]
+    entries: tuple[Entry, ...]
+
+
+def import_roll(path: Path, registry: Registry) -> Imported:
+    """Rewrite the config at `path`. Raises `ConfigError` for one that cannot be read or composed, and
+    `UnsupportedError` for one of a pipeline that is not here."""
+    composed = compose(path, (), registry)
+    data = _with_environment(composed)
+    return _Import(composed, data, recognise(data, composed.written), registry, str(path)).run()
+
+
+def _with_environment(composed: Composed) -> dict[str, Any]:
+    """The composed values, but what comes from the environment as it was written: it may be a secret, and need not be
+    set here. Raises `ConfigError` for other interpolations that give nothing."""
+    data: dict[str, Any] = deepcopy(composed.data)
+    from_environment = {path: text for path in _leaves(data) if (text := _environment_text(path, composed))}
+    problems = [each for each in composed.problems if tuple(each.key.split(".")) not in from_environment]
+    if problems:
+        raise ConfigError(problems)
+    for path, text in from_environment.items():
+        parent: Any = data
+        for step in path[:-1]:
+            parent = parent[int(step)] if isinstance(parent, list) else parent[step]
+        parent[int(path[-1]) if isinstance(parent, list) else path[-1]] = Verbatim(text)
+    return data
+
+
+def _environment_text(path: KeyPath, composed: Composed) -> str:
+    """The interpolation that reads `path` from the environment, and nothing else; empty if there is none."""
+    found = composed.written.interpolations.get(path)
+    for _ in range(len(composed.written.interpolations)):
+        if found is None or found.from_environment or found.target is None:
+            break
+        found = composed.written.interpolations.get(found.target)
+    if found is None or not found.from_environment or "${" in _ENVIRONMENT.sub("", found.text):
+        return ""
+    return found.text
+
+
+def _leaves(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Paths of all values, items of lists among them."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        yield from _leaves(each, (*path, str(key)))
+    if not items and path:
+        yield path
+
+
+def _keys(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Paths of all keys that hold no further keys."""
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _keys(each, (*path, str(key)))
+    else:
+        yield path
+
+
+@dataclass(slots=True)
+class _Import:
+    composed: Composed
+    source: dict[str, Any]
+    pipeline: str
+    registry: Registry
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    entries: dict[KeyPath, Entry] = field(default_factory=dict)
+    eight_bits: bool = False
+    """True if the engine takes weights in 8 bits."""
+
+    def run(self) -> Imported:
+        self.config["pipeline"] = self.pipeline
+        self._composition()
+        self._mapping(TABLES[self.pipeline], self.source, (), self._unused_roles())
+        for role in TABLES[self.pipeline]:
+            if isinstance(value_at(self.config, (role, "strategy_args", "strategy_name")), str):
+                self._strategy(role)
+        added = self._add()
+        return Imported(self.pipeline, self.config, (*self.entries.values(), *added))
+
+    # -- key by key ----------------------------------------------------------------------------------------------------
+
+    def _composition(self) -> None:
+        """What has done its work when the files are composed."""
+        for layer in self.composed.written.layers:
+            if isinstance(layer, FileLayer) and layer.source.name == self.name:
+                for key, note in (("defaults", "its fragments are part of the new file"), ("hydra", "it does nothing")):
+                    for path in _keys(layer.source.data[key], (key,)) if key in layer.source.data else ():
+                        mark = layer.source.key_mark(path)
+                        where = f"{self.name}:{mark.line}:{mark.column}" if mark is not None else self.name
+                        self.entries[path] = Entry(where, ".".join(path), "not needed", note=note)
+
+    def _mapping(self, table: Table, value: dict[str, Any], path: KeyPath, unused: Mapping[str, str]) -> None:
+        for name, each in value.items():
+            here = (*path, str(name))
+            rule = table.get(str(name))
+            if not path and name in unused:
+                self._record(here, each, Outcome("not needed", (), unused[name]))
+            elif rule is None:
+                self._unknown(table, here, each)
+            elif isinstance(rule, Rule):
+                self._apply(rule, here, each)
+            elif each is None or each == {}:
+                self._record(here, each, Outcome("not needed", (), "there is nothing in it"))
+            elif not isinstance(each, dict):
+                self._record(here, each, Outcome("unsupported", ((here, each),), "expected a mapping"))
+            elif isinstance(rule, Each):
+                self._mapping(dict.fromkeys(map(str, each), rule.rule), each, here, {})
+            elif str(name) == "strategy_args":
+                self._mapping({**rule, "strategy_config": _own_keys(each)}, each, here, {})
+            else:
+                self._mapping(rule, each, here, {})
+
+    def _apply(self, rule: Rule, path: KeyPath, value: Any) -> None:
+        if value is None and path[-1] not in NULL_MEANS_SOMETHING:
+            self._record(path, value, Outcome("not needed", (), "null is as good as nothing"))
+            return
+        key = Key(path, self.source, self.pipeline, self.registry.names(TrackerProvider))
+        outcome = rule(value, key)
+        if isinstance(value, Verbatim) and any(written != value for _, written in outcome.writes):
+            writes = tuple((target, value) for target, _ in outcome.writes)
+            outcome = Outcome("kept", writes, "it comes from the environment, and was not looked at")
+        self._record(path, value, outcome)
+
+    def _unknown(self, table: Table, path: KeyPath, value: Any) -> None:
+        if len(path) == 1 and path[0] in self.composed.blocks:
+            outcome = Outcome("not needed", (), "a fragment's block: it stands where it is referred to")
+        elif len(path) == 1 and any(
+            each.target and each.target[0] == path[0] for each in self.composed.written.interpolations.values()
+        ):
+            outcome = Outcome("not needed", (), "it is only referred to, and stands where it is")
+        else:
+            hint = suggest_key(path, sorted(table), list(_paths(TABLES[self.pipeline])))[0]
+            outcome = Outcome("unknown", (), f"ROLL drops it without a word{f'; {hint}' if hint else ''}")
+        self._record(path, value, outcome)
+
+    def _record(self, path: KeyPath, value: Any, outcome: Outcome) -> None:
+        """Write what is to be written, and an entry for every key of `value`."""
+        for target, written in outcome.writes:
+            _put(self.config, target, deepcopy(written))
+        outcome = _with_values(path, value, outcome)
+        for leaf in _keys(value, path):
+            rest = leaf[len(path) :]
+            to = tuple(
+                ".".join((*target, *rest) if isinstance(written, dict) else target)
+                for target, written in outcome.writes
+                if not isinstance(written, dict) or _has(written, rest)
+            )
+            where = str(self.composed.written.key(leaf))
+            self.entries[leaf] = Entry(where, ".".join(leaf), outcome.status, to, outcome.note)
+
+    def _unused_roles(self) -> dict[str, str]:
+        """Roles that ROLL starts, or lets stand in the file, without any effect on what is learnt."""
+        if self.pipeline != "rlvr":
+            return {}
+        source = self.source
+        unused = {}
+        if value_at(source, ("actor_train", "model_args", "lora_target")) is not None:
+            unused["reference"] = "with LoRA the model beneath the adapters is the reference, in ROLL too"
+        elif not (source.get("use_kl_loss") or source.get("add_token_level_kl")):
+            unused["reference"] = "nothing penalises the distance to it: use_kl_loss and add_token_level_kl are off"
+        if source.get("adv_estimator", "gae") != "gae":
+            unused["critic"] = "only adv_estimator: gae reads values"
+        return unused
+
+    # -- strategies ----------------------------------------------------------------------------------------------------
+
+    def _strategy(self, role: str) -> None:
+        """Leave out what the strategy does not take, with its reasons."""
+        arguments = self.config[role]["strategy_args"]
+        kind: type[InferProvider] | type[TrainProvider] = InferProvider if role == GENERATES else TrainProvider
+        try:
+            provider = self.registry.find(kind, arguments["strategy_name"])
+        except PluginError:
+            return  # `check` says which package brings it; its keys cannot be judged without
+        owner = self.registry.owner(provider)
+        schema = schema_of(provider, StrategyConfig, owner=owner)
+        keys = arguments.get("strategy_config") or {}
+        if not isinstance(keys, dict):
+            return
+        stay = {
+            entry.to[0].rpartition(".")[2]
+            for entry in self.entries.values()
+            if entry.status == "unsupported" and entry.to and entry.to[0].startswith(f"{role}.strategy_args.")
+        }
+        refused = refusals(schema, {key: each for key, each in keys.items() if key not in stay})
+        for path, reason in refused.items():
+            self._withdraw((role, "strategy_args", "strategy_config", *path), "unsupported", reason)
+        taken = {key: each for key, each in keys.items() if key not in stay}
+        self._slots(role, schema, taken)
+        if role == GENERATES:
+            self.eight_bits = schema.model_construct(**taken).weight_format() != "dtype"
+
+    def _slots(self, role: str, schema: type[StrategyConfig], keys: dict[str, Any]) -> None:
+        given = self.config[role].get("num_gpus_per_worker")
+        computed = schema.model_construct(**keys).slots_per_worker() if role == GENERATES else 1
+        if given is not None and computed is not None and given != computed:
+            self._withdraw(
+                (role, "num_gpus_per_worker"), "not needed", f"a worker takes {computed}, as the strategy decides"
+            )
+
+    def _withdraw(self, target: KeyPath, status: Status, reason: str) -> None:
+        """Take a key out of the new config again, and say so where it came from."""
+        _take(self.config, target)
+        dotted = ".".join(target)
+        for path, entry in self.entries.items():
+            if any(each == dotted or each.startswith(f"{dotted}.") for each in entry.to):
+                self.entries[path] = replace(entry, status=status, to=(), note=reason)
+
+    # -- defaults ------------------------------------------------------------------------------------------------------
+
+    def _add(self) -> list[Entry]:
+        """What ROLL does without being told, where roll-core does something else."""
+        added: list[tuple[KeyPath, object, str]] = [
+            (path, value, f"ROLL's default{f'; {DIFFERS[path]}' if path in DIFFERS else ''}")
+            for path, value in DEFAULTS[self.pipeline].items()
+        ]
+        trained = TRAINED[self.pipeline]
+        source = self.source
+        if self.pipeline == "rlvr":
+            added += self._weights_and_epochs()
+        if not source.get("use_kl_loss"):
+            added = [each for each in added if each[0] != ("kl_loss_coef",)]
+        if source.get("dual_clip_loss"):
+            clip = source.get("pg_clip")
+            clip = clip if isinstance(clip, (int, float)) else 0.2
+            added.append((("dual_clip",), 1 + 2 * clip, f"ROLL's bound is 1 + 2 × pg_clip {clip:g}"))
+        if source.get("async_generation_ratio") and source.get("num_return_sequences_in_group", 1) != 1:
+            added.append((("is_num_return_sequences_expand",), True, "ROLL sets it in asynchronous training"))
+        for name in ("template", "messages", "prompt", "response", "system", "tag"):
+            column = (trained, "data_args", name)
+            value = value_at(self.config, column) or DEFAULTS[self.pipeline].get(column)
+            if value is not None:
+                added.append((("validation", "data_args", name), value, f"ROLL reads every row as {trained}'s"))
+        entries = []
+        for path, value, note in added:
+            role_is_there = path[0] not in (GENERATES, trained, "validation") or path[0] in self.config
+            if role_is_there and not _has(self.config, path) and _put(self.config, path, value):
+                entries.append(Entry("", "", "added", (".".join(path),), f"{show(value, path[-1])}: {note}"))
+        return entries
+
+    def _weights_and_epochs(self) -> list[tuple[KeyPath, object, str]]:
+        """What roll-core does by itself in rlvr, and ROLL does not."""
+        added: list[tuple[KeyPath, object, str]] = []
+        config = self.config
+        if config.get("async_generation_ratio") or config.get("is_use_additional_prompts") or self.eight_bits:
+            note = "as in ROLL, tokens of other weights are not weighed; leave it out to weigh them by importance"
+            added.append((("train_infer_correction", "is_weight", "enabled"), False, note))
+        if "critic" in config and self.source.get("ppo_epochs", 1) != 1:
+            added.append((("critic_epochs",), 1, "ROLL's critic passes once over a batch, whatever ppo_epochs says"))
+        return added
+
+
+def _with_values(path: KeyPath, value: Any, outcome: Outcome) -> Outcome:
+    """Its note begins with the old and the new value, where these are short and differ."""
+    if len(outcome.writes) != 1 or outcome.status not in ("changed", "renamed"):
+        return outcome
+    written = outcome.writes[0][1]
+    if written == value or any(isinstance(each, (dict, list)) for each in (value, written)):
+        return outcome
+    told = f"{show(value, path[-1])} → {show(written, path[-1])}"
+    return replace(outcome, note=f"{told}: {outcome.note}" if outcome.note else told)
+
+
+def _own_keys(arguments: Mapping[str, Any]) -> Table:
+    """Rules for `strategy_config`: those of the table, and for every other key to stand as it is until the strategy's
+    schema has judged it."""
+    keys = arguments.get("strategy_config")
+    table = STRATEGIES.get(str(arguments.get("strategy_name")).partition("_")[0], {})
+    stands = Rule("kept where the strategy takes it", lambda value, key: Outcome("kept", ((key.path, value),)))
+    return {**{str(key): stands for key in (keys if isinstance(keys, dict) else ())}, **table}
+
+
+def _paths(table: Table, prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    for name, rule in table.items():
+        yield (*prefix, name)
+        if isinstance(rule, Each):
+            yield from () if isinstance(rule.rule, Rule) else _paths(rule.rule, (*prefix, name, "*"))
+        elif not isinstance(rule, Rule):
+            yield from _paths(rule, (*prefix, name))
+
+
+def _has(data: Any, path: KeyPath) -> bool:
+    parent = value_at(data, path[:-1])
+    return not path or (isinstance(parent, dict) and path[-1] in parent)
+
+
+def _put(data: dict[str, Any], path: KeyPath, value: Any) -> bool:
+    """False where something else than a mapping stands on the way, which `check` refuses."""
+    for step in path[:-1]:
+        data = data.setdefault(step, {})
+        if not isinstance(data, dict):
+            return False
+    data[path[-1]] = value
+    return True
+
+
+def _take(data: dict[str, Any], path: KeyPath) -> None:
+    """Remove what is at `path`, and mappings that are empty then."""
+    parent = value_at(data, path[:-1])
+    parent.pop(path[-1], None)
+    if not parent and len(path) > 1:
+        _take(data, path[:-1])

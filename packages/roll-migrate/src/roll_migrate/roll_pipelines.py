@@ -1,0 +1,65 @@
+"""Which of ROLL's pipelines a config is for. Its files do not say: each pipeline has a launcher of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import UnsupportedError
+from roll_migrate.rules import value_at
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.config.written import Written
+
+SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("sft", "", ("sft_train",)),
+    ("agentic", "environments and agents", ("train_env_manager", "val_env_manager", "custom_envs")),
+    ("on-policy distillation", "a teacher", ("student_train", "student_infer", "pure_opd_pipeline_type", "use_opd")),
+    ("distill", "a teacher", ("student", "teacher", "student_pretrain", "teacher_pretrain")),
+    ("dpo", "pairs of answers", ("chosen_key", "rejected_key", "ipo", "label_smoothing")),
+    ("rlvr with images", "images or video", ("vlm_filter",)),
+    ("rlvr", "", ("rewards",)),
+)
+"""Pipelines in the order in which they are looked for: ROLL's name, what it has that is not here, and keys that only it
+has."""
+IMPORTABLE = ("rlvr", "sft")
+OF_IMAGES = ("image", "video", "audio")
+REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")
+
+
+def recognise(data: Mapping[str, Any], written: Written) -> str:
+    """Our pipeline for a config. Raises `UnsupportedError` where there is none, with where that was seen."""
+    name, lacks, seen = _kind(data)
+    if name in IMPORTABLE:
+        return name
+    if not name:
+        raise UnsupportedError(
+            f"{written.name}: this is no config of ROLL's for {' or '.join(IMPORTABLE)}: it has neither rewards beside"
+            " actor_train and actor_infer, nor sft_train"
+        )
+    raise UnsupportedError(
+        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name}, which cannot be imported: roll-core has no"
+        f" pipeline with {lacks}; it imports {' and '.join(IMPORTABLE)}, see docs/from-roll.md"
+    )
+
+
+def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
+    found: tuple[str, str, tuple[str, ...]] = ("", "", ())
+    for name, lacks, keys in SIGNS:
+        present = [key for key in keys if data.get(key) not in (None, False)]
+        if present:
+            found = (name, lacks, (present[0],))
+            break
+    if found[0] != "rlvr":
+        return found
+    if data.get("actor_train") is None:
+        return "rollout alone", "rollouts and no training", ("actor_infer",) if "actor_infer" in data else ("rewards",)
+    columns = value_at(data, ("actor_train", "data_args"))
+    for key in columns if isinstance(columns, dict) else ():
+        if str(key).startswith(OF_IMAGES):
+            return "rlvr with images", "images or video", ("actor_train", "data_args", str(key))
+    for domain, reward in (data["rewards"] if isinstance(data["rewards"], dict) else {}).items():
+        if str(value_at(reward, ("worker_cls",))).endswith(REWARDS_OF_IMAGES):
+            return "rlvr with images", "images or video", ("rewards", str(domain), "worker_cls")
+    return found

@@ -1,0 +1,74 @@
+"""Which keys of a foreign `strategy_config` a strategy takes, asked of the schema that its plugin brings."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from roll_core.config.explain import findings
+from roll_core.config.nearest import suggest_key
+from roll_migrate.rules import value_at
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.config.explain import Finding
+    from roll_core.config.source import KeyPath
+    from roll_core.spec.config import StrategyConfig
+
+MAX_ROUNDS = 100
+"""A schema's own rules are heard one by one."""
+
+
+def refusals(schema: type[StrategyConfig], keys: Mapping[str, Any]) -> dict[KeyPath, str]:
+    """Paths that must be left out for the rest to be valid, each with the schema's reason. Fewer than that where the
+    schema names no key that could be left out."""
+    rest: dict[str, Any] = deepcopy(dict(keys))
+    refused: dict[KeyPath, str] = {}
+    for _ in range(MAX_ROUNDS):
+        try:
+            schema.model_validate(rest)
+        except ValidationError as error:
+            found = findings(error.errors(include_url=False), rest)
+        else:
+            return refused
+        named = {_subject(each, rest): each for each in found}
+        named.pop((), None)
+        if not named:
+            return refused
+        for path, each in named.items():
+            if value_at(rest, path[:-1]) is not None and path[-1] in value_at(rest, path[:-1]):
+                refused[path] = _reason(each, path, schema)
+                del value_at(rest, path[:-1])[path[-1]]
+    return refused
+
+
+def _subject(found: Finding, rest: Mapping[str, Any]) -> KeyPath:
+    """The key to blame: of a rule about several, the first that it names and that is there."""
+    if found.kind != "value_error":
+        return _of_mappings(found.path, rest)
+    for words in re.findall(r"[A-Za-z_][\w.]*", found.message):
+        path = (*found.path, *words.rstrip(".").split("."))
+        if isinstance(parent := value_at(rest, path[:-1]), dict) and path[-1] in parent:
+            return path
+    return found.path
+
+
+def _of_mappings(path: KeyPath, rest: Mapping[str, Any]) -> KeyPath:
+    """As much of a path as leads through mappings: an item of a list goes with its list."""
+    data: Any = rest
+    for length, step in enumerate(path):
+        if not isinstance(data, dict):
+            return path[:length]
+        data = data.get(step)
+    return path
+
+
+def _reason(found: Finding, path: KeyPath, schema: type[StrategyConfig]) -> str:
+    if found.kind == "extra_forbidden":
+        hint = suggest_key(path, sorted(schema.model_fields), ())[0] if len(path) == 1 else ""
+        return f"there is no such key here{f'; {hint}' if hint.startswith('did you mean') else ''}"
+    return found.message

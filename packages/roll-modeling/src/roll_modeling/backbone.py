@@ -1,0 +1,357 @@
+"""From flat tokens to hidden states and from hidden states to logits, for any architecture that transformers has.
+
+Where all token mixing goes through transformers' attention interface the tokens stay flat; elsewhere they are padded to
+a rectangle inside. Which of both holds is not looked up but tried, once, on a few tokens: see `_flat_is_exact`.
+
+Shapes: T flat tokens, S sequences, L longest of them, H hidden size, V vocabulary, N tokens given to the head.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from roll_core.errors import ModelError, UnsupportedError
+from roll_modeling import attention
+from roll_modeling.logprobs import HeadOutputs, HeadRequest, LinearHead, any_head_outputs, head_outputs
+from roll_modeling.memory import padded_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_modeling.context_parallel import ContextParallel
+    from roll_modeling.routing import RoutingReplay
+
+log = logging.getLogger(__name__)
+
+PROBE_LENGTHS = (4, 1, 3)
+
+
+class Backbone:
+    """A model without its head. `flat` says whether it computes without padding."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        attn_implementation: str = "auto",
+        context: ContextParallel | None = None,
+        replay: RoutingReplay | None = None,
+    ) -> None:
+        """With `context` this rank computes hidden states of its part of the tokens only. `replay` is of this model,
+        and takes the experts that are given to `hidden`."""
+        self.model, self.context, self.replay = model, context, replay
+        self.module: nn.Module = model.base_model
+        self.why_padded = f"attn_implementation: {attn_implementation}"
+        self.flat = attn_implementation in ("auto", attention.NAME) and self._try_flat()
+        if not self.flat:
+            if attn_implementation == attention.NAME:
+                raise ModelError(f"{type(model).__name__} cannot use {attention.NAME}; set attn_implementation: auto")
+            if context is not None:
+                raise UnsupportedError(
+                    f"{type(model).__name__} computes with padding ({self.why_padded}); sequences are shared among"
+                    " ranks only where it computes without"
+                )
+            self._check_causal()
+        elif context is not None:
+            self._check_context(context)
+
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routed_experts_TMK: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the last norm, `[T, H]`; with `context`, those of its part."""
+        if self.replay is not None:
+            self.replay.begin(None if routed_experts_TMK is None else self._as_seen(routed_experts_TMK, lengths))
+        elif routed_experts_TMK is not None:
+            raise UnsupportedError("experts are given to be replayed, but the model was not built with router_replay")
+        if self.context is not None:
+            return self._shared(tokens_T, positions_T, lengths, self.context)
+        if self.flat:
+            num_tokens = len(tokens_T)
+            tokens_T, positions_T, lengths = self._with_spare(tokens_T, positions_T, lengths)
+            return self._flat(tokens_T, positions_T, attention.FlatLayout(tuple(lengths)))[:num_tokens]
+        return self._padded(tokens_T, positions_T, lengths)
+
+    def _shared(
+        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], context: ContextParallel
+    ) -> Tensor:
+        more = -len(tokens_T) % context.multiple
+        if more:
+            tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(more)])
+            positions_T = torch.cat([positions_T, torch.arange(more, device=positions_T.device)])
+            lengths = (*lengths, more)
+        mine = context.part(len(tokens_T)).to(tokens_T.device)
+        return self._flat(tokens_T[mine], positions_T[mine], attention.FlatLayout(tuple(lengths), context))
+
+    def _with_spare(
+        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Sequence[int]]:
+        """On the host in float32 one more sequence of token 0 at the end, up to `padded_rows`."""
+        weight = next(self.model.parameters())
+        on_host = weight.device.type == "cpu" and weight.dtype == torch.float32
+        more = padded_rows(len(tokens_T)) - len(tokens_T)
+        if not on_host or self.replay is not None or more == 0:
+            return tokens_T, positions_T, lengths
+        tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(more)])
+        return tokens_T, torch.cat([positions_T, torch.arange(more)]), (*lengths, more)
+
+    def _flat(self, tokens_T: Tensor, positions_T: Tensor, layout: attention.FlatLayout) -> Tensor:
+        outputs = self.module(
+            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, roll_layout=layout
+        )
+        found: Tensor = outputs[0][0]
+        return found
+
+    def _as_seen(self, routed_experts_TMK: Tensor, lengths: Sequence[int]) -> Tensor:
+        """In the order in which the routers see the tokens: as they are, those of this rank's part, or in a rectangle;
+        what fills up goes where it likes."""
+        if self.context is not None:
+            num_tokens = len(routed_experts_TMK)
+            part = self.context.part(num_tokens).to(routed_experts_TMK.device)
+            found = routed_experts_TMK[part.clamp(max=num_tokens - 1)]
+            return found.masked_fill_((part >= num_tokens)[:, None, None], -1)
+        if self.flat:
+            return routed_experts_TMK
+        size = len(lengths) * max(lengths)
+        seen = routed_experts_TMK.new_full((size, *routed_experts_TMK.shape[1:]), -1)
+        return seen.index_copy_(0, _places(lengths).to(seen.device), routed_experts_TMK)
+
+    def disagreement(self, lengths: Sequence[int]) -> Tensor | None:
+        """`[T]`, of each token: the share of the experts given to the last `hidden` that its routers would not have
+        chosen; None where none were. Collective over `context`."""
+        found_N = None if self.replay is None else self.replay.disagreement_N
+        if found_N is not None and self.context is not None:
+            part = self.context.part(sum(lengths)).to(found_N.device)
+            here = part < sum(lengths)
+            return self.context.whole(found_N.new_zeros(sum(lengths)).index_copy(0, part[here], found_N[here]))
+        if found_N is None or self.flat:
+            return found_N
+        return found_N.index_select(0, _places(lengths).to(found_N.device))
+
+    def _padded(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        longest = max(lengths)
+        places_T = _places(lengths).to(tokens_T.device)
+        tokens_SL = tokens_T.new_zeros(len(lengths) * longest).index_copy(0, places_T, tokens_T)
+        mask_SL = torch.zeros_like(tokens_SL).index_fill(0, places_T, 1)
+        outputs = self.module(
+            input_ids=tokens_SL.view(len(lengths), longest),
+            attention_mask=mask_SL.view(len(lengths), longest),
+            use_cache=False,
+        )
+        hidden_SLH: Tensor = outputs[0]
+        del positions_T  # rows begin at 0, which is what every architecture counts from by itself
+        return hidden_SLH.reshape(len(lengths) * longest, -1).index_select(0, places_T)
+
+    # -- which layout is right for this architecture -------------------------------------------------------------------
+
+    def _try_flat(self) -> bool:
+        attention.register()
+        before = self.model.config._attn_implementation
+        self._set_attention(attention.NAME)
+        why = ""
+        try:
+            if self._flat_is_exact(before):
+                return True
+            why = "flat and separate sequences give different numbers"
+        except Exception as error:  # whatever an architecture does with what it does not know
+            why = f"{type(error).__name__}: {error}"
+        log.info("%s computes with padding: %s", type(self.model).__name__, why)
+        self.why_padded = why
+        self._set_attention(before)
+        return False
+
+    def _set_attention(self, name: str) -> None:
+        for module in self.model.modules():
+            config = getattr(module, "config", None)
+            if config is not None and hasattr(config, "_attn_implementation"):
+                config._attn_implementation = name
+
+    @torch.no_grad()
+    def _flat_is_exact(self, usual: str) -> bool:
+        """Every layer attends through us, no sequence sees another or its own future, and numbers are as one by one."""
+        config = self.model.config.get_text_config()
+        tokens_T, positions_T = self._probe()
+        layout = attention.FlatLayout(PROBE_LENGTHS)
+        together_TH = self._flat(tokens_T, positions_T, layout)
+        if layout.num_calls != config.num_hidden_layers:
+            return False
+        tolerance = self._tolerance(together_TH)
+        # Other tokens at the second sequence's start and the third one's end change nothing before or beside them.
+        changed_T = tokens_T.clone()
+        changed_T[[4, 7]] = (changed_T[[4, 7]] + 1) % config.vocab_size
+        after_TH = self._flat(changed_T, positions_T, attention.FlatLayout(PROBE_LENGTHS))
+        unmoved = [0, 1, 2, 3, 5, 6]
+        if float((after_TH - together_TH)[unmoved].abs().max()) > tolerance:
+            return False
+        self._set_attention(usual)
+        alone = []
+        start = 0
+        for length in PROBE_LENGTHS:
+            span = slice(start, start + length)
+            alone.append(self.module(input_ids=tokens_T[None, span], use_cache=False)[0][0])
+            start += length
+        self._set_attention(attention.NAME)
+        return float((torch.cat(alone) - together_TH).abs().max()) <= tolerance
+
+    @torch.no_grad()
+    def _check_context(self, context: ContextParallel) -> None:
+        """Whether nothing but attention looks from one token to another."""
+        # One sequence goes over several ranks, and one is left that shares a rank with it.
+        lengths = (2 * context.size + 1, context.size)
+        tokens_T, positions_T = self._probe(lengths)
+        alone_TH = self._flat(tokens_T, positions_T, attention.FlatLayout(lengths))
+        found_TH = self._shared(tokens_T, positions_T, lengths, context)
+        part = context.part(len(tokens_T)).to(tokens_T.device)
+        inside = part < len(tokens_T)
+        differences = (found_TH[inside] - alone_TH[part[inside]]).abs().flatten()
+        if not context.largest(torch.cat([differences, differences.new_zeros(1)])) <= self._tolerance(alone_TH):
+            raise ModelError(
+                f"{type(self.model).__name__} gives other numbers when its tokens are shared among {context.size}"
+                " ranks: more than attention mixes them; leave context parallelism out"
+            )
+
+    @torch.no_grad()
+    def _check_causal(self) -> None:
+        vocab_size = self.model.config.get_text_config().vocab_size
+        tokens_T, positions_T = self._probe()
+        before_TH = self._padded(tokens_T, positions_T, PROBE_LENGTHS)
+        tokens_T[3] = (tokens_T[3] + 1) % vocab_size
+        after_TH = self._padded(tokens_T, positions_T, PROBE_LENGTHS)
+        if float((after_TH - before_TH)[:3].abs().max()) > self._tolerance(before_TH):
+            raise ModelError(
+                f"{type(self.model).__name__} sees tokens before they are drawn; only causal models can be trained here"
+            )
+
+    def _probe(self, lengths: Sequence[int] = PROBE_LENGTHS) -> tuple[Tensor, Tensor]:
+        vocab_size = self.model.config.get_text_config().vocab_size
+        device = next(self.model.parameters()).device
+        tokens_T = (torch.arange(sum(lengths), device=device) * 7 + 3) % vocab_size
+        return tokens_T, attention.flat_positions(lengths).to(device)
+
+    def _tolerance(self, hidden_TH: Tensor) -> float:
+        """A thousand (fp32) or a few (bf16) roundings of the largest number."""
+        relative = 1e-4 if hidden_TH.dtype == torch.float32 else 5e-2
+        return relative * float(hidden_TH.float().abs().max())
+
+
+def _places(lengths: Sequence[int]) -> Tensor:
+    """Where each token stands in the rectangle, row by row. Padding stands behind, out of sight of a causal model."""
+    longest = max(lengths)
+    return torch.tensor([row * longest + column for row, length in enumerate(lengths) for column in range(length)])
+
+
+class LanguageHead:
+    """The output layer of a causal language model, applied a chunk at a time."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.is_linear = self._is_linear()
+        if not self.is_linear:
+            log.info("%s: logits are computed by its own code, chunk by chunk", type(model).__name__)
+
+    def outputs(self, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest) -> HeadOutputs:
+        """Logprobs of the targets and what else is wanted."""
+        if self.is_linear:
+            return head_outputs(self._linear(self.model.get_output_embeddings()), hidden_NH, targets_N, request)
+        vocab_size = self.model.config.get_text_config().vocab_size
+        return any_head_outputs(self._own_logits, vocab_size, hidden_NH, targets_N, request)
+
+    def _linear(self, layer: nn.Linear) -> LinearHead:
+        """Made anew for each use: where parameters are sharded, the layer holds another tensor each time."""
+        config = self.model.config.get_text_config()
+        divisor = getattr(config, "logits_scaling", None)
+        return LinearHead(
+            weight=layer.weight,
+            bias=layer.bias,
+            scale=getattr(config, "logit_scale", None) or (1.0 / divisor if divisor else 1.0),
+            softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+        )
+
+    @torch.no_grad()
+    def _is_linear(self) -> bool:
+        """Whether the formula gives what the model's own code gives."""
+        layer = self.model.get_output_embeddings()
+        if not isinstance(layer, nn.Linear):
+            return False
+        head = self._linear(layer)
+        shape = (3, layer.in_features)
+        probe_NH = torch.linspace(-2.0, 2.0, shape[0] * shape[1], device=layer.weight.device).view(shape)
+        probe_NH = probe_NH.to(layer.weight.dtype)
+        try:
+            own_NV = self._own_logits(probe_NH).float()
+        except Exception as error:
+            raise ModelError(
+                f"{type(self.model).__name__}: its head cannot be computed apart from its body ({error}), so logits of"
+                " all tokens would have to exist at once"
+            ) from error
+        relative = 1e-4 if layer.weight.dtype == torch.float32 else 5e-2
+        return torch.allclose(head.logits(probe_NH), own_NV, rtol=0, atol=relative * float(own_NV.abs().max() + 1e-6))
+
+    def _own_logits(self, hidden_NH: Tensor) -> Tensor:
+        """The logits that the model's own `forward` makes of these hidden states."""
+        with _body_returns(self.model, hidden_NH[None]):
+            dummy = torch.zeros(1, len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
+            logits_NV: Tensor = self.model(input_ids=dummy, use_cache=False).logits[0]
+        return logits_NV
+
+
+class _Outputs:
+    """What a body returns, for heads that read the hidden states by whatever name."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _body_returns(model: nn.Module, hidden: Tensor) -> Iterator[None]:
+    """For the time being whatever stands below the head gives `hidden` without computing anything."""
+    from transformers import PreTrainedModel
+
+    bodies = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
+    outputs = _Outputs(hidden)
+    for body in bodies:
+        body.forward = lambda *_args, **_kwargs: outputs
+    try:
+        yield
+    finally:
+        for body in bodies:
+            del body.forward  # the instance's; the class's shows again
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Make each layer keep its input only and recompute the rest in the backward pass; dropout stays off."""
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no layers that can be recomputed; set disable_gradient_checkpointing: true"
+        )
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        layer.gradient_checkpointing = True
+        # A layer recomputes only "in training"; its submodules stay in evaluation mode, where dropout does nothing.
+        layer.training = True
+        if isinstance(getattr(layer, "dropout", None), float):
+            layer.dropout = 0.0

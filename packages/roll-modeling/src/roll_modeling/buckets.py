@@ -1,0 +1,280 @@
+"""Published weights on their way from the worker into the engine's processes: one stretch of memory, filled again and
+again.
+
+    worker              fill | wait for the answer | fill | ...
+    engine's processes       | copy out, load      |      | ...
+
+On the host the memory has no name. Whoever knows the worker's process and descriptor can map it, which on Linux are the
+processes of the same user; it goes when the worker closes it or ends. Tensors that come on a device stay on it: each
+device of the engine has the bucket, and its process opens that by a handle.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.errors import CorruptTensorError, MissingTensorError, RollError, UnexpectedTensorError
+from roll_core.weights.device_memory import device_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from roll_core.types import WeightManifest
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 64
+"""Bytes; each tensor begins at a multiple."""
+TRIAL = tuple(range(100))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A tensor in a bucket."""
+
+    name: str
+    dtype: str
+    """As safetensors spells it."""
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketInfo:
+    """What an engine's process needs to read a bucket; plain values, because it crosses as JSON does."""
+
+    num_bytes: int
+    tensors: Sequence[Any]
+    path: str = ""
+    """Of memory on the host."""
+    handles: Mapping[str, str] = field(default_factory=dict)
+    """Of memory on devices, by the device's UUID; in hex."""
+
+    def plain(self) -> dict[str, Any]:
+        """As a dictionary."""
+        return asdict(self)
+
+
+class BucketWriter:
+    """Owns the memory."""
+
+    def __init__(self, bucket_bytes: int, devices: Sequence[str] = ()) -> None:
+        """`devices` are those on which the engine's processes compute; without them, or where their memory cannot be
+        lent, all goes by the host."""
+        self._bucket_bytes = bucket_bytes
+        self._devices = tuple(devices) if devices and device_memory(devices[0]) else ()
+        self._tried = False
+        self._memory: _Memory | None = None
+
+    def trial(self, tensor: Tensor) -> BucketInfo | None:
+        """A bucket for `opening_failure`, to be asked of each of the engine's processes and answered by `judge`; None
+        where tensors like this one do not travel by a device, or where that was tried before."""
+        import torch
+
+        if self._tried or not self._lies_on_device(tensor):
+            return None
+        self._tried = True
+        numbers = torch.tensor(TRIAL, dtype=torch.int32, device=tensor.device)
+        try:
+            return self.fill(iter(()), ("trial", numbers))[0]
+        except (RollError, RuntimeError) as error:
+            self.judge([str(error)])
+            return None
+
+    def judge(self, failures: Sequence[str]) -> None:
+        """What the engine's processes answered: whether tensors can stay on their devices."""
+        failure = next((each for each in failures if each), "")
+        if failure:
+            log.warning("weights go into the engine by the host, because a bucket on its devices failed: %s", failure)
+            self._devices = ()
+            self.close()
+
+    def fill(self, tensors: Iterator[tuple[str, Tensor]], first: tuple[str, Tensor]) -> tuple[BucketInfo, Any]:
+        """Pack `first` and what else fits; what did not fit is returned beside the bucket, None at the end."""
+        from roll_core.spec.weights import dtype_name
+
+        room = self._room(max(self._bucket_bytes, first[1].nbytes), on_device=self._lies_on_device(first[1]))
+        memory = room.tensor
+        packed: list[Packed] = []
+        end = 0
+        following: tuple[str, Tensor] | None = first
+        while following is not None:
+            name, tensor = following
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            if packed and start + tensor.nbytes > memory.numel():
+                break
+            end = start + tensor.nbytes
+            view(memory, tensor.dtype, tuple(tensor.shape), start).copy_(tensor.detach())
+            packed.append(Packed(name=name, dtype=dtype_name(tensor), shape=tuple(tensor.shape), start=start))
+            following = next(tensors, None)
+        path, handles = room.shown(end)
+        info = BucketInfo(num_bytes=memory.numel(), tensors=tuple(packed), path=path, handles=handles)
+        return info, following
+
+    def release(self) -> None:
+        """Give back what lies on a device, which others need between updates."""
+        if isinstance(self._memory, _DeviceMemory):
+            self.close()
+
+    def close(self) -> None:
+        """Give the memory back. May be called several times."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+    def _lies_on_device(self, tensor: Tensor) -> bool:
+        return bool(self._devices) and tensor.device.type == self._devices[0].partition(":")[0]
+
+    def _room(self, num_bytes: int, *, on_device: bool) -> _Memory:
+        kind = _DeviceMemory if on_device else _HostMemory
+        memory = self._memory
+        if not isinstance(memory, kind) or memory.tensor.numel() < num_bytes:
+            self.close()
+            memory = self._memory = _DeviceMemory(num_bytes, self._devices) if on_device else _HostMemory(num_bytes)
+        return memory
+
+
+class _Memory(ABC):
+    tensor: Tensor
+
+    @abstractmethod
+    def shown(self, num_bytes: int) -> tuple[str, Mapping[str, str]]:
+        """Path and handles by which the engine's processes read the first `num_bytes`, which are written."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give it back."""
+
+
+class _HostMemory(_Memory):
+    def __init__(self, num_bytes: int) -> None:
+        self._descriptor = os.memfd_create(f"roll-{os.getpid()}-bucket")
+        os.truncate(self._descriptor, num_bytes)
+        self.tensor = _map(self._descriptor, num_bytes)
+
+    @override
+    def shown(self, num_bytes: int) -> tuple[str, Mapping[str, str]]:
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}", {}
+
+    @override
+    def close(self) -> None:
+        self.tensor = self.tensor.new_empty(0)
+        os.close(self._descriptor)
+
+
+class _DeviceMemory(_Memory):
+    """On each of the devices; filled on the first, and copied from there."""
+
+    def __init__(self, num_bytes: int, devices: Sequence[str]) -> None:
+        kind = device_memory(devices[0])
+        if kind is None:
+            raise RuntimeError(f"memory of {devices[0]} cannot be lent")
+        self._kind = kind
+        self._on = {device: kind.allocate(num_bytes, device) for device in devices}
+        self.tensor = self._on[devices[0]]
+
+    @override
+    def shown(self, num_bytes: int) -> tuple[str, Mapping[str, str]]:
+        for memory in self._on.values():
+            if memory is not self.tensor:
+                memory[:num_bytes].copy_(self.tensor[:num_bytes])
+        for device in self._on:
+            self._kind.settle(device)
+        return "", {self._kind.uuid(device): self._kind.lend(memory).hex() for device, memory in self._on.items()}
+
+    @override
+    def close(self) -> None:
+        self.tensor = self.tensor.new_empty(0)
+        self._on.clear()
+        self._kind.collect()
+
+
+def read_bucket(info: BucketInfo, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    """The bucket's tensors, in memory of their own: the engine keeps some until the rest of their layer is there.
+
+    `device` is this process's. When the iterator is exhausted the bucket may be filled again. Raises `WeightSyncError`
+    where memory on a device cannot be opened.
+    """
+    from roll_core.spec.weights import torch_dtype
+
+    kind = device_memory(device) if info.handles else None
+    if kind is None:
+        descriptor = os.open(info.path, os.O_RDWR)
+        try:
+            memory = _map(descriptor, info.num_bytes)
+        finally:
+            os.close(descriptor)
+    else:
+        uuid = kind.uuid(device)
+        if uuid not in info.handles:
+            raise RuntimeError(f"the bucket is on {', '.join(info.handles)}, and this process computes on {uuid}")
+        memory = kind.open(bytes.fromhex(info.handles[uuid]), device)
+    for each in info.tensors:
+        yield each["name"], view(memory, torch_dtype(each["dtype"]), tuple(each["shape"]), each["start"]).clone()
+    if kind is not None:
+        kind.settle(device)
+
+
+def opening_failure(info: BucketInfo, device: str) -> str:
+    """Why a bucket of `BucketWriter.trial` cannot be read in this process; empty if it can."""
+    try:
+        tensors = dict(read_bucket(info, device))
+    except (RollError, RuntimeError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if tuple(tensors["trial"].tolist()) == TRIAL else "other numbers arrive"
+
+
+class Incoming:
+    """The sender's tensors, each held against its entry in the manifest."""
+
+    def __init__(self, who: str, manifest: WeightManifest, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._who, self._version, self._tensors = who, manifest.version, tensors
+        self._expected = {entry.name: entry for entry in manifest.tensors}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        from roll_core.spec.weights import dtype_name
+
+        name, tensor = next(self._tensors)
+        entry = self._expected.pop(name, None)
+        if entry is None:
+            raise UnexpectedTensorError(f"{self._who}: was sent {name}, which the manifest does not have, or has once")
+        if dtype_name(tensor) != entry.dtype or tuple(tensor.shape) != entry.shape:
+            raise CorruptTensorError(
+                f"{self._who}: {name} arrived as {dtype_name(tensor)} {list(tensor.shape)}; the manifest says"
+                f" {entry.dtype} {list(entry.shape)}"
+            )
+        return name, tensor
+
+    def refuse_missing(self) -> None:
+        """Raise `MissingTensorError` for what did not come."""
+        if self._expected:
+            raise MissingTensorError(
+                f"{self._who}: {min(self._expected)} was not sent of version {self._version}"
+                f" ({len(self._expected)} such tensors)"
+            )
+
+
+def view(memory: Tensor, dtype: Any, shape: tuple[int, ...], start: int) -> Tensor:
+    """A tensor on some of the bytes of `memory`."""
+    num_bytes = dtype.itemsize * math.prod(shape)
+    return memory[start : start + num_bytes].view(dtype).view(shape)
+
+
+def _map(descriptor: int, num_bytes: int) -> Tensor:
+    import torch
+
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)

@@ -1,0 +1,153 @@
+"""RMSNorm and gated activation, forward and backward, in compiled kernels of one pass each: `elementwise.cpp`, called
+through ctypes.
+
+Tensors are contiguous, on the host, and float32 or bfloat16.
+
+Shapes: N rows, D their size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from roll_core.errors import ExtensionError
+from roll_core.native.extensions import Extension
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+EXTENSION = Extension(
+    name="roll_elementwise",
+    sources=(Path(__file__).with_name("elementwise.cpp"),),
+    # Sums may be reordered, which vectorizes them; NaN and infinity keep their meaning.
+    cflags=(
+        "-fopenmp",
+        "-ffp-contract=fast",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fno-signed-zeros",
+        "-fassociative-math",
+        "-freciprocal-math",
+    ),
+    native=True,
+)
+DTYPES = (torch.float32, torch.bfloat16)
+WEIGHT_BLOCKS = 64
+"""Partial sums of a norm weight's gradient: a fixed number, so that threads do not change the result."""
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """Compiled on first use, once for this machine. Raises `ExtensionError`."""
+    loaded = EXTENSION.load()
+    pointer, integer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+    for name, arguments in {
+        "roll_norm": [flag, *[pointer] * 4, integer, integer, number, flag],
+        "roll_norm_backward": [flag, *[pointer] * 6, integer, integer, integer, flag],
+        "roll_gate": [flag, *[pointer] * 3, integer, flag],
+        "roll_gate_backward": [flag, *[pointer] * 5, integer, flag],
+    }.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """True if the kernels can be loaded. Compiles them if nobody has."""
+    try:
+        library()
+    except ExtensionError as error:
+        log.info("norms and gates are computed by several operations of torch each, more slowly: %s", error)
+        return False
+    return True
+
+
+def norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm with the rounding of transformers, and the `[N]` float32 factors that `norm_backward` needs."""
+    _check(x_ND, weight_D, x_ND.shape[1:])
+    y_ND, scales_N = torch.empty_like(x_ND), torch.empty(len(x_ND))
+    library().roll_norm(
+        _low(x_ND),
+        x_ND.data_ptr(),
+        weight_D.data_ptr(),
+        y_ND.data_ptr(),
+        scales_N.data_ptr(),
+        *x_ND.shape,
+        epsilon,
+        torch.get_num_threads(),
+    )
+    return y_ND, scales_N
+
+
+def norm_backward(x_ND: Tensor, weight_D: Tensor, scales_N: Tensor, dy_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of input and weight."""
+    _check(x_ND, weight_D, x_ND.shape[1:])
+    _check(x_ND, dy_ND, x_ND.shape)
+    dx_ND, sums_BD = torch.empty_like(x_ND), torch.empty(WEIGHT_BLOCKS, x_ND.shape[1])
+    library().roll_norm_backward(
+        _low(x_ND),
+        x_ND.data_ptr(),
+        weight_D.data_ptr(),
+        scales_N.data_ptr(),
+        dy_ND.data_ptr(),
+        dx_ND.data_ptr(),
+        sums_BD.data_ptr(),
+        WEIGHT_BLOCKS,
+        *x_ND.shape,
+        torch.get_num_threads(),
+    )
+    return dx_ND, sums_BD[0].to(weight_D.dtype, copy=True)  # a view would keep the memory of all blocks
+
+
+def gate(gate_ND: Tensor, up_ND: Tensor) -> Tensor:
+    """`silu(gate) * up`."""
+    _check(gate_ND, up_ND, gate_ND.shape)
+    y_ND = torch.empty_like(gate_ND)
+    library().roll_gate(
+        _low(gate_ND),
+        gate_ND.data_ptr(),
+        up_ND.data_ptr(),
+        y_ND.data_ptr(),
+        gate_ND.numel(),
+        torch.get_num_threads(),
+    )
+    return y_ND
+
+
+def gate_backward(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of both."""
+    _check(gate_ND, up_ND, gate_ND.shape)
+    _check(gate_ND, dy_ND, gate_ND.shape)
+    dgate_ND, dup_ND = torch.empty_like(gate_ND), torch.empty_like(up_ND)
+    library().roll_gate_backward(
+        _low(gate_ND),
+        gate_ND.data_ptr(),
+        up_ND.data_ptr(),
+        dy_ND.data_ptr(),
+        dgate_ND.data_ptr(),
+        dup_ND.data_ptr(),
+        gate_ND.numel(),
+        torch.get_num_threads(),
+    )
+    return dgate_ND, dup_ND
+
+
+def _check(first: Tensor, other: Tensor, shape: torch.Size) -> None:
+    """Kernels read plain memory: another shape or dtype would be read past its end."""
+    if other.shape != shape or other.dtype != first.dtype or first.dtype not in DTYPES:
+        raise ValueError(f"expected {tuple(shape)} of {first.dtype}, found {tuple(other.shape)} of {other.dtype}")
+    if not (first.is_contiguous() and other.is_contiguous()):
+        raise ValueError(f"expected contiguous tensors, found strides {first.stride()} and {other.stride()}")
+
+
+def _low(x: Tensor) -> int:
+    return int(x.dtype == torch.bfloat16)

@@ -1,0 +1,208 @@
+"""Norms, gated activation and linear layers with few passes over memory, in place of transformers' own modules.
+
+On a CPU the element-wise work of a layer costs as much as a third of its GEMMs, because every operation goes through
+memory. Here compiled kernels do it in one pass (`elementwise`); without a C++ compiler, and in float32, operations of
+torch work on blocks of rows that stay in a core's cache. Nothing is kept that is cheap to compute again.
+A module is replaced only if, tried on numbers, the replacement gives what the module itself gives.
+
+Shapes: N rows, D their size; T flat tokens, H heads, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from roll_modeling import elementwise
+from roll_modeling.products import ONEDNN_MIN_PRODUCTS, Linear, prefers_onednn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    Replacement = tuple[int, Callable[[Tensor], Tensor]]
+    """Size of the input, and what is to be called instead."""
+
+log = logging.getLogger(__name__)
+
+BLOCK_ELEMENTS = 1 << 16
+"""Of one operand: 256 KiB in float32, so that four of them fit a core's second-level cache."""
+
+
+TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2**-7, 2**-9)}
+"""Relative, and absolute as a share of the largest number: a few roundings."""
+LEAST_WEIGHTS = 1 << 12
+"""Elements of the smallest linear layer that is replaced: it wins where a microbatch has a thousand tokens."""
+
+
+def fuse(model: nn.Module) -> int:
+    """Replace what can be replaced in a model on the host, in bfloat16 only with compiled kernels; returns the number
+    of modules."""
+    parameter = next(model.parameters())
+    compiled = parameter.device.type == "cpu" and elementwise.available()
+    dtypes = elementwise.DTYPES if compiled else (torch.float32,)
+    if parameter.device.type != "cpu" or parameter.dtype not in dtypes:
+        return 0
+    return sum(_replace(module) for module in model.modules())
+
+
+@torch.no_grad()
+def _replace(module: Any) -> bool:
+    replacement = _rms_norm_of(module) or _gated_mlp_of(module) or _linear_of(module)
+    if replacement is None or "forward" in vars(module):
+        return False
+    size, forward = replacement
+    dtype = next(module.parameters()).dtype
+    relative, absolute = TOLERANCES.get(dtype, (0.0, 0.0))
+    probe = torch.linspace(-3.0, 3.0, 3 * size).view(1, 3, size).to(dtype)
+    expected, found = module(probe), forward(probe)
+    largest = float(expected.abs().max())
+    if not torch.allclose(found, expected, rtol=relative, atol=absolute * largest + 1e-12):
+        return False
+    module.forward = forward
+    return True
+
+
+def _rms_norm_of(module: Any) -> Replacement | None:
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    named = type(module).__name__.endswith("RMSNorm")
+    if not named or not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(epsilon, float):
+        return None
+
+    own = module.forward
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype != module.weight.dtype:  # a norm that stays in float32 beside layers in bfloat16
+            return own(hidden_states)  # type: ignore[no-any-return]
+        found: Tensor = _RMSNorm.apply(hidden_states, module.weight, epsilon)  # type: ignore[no-untyped-call]
+        return found
+
+    return len(weight), forward
+
+
+def _gated_mlp_of(module: Any) -> Replacement | None:
+    names = {name for name, _ in module.named_children()}
+    if not {"gate_proj", "up_proj", "down_proj"} <= names <= {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return None
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    if not all(hasattr(each, "in_features") for each in (gate, up, down)):  # linear, with an adapter or without
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        gated: Tensor = _SwiGLU.apply(gate(x), up(x))  # type: ignore[no-untyped-call]
+        found: Tensor = down(gated)
+        return found
+
+    return gate.in_features, forward
+
+
+def _linear_of(module: Any) -> Replacement | None:
+    if type(module) is not nn.Linear or not prefers_onednn(module.weight, ONEDNN_MIN_PRODUCTS // LEAST_WEIGHTS):
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        found: Tensor = Linear.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call]
+        return found
+
+    return module.in_features, forward
+
+
+class _RMSNorm(torch.autograd.Function):
+    """`y = w * x * r` with `r = 1 / sqrt(mean(x²) + eps)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+        x_ND = x.reshape(-1, x.shape[-1]).contiguous()
+        norm = elementwise.norm if elementwise.available() else blocked_norm
+        y_ND, scales_N = norm(x_ND, weight_D, epsilon)
+        ctx.save_for_backward(x_ND, weight_D, scales_N)
+        return y_ND.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_D, scales_N = ctx.saved_tensors
+        backward = elementwise.norm_backward if elementwise.available() else blocked_norm_backward
+        dx_ND, dw_D = backward(x_ND, weight_D, scales_N, grads[0].reshape(x_ND.shape).contiguous())
+        return dx_ND.view(grads[0].shape), dw_D, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """`y = silu(gate) * up`."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        size = gate.shape[-1]
+        gate_NI, up_NI = gate.reshape(-1, size).contiguous(), up.reshape(-1, size).contiguous()
+        ctx.save_for_backward(gate_NI, up_NI)
+        compute = elementwise.gate if elementwise.available() else blocked_gate
+        return compute(gate_NI, up_NI).view(gate.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate_NI, up_NI = ctx.saved_tensors
+        backward = elementwise.gate_backward if elementwise.available() else blocked_gate_backward
+        dgate_NI, dup_NI = backward(gate_NI, up_NI, grads[0].reshape(gate_NI.shape).contiguous())
+        return dgate_NI.view(grads[0].shape), dup_NI.view(grads[0].shape)
+
+
+# -- without a compiler, in float32 ------------------------------------------------------------------------------------
+
+
+def blocked_norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """`elementwise.norm`."""
+    size = x_ND.shape[-1]
+    y_ND, scales_N = torch.empty_like(x_ND), x_ND.new_empty(len(x_ND))
+    for rows in _blocks(len(x_ND), size):
+        x_BD, y_BD, scale_B1 = x_ND[rows], y_ND[rows], scales_N[rows, None]
+        torch.linalg.vector_norm(x_BD, dim=-1, keepdim=True, out=scale_B1)
+        scale_B1.square_().div_(size).add_(epsilon).rsqrt_()
+        torch.mul(x_BD, scale_B1, out=y_BD).mul_(weight_D)
+    return y_ND, scales_N
+
+
+def blocked_norm_backward(x_ND: Tensor, weight_D: Tensor, scales_N: Tensor, dy_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """`elementwise.norm_backward`. With n = x * r: dw = sum(dy * n), dx = r * (dy * w - n * mean(dy * w * n))."""
+    size = x_ND.shape[-1]
+    dx_ND, dw_D = torch.empty_like(x_ND), torch.zeros_like(weight_D)
+    step = max(1, BLOCK_ELEMENTS // size)
+    normal, product = x_ND.new_empty(step, size), x_ND.new_empty(step, size)
+    for rows in _blocks(len(x_ND), size):
+        dy_BD, dx_BD, scale_B1 = dy_ND[rows], dx_ND[rows], scales_N[rows, None]
+        n_BD = torch.mul(x_ND[rows], scale_B1, out=normal[: len(dy_BD)])
+        dyn_BD = torch.mul(dy_BD, n_BD, out=product[: len(dy_BD)])
+        dw_D += dyn_BD.sum(dim=0)
+        mean_B1 = torch.mv(dyn_BD, weight_D).div_(size)[:, None]
+        torch.mul(dy_BD, weight_D, out=dx_BD)
+        dx_BD.addcmul_(n_BD, mean_B1, value=-1.0).mul_(scale_B1)
+    return dx_ND, dw_D
+
+
+def blocked_gate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+    """`elementwise.gate`."""
+    y_NI = torch.empty_like(gate_NI)
+    for rows in _blocks(*gate_NI.shape):
+        torch.ops.aten.silu.out(gate_NI[rows], out=y_NI[rows]).mul_(up_NI[rows])
+    return y_NI
+
+
+def blocked_gate_backward(gate_NI: Tensor, up_NI: Tensor, dy_NI: Tensor) -> tuple[Tensor, Tensor]:
+    """`elementwise.gate_backward`."""
+    size = gate_NI.shape[-1]
+    dgate_NI, dup_NI = torch.empty_like(gate_NI), torch.empty_like(up_NI)
+    scratch = gate_NI.new_empty(max(1, BLOCK_ELEMENTS // size), size)
+    for rows in _blocks(len(gate_NI), size):
+        gate_BI, dy_BI = gate_NI[rows], dy_NI[rows]
+        torch.ops.aten.silu.out(gate_BI, out=dup_NI[rows]).mul_(dy_BI)
+        dsilu_BI = torch.mul(dy_BI, up_NI[rows], out=scratch[: len(dy_BI)])
+        torch.ops.aten.silu_backward.grad_input(dsilu_BI, gate_BI, grad_input=dgate_NI[rows])
+    return dgate_NI, dup_NI
+
+
+def _blocks(num_rows: int, size: int) -> Iterator[slice]:
+    step = max(1, BLOCK_ELEMENTS // size)
+    return (slice(start, start + step) for start in range(0, num_rows, step))

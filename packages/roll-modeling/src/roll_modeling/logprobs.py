@@ -1,0 +1,295 @@
+"""Logprobs and entropies of tokens, computed a chunk of tokens at a time: the logits of all tokens never exist at once.
+
+Shapes: N tokens whose logprobs are wanted, V vocabulary, H hidden size, C tokens of a chunk, K top-k.
+
+With `p = softmax(z / temperature)`, upstream gradients `g` of the logprob of token `y` and `e` of the entropy `S`:
+
+    d z = (g * (onehot(y) - p) - e * p * (log p + S)) / temperature
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from roll_modeling.memory import KEPT_ELEMENTS, head_chunk, padded_rows
+from roll_modeling.products import input_gradient, linear, prefers_onednn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+MANY_COLUMNS = 256
+"""From so many on blocks pay, in looking for the greatest of a row."""
+NEVER = -1e4
+"""In place of lower log probabilities, -inf among them, where a probability of 0 multiplies them: 0 × inf is NaN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearHead:
+    """Logits as `softcap(scale * (hidden @ weight.T + bias))`, the form of nearly every language model."""
+
+    weight: Tensor
+    """`[V, H]`."""
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+    """`cap * tanh(z / cap)`; 0 for none."""
+
+    def logits(self, hidden_CH: Tensor) -> Tensor:
+        """`[C, V]` in float32."""
+        if torch.is_grad_enabled():
+            logits_CV = torch.nn.functional.linear(hidden_CH, self.weight, self.bias).float()
+        else:
+            logits_CV = linear(hidden_CH, self.weight, self.bias).float()
+        if self.scale != 1.0:
+            logits_CV = logits_CV.mul_(self.scale) if not logits_CV.requires_grad else logits_CV * self.scale
+        if self.softcap:
+            logits_CV = torch.tanh(logits_CV / self.softcap) * self.softcap
+        return logits_CV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRequest:
+    """What is wanted of the head."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+    entropy_grad: bool = True
+    topk: int = 0
+    """K best tokens; of one alone, the first of those that are equal, as `torch.argmax` chooses."""
+    chunk_tokens: int | None = None
+    """C; None chooses by vocabulary and device."""
+
+    def chunk(self, vocab_size: int, device: torch.device) -> int:
+        """C."""
+        return self.chunk_tokens or head_chunk(vocab_size, on_host=device.type == "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOutputs:
+    """Aligned to the N tokens; float32. Top-k carries no gradient."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor | None = None
+    topk_logprobs_NK: Tensor | None = None
+    topk_ids_NK: Tensor | None = None
+
+
+def head_outputs(head: LinearHead, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest) -> HeadOutputs:
+    """Logprobs of `targets_N` under the head's distributions, with gradients to the hidden states and the head."""
+    num_tokens = len(targets_N)
+    if prefers_onednn(head.weight) and (more := padded_rows(num_tokens) - num_tokens):
+        hidden_NH, targets_N = F.pad(hidden_NH, (0, 0, 0, more)), F.pad(targets_N, (0, more))
+    outputs = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, head.weight, head.bias, targets_N, head, request
+    )
+    logprobs_N, entropy_N, topk_logprobs_NK, topk_ids_NK = (each[:num_tokens] for each in outputs)
+    return HeadOutputs(
+        logprobs_N=logprobs_N,
+        entropy_N=entropy_N if request.entropy else None,
+        topk_logprobs_NK=topk_logprobs_NK if request.topk else None,
+        topk_ids_NK=topk_ids_NK if request.topk else None,
+    )
+
+
+def any_head_outputs(
+    logits: Callable[[Tensor], Tensor], vocab_size: int, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest
+) -> HeadOutputs:
+    """The same for a head that is only known as a function from hidden states to logits: recomputed by autograd."""
+    parts: list[HeadOutputs] = []
+    size = request.chunk(vocab_size, hidden_NH.device)
+
+    def part(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        logp_CV = torch.log_softmax(logits(hidden_CH).float() / request.temperature, dim=-1)
+        chosen_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
+        entropy_C = _entropy(logp_CV) if request.entropy else logp_CV.new_zeros(0)
+        if not request.entropy_grad:
+            entropy_C = entropy_C.detach()
+        return chosen_C, entropy_C, *_topk(logp_CV.detach(), request.topk)
+
+    for start in range(0, max(len(targets_N), 1), size):
+        span = slice(start, start + size)
+        chosen_C, entropy_C, top_CK, ids_CK = checkpoint(
+            part, hidden_NH[span], targets_N[span], use_reentrant=False, preserve_rng_state=False
+        )
+        parts.append(HeadOutputs(logprobs_N=chosen_C, entropy_N=entropy_C, topk_logprobs_NK=top_CK, topk_ids_NK=ids_CK))
+
+    def joined(name: str, wanted: bool) -> Tensor | None:
+        return torch.cat([getattr(each, name) for each in parts]) if wanted else None
+
+    return HeadOutputs(
+        logprobs_N=torch.cat([each.logprobs_N for each in parts]),
+        entropy_N=joined("entropy_N", request.entropy),
+        topk_logprobs_NK=joined("topk_logprobs_NK", request.topk > 0),
+        topk_ids_NK=joined("topk_ids_NK", request.topk > 0),
+    )
+
+
+def _entropy(logp_CV: Tensor) -> Tensor:
+    # 0 * -inf where a probability underflows: its share of the entropy is 0.
+    return -(logp_CV.exp() * logp_CV.clamp(min=torch.finfo(logp_CV.dtype).min)).sum(dim=-1)
+
+
+def _topk(logp_CV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if not k:
+        return logp_CV.new_zeros(0, 0), torch.zeros(0, 0, dtype=torch.int64, device=logp_CV.device)
+    if k == 1:
+        best_C, ids_C = first_choice(logp_CV)
+        return best_C[:, None], ids_C[:, None]
+    top = logp_CV.topk(min(k, logp_CV.shape[1]), dim=-1)
+    return top.values, top.indices
+
+
+def first_choice(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """`logits_CV.max(dim=1)`: the greatest, and the first column that has it.
+
+    On the CPU torch looks for indices one element at a time, but for maxima alone in vectors, so
+    there the maxima of blocks say in which block to look.
+    """
+    vocab_size = logits_CV.shape[1]
+    block = 1 << (vocab_size.bit_length() // 2)
+    if logits_CV.device.type != "cpu" or vocab_size < MANY_COLUMNS:
+        best = logits_CV.max(dim=1)
+        return best.values, best.indices
+    whole = vocab_size - vocab_size % block
+    blocks_CBb = logits_CV[:, :whole].view(len(logits_CV), whole // block, block)
+    at_C = blocks_CBb.amax(dim=2).argmax(dim=1)
+    best_C, ids_C = blocks_CBb[torch.arange(len(at_C)), at_C].max(dim=1)
+    ids_C += at_C * block
+    if whole < vocab_size:
+        rest = logits_CV[:, whole:].max(dim=1)
+        later_C = rest.values > best_C
+        best_C, ids_C = torch.where(later_C, rest.values, best_C), torch.where(later_C, rest.indices + whole, ids_C)
+    return best_C, ids_C
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        head: LinearHead,
+        request: HeadRequest,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        num_tokens, vocab_size = len(targets_N), weight_VH.shape[0]
+        size = request.chunk(vocab_size, hidden_NH.device)
+        needs_grad = any(ctx.needs_input_grad[:3])
+        keep = needs_grad and not head.softcap and num_tokens * vocab_size <= KEPT_ELEMENTS
+        kept: list[Tensor] = []
+        chosen: list[Tensor] = []
+        entropies: list[Tensor] = []
+        tops: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, num_tokens, size):
+            span = slice(start, start + size)
+            logp_CV = _log_softmax(head.logits(hidden_NH[span]), request.temperature)
+            chosen.append(logp_CV.gather(1, targets_N[span, None])[:, 0])
+            if request.entropy:
+                entropies.append(_entropy(logp_CV))
+            if request.topk:
+                tops.append(_topk(logp_CV, request.topk))
+            if keep:
+                kept.append(logp_CV)
+        # Of its own each, for some are marked as not differentiable below: with no token at all the logprobs still are,
+        # because ranks that share a model go through the backward pass together.
+        logprobs_N = torch.cat(chosen) if chosen else hidden_NH.new_zeros(0, dtype=torch.float32)
+        entropy_N = torch.cat(entropies) if entropies else hidden_NH.new_zeros(0, dtype=torch.float32)
+        k = min(request.topk, vocab_size)
+        topk_logprobs_NK = (
+            torch.cat([top for top, _ in tops]) if tops else hidden_NH.new_zeros(0, k, dtype=torch.float32)
+        )
+        topk_ids_NK = torch.cat([ids for _, ids in tops]) if tops else targets_N.new_zeros(0, k)
+        ctx.mark_non_differentiable(topk_logprobs_NK, topk_ids_NK)
+        if not (request.entropy and request.entropy_grad):
+            ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, entropy_N)
+        ctx.head, ctx.request, ctx.kept = head, request, kept
+        return logprobs_N, entropy_N, topk_logprobs_NK, topk_ids_NK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, entropy_N = ctx.saved_tensors
+        head: LinearHead = ctx.head
+        request: HeadRequest = ctx.request
+        grad_N, grad_entropy_N = grads[0], grads[1]
+        if grad_N is None:
+            grad_N = hidden_NH.new_zeros(len(targets_N), dtype=torch.float32)
+        if not (request.entropy and request.entropy_grad):
+            grad_entropy_N = None
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
+        size = request.chunk(weight_VH.shape[0], hidden_NH.device)
+        for at, start in enumerate(range(0, len(targets_N), size)):
+            span = slice(start, start + size)
+            slope_CV: Tensor | None = None
+            if ctx.kept:
+                logp_CV = ctx.kept[at]
+                ctx.kept[at] = None
+            else:
+                logits_CV = head.logits(hidden_NH[span])
+                if head.softcap:
+                    slope_CV = 1.0 - (logits_CV / head.softcap).square_()
+                logp_CV = _log_softmax(logits_CV, request.temperature)
+            d_CV = _d_logits(
+                logp_CV,
+                targets_N[span],
+                grad_N[span],
+                entropy_N[span] if grad_entropy_N is not None else None,
+                grad_entropy_N[span] if grad_entropy_N is not None else None,
+                head.scale / request.temperature,
+            )
+            if slope_CV is not None:
+                d_CV.mul_(slope_CV)
+            if grad_bias_V is not None:
+                grad_bias_V += d_CV.sum(dim=0)
+            d_CV = d_CV.to(weight_VH.dtype)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[span] = input_gradient(d_CV, weight_VH)
+            if grad_weight_VH is not None:
+                if grad_weight_VH.dtype == d_CV.dtype:
+                    grad_weight_VH.addmm_(d_CV.T, hidden_NH[span])
+                else:
+                    grad_weight_VH += d_CV.T @ hidden_NH[span]
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        if grad_bias_V is not None and bias_V is not None:
+            grad_bias_V = grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
+
+
+def _log_softmax(logits_CV: Tensor, temperature: float) -> Tensor:
+    """Uses up its argument."""
+    if temperature != 1.0:
+        logits_CV = logits_CV.div_(temperature)
+    return torch.log_softmax(logits_CV, dim=-1)
+
+
+def _d_logits(
+    logp_CV: Tensor,
+    targets_C: Tensor,
+    grad_C: Tensor,
+    entropy_C: Tensor | None,
+    grad_entropy_C: Tensor | None,
+    factor: float,
+) -> Tensor:
+    """Gradient of the logits before scale and temperature, which `factor` undoes. Uses up `logp_CV`."""
+    grad_C = grad_C * factor
+    if entropy_C is None or grad_entropy_C is None:
+        d_CV = logp_CV.exp_().mul_(-grad_C[:, None])
+    else:
+        p_CV = logp_CV.exp()
+        # -(g + e * (log p + S)) * p, with one pass less.
+        slope_C = grad_entropy_C * factor
+        d_CV = logp_CV.clamp_(min=NEVER).add_(entropy_C[:, None])
+        d_CV = d_CV.mul_(-slope_C[:, None]).sub_(grad_C[:, None]).mul_(p_CV)
+    return d_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])

@@ -1,0 +1,371 @@
+"""Low-rank adapters on a Hugging Face model: which layers get one, the model beneath them, and merged weights.
+
+    y = x Wᵀ + scale · (x Aᵀ) Bᵀ          merged: W + scale · B A
+
+peft builds the layers, into the model itself, whose class, forward pass and attributes stay. Call `add_adapters` after
+loading and before anything that wraps, shards, fuses or optimises parameters. Nothing else here is tied to how the
+parameters are stored: where they are shards, pass what makes them whole as `full`.
+
+Shapes: I inputs and O outputs of a layer, R rank; W [O, I], A [R, I], B [O, R].
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from roll_core.errors import CheckpointError, ModelError, UnsupportedError
+from roll_core.spec.weights import digest
+from roll_modeling.model import load_tokenizer, quiet, scalar_head
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import LoraSpec, ModelSpec
+
+ADAPTER = "default"
+"""peft's name of the one adapter that there is."""
+ADAPTERS = "adapter_model.safetensors"
+"""peft's name of the file."""
+
+
+def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
+    """Put the adapters of `spec.lora` into `model`, and freeze everything else.
+
+    A is drawn from `spec.seed`, B is 0: the model computes what it did before. Adapters are float32 whatever the
+    model's dtype. Raises `ModelError` that names the nearest modules for targets that the model does not have.
+    """
+    if spec.lora is None:
+        raise UnsupportedError("the model's spec has no adapters to add")
+    from peft import LoraConfig, get_peft_model
+
+    extra = _extra_modules(model, spec)
+    targets = target_layers(model, spec.lora, extra)
+    _refuse_tied(model, [*targets, *extra])
+    config = LoraConfig(
+        r=spec.lora.rank,
+        lora_alpha=spec.lora.alpha,
+        lora_dropout=0.0,
+        target_modules=_short(model, targets),
+        modules_to_save=extra or None,
+        task_type=_task_type(model, spec),
+    )
+    with quiet(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # That GPT-2 stores its matrices transposed, and that transformers renamed something: nothing a person could do.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to|`is_gradient_checkpointing` is deprecated")
+        torch.manual_seed(spec.seed)
+        handle = get_peft_model(model, config, adapter_name=ADAPTER)
+    model.eval()
+    return Adapters(model, spec, handle)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """For the time being `model` computes as it would without adapters, bit for bit, extra modules included.
+
+    Raises `UnsupportedError` if it has none.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layers = [each for each in model.modules() if isinstance(each, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    if not layers:
+        raise UnsupportedError(f"{type(model).__name__} has no adapters, so there is no base model beneath them")
+    with _keeping_gradient_flags(model):
+        for each in layers:
+            each.enable_adapters(False)
+    try:
+        yield
+    finally:
+        with _keeping_gradient_flags(model):
+            for each in layers:
+                each.enable_adapters(True)
+
+
+@contextmanager
+def _keeping_gradient_flags(model: nn.Module) -> Iterator[None]:
+    """peft freezes adapters that it switches off, and FSDP2 keeps for good the flags that it sees in its first pass."""
+    flags = [(each, each.requires_grad) for each in model.parameters()]
+    yield
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
+
+
+class Adapters:
+    """The adapters of one model."""
+
+    def __init__(self, model: PreTrainedModel, spec: ModelSpec, handle: Any) -> None:
+        """`handle` is peft's model around `model`."""
+        self.model, self._spec, self._handle = model, spec, handle
+        self._base_digest = ""
+
+    @property
+    def lora(self) -> LoraSpec:
+        """As configured."""
+        if self._spec.lora is None:
+            raise AssertionError("made by add_adapters, which refuses a spec without")
+        return self._spec.lora
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What is trained, by name: A and B of every target, and the copies of extra modules."""
+        return {name: each for name, each in self.model.named_parameters() if _is_adapter(name)}
+
+    def drawn(self) -> dict[str, Tensor]:
+        """A `[R, I]` of every target by name, as `add_adapters` draws them on a model that has numbers: for whoever
+        keeps these elsewhere, and `model` on the device `meta`."""
+        found: dict[str, Tensor] = {}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._spec.seed)
+            for name, a_RI in self.trained().items():
+                if f".lora_A.{ADAPTER}." in name:
+                    b_OR = self.model.get_parameter(name.replace(".lora_A.", ".lora_B."))
+                    # peft makes two layers, each of which draws its weight, and then draws A's once more.
+                    layer = nn.Linear(a_RI.shape[1], a_RI.shape[0], bias=False)
+                    nn.Linear(b_OR.shape[1], b_OR.shape[0], bias=False)
+                    nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5))
+                    found[name] = layer.weight.detach()
+        return found
+
+    @torch.no_grad()
+    def merged(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of the model without adapters that computes the same, in the order of its parameters.
+
+        Merged weights are computed in float32 one at a time and are new tensors in the weight's dtype. What has no
+        adapter is the live parameter. `full` makes a whole tensor of a parameter that is a shard of one; it is called
+        on all ranks in the same order. Tied weights come once.
+        """
+        parameters = dict(self.model.named_parameters())
+        for name, parameter in parameters.items():
+            if _is_adapter(name):
+                continue
+            owner, kind = _split(name)
+            if ".original_module." in name:
+                copied = parameters[name.replace(".original_module.", f".modules_to_save.{ADAPTER}.", 1)]
+                yield base_name(name), full(copied).detach()
+            elif owner and kind == "weight":
+                a_RI, b_OR = (full(parameters[f"{owner}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")
+                layer: Any = self.model.get_submodule(owner)
+                yield base_name(name), self._merge(full(parameter), a_RI, b_OR, transposed=layer.fan_in_fan_out)
+            else:
+                yield base_name(name), full(parameter).detach()
+
+    @torch.no_grad()
+    def exported(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
+        """What `TrainStrategy.export_adapters` yields: A is the live parameter, B a new tensor with the scale in it.
+        Raises `UnsupportedError` where modules are trained in full beside them."""
+        if self.lora.extra_modules:
+            raise UnsupportedError(
+                f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full beside the adapters: an"
+                " engine that is sent these alone would not have it"
+            )
+        for name, parameter in self.trained().items():
+            whole = full(parameter).detach()
+            scaled = whole * self.lora.scale if f".lora_B.{ADAPTER}." in name else whole
+            yield name.replace(f".{ADAPTER}.", "."), scaled
+
+    def state_dict(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
+        """Merged weights and the model's buffers, as transformers stores them; tied weights once."""
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = {name: each for name, each in self.model.state_dict().items() if name not in parameters}
+        return dict(self.merged(full)) | {
+            base_name(name): each for name, each in buffers.items() if not _is_adapter(name)
+        }
+
+    def _merge(self, weight: Tensor, a_RI: Tensor, b_OR: Tensor, *, transposed: bool) -> Tensor:
+        delta_OI = (b_OR.float() @ a_RI.float()).mul_(self.lora.scale)
+        return (delta_OI.T if transposed else delta_OI).add(weight.float()).to(weight.dtype)
+
+    def base_digest(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> str:
+        """Identifies the model beneath: equal for equal names and bytes. Computed once, since it never changes."""
+        if not self._base_digest:
+            beneath = {name: each for name, each in self.model.named_parameters() if not _is_adapter(name)}
+            self._base_digest = weights_digest((base_name(name), full(each)) for name, each in beneath.items())
+        return self._base_digest
+
+    def identity(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Any]:
+        """What has to be the same where adapters that were saved are loaded, for them to mean the same."""
+        return {"base_model": self.base_digest(full), "rank": self.lora.rank, "alpha": self.lora.alpha}
+
+    def refuse_other(self, saved: dict[str, Any] | None, here: dict[str, Any], place: object) -> None:
+        """Raise `CheckpointError` unless what was saved at `place` beside adapters is their `identity` here."""
+        if saved == here:
+            return
+        if saved is None:
+            raise CheckpointError(f"{place}: holds a whole model, but this role trains adapters (lora_target)")
+        if saved.get("base_model") != here["base_model"]:
+            source = self._spec.path or "the one made from random_init"
+            raise CheckpointError(f"{place}: its adapters were trained on another base model than {source} is now")
+        raise CheckpointError(
+            f"{place}: its adapters have rank {saved.get('rank')} and alpha {saved.get('alpha')}, but lora_rank is"
+            f" {here['rank']} and lora_alpha {here['alpha']:g}"
+        )
+
+    def also_targets(self, names: Iterable[str]) -> None:
+        """Layers that have adapters too, in what is exported, though `model` has them as one tensor: experts."""
+        config = self._handle.peft_config[ADAPTER]
+        config.target_modules = sorted({*config.target_modules, *names})
+
+    def export(self, path: Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write the adapters as peft loads them, and the tokenizer. `state`, what is trained as whole tensors, is
+        needed for shards, and for layers that `model` has as one tensor (`also_targets`). Raises `UnsupportedError`
+        where the base model was made from nothing."""
+        if not self._spec.path:
+            raise UnsupportedError("adapters alone need a base model that others can load, and random_init gives none")
+        with quiet():
+            self._handle.save_pretrained(
+                path, selected_adapters=[ADAPTER], save_embedding_layers=False, state_dict=self._prefixed(state)
+            )
+        trained = self.trained()
+        # peft writes what stands in layers that it knows, and drops the rest without a word.
+        if apart := {name: each for name, each in (state or {}).items() if name not in trained}:
+            _add_to_file(path / ADAPTERS, self._prefixed(apart))
+        load_tokenizer(self._spec).save_pretrained(path)
+
+    def _prefixed(self, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Under peft's own names, in tensors that share no memory."""
+        whole = self.trained() if state is None else state
+        return {f"base_model.model.{name}": each.detach().clone() for name, each in whole.items()}
+
+
+def _add_to_file(file: Path, factors: Mapping[str, Tensor]) -> None:
+    """Under the names of files, which have none of the adapter's."""
+    from safetensors.torch import load_file, save_file
+
+    more = {name.replace(f".{ADAPTER}.", "."): each.cpu().contiguous() for name, each in factors.items()}
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+
+
+def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Identifies a model: equal for equal names and bytes, in this order."""
+    listed = [f"{name} {digest(each)}" for name, each in weights]
+    return digest(torch.frombuffer(bytearray("\n".join(listed).encode()), dtype=torch.uint8))
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter or buffer has in the model without adapters."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _is_adapter(name: str) -> bool:
+    return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name or f".modules_to_save.{ADAPTER}." in name
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The layer with an adapter to which a base weight belongs, and which of its weights it is; empty for others."""
+    owner, found, kind = name.rpartition(".base_layer.")
+    return (owner, kind) if found else ("", "")
+
+
+# -- which modules -----------------------------------------------------------------------------------------------------
+
+
+def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    from transformers.pytorch_utils import Conv1D
+
+    return {path: each for path, each in model.named_modules() if isinstance(each, (nn.Linear, Conv1D))}
+
+
+def _extra_modules(model: PreTrainedModel, spec: ModelSpec) -> list[str]:
+    """Paths of the modules that are trained in full."""
+    modules = {path: each for path, each in model.named_modules() if path and next(each.parameters(), None) is not None}
+    wanted = spec.lora.extra_modules if spec.lora is not None else ()
+    found = [path for name in wanted for path in _named(name, modules, model, "additional_target")]
+    if spec.task != "causal_lm":
+        head = scalar_head(model)
+        found.append(next(path for path, each in modules.items() if each is head))
+    return list(dict.fromkeys(found))
+
+
+def target_layers(model: PreTrainedModel, lora: LoraSpec, extra: Sequence[str] = ()) -> list[str]:
+    """Paths of the layers that get an adapter, in a model that has none yet. `extra` are the paths of modules that are
+    trained in full. Raises `ModelError` that names the nearest modules for targets that the model does not have."""
+    layers = _linear_layers(model)
+    head = model.get_output_embeddings()
+    if lora.targets == ("all-linear",):
+        return [path for path, each in layers.items() if each is not head and not _within(path, extra)]
+    if isinstance(lora.targets, str):
+        found = [path for path in layers if re.fullmatch(lora.targets, path)]
+        if not found:
+            raise ModelError(
+                f"lora_target: the regular expression {lora.targets!r} matches the whole path of no linear layer of"
+                f" {type(model).__name__}; they are called like {next(iter(layers), 'none')}"
+            )
+    else:
+        found = list(
+            dict.fromkeys(path for name in lora.targets for path in _named(name, layers, model, "lora_target"))
+        )
+    both = [path for path in found if _within(path, extra)]
+    if both:
+        raise ModelError(
+            f"lora_target and additional_target both take {both[0]}: a layer has an adapter or is trained in full"
+        )
+    return found
+
+
+def _named(name: str, modules: dict[str, nn.Module], model: PreTrainedModel, key: str) -> list[str]:
+    """Paths that are `name` or end in it. Raises `ModelError` if there is none."""
+    found = [path for path in modules if path == name or path.endswith(f".{name}")]
+    if found:
+        return found
+    others = [each for path, each in model.named_modules() if path == name or path.endswith(f".{name}")]
+    if others:
+        raise ModelError(
+            f"{key}: {name} of {type(model).__name__} is {_article(others[0])}, and only linear layers can have an"
+            f" adapter; {_known(modules)}"
+        )
+    lasts = {path.rpartition(".")[2] for path in modules} | set(modules)
+    close = difflib.get_close_matches(name, sorted(lasts), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else _known(modules)
+    raise ModelError(f"{key}: {type(model).__name__} has no module {name!r}; {hint}")
+
+
+def _known(modules: Iterable[str]) -> str:
+    names = sorted({path.rpartition(".")[2] for path in modules})
+    return f"there are {', '.join(names[:12])}{' …' if len(names) > 12 else ''}"
+
+
+def _article(module: nn.Module) -> str:
+    name = type(module).__name__
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def _within(path: str, others: Iterable[str]) -> bool:
+    return any(path == each or path.startswith(f"{each}.") for each in others)
+
+
+def _refuse_tied(model: PreTrainedModel, paths: Iterable[str]) -> None:
+    """An adapter or a copy would untie weights that the architecture holds to be one."""
+    owners: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    for path in paths:
+        if any(owners[id(each)] > 1 for each in model.get_submodule(path).parameters()):
+            raise ModelError(
+                f"{path} shares its weight with another module of {type(model).__name__} (tie_word_embeddings):"
+                " changing one would untie them; leave it out of lora_target and additional_target"
+            )
+
+
+def _short(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """Last parts of the paths where these select the same modules: what other tools expect to read."""
+    lasts = sorted({path.rpartition(".")[2] for path in targets})
+    selected = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in lasts]
+    return lasts if set(selected) == set(targets) else list(targets)
+
+
+def _task_type(model: PreTrainedModel, spec: ModelSpec) -> str | None:
+    """peft's word for the task, where it has one."""
+    if spec.task == "causal_lm":
+        return "CAUSAL_LM"
+    return "SEQ_CLS" if hasattr(model, "score") else None

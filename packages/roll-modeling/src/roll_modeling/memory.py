@@ -1,0 +1,274 @@
+"""How much memory it takes to hold and to train a Hugging Face model, for the formulas of strategies that wrap one.
+
+Arithmetic on sizes, derived in docs/plan.md. Light: no torch.
+
+Nothing here says what is sharded: that is the strategies' own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from roll_core.spec.plan import DTYPE_BYTES, Use
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from roll_core.spec.plan import LayerSize, MemoryQuestion
+
+Moment = Literal["head", "first layer", "last layer", "embedding", "end"]
+"""Of a backward pass, in order: it begins at the output layer, goes through the layers from the model's last one to its
+first, and comes to the embedding; at its end nothing is left of what was computed, and gradients that are to be added
+up over ranks are on their way. What is held by then grows or shrinks in between."""
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+
+HOST_CHUNK_ELEMENTS = 1 << 22
+"""Logits of one chunk on the host: small enough to stay in a core's share of the cache."""
+HOST_CHUNK_TOKENS = 128
+"""Fewest tokens of a chunk on the host: each chunk reads the whole output layer and its gradient, which with 27 tokens
+costs more than plain torch on a vocabulary of 152,000 (`benchmarks/head_chunks.py`)."""
+DEVICE_CHUNK_ELEMENTS = 1 << 26
+"""Logits of one chunk on an accelerator: 768 MiB with log-softmax and gradient, and still 441 tokens of a vocabulary of
+152,000. A product is bound by its arithmetic, not by reading the weight, from about 200 (H200) to 300 (H100) tokens."""
+KEPT_ELEMENTS = 1 << 26
+"""Log-softmax values that may be kept for the backward pass instead of being computed again: 256 MiB."""
+LONGEST_BLOCKED, BLOCK = 512, 64
+"""As `roll_modeling.blocked_attention` has them."""
+MODEL_CODE_BYTES = 43 << 20
+"""What importing a model's code takes in a worker that has loaded its strategy: measured with transformers 5.23."""
+MOMENT_BYTES = 8
+"""AdamW's two, in float32."""
+MASTER_BYTES = 4
+
+
+def head_chunk(vocab_size: int, *, on_host: bool) -> int:
+    """Tokens whose logits exist at once, where the config does not say."""
+    if on_host:
+        return max(HOST_CHUNK_TOKENS, HOST_CHUNK_ELEMENTS // vocab_size)
+    return max(1, DEVICE_CHUNK_ELEMENTS // vocab_size)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows that a product on the host is computed with: at most a sixteenth more, so that few numbers of rows occur.
+
+    oneDNN keeps about 0.6 MB and takes milliseconds for each pair of a number of rows and a weight's shape.
+    """
+    step = max(8, 1 << max(0, num_rows.bit_length() - 5))
+    return -(-num_rows // step) * step
+
+
+def millions(count: int) -> str:
+    """`494.0 M`."""
+    return f"{count / 1e6:.1f} M"
+
+
+def largest_matrix(question: MemoryQuestion) -> int:
+    """Elements of the largest weight that has a gradient of its own on the way."""
+    model = question.model
+    layers = (linear.outputs * linear.inputs for layer in model.layers for linear in layer.linears)
+    return max([model.embedding, *layers])
+
+
+def model_code() -> Use:
+    """Of a strategy that wraps a model of transformers."""
+    return Use(what="libraries", num_bytes=MODEL_CODE_BYTES, formula="transformers' code of the model", on="host")
+
+
+def engine_uses(
+    question: MemoryQuestion,
+    *,
+    slots: int,
+    cache_bytes: int,
+    cache_formula: str,
+    sleeps: bool,
+    bucket_mib: int,
+    eight_bits: bool = False,
+) -> tuple[Use, ...]:
+    """What a slot of an engine with its own cache holds: its part of the weights, the cache, and what weights take on
+    their way in. One that `sleeps` gives the cache back, and weights where they are not the host's anyway."""
+    num_bytes, formula = weight_bytes(question, eight_bits=eight_bits)
+    return (
+        Use(
+            what="weights",
+            num_bytes=num_bytes // slots,
+            formula=f"{formula} / {slots} slots",
+            leaves=sleeps and not question.on_host,
+        ),
+        Use(what="kv cache", num_bytes=cache_bytes, formula=cache_formula, leaves=sleeps),
+        Use(
+            what="buffers",
+            num_bytes=bucket_mib << 20,
+            formula=f"bucket_mib {bucket_mib} of weights on their way in",
+            during=("receive",),
+        ),
+    )
+
+
+def weight_bytes(question: MemoryQuestion, *, eight_bits: bool) -> tuple[int, str]:
+    """Of an engine's whole model, and how that is computed. In `eight_bits` the matrices of layers take one byte per
+    element, and four for the scale of a row."""
+    size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
+    if not eight_bits:
+        return size * parameters, f"{size} × {millions(parameters)}"
+    linears = [each for layer in question.model.layers for each in layer.linears]
+    elements = sum(each.outputs * each.inputs for each in linears)
+    scales = 4 * sum(each.outputs for each in linears)
+    rest = parameters - elements
+    formula = f"({millions(elements)} + {size} × {millions(rest)} + scales {scales >> 10} KiB)"
+    return elements + size * rest + scales, formula
+
+
+def computation(
+    question: MemoryQuestion,
+    *,
+    fused: bool,
+    chunk_tokens: int | None,
+    shards: int = 1,
+    beside: Callable[[Moment], Iterable[Use]] | None = None,
+) -> tuple[Use, ...]:
+    """What exists only while a microbatch is computed, of training and of scoring. `shards` are ranks that share the
+    tokens of a microbatch.
+
+    Of a backward pass it is what the moment has that wants most, with what a strategy has `beside` it then: uses
+    during `backward` that come and go with the pass.
+    """
+    uses = [*_scoring(question, chunk_tokens, shards)]
+    if question.trains:
+        moments = [
+            (*_training(question, moment, fused, chunk_tokens, shards), *(beside(moment) if beside is not None else ()))
+            for moment in MOMENTS
+        ]
+        fullest = max(moments, key=lambda each: sum(use.num_bytes for use in each))
+        uses += [use for use in fullest if use.num_bytes]
+    return tuple(uses)
+
+
+def _training(
+    question: MemoryQuestion, moment: Moment, fused: bool, chunk_tokens: int | None, shards: int
+) -> Iterator[Use]:
+    """At one moment of the backward pass."""
+    tokens, model, size = _rows(question, question.train_tokens, shards), question.model, DTYPE_BYTES[question.dtype]
+    if moment in ("head", "first layer", "last layer"):
+        num_bytes, how = _activations(question, moment, tokens, fused)
+        yield _during_backward("activations", num_bytes, f"{moment}: {how}")
+    if moment == "head":
+        num_bytes = head_bytes(question, tokens, chunk_tokens, backward=True)
+        yield _during_backward("logits", num_bytes, f"{moment}: {_head_formula(question, tokens, chunk_tokens)}")
+    if question.trained_parameters <= question.added_parameters or moment == "end":
+        return
+    head = model.vocab_size * model.hidden_size if question.task == "causal_lm" else 0
+    if moment == "head":
+        # It is added up in float32.
+        num_bytes, how = head * (4 if size == 4 else 4 + size), "the output layer's"
+    else:
+        # A tied one waits for the embedding's, which is as large.
+        waiting = head if model.tied else 0
+        num_bytes = size * (waiting + (model.embedding if moment == "embedding" else 0))
+        how = "the embedding's, and the output layer's that waits for it" if waiting else "the embedding's"
+    if num_bytes:
+        yield _during_backward("gradients", num_bytes, f"{moment}: {how}, on the way")
+
+
+def _activations(question: MemoryQuestion, moment: Moment, tokens: int, fused: bool) -> tuple[int, str]:
+    """What layers keep by then for their backward pass, and the gradients of the layer that is at work."""
+    model, layers = question.model, question.model.layers
+    per_layer = [layer_bytes(question, layer, tokens, fused=fused) for layer in layers]
+    backward = max((_backward_bytes(question, layer, tokens) for layer in layers), default=0)
+    again = max(per_layer, default=0) if question.gradient_checkpointing else 0
+    if question.gradient_checkpointing:
+        kept = [tokens * model.hidden_size * DTYPE_BYTES[question.dtype] for _ in layers]
+    else:
+        kept = per_layer
+    count = 1 if moment == "last layer" else len(layers)
+    how = f"{'inputs of ' if again else ''}{count} layers, {tokens} tokens"
+    if moment == "head":
+        return sum(kept), how
+    more = ", one layer computed again" if again else ""
+    return sum(kept[:count]) + again + backward, f"{how}{more}, and one layer's gradients"
+
+
+def _during_backward(what: str, num_bytes: int, formula: str) -> Use:
+    return Use(what=what, num_bytes=num_bytes, formula=formula, during=("backward",))
+
+
+def _scoring(question: MemoryQuestion, chunk_tokens: int | None, shards: int) -> tuple[Use, ...]:
+    tokens, model, size = _rows(question, question.score_tokens, shards), question.model, DTYPE_BYTES[question.dtype]
+    width = max((layer.active_width for layer in model.layers), default=0)
+    live = 3 * model.hidden_size + max(2 * model.query_width + 2 * model.key_width, 3 * width)
+    return (
+        Use(
+            what="activations",
+            num_bytes=tokens * live * size,
+            formula=f"what one layer has at a time, of {tokens} tokens",
+            during=("score",),
+        ),
+        Use(
+            what="logits",
+            num_bytes=head_bytes(question, tokens, chunk_tokens, backward=False),
+            formula=_head_formula(question, tokens, chunk_tokens),
+            during=("score",),
+        ),
+    )
+
+
+def _rows(question: MemoryQuestion, tokens: int, shards: int) -> int:
+    """Tokens of a microbatch that one rank computes."""
+    share = -(-tokens // shards)
+    return padded_rows(share) if question.on_host and question.dtype == "fp32" else share
+
+
+def layer_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int, *, fused: bool) -> int:
+    """What a layer keeps for its backward pass."""
+    model, size = question.model, DTYPE_BYTES[question.dtype]
+    hidden, query, key, width = model.hidden_size, model.query_width, model.key_width, layer.active_width
+    # A norm keeps its input (unfused: in float32, and the normed one again), and its output is the input of products.
+    norm = size if fused else 4 + (0 if size == 4 else size)
+    normed = norm + (0 if fused else size if size == 4 else 0)
+    per_token = 2 * hidden * (normed + size)
+    if model.normed_heads:
+        per_token += (query + key) * normed
+    per_token += size * (2 * query + 2 * key) + _attention_bytes(question)
+    per_token += size * width * (3 if fused else 4)
+    per_token += size * layer.chosen * 3 * hidden
+    return tokens * per_token
+
+
+def _attention_bytes(question: MemoryQuestion) -> int:
+    """Per token: the attention weights of short sequences on the host, else one number per head and another copy of
+    what was attended."""
+    model, longest = question.model, question.longest
+    if question.on_host and question.dtype == "fp32" and longest <= LONGEST_BLOCKED:
+        seen = longest if longest <= BLOCK else (longest + BLOCK) // 2
+        return 4 * model.num_heads * seen
+    return 4 * model.num_heads + DTYPE_BYTES[question.dtype] * model.query_width
+
+
+def _backward_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int) -> int:
+    """Gradients of a layer's activations, and of its largest matrix, on the way."""
+    model, size = question.model, DTYPE_BYTES[question.dtype]
+    widest = max((linear.outputs * linear.inputs for linear in layer.linears), default=0)
+    gradients = tokens * (3 * layer.active_width + 2 * model.hidden_size) * size
+    return gradients + (size * widest if question.trained_parameters else 0)
+
+
+def head_bytes(question: MemoryQuestion, tokens: int, chunk_tokens: int | None, *, backward: bool) -> int:
+    """Hidden states given to the head, the logits that exist at once, and the gradients of both; not the weight's."""
+    model, size = question.model, DTYPE_BYTES[question.dtype]
+    states = tokens * model.hidden_size * size
+    if question.task != "causal_lm":
+        return states * (2 if backward else 1)
+    chunk = min(tokens, chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host))
+    logits = 4 * chunk * model.vocab_size * (3 if backward else 2)
+    if not backward:
+        return states + logits
+    everything = tokens * model.vocab_size
+    kept = 4 * everything if everything <= KEPT_ELEMENTS else 0
+    return 3 * states + logits + kept
+
+
+def _head_formula(question: MemoryQuestion, tokens: int, chunk_tokens: int | None) -> str:
+    if question.task != "causal_lm":
+        return f"hidden states of {tokens} tokens"
+    vocab = question.model.vocab_size
+    chunk = min(tokens, chunk_tokens or head_chunk(vocab, on_host=question.on_host))
+    return f"{chunk} tokens × {vocab} logits at a time, hidden states of {tokens} tokens"

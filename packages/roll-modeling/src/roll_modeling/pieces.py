@@ -1,0 +1,201 @@
+"""Writes tensors while they come, into files of bounded size, so that nobody ever holds more than one of them.
+
+A model's directory: model-00001-of-00002.safetensors  model-00002-of-00002.safetensors  model.safetensors.index.json
+and its description
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from roll_modeling.export import check_exportable, write_description, write_model
+from roll_modeling.lora import base_name
+from roll_modeling.portable_state import stored_buffers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import ModelSpec
+    from roll_modeling.lora import Adapters
+
+PIECE_BYTES = 2 * 1024**3
+"""A file's size, and what is held of a model at most; one tensor may be larger."""
+INDEX = "model.safetensors.index.json"
+
+
+class PieceFiles:
+    """Safetensors files, one after another."""
+
+    def __init__(self, folder: Path, name: str, max_bytes: int, metadata: Mapping[str, str] | None = None) -> None:
+        """`name` is the files', with a place for their number, which counts from 1."""
+        self._folder, self._name, self._max_bytes = folder, name, max_bytes
+        self._metadata = dict(metadata) if metadata else None
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self.files: list[tuple[str, list[str]]] = []
+        """Names of those that are written, and of the tensors in each."""
+        self.num_bytes = 0
+        """Of all tensors so far."""
+
+    @property
+    def holds(self) -> int:
+        """Bytes that are not yet written."""
+        return self._pending_bytes
+
+    def add(self, tensors: Mapping[str, Tensor]) -> str:
+        """Copied, or written, before this returns. They stand in the file of this name, all of them."""
+        added = sum(each.nbytes for each in tensors.values())
+        if self._pending and self._pending_bytes + added > self._max_bytes:
+            self.flush()
+        # Copies also of what is on the host already: what was gathered is good only until the next is.
+        self._pending |= {key: each.detach().to("cpu", copy=True).contiguous() for key, each in tensors.items()}
+        self._pending_bytes += added
+        self.num_bytes += added
+        return self._name.format(len(self.files) + 1)
+
+    def flush(self) -> None:
+        """Write what is not yet written."""
+        from safetensors.torch import save_file
+
+        if not self._pending:
+            return
+        file = self._name.format(len(self.files) + 1)
+        save_file(self._pending, self._folder / file, metadata=self._metadata)
+        self.files.append((file, list(self._pending)))
+        self._pending, self._pending_bytes = {}, 0
+
+
+def write_gathered(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    path: Path,
+    *,
+    adapters: Adapters | None,
+    exported: Iterable[tuple[str, Tensor]],
+    whole: Callable[[Tensor], Tensor],
+    shape_of: Callable[[Tensor], tuple[int, ...]],
+    writes: bool,
+) -> None:
+    """A directory that transformers loads, of a model that is spread over ranks: all of it, or the adapters alone where
+    `lora_export` says so. `exported` and `whole` give whole tensors, and are collective: all ranks call this, and one
+    of them `writes`. It holds no more of the model than a piece, unless its architecture stores several tensors as one.
+    """
+    check_exportable(model, spec)
+    if adapters is not None and adapters.lora.export == "adapter":
+        gathered = ((name, whole(each)) for name, each in adapters.trained().items())
+        state = {name: each.cpu() for name, each in gathered if writes}
+        if writes:
+            adapters.export(path, state)
+    elif (stored := StoredForm(model, _shapes(model, adapters, shape_of))).is_by_tensor:
+        writer = PieceWriter(path) if writes else None
+        for name, tensor in chain(_buffers(model).items(), exported):
+            if writer is not None:
+                for stored_name, each in stored.of(name, tensor).items():
+                    writer.add(stored_name, each)
+        if writer is not None:
+            writer.finish(spec)
+    else:
+        state = {name: each.to("cpu", copy=True) for name, each in exported if writes}
+        if writes:
+            write_model(model, spec, state | _tied(model, state) | _buffers(model), path)
+
+
+class StoredForm:
+    """In which names and shapes transformers stores what `model` holds: some architectures hold several stored tensors
+    as one (experts), or call them otherwise."""
+
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self._model = model
+        held = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        stored: Mapping[str, Tensor] = revert_weight_conversion(model, dict(held))
+        self._same = {name for name, each in held.items() if stored.get(name) is each}
+        tied: Mapping[str, str] = model.all_tied_weights_keys
+        self.is_by_tensor = (
+            not model._keys_to_ignore_on_save
+            and not any(name in held and source not in held for name, source in tied.items())
+            and self._apart(held) == {name: tuple(each.shape) for name, each in stored.items()}
+        )
+        """Whether what is stored of each tensor depends on no other."""
+
+    def of(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        """What is stored of one tensor; views of it."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if name in self._same:
+            return {name: tensor}
+        found: Mapping[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})
+        return found
+
+    def _apart(self, held: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]] | None:
+        """What all are stored as, if each is by itself; None where one cannot be."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, each in held.items():
+            try:
+                parts = self.of(name, each)
+            except Exception:  # conversions are foreign code, and this one lacks the others of its tensors
+                return None
+            if found.keys() & parts.keys():
+                return None
+            found |= {key: tuple(part.shape) for key, part in parts.items()}
+        return found
+
+
+class PieceWriter:
+    """One directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.mkdir(parents=True, exist_ok=True)
+        for old in (*path.glob("model*.safetensors"), path / INDEX):
+            old.unlink(missing_ok=True)
+        self.pieces = PieceFiles(path, "model.{}.safetensors.part", PIECE_BYTES, {"format": "pt"})
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copied, or written before this returns."""
+        self.pieces.add({name: tensor})
+
+    def finish(self, spec: ModelSpec) -> None:
+        """The last piece, which file has which tensor, and all that is not weights."""
+        self.pieces.flush()
+        parts = self.pieces.files
+        files = [f"model-{at:05d}-of-{len(parts):05d}.safetensors" for at in range(1, len(parts) + 1)]
+        if len(parts) == 1:
+            files = ["model.safetensors"]
+        for file, (part, _) in zip(files, parts, strict=True):
+            (self._path / part).rename(self._path / file)
+        if len(parts) > 1:
+            weight_map = {name: file for file, (_, names) in zip(files, parts, strict=True) for name in names}
+            index = {"metadata": {"total_size": self.pieces.num_bytes}, "weight_map": weight_map}
+            (self._path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_description(spec, self._path)
+
+
+def _shapes(
+    model: PreTrainedModel, adapters: Adapters | None, shape_of: Callable[[Tensor], tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Of all that is exported, by name."""
+    added = adapters.trained() if adapters is not None else {}
+    return {base_name(name): shape_of(each) for name, each in model.named_parameters() if name not in added}
+
+
+def _tied(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Further names of exported tensors."""
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(each), name) for name, each in every}
+    return {name: state[other] for name, other in names.items() if name != other and other in state}
+
+
+def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Those that transformers stores."""
+    return {name: each.cpu() for name, each in stored_buffers(model).items()}

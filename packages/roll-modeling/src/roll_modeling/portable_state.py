@@ -1,0 +1,74 @@
+"""Whether a state belongs to the model of a role: what every strategy asks before it continues from one. And what of a
+model no optimizer steps, and transformers stores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roll_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.train import PortableState
+    from roll_modeling.lora import Adapters
+
+PLACE = "the portable state"
+
+
+def check_same(
+    state: PortableState,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    adapters: Adapters | None = None,
+    identity: dict[str, Any] | None = None,
+) -> None:
+    """Raise `CheckpointError` unless `state` has the very parameters that are trained here, by their `shapes`, on top
+    of the same model. Where adapters are trained, `identity` is theirs, which sharded strategies make of whole
+    tensors."""
+    check_adapters(state.adapters, adapters, identity, PLACE)
+    if odd := state.shapes.keys() ^ shapes.keys():
+        raise CheckpointError(f"{PLACE}: parameter {min(odd)} is in only one of the checkpoint and the model")
+    for name, shape in shapes.items():
+        if tuple(state.shapes[name]) != tuple(shape):
+            raise CheckpointError(
+                f"{PLACE}: {name} has shape {tuple(state.shapes[name])}, the model's has {tuple(shape)}"
+            )
+
+
+def check_adapters(
+    saved: Mapping[str, Any] | None, adapters: Adapters | None, identity: dict[str, Any] | None, place: object
+) -> None:
+    """Raise `CheckpointError` unless the state at `place` is of a whole model where one is trained here, and of such
+    adapters on the same model where these are; `saved` is their identity as it was, `identity` as it is here."""
+    if adapters is not None and identity is not None:
+        adapters.refuse_other(dict(saved) if saved is not None else None, identity, place)
+    elif saved is not None:
+        raise CheckpointError(f"{place}: holds adapters, but this role trains the whole model (lora_target)")
+
+
+def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The very buffers that transformers stores, by its names."""
+    persistent = model.state_dict().keys()
+    return {name: each for name, each in model.named_buffers() if name in persistent}
+
+
+@torch.no_grad()
+def take_buffers(state: PortableState, buffers: Mapping[str, Tensor]) -> None:
+    """Overwrite `buffers` with those of `state`. One that was written without any leaves them as the model's own files
+    have them. Raises `CheckpointError` for those of another model."""
+    if not state.buffers:
+        return
+    if odd := state.buffers.keys() ^ buffers.keys():
+        raise CheckpointError(f"{PLACE}: buffer {min(odd)} is in only one of the checkpoint and the model")
+    for name, each in buffers.items():
+        if state.buffers[name].shape != each.shape:
+            raise CheckpointError(
+                f"{PLACE}: {name} has shape {tuple(state.buffers[name].shape)}, the model's has {tuple(each.shape)}"
+            )
+        each.copy_(state.buffers[name])

@@ -1,0 +1,216 @@
+"""Long sequences over several ranks, by passing keys and values round (Ring Attention, 2310.01889).
+
+    step 0   rank 0: q0 · k0 v0   rank 1: q1 · k1 v1   rank 2: q2 · k2 v2
+    step 1   rank 0: q0 · k2 v2   rank 1: q1 · k0 v0   rank 2: q2 · k1 v1     and so on: each sees what it may see
+
+What a query has seen so far is kept with the logarithm of its softmax's denominator (LSE), by which parts are merged
+exactly. In the backward pass keys and values go round once more, and their gradients with them, until they are home.
+
+Of 2 P chunks a rank has one from the front and one from the back (0 and 5, 1 and 4, 2 and 3): causal attention is as
+much work for each. A pair of chunks is computed in blocks of one sequence each; what no query sees is left out. Scores
+are float32. They exist for a few queries at a time, in both passes.
+
+Shapes: T tokens of this rank, K key heads, G query heads of each, D head size, Q queries and E keys of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from roll_modeling.context_parallel import ContextParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from roll_modeling.attention import How
+
+MAX_SCORES = 1 << 24
+"""Scores that exist at once."""
+
+
+class Ring(ContextParallel):
+    """Ranks see all heads of all tokens, some at a time."""
+
+    @property
+    @override
+    def multiple(self) -> int:
+        return 2 * self.size
+
+    @override
+    def part(self, num_tokens: int) -> Tensor:
+        length = -(-num_tokens // self.multiple)
+        return torch.cat([torch.arange(start, start + length) for start, _ in chunks(self.rank, self.size, length)])
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        found: Tensor = _Ring.apply(query[0], key[0], value[0], how, self)  # type: ignore[no-untyped-call]
+        return found[None]
+
+    def pass_on(self, tensor: Tensor) -> _Passing:
+        """To the next rank, from the one before."""
+        return _Passing(tensor, self)
+
+
+class _Passing:
+    """On its way, while this rank computes."""
+
+    def __init__(self, sent: Tensor, ring: Ring) -> None:
+        self._sent, self._received = sent, torch.empty_like(sent)
+        after, before = (dist.get_global_rank(ring.group, (ring.rank + step) % ring.size) for step in (1, -1))
+        self._work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, after, ring.group),
+                dist.P2POp(dist.irecv, self._received, before, ring.group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """What came."""
+        for each in self._work:
+            each.wait()
+        return self._received
+
+
+# -- who sees what -----------------------------------------------------------------------------------------------------
+
+
+def chunks(rank: int, size: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The two of a rank: where each begins among all tokens, and among the rank's own."""
+    return (rank * length, 0), ((2 * size - 1 - rank) * length, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries and keys of one sequence: every query sees one of the keys at least."""
+
+    queries: slice
+    """Among the rank's own tokens."""
+    keys: slice
+    """Among those of the rank that they come from."""
+    ahead: int
+    """Tokens from the first key to the first query."""
+
+    def cut(self, num_queries: int) -> Iterator[Block]:
+        """Into pieces of so many at most."""
+        for start in range(self.queries.start, self.queries.stop, num_queries):
+            stop = min(start + num_queries, self.queries.stop)
+            yield Block(slice(start, stop), self.keys, self.ahead + start - self.queries.start)
+
+    def hidden(self, window: int, device: torch.device) -> Tensor | None:
+        """Bool `[Q, E]`: what a query does not see; None where all see all."""
+        queries, keys = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+        if self.ahead >= keys - 1 and (not window or self.ahead + queries <= window):
+            return None
+        distance = self.ahead + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
+        return (distance < 0) | (distance >= window) if window else distance < 0
+
+
+@lru_cache(maxsize=256)
+def blocks(rank: int, other: int, size: int, lengths: tuple[int, ...], window: int) -> tuple[Block, ...]:
+    """What the queries of `rank` see of the keys of `other`. `window` is 0 where there is none."""
+    length = sum(lengths) // (2 * size)
+    found = []
+    for q_start, q_own in chunks(rank, size, length):
+        for k_start, k_own in chunks(other, size, length):
+            if k_start > q_start:
+                continue
+            for first, end in pairwise(accumulate(lengths, initial=0)):
+                q_low, q_high = max(first, q_start), min(end, q_start + length)
+                k_low, k_high = max(first, k_start), min(k_start + length, q_high)
+                if window:
+                    k_low, q_high = max(k_low, q_low - window + 1), min(q_high, k_high - 1 + window)
+                if q_low < q_high and k_low < k_high:
+                    queries = slice(q_low - q_start + q_own, q_high - q_start + q_own)
+                    keys = slice(k_low - k_start + k_own, k_high - k_start + k_own)
+                    found.append(Block(queries, keys, q_low - k_low))
+    return tuple(found)
+
+
+# -- what they see -----------------------------------------------------------------------------------------------------
+
+
+class _Ring(torch.autograd.Function):
+    """`[K * G, T, D]` queries and `[K, T, D]` keys and values to `[T, K * G, D]`."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: How, ring: Ring) -> Tensor:
+        q_KGTD = query.view(len(key), -1, *query.shape[1:])
+        out_KGTD = torch.zeros(q_KGTD.shape, dtype=torch.float32, device=query.device)
+        lse_KGT = out_KGTD.new_full(q_KGTD.shape[:3], -torch.inf)
+        kv = torch.stack([key, value])
+        for step in range(ring.size):
+            passing = ring.pass_on(kv) if step + 1 < ring.size else None
+            for block in _pieces(ring, step, how, len(query)):
+                scores_KGQE, _ = _scores(q_KGTD, kv[0], block, how)
+                lse_KGQ = scores_KGQE.logsumexp(dim=-1)
+                seen_KGQD = torch.matmul((scores_KGQE - lse_KGQ[..., None]).exp_(), kv[1][:, None, block.keys].float())
+                _merge(out_KGTD[:, :, block.queries], lse_KGT[:, :, block.queries], seen_KGQD, lse_KGQ)
+            kv = passing.wait() if passing is not None else kv
+        ctx.save_for_backward(query, key, value, out_KGTD, lse_KGT)
+        ctx.how, ctx.ring = how, ring
+        return out_KGTD.flatten(0, 1).transpose(0, 1).to(query.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out_KGTD, lse_KGT = ctx.saved_tensors
+        how, ring = ctx.how, ctx.ring
+        q_KGTD = query.view(len(key), -1, *query.shape[1:])
+        d_KGTD = grads[0].float().transpose(0, 1).reshape(q_KGTD.shape)
+        delta_KGT = (d_KGTD * out_KGTD).sum(dim=-1)
+        dq_KGTD = torch.zeros_like(out_KGTD)
+        kv = torch.stack([key, value])
+        dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
+        for step in range(ring.size):
+            passing = ring.pass_on(kv) if step + 1 < ring.size else None
+            for block in _pieces(ring, step, how, len(query)):
+                rows, keys = block.queries, block.keys
+                scores_KGQE, slope_KGQE = _scores(q_KGTD, kv[0], block, how)
+                weights_KGQE = (scores_KGQE - lse_KGT[:, :, rows, None]).exp_()
+                d_KGQD, k_K1ED, v_K1ED = d_KGTD[:, :, rows], kv[0][:, None, keys].float(), kv[1][:, None, keys].float()
+                d_scores_KGQE = torch.matmul(d_KGQD, v_K1ED.transpose(-1, -2))
+                d_scores_KGQE.sub_(delta_KGT[:, :, rows, None]).mul_(weights_KGQE).mul_(how.scale)
+                if slope_KGQE is not None:
+                    d_scores_KGQE.mul_(slope_KGQE)
+                dq_KGTD[:, :, rows] += torch.matmul(d_scores_KGQE, k_K1ED)
+                q_KGQD = q_KGTD[:, :, rows].float()
+                dkv[0][:, keys] += torch.matmul(d_scores_KGQE.transpose(-1, -2), q_KGQD).sum(dim=1)
+                dkv[1][:, keys] += torch.matmul(weights_KGQE.transpose(-1, -2), d_KGQD).sum(dim=1)
+            kv = passing.wait() if passing is not None else kv
+            dkv = ring.pass_on(dkv).wait()
+        dq = dq_KGTD.flatten(0, 1).to(query.dtype)
+        return dq, dkv[0].to(key.dtype), dkv[1].to(value.dtype), None, None
+
+
+def _pieces(ring: Ring, step: int, how: How, heads: int) -> Iterator[Block]:
+    """Of the keys that are here after so many steps."""
+    other = (ring.rank - step) % ring.size
+    for block in blocks(ring.rank, other, ring.size, how.lengths, how.window):
+        yield from block.cut(max(1, MAX_SCORES // (heads * (block.keys.stop - block.keys.start))))
+
+
+def _scores(q_KGTD: Tensor, k_KTD: Tensor, block: Block, how: How) -> tuple[Tensor, Tensor | None]:
+    """Before the softmax, minus infinity where a query does not see; and their slope, where they are squashed."""
+    k_K1DE = k_KTD[:, None, block.keys].float().transpose(-1, -2)
+    scores_KGQE = torch.matmul(q_KGTD[:, :, block.queries].float(), k_K1DE).mul_(how.scale)
+    slope = None
+    if how.softcap:
+        squashed = torch.tanh(scores_KGQE / how.softcap)
+        scores_KGQE, slope = squashed * how.softcap, 1 - squashed.square()
+    hidden = block.hidden(how.window, scores_KGQE.device)
+    return scores_KGQE if hidden is None else scores_KGQE.masked_fill_(hidden, -torch.inf), slope
+
+
+def _merge(out: Tensor, lse: Tensor, seen: Tensor, its_lse: Tensor) -> None:
+    """In place: what queries had seen, and what they have seen now."""
+    both = torch.logaddexp(lse, its_lse)
+    out.mul_((lse - both).exp_()[..., None]).add_(seen.mul_((its_lse - both).exp_()[..., None]))
+    lse.copy_(both)

@@ -1,0 +1,155 @@
+"""A model with the head of its task: from a microbatch to what is wanted of it, and from a loss to its metrics.
+
+    MicroBatch -> backbone (flat, or padded inside) -> hidden states -> head, chunk by chunk -> TokenOutputs
+
+Shapes: T flat tokens, N tokens that have something before them, H hidden size, K top-k.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from roll_core.errors import NonFiniteError, UnsupportedError
+from roll_core.spec.train import TokenOutputs
+from roll_modeling.backbone import Backbone, LanguageHead
+from roll_modeling.logprobs import HeadRequest
+from roll_modeling.model import scalar_head
+from roll_modeling.routing import RoutingReplay
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.train import LossFn, LossMetrics, LossOutput, MicroBatch, Want
+    from roll_modeling.context_parallel import ContextParallel
+
+
+class TaskModel:
+    """Computes the outputs of a model that is held by the strategy; the parameters are read anew at each call."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: ModelSpec,
+        *,
+        chunk_tokens: int | None = None,
+        context: ContextParallel | None = None,
+    ) -> None:
+        """Tries the model on a few tokens. `chunk_tokens` are those whose logits exist at once; None chooses. The ranks
+        of `context` share the tokens of each microbatch, and all get the whole outputs."""
+        self.model, self.task, self.chunk_tokens, self.context = model, spec.task, chunk_tokens, context
+        replay = RoutingReplay(model) if spec.router_replay else None
+        self.backbone = Backbone(model, attn_implementation=spec.attn_implementation, context=context, replay=replay)
+        self.head = LanguageHead(model) if spec.task == "causal_lm" else None
+
+    def outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        """With gradients where the parameters have them. Raises `UnsupportedError` for what the task has not."""
+        if not want.base:
+            return self._outputs(micro, want)
+        from roll_modeling.lora import adapters_off
+
+        with adapters_off(self.model):
+            return self._outputs(micro, want)
+
+    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+        routed_TMK = micro.routed_experts_TMK
+        hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths, routed_TMK)
+        values_T = self._values(hidden_TH, micro) if want.values else None
+        if not (want.logprobs or want.entropy or want.topk):
+            return TokenOutputs(values_T=values_T)
+        if self.head is None:
+            raise UnsupportedError(f"a model of task {self.task} has no logprobs")
+        # Token t is predicted from the hidden state at t - 1. A sequence's first token is predicted from nothing.
+        wanted_T = micro.positions_T > 0
+        if want.masked_only:
+            wanted_T = wanted_T & micro.loss_mask_T
+        places_N, rows_N = self._here(wanted_T, before=1)
+        request = HeadRequest(
+            temperature=want.temperature,
+            entropy=want.entropy,
+            entropy_grad=want.entropy_grad,
+            topk=want.topk,
+            chunk_tokens=self.chunk_tokens,
+        )
+        found = self.head.outputs(hidden_TH.index_select(0, rows_N), micro.tokens_T[places_N], request)
+
+        def spread(outputs_N: Tensor | None) -> Tensor | None:
+            return None if outputs_N is None else self._spread(outputs_N, places_N, micro.num_tokens)
+
+        return TokenOutputs(
+            logprobs_T=spread(found.logprobs_N) if want.logprobs else None,
+            entropy_T=spread(found.entropy_N),
+            values_T=values_T,
+            topk_logprobs_TK=spread(found.topk_logprobs_NK),
+            topk_ids_TK=spread(found.topk_ids_NK),
+            routing_disagreement_T=self._disagreement(micro),
+        )
+
+    def _disagreement(self, micro: MicroBatch) -> Tensor | None:
+        """Of the token before each."""
+        found_T = self.backbone.disagreement(micro.lengths)
+        return None if found_T is None else found_T.roll(1).where(micro.positions_T > 0, 0.0)
+
+    def _here(self, wanted_T: Tensor, *, before: int) -> tuple[Tensor, Tensor]:
+        """Places among the flat tokens of what is wanted, and the rows of hidden states that it is computed from, which
+        stand so much before; those that are computed on this rank."""
+        places_N = wanted_T.nonzero()[:, 0]
+        rows_N = places_N - before
+        if self.context is None:
+            return places_N, rows_N
+        part = self.context.part(len(wanted_T)).to(rows_N.device)
+        # Where each token stands among those of this rank; the last ones may lie behind the end.
+        own_T = rows_N.new_full((max(len(wanted_T), int(part.max()) + 1),), -1)
+        own_T[part] = torch.arange(len(part), device=part.device)
+        here_N = own_T[rows_N]
+        return places_N[here_N >= 0], here_N[here_N >= 0]
+
+    def _spread(self, outputs_N: Tensor, places_N: Tensor, num_tokens: int) -> Tensor:
+        """To their places among all tokens."""
+        spread_T = outputs_N.new_zeros(num_tokens, *outputs_N.shape[1:]).index_copy(0, places_N, outputs_N)
+        return spread_T if self.context is None else self.context.whole(spread_T)
+
+    def _values(self, hidden_TH: Tensor, micro: MicroBatch) -> Tensor:
+        """Of the state before each token (`value`), or of the sequence up to and with it (`reward`)."""
+        if self.task == "causal_lm":
+            raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
+        is_value = self.task == "value"
+        wanted_T = micro.positions_T > 0 if is_value else torch.ones_like(micro.loss_mask_T)
+        places_N, rows_N = self._here(wanted_T, before=int(is_value))
+        values_T: Tensor = scalar_head(self.model)(hidden_TH)[:, 0].float()
+        return self._spread(values_T.index_select(0, rows_N), places_N, micro.num_tokens)
+
+
+def finite_loss(loss: LossFn, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+    """What the loss says of a microbatch. Raises `NonFiniteError`, which names the sequences, before a NaN gets into
+    the gradients."""
+    found = loss(outputs, micro)
+    value = found.loss.detach()
+    if not torch.isfinite(value).all():
+        raise NonFiniteError(_where_not_finite(value, outputs, micro))
+    return found
+
+
+def plain_metrics(found: LossOutput) -> LossMetrics:
+    """A microbatch's metrics as plain numbers."""
+    return {
+        name: float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+        for name, value in found.metrics.items()
+    }
+
+
+def _where_not_finite(loss: Tensor, outputs: TokenOutputs, micro: MicroBatch) -> str:
+    """The sequences in which an output is not finite; all of the microbatch's if none is."""
+    bad_T = torch.zeros_like(micro.loss_mask_T)
+    for tensor in (outputs.logprobs_T, outputs.entropy_T, outputs.values_T):
+        if tensor is not None:
+            bad_T |= ~torch.isfinite(tensor.detach())
+    rows = sorted(set(micro.segments_T[bad_T].tolist()))
+    if rows:
+        return f"the loss is {float(loss)}: outputs are not finite in sequences {', '.join(micro.ids[i] for i in rows)}"
+    return (
+        f"the loss is {float(loss)} although every output is finite; it came from the sequences {', '.join(micro.ids)}"
+    )

@@ -1,0 +1,1 @@
+"""Train strategy on Hugging Face models."""

@@ -1,0 +1,64 @@
+"""How much memory `hf_train` and its forward-only twin take: the formulas of docs/plan.md. Light."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryAnswer, Use
+from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, largest_matrix, millions, model_code
+from roll_strategy_hf.config import HFTrainConfig
+
+if TYPE_CHECKING:
+    from roll_core.spec.plan import MemoryQuestion
+BUCKET_BYTES = 64 << 20
+"""Of gradients that are added up over ranks at a time, as `replicas` has it."""
+
+
+def training(question: MemoryQuestion) -> MemoryAnswer:
+    """Of `hf_train` and its forward-only twin: the whole model on every rank."""
+    if not isinstance(question.config, HFTrainConfig):
+        raise TypeError(f"hf_train takes an HFTrainConfig, not a {type(question.config).__name__}")
+    size, model = DTYPE_BYTES[question.dtype], question.model
+    parameters = model.parameters + question.added_parameters
+    uses = [
+        model_code(),
+        Use(what="weights", num_bytes=size * parameters, formula=f"{size} × {millions(parameters)}", leaves=True),
+        *_start(question),
+    ]
+    if question.trains:
+        trained = question.trained_parameters
+        masters = 0 if size == 4 else MASTER_BYTES
+        more = f" and a float32 copy of {MASTER_BYTES}" if masters else ""
+        uses += [
+            Use(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", leaves=True),
+            Use(
+                what="optimizer",
+                num_bytes=(MOMENT_BYTES + masters) * trained,
+                formula=f"moments of {MOMENT_BYTES}{more} × {millions(trained)}",
+                during=LATER,
+                leaves=True,
+            ),
+        ]
+        if question.world_size > 1:
+            bucket = min(BUCKET_BYTES, 4 * trained)
+            uses.append(
+                Use(what="buffers", num_bytes=bucket, formula="a bucket of gradients on its way", during=("step",))
+            )
+        if question.dtype != "fp32":
+            largest = size * largest_matrix(question)
+            uses.append(
+                Use(what="gradients", num_bytes=largest, formula="the largest on its way", during=("backward",))
+            )
+    fused = question.config.fused and question.on_host and question.dtype == "fp32"
+    uses += computation(question, fused=fused, chunk_tokens=question.config.logprob_chunk_tokens)
+    return MemoryAnswer(uses=tuple(uses))
+
+
+def _start(question: MemoryQuestion) -> list[Use]:
+    """Weights are drawn in float32, or read, on the host, and then go where they shall be."""
+    size = 4 if question.random_weights else DTYPE_BYTES[question.dtype]
+    if question.on_host and size == DTYPE_BYTES[question.dtype]:
+        return []
+    count = question.model.parameters
+    formula = f"{size} × {millions(count)}, drawn or read before they are what they shall be"
+    return [Use(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host")]

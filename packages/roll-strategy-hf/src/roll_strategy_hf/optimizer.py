@@ -1,0 +1,121 @@
+"""AdamW in float32 on summed gradients: accumulation, reduction over ranks, clipping, schedule, state.
+
+Parameters in float32 are stepped in place. For bfloat16 and float16 parameters there are float32 masters: gradients are
+added up, the moments kept and the step taken in float32, and the model gets the rounded result.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from roll_core.spec.train import ParameterState, StepStats
+from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from roll_core.spec.train import TrainingSpec
+    from roll_strategy_hf.replicas import Replicas
+
+
+class AdamW:
+    """The optimizer of one model: owns its gradients, which lie in one flat float32 buffer."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec, replicas: Replicas) -> None:
+        self.training, self.replicas = training, replicas
+        self.parameters = {name: each for name, each in parameters.items() if each.requires_grad}
+        self.step_count = 0
+        self.schedule = schedule(training)
+        size = sum(each.numel() for each in self.parameters.values())
+        device = next(iter(self.parameters.values())).device
+        self.flat_grad = torch.zeros(size, dtype=torch.float32, device=device)
+        self.grads: dict[str, Tensor] = {}
+        self.masters: dict[str, Tensor] = {}
+        start = 0
+        for name, parameter in self.parameters.items():
+            self.grads[name] = self.flat_grad[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+            if parameter.dtype == torch.float32:
+                self.masters[name] = parameter
+                parameter.grad = self.grads[name]
+            else:
+                master = nn.Parameter(parameter.detach().float())
+                master.grad = self.grads[name]
+                self.masters[name] = master
+                parameter.register_post_accumulate_grad_hook(_adder(self.grads[name]))  # type: ignore[no-untyped-call]
+        self.torch_optimizer = adamw(self.masters.values(), training)
+
+    def step(self) -> StepStats:
+        """Sum over ranks, clip, step, clear. A gradient that is not finite changes nothing, the schedule included."""
+        self.replicas.sum(self.flat_grad)
+        norm = self._norm()
+        learning_rate = self.training.learning_rate * self.schedule(self.step_count)
+        if not math.isfinite(norm):
+            self.flat_grad.zero_()
+            return StepStats(grad_norm=norm, learning_rate=learning_rate, skipped=True)
+        factor = clip_factor(norm, self.training.max_grad_norm)
+        if factor != 1.0:
+            self.flat_grad.mul_(factor)
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.torch_optimizer.step()
+        self._publish()
+        self.flat_grad.zero_()
+        self.step_count += 1
+        return StepStats(grad_norm=norm, learning_rate=learning_rate)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Moments, and masters where the parameters are not float32, by name; made if no step was taken yet."""
+        found: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            for moment, tensor in zip(MOMENTS, moments(self.torch_optimizer, master), strict=True):
+                found[f"{moment}.{name}"] = tensor
+            if master is not self.parameters[name]:
+                found[f"master.{name}"] = master.detach()
+        return found
+
+    def restored(self, step_count: int) -> None:
+        """Call after `tensors()` were overwritten in place: continue at this step."""
+        self.step_count = step_count
+        for master in self.masters.values():
+            self.torch_optimizer.state[master]["step"].fill_(float(step_count))
+        self._publish()
+        self.flat_grad.zero_()
+
+    def held(self, name: str) -> ParameterState:
+        """What is kept of a parameter: the live tensors."""
+        master = self.masters[name]
+        exp_avg, exp_avg_sq = moments(self.torch_optimizer, master)
+        return ParameterState(master=master.detach(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+
+    def state(self) -> list[Tensor]:
+        """All that it has made so far: moments, counts of steps, masters that are not the parameters themselves."""
+        entries = self.torch_optimizer.state.values()
+        made = [each for entry in entries for each in entry.values() if isinstance(each, torch.Tensor)]
+        return made + [each.data for name, each in self.masters.items() if each is not self.parameters[name]]
+
+    def _norm(self) -> float:
+        norms = torch._foreach_norm(list(self.grads.values()), 2)
+        return math.sqrt(float(torch.stack(norms).double().square().sum()))
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Round the masters into the model."""
+        rounded = [name for name, master in self.masters.items() if master is not self.parameters[name]]
+        if rounded:
+            torch._foreach_copy_([self.parameters[name] for name in rounded], [self.masters[name] for name in rounded])
+
+
+def _adder(total: Tensor) -> Callable[[Tensor], None]:
+    def add(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            total.add_(parameter.grad)
+            parameter.grad = None
+
+    return add

@@ -1,0 +1,50 @@
+"""For the tests of plugins and of the core: the conformance kit, its reference, tiny models, and processes as ranks."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roll_testing.bench import Case, Split, Step
+    from roll_testing.conformance import TrainStrategyConformance
+    from roll_testing.infer.conformance import InferStrategyConformance
+    from roll_testing.platforms import PlatformConformance
+    from roll_testing.ranks import RankHost, RanksFailedError
+    from roll_testing.reference import ReferenceModel, TransformersModel
+    from roll_testing.transports import WeightTransportConformance
+
+__all__ = [
+    "Case",
+    "InferStrategyConformance",
+    "PlatformConformance",
+    "RankHost",
+    "RanksFailedError",
+    "ReferenceModel",
+    "Split",
+    "Step",
+    "TrainStrategyConformance",
+    "TransformersModel",
+    "WeightTransportConformance",
+]
+
+_HOMES = {
+    "Case": "bench",
+    "InferStrategyConformance": "infer.conformance",
+    "PlatformConformance": "platforms",
+    "RankHost": "ranks",
+    "RanksFailedError": "ranks",
+    "ReferenceModel": "reference",
+    "Split": "bench",
+    "Step": "bench",
+    "TrainStrategyConformance": "conformance",
+    "TransformersModel": "reference",
+    "WeightTransportConformance": "transports",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when asked for: the process that forks ranks comes through here too, and needs no torch of its own."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

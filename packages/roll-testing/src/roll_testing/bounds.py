@@ -1,0 +1,103 @@
+"""How near is near enough, and messages that say what was how far off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.types import Floats
+    from roll_testing.bench import Arrays
+    from roll_testing.programs import Trained
+
+SPLIT = 1e-6
+"""Relative distance between gradients of one batch, split in different ways, in fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Distances to the reference, which computes in float32."""
+
+    outputs: float
+    """Largest absolute difference of a logprob, an entropy or a value, in nats or in the value's unit."""
+    gradient: float
+    """Norm of the difference of two gradients over the norm of the reference's."""
+    steps: float
+    """The same of the way that the parameters went in a few optimizer steps."""
+    learning_rate: float = 1e-9
+    """Relative; a schedule is computed in float64 everywhere."""
+
+
+BOUNDS: Mapping[str, Bounds] = {
+    "fp32": Bounds(outputs=1e-4, gradient=1e-5, steps=1e-4),
+    "bf16": Bounds(outputs=0.25, gradient=0.05, steps=0.1),
+    "fp16": Bounds(outputs=0.05, gradient=0.02, steps=0.05),
+}
+"""By dtype. fp32 leaves room for other orders of summation; the lower precisions round to 8 and 11 bits."""
+
+
+def distance(found: Arrays, expected: Arrays) -> float:
+    """Norm of the difference over the norm of what is expected, over all tensors together. Raises on other names."""
+    check_names(found, expected)
+    missed = sum(float(np.square(found[name].astype(np.float64) - each).sum()) for name, each in expected.items())
+    size = sum(float(np.square(each.astype(np.float64)).sum()) for each in expected.values())
+    return float(np.sqrt(missed / size)) if size else float(np.sqrt(missed))
+
+
+def check_near(what: str, found: Arrays, expected: Arrays, bound: float) -> None:
+    """Fail with the tensor that is furthest off."""
+    off = distance(found, expected)
+    if off <= bound:
+        return
+    each = {name: float(np.abs(found[name] - expected[name]).max()) for name in expected if expected[name].size}
+    worst = max(each, key=lambda name: (not np.isfinite(each[name]), each[name]))
+    raise AssertionError(
+        f"{what}: relative distance {off:.3g}, allowed {bound:g}; furthest off is {worst}, by {each[worst]:.3g} where"
+        f" the largest entry is {float(np.abs(expected[worst]).max()):.3g}"
+    )
+
+
+def check_rows(what: str, found: Mapping[str, Floats], expected: Mapping[str, Floats], bound: float) -> None:
+    """Fail with the first token that is too far off. Rows by id of the sequence."""
+    check_names(found, expected)
+    for sequence, row in expected.items():
+        if found[sequence].shape != row.shape:
+            raise AssertionError(f"{what} of {sequence}: shape {found[sequence].shape}, expected {row.shape}")
+        off = np.abs(found[sequence] - row)
+        if row.size and not bool((off <= bound).all()):
+            place = tuple(int(i) for i in np.argwhere(~(off <= bound))[0])
+            raise AssertionError(
+                f"{what} of token {place[0]} of sequence {sequence}: {float(found[sequence][place]):.6g}, expected"
+                f" {float(row[place]):.6g}, allowed difference {bound:g}"
+            )
+
+
+def check_names(found: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    """Fail unless both have the same keys."""
+    if missing := sorted(set(expected) - set(found)):
+        raise AssertionError(f"{len(missing)} of {len(expected)} are missing, for example {missing[0]!r}")
+    if extra := sorted(set(found) - set(expected)):
+        raise AssertionError(f"{len(extra)} are not expected, for example {extra[0]!r}")
+
+
+def check_same(what: str, found: Arrays, expected: Arrays) -> None:
+    """Fail unless all numbers are the same to the last bit."""
+    check_names(found, expected)
+    for name, each in expected.items():
+        if found[name].shape != each.shape:
+            raise AssertionError(f"{what}: {name} has shape {found[name].shape}, expected {each.shape}")
+        if not np.array_equal(found[name], each, equal_nan=True):
+            off = float(np.abs(found[name].astype(np.float64) - each).max())
+            raise AssertionError(f"{what}: {name} differs by up to {off:.3g}; expected the same bits")
+
+
+def check_same_run(what: str, found: Trained, expected: Trained) -> None:
+    """Fail unless two runs of equal steps had equal statistics and ended at equal weights, to the last bit."""
+    for number, (one, other) in enumerate(zip(found.stats, expected.stats, strict=True), 1):
+        if one != other:
+            raise AssertionError(f"{what}: step {number} was {one}, expected {other}")
+    check_same(f"{what}: weights", found.after, expected.after)

@@ -1,0 +1,239 @@
+"""The layer *contract*: the order of calls, what is refused, and that what is declared is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, get_args
+
+from roll_core.errors import RollError, UnsupportedError
+from roll_core.plugins.targets import schema_of
+from roll_core.spec.config import StrategyConfig
+from roll_core.spec.providers import ModelParallelism
+from roll_core.spec.train import Want
+from roll_testing.bench import Step
+from roll_testing.bounds import check_names, check_rows, check_same, check_same_run
+from roll_testing.losses import LOSSES, SPLITS, TRAINING
+from roll_testing.programs import (
+    build_undeclared,
+    call_before_build,
+    close_twice,
+    describe_outputs,
+    fail_to_build,
+    list_exports,
+    live_together,
+    look_between,
+    only_score,
+    train,
+    want_undeclared,
+)
+from roll_testing.subject import Subject
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from roll_core.spec.providers import Task
+    from roll_core.types import Floats
+    from roll_testing.bench import Case
+    from roll_testing.programs import Raised, Rows, Trained
+
+TASKS: tuple[Task, ...] = ("causal_lm", "value", "reward")
+SCORES = Want(logprobs=True)
+
+
+class TrainContractTests(Subject):
+    """Calls in every order that a run may make them in."""
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def test_calls_before_build_raise(self, case: Case, tmp_path: Path) -> None:
+        """Nothing is answered without a model, and a `RollError` says so; `close` is fine at any time, also twice."""
+        (found,) = self.run(call_before_build, self._trained_on_one(case), self._step(), str(tmp_path))
+        for name, error in found.items():
+            closes = name.startswith("close")
+            if closes and error is not None:
+                raise AssertionError(f"{name} before build raised {error}")
+            if not closes:
+                expect(error, RollError, f"{name} before build, without a model,")
+
+    def test_closing_twice_is_fine(self, case: Case, world_size: int) -> None:
+        """And a third time."""
+        for rank, error in enumerate(self.run(close_twice, case.with_(training=TRAINING), self._step())):
+            if error is not None:
+                raise AssertionError(f"close, called again on rank {rank}, raised {error}")
+
+    def test_a_model_that_is_not_there_is_named(self, case: Case, tmp_path: Path) -> None:
+        """`build` raises a `RollError` that names the path; `close` works after it."""
+        self.need(bool(case.model.path), "a model that is loaded from a path")
+        nowhere = str(tmp_path / "no-such-model")
+        case = self._trained_on_one(case)
+        ((error, closing),) = self.run(fail_to_build, case.with_(model=replace(case.model, path=nowhere)))
+        expect(error, RollError, "building a model from a path that is not there")
+        if nowhere not in error.message:
+            raise AssertionError(f"the error does not say which model: {error}")
+        if closing is not None:
+            raise AssertionError(f"close after a failed build raised {closing}")
+
+    def test_a_role_that_only_scores_has_no_optimizer(self, case: Case) -> None:
+        """It computes what a trained one does, and refuses to train with `UnsupportedError`."""
+        found, errors = self.run(only_score, self._on_one(case), self._step(), SCORES)[0]
+        check_rows("logprobs", found["logprobs"], self._reference_scores(case), 1e-4)
+        for call, error in errors.items():
+            expect(error, UnsupportedError, f"{call} of a role without training settings")
+
+    def test_two_roles_live_in_one_process(self, case: Case) -> None:
+        """One trains, the other scores with the weights it had: what runs do where every role has one worker."""
+        self.need_training()
+        case = self._trained_on_one(case)
+        before, after, together = self.run(live_together, case, self._step(), SCORES)[0]
+        check_rows("logprobs of the scoring role", before["logprobs"], self._reference_scores(case), 1e-4)
+        _same_rows("the scoring role", "the other's step", after, before)
+        check_same_run("two roles in one process", together, self.run(train, case, [self._step(), self._step()])[0])
+
+    # -- what a pass returns -------------------------------------------------------------------------------------------
+
+    def test_only_what_was_wanted_is_returned(self, case: Case) -> None:
+        """`[T]` in float32, without gradients, and 0 at the first token of each sequence."""
+        batch = self.batch()
+        size = sum(len(each) for each in batch)
+        for want, names in (
+            (Want(logprobs=True), {"logprobs"}),
+            (Want(entropy=True), {"entropy"}),
+            (Want(logprobs=True, entropy=True), {"logprobs", "entropy"}),
+        ):
+            found = self.run(describe_outputs, self._on_one(case), batch, want)[0]
+            check_names(found, dict.fromkeys(names))
+            for name, (shape, dtype, gradients, first) in found.items():
+                if (shape, dtype, gradients, first) != ((size,), "float32", False, 0.0):
+                    raise AssertionError(
+                        f"{name}: shape {shape}, {dtype}, {'with' if gradients else 'without'} gradients, up to {first}"
+                        f" at first tokens; expected ({size},), float32, without gradients, 0"
+                    )
+
+    def test_what_is_not_declared_is_refused(self, case: Case) -> None:
+        """`UnsupportedError` for top-k and for values of a language model; a `RollError` for other tasks."""
+        case, batch = self._on_one(case), self.batch()
+        if not self.can.topk:
+            expect(self.run(want_undeclared, case, batch, Want(topk=3))[0], UnsupportedError, "top-k of a forward pass")
+        expect(
+            self.run(want_undeclared, case, batch, Want(values=True))[0], UnsupportedError, "values of a language model"
+        )
+        for task in TASKS:
+            if task not in self.can.tasks:
+                expect(self.run(build_undeclared, case, task)[0], RollError, f"building a model of task {task}")
+
+    def test_logprobs_of_a_scalar_head_are_refused(self, case: Case, scalar_task: Task) -> None:
+        """With `UnsupportedError`."""
+        expect(self.run(want_undeclared, self._on_one(case), self.batch(), SCORES)[0], UnsupportedError, "logprobs")
+
+    def test_looking_changes_nothing(self, case: Case, world_size: int) -> None:
+        """Forward passes and exports between gradients and update leave both as they are, bit for bit."""
+        self.need_training()
+        case = case.with_(training=TRAINING)
+        looked = self.run(look_between, case, self._step(), SCORES)[0]
+        check_same_run("a step with forward passes in between", looked, self.run(train, case, [self._step()])[0])
+
+    def test_declared_parallelism_is_tested(self) -> None:
+        """`world_sizes` has more than one rank where data parallelism is declared; and of what trains, every other kind
+        that is declared has a variant for several ranks, which `parallelism` names here or in another suite."""
+        if self.can.data_parallel and max(self.sizes()) < 2:
+            raise AssertionError(f"{self.name} declares data_parallel: let world_sizes have 2, not only {self.sizes()}")
+        if self.provider.forward_only:
+            return
+        suites = [type(self), *(each for each in _below(TrainContractTests) if each.name == self.name)]
+        for kind in filter(lambda name: getattr(self.can, name), get_args(ModelParallelism)):
+            shown = [suite().shows(kind) for suite in suites if kind in suite.parallelism]
+            if not shown:
+                raise AssertionError(
+                    f"{self.name} declares {kind}, and no suite says which variant shows it: parallelism ="
+                    f' {{"{kind}": <variant>}}'
+                )
+            if problems := [each for each in shown if each]:
+                raise AssertionError(f"{self.name} declares {kind}: {problems[0]}")
+
+    def shows(self, kind: ModelParallelism) -> str:
+        """Why the variant that `parallelism` names does not show this kind; empty if it does."""
+        variant = self.parallelism[kind]
+        if variant not in self.variants:
+            return f"parallelism names {variant!r}, the variants are {', '.join(self.variants)}"
+        if max(self.sizes(variant)) < 2:
+            return f"variant {variant!r} runs on one rank alone; see ranks_of"
+        schema = schema_of(self.provider, StrategyConfig, owner=self.name)
+        sizes = schema.model_validate(dict(self.variants[variant])).parallel_sizes()
+        if sizes.get(kind, 1) < 2:
+            return f"variant {variant!r} has no {kind} above 1: parallel_sizes() of its configuration is {dict(sizes)}"
+        return ""
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    def test_every_replica_has_one_leader(self, case: Case, world_size: int) -> None:
+        """`data_rank`: each index below its size has exactly one leader, and all ranks say the same size."""
+        self.need_training()
+        places = [each.data_rank for each in self.run(train, case.with_(training=TRAINING), [self._step()])]
+        sizes = {each.size for each in places}
+        leaders = sorted(each.index for each in places if each.leader)
+        if len(sizes) != 1 or leaders != list(range(places[0].size)):
+            raise AssertionError(f"the data ranks of {world_size} ranks do not fit together: {places}")
+
+    def test_all_ranks_hold_the_same_weights(self, case: Case, several: int) -> None:
+        """Every leader exports the same bits after a step, and every rank reports the same norm and learning rate."""
+        self.need_training()
+        answers: tuple[Trained, ...] = self.run(train, case.with_(training=TRAINING), [self._step()])
+        for rank, each in enumerate(answers):
+            if each.stats != answers[0].stats:
+                raise AssertionError(f"rank {rank} says {each.stats[0]}, rank 0 {answers[0].stats[0]}")
+            if each.data_rank.leader:
+                check_same(f"weights of rank {rank}", each.after, answers[0].after)
+
+    def test_exports_keep_names_and_order(self, case: Case, world_size: int) -> None:
+        """Names of the reference, each once (tied ones may come twice), in one order, detached."""
+        self.need_training()
+        reference = self.reference(case)
+        for before, after in self.run(list_exports, case.with_(training=TRAINING), self._step()):
+            if before != after:
+                raise AssertionError("the export after a step differs in names, shapes or order from the one before")
+            names = [name for name, _, _ in after]
+            if len(set(names)) < len(names):
+                raise AssertionError("a name is exported twice")
+            known = [name for name in names if name in reference.parameters or name not in reference.aliases()]
+            check_names(dict.fromkeys(known), reference.parameters)
+            for name, shape, gradients in after:
+                if gradients:
+                    raise AssertionError(f"{name} is exported with gradients: detach it")
+                if name in reference.parameters and shape != tuple(reference.parameters[name].shape):
+                    raise AssertionError(
+                        f"{name} has shape {shape}, expected {tuple(reference.parameters[name].shape)}"
+                    )
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> Step:
+        return Step(sequences=self.batch(), loss=LOSSES["sft"], split=SPLITS["three at a time"])
+
+    def _trained_on_one(self, case: Case) -> Case:
+        return self._on_one(case).with_(training=None if self.provider.forward_only else TRAINING)
+
+    def _reference_scores(self, case: Case) -> dict[str, Floats]:
+        return self.reference(case).by_sequence(self.batch(), SCORES)["logprobs"]
+
+
+def expect(error: Raised | None, kind: type[Exception], doing: str) -> None:
+    """Fail unless a call raised that kind of error, and said why."""
+    if error is None:
+        raise AssertionError(f"{doing} raised nothing; expected {kind.__name__}")
+    if not error.is_a(kind):
+        raise AssertionError(f"{doing} raised {error}; expected {kind.__name__}")
+    if len(error.message.split()) < 3:
+        raise AssertionError(f"{doing} raised {error}: it gives no reason")
+
+
+def _same_rows(whose: str, event: str, found: Rows, expected: Rows) -> None:
+    for name, rows in expected.items():
+        check_rows(f"{name} of {whose} after {event}", found[name], rows, 0.0)
+
+
+def _below(kind: type[TrainContractTests]) -> list[type[TrainContractTests]]:
+    """All classes that were derived from it so far."""
+    found: list[type[TrainContractTests]] = []
+    for each in kind.__subclasses__():
+        found += [each, *_below(each)]
+    return found

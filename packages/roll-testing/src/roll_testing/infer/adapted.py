@@ -1,0 +1,132 @@
+"""The layer *adapted*: what engines do that load a trained adapter by themselves, in processes of their own.
+
+Beside the conformance kit, on a model with biases, for engines that have all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import string
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from typing_extensions import override
+
+from roll_core.data.tokenizers import make_tokenizer
+from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
+from roll_core.spec.config import TokenizerConfig
+from roll_core.spec.model import LoraSpec
+from roll_testing.errors import refused
+from roll_testing.infer.adapters import RANK, drawn, merged
+from roll_testing.infer.interrupting import until_interrupted, was_whole
+from roll_testing.infer.live import Live, biased, request
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from roll_core.spec.infer import InferStrategy
+    from roll_core.types import Completion
+
+PARTS = ("self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
+LAYERS = [f"model.layers.{number}.{part}" for number in range(2) for part in PARTS]
+"""Some of each kind: alone, and some of those that engines fuse."""
+PROMPT = [5, 6, 7]
+CLOSE = 1e-4
+"""Between logprobs of the same weights in fp32."""
+
+
+class Adapted(Live):
+    """Publishes adapters; the trainer's model has them merged."""
+
+    def __init__(self, strategy: InferStrategy) -> None:
+        """Starts the engine, whose configuration asks for adapters."""
+        lora = LoraSpec(targets=("all-linear",), rank=RANK, alpha=2.0 * RANK)
+        self._folder = tempfile.TemporaryDirectory()  # OpenAI's routes want texts
+        make_tokenizer(TokenizerConfig(kind="char", alphabet=string.printable[:90]), (), Path(self._folder.name))
+        super().__init__(strategy, dataclasses.replace(biased(), lora=lora, tokenizer=self._folder.name))
+        self.base = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()
+
+    def drawn(self, seed: int) -> dict[str, Tensor]:
+        """An adapter of `LAYERS`."""
+        return drawn(self.base, LAYERS, seed)
+
+    def take(self, adapter: Mapping[str, Tensor]) -> None:
+        """From now on the trainer's model is the one beneath with this adapter."""
+        with torch.no_grad():
+            for name, each in merged(self.base, adapter).items():
+                self.model.get_parameter(name).copy_(each)
+
+    def check(self, adapter: Mapping[str, Tensor], tokens: list[int], logprobs: object) -> None:
+        """Fail unless these are the logprobs of the last tokens under the adapter."""
+        self.take(adapter)
+        given = np.asarray(logprobs)
+        np.testing.assert_allclose(given, self.logprobs(tokens, len(tokens) - len(given)), atol=CLOSE)
+
+
+class AdaptedTests:
+    """Tests find the engine of the fixture `live`, which is the author's, and leave it with an adapter."""
+
+    def test_requests_go_on_under_the_next_adapter(self, live: Adapted) -> None:
+        """Each token has the version and the logprob of the adapter that drew it."""
+        before, after = live.drawn(1), live.drawn(2)
+
+        async def update_meanwhile() -> Completion:
+            await live.update(list(before.items()))
+            running = asyncio.create_task(live.strategy.generate(request("long", PROMPT, max_new_tokens=240)))
+            await live.strategy.generate(request("short", [5], max_new_tokens=6))
+            await live.update(list(after.items()))
+            return await running
+
+        found = until_interrupted(
+            lambda: live.run(update_meanwhile()), lambda each: was_whole(each, 240, live.version - 1)
+        )
+        (output,), old = found.outputs, live.version - 1
+        first = int((output.versions == old).sum())
+        assert output.versions.tolist() == [old] * first + [old + 1] * (240 - first)
+        assert 0 < first < 240
+        tokens = [*PROMPT, *output.token_ids.tolist()]
+        live.check(before, tokens[: len(PROMPT) + first], output.logprobs[:first])
+        live.check(after, tokens, output.logprobs[first:])
+
+    def test_the_endpoint_answers_with_the_adapter_and_by_another_name_with_the_model_beneath(
+        self, live: Adapted
+    ) -> None:
+        """Nobody who asks for the role's name is answered without the adapter."""
+        adapter = live.drawn(3)
+        live.publish(list(adapter.items()))
+        for model, weights in (("actor_infer", adapter), ("actor_infer-base", {})):
+            body = {"model": model, "prompt": PROMPT, "max_tokens": 5, "temperature": 1.0, "ignore_eos": True}
+            ids = {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+            (choice,) = live.post("completions", body | ids)["choices"]
+            live.check(weights, [*PROMPT, *choice["token_ids"]], choice["logprobs"]["token_logprobs"])
+
+    def test_what_is_no_adapter_of_this_rank_is_refused_and_changes_nothing(self, live: Adapted) -> None:
+        """Half a layer, another rank, a tensor of the model itself, a version of the past."""
+        adapter = live.drawn(4)
+        live.publish(list(adapter.items()))
+        half = {name: each for name, each in adapter.items() if name != f"{LAYERS[0]}.lora_B.weight"}
+        with refused(MissingTensorError, f"{LAYERS[0]}.lora_B.weight"):
+            live.publish(list(half.items()))
+        smaller = {name: each[: RANK - 1] if ".lora_A." in name else each[:, 1:] for name, each in adapter.items()}
+        with refused(CorruptTensorError, f"rank {RANK - 1}", RANK):
+            live.publish(list(smaller.items()))
+        with refused(UnexpectedTensorError, "model.norm.weight"):
+            live.publish([("model.norm.weight", live.base["model.norm.weight"])])
+        with pytest.raises(StaleWeightsError):
+            live.publish(list(adapter.items()), version=0)
+        output = live.generate("after", PROMPT).outputs[0]
+        live.check(adapter, [*PROMPT, *output.token_ids.tolist()], output.logprobs)
+        live.version += 50
+        live.publish(list(adapter.items()))

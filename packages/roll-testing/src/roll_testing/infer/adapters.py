@@ -1,0 +1,136 @@
+"""The layer *adapters*: a trained adapter arrives alone, is held, and answers on top of the model that was started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.spec.model import LoraSpec
+from roll_core.spec.weights import digest, memory_token
+from roll_testing.bounds import check_names
+from roll_testing.infer.subject import InferSubject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from roll_testing.infer.engine import Engine, Setup
+    from roll_testing.infer.models import Answers
+
+    Fresh = Callable[[Setup], Engine]
+
+RANK = 3
+"""No power of two, and smaller than what engines make room for."""
+SIZE = 0.6
+"""Of the change relative to the weight."""
+
+
+class AdapterTests(InferSubject):
+    """Of strategies that declare `lora`, started with `adapter_config` on top of their configuration."""
+
+    def test_an_adapter_answers_on_top_of_the_model(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
+        """Before a publish the model alone answers; then each published adapter, in the place of the one before, of all
+        linear layers or of some. The receipt has the digests of A and B, and of nothing else."""
+        self.need(self.can.lora, "lora")
+        engine = self._serving(fresh, setup)
+        self.check_answers(engine, setup, answers)
+        stored = self.stored(setup)
+        layers = _layers(stored)
+        some = [layer for layer in layers if layer.rpartition(".")[2] in ("q_proj", "down_proj")]
+        for seed, targets in enumerate((layers, layers, some or layers[:1])):
+            adapter = self.published(drawn(stored, targets, seed), setup.model)
+            receipt = engine.publish(adapter)
+            check_names(receipt.digests, adapter)
+            held = receipt.digests
+            wrong = [name for name, each in adapter.items() if held[name] not in (digest(each), memory_token(each))]
+            if wrong:
+                raise AssertionError(f"the receipt's digest of {wrong[0]} is not that of what was sent")
+            self.check_answers(engine, setup, answers, merged(stored, adapter))
+
+    def test_an_adapter_that_does_not_fit_is_named(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
+        """A tensor that is missing, one of a layer that the model does not have, one of another shape: each is a
+        `WeightSyncError` of its own that names the tensor. A good publish mends it."""
+        self.need(self.can.lora, "lora")
+        engine = self._serving(fresh, setup)
+        stored = self.stored(setup)
+        good = self.published(drawn(stored, _layers(stored), 5), setup.model)
+        name = list(good)[len(good) // 2]
+        rest = {each: tensor for each, tensor in good.items() if each != name}
+        longer = torch.cat([good[name]] * 2)
+        surprise = {"model.layers.99.mlp.up_proj.lora_A.weight": good[name]}
+        for announced, sent, kind, culprit in (
+            (good, rest, MissingTensorError, name),
+            ({**good, **surprise}, {**good, **surprise}, UnexpectedTensorError, next(iter(surprise))),
+            (good, {**good, name: longer}, CorruptTensorError, name),
+        ):
+            try:
+                engine.publish(announced, sent=list(sent.items()))
+            except kind as error:
+                if culprit not in str(error):
+                    raise AssertionError(f"the error does not name {culprit}: {error}") from error
+            except WeightSyncError as error:
+                raise AssertionError(f"expected {kind.__name__}, not {type(error).__name__}: {error}") from error
+            else:
+                raise AssertionError(f"an adapter whose {culprit} does not fit raised nothing")
+            engine.publish(good)
+        self.check_answers(engine, setup, answers, merged(stored, good))
+
+    def test_adapters_over_a_lower_precision_stay_in_bounds(self, fresh: Fresh, setup: Setup, low_dtype: str) -> None:
+        """Against the reference with model and adapter rounded alike."""
+        self.need(self.can.lora, "lora")
+        if low_dtype != self.dtypes()[-1]:
+            pytest.skip("one of the lower precisions is enough")
+        setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
+        engine, answers = self._serving(fresh, setup), self.answers_of(setup.model)
+        stored = self.published(self.stored(setup), setup.model)
+        answers.take(stored)
+        adapter = self.published(drawn(stored, _layers(stored), 6), setup.model)
+        engine.publish(adapter)
+        self.check_answers(engine, setup, answers, merged(stored, adapter))
+
+    def _serving(self, fresh: Fresh, setup: Setup) -> Engine:
+        """An engine that waits for adapters."""
+        lora = LoraSpec(targets=("all-linear",), rank=RANK, alpha=float(RANK))
+        engine = fresh(
+            setup.with_(
+                model=replace(setup.model, lora=lora),
+                strategy_config={**setup.strategy_config, **self.adapter_config},
+            )
+        )
+        engine.start()
+        return engine
+
+
+def _layers(weights: Mapping[str, Tensor]) -> list[str]:
+    """Linear layers but the head, as `all-linear` has them."""
+    found = [name.removesuffix(".weight") for name, each in weights.items() if each.ndim == 2]
+    return [name for name in found if "embed" not in name and not name.startswith("lm_head")]
+
+
+def drawn(weights: Mapping[str, Tensor], layers: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """An adapter under the names of `TrainStrategy.export_adapters`, which moves these layers by more than half of what
+    they are."""
+    source = torch.Generator().manual_seed(seed)
+    found = {}
+    for layer in layers:
+        weight = weights[f"{layer}.weight"].float()
+        size = SIZE * float(weight.std(correction=0))
+        found[f"{layer}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=source) / RANK**0.5
+        found[f"{layer}.lora_B.weight"] = size * torch.randn(weight.shape[0], RANK, generator=source)
+    return found
+
+
+def merged(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """W + B A, in double precision until the end."""
+    found = dict(weights)
+    for name, a in adapter.items():
+        if name.endswith(".lora_A.weight"):
+            layer = name.removesuffix(".lora_A.weight")
+            b = adapter[f"{layer}.lora_B.weight"]
+            found[f"{layer}.weight"] = weights[f"{layer}.weight"].double().add(b.double() @ a.double()).float()
+    return found

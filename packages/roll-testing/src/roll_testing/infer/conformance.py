@@ -1,0 +1,37 @@
+"""The conformance kit for infer strategies: all layers as one class that authors subclass."""
+
+from __future__ import annotations
+
+from roll_testing.infer.adapters import AdapterTests
+from roll_testing.infer.contract import InferContractTests
+from roll_testing.infer.ends import EndTests
+from roll_testing.infer.lifecycle import LifecycleTests
+from roll_testing.infer.numbers import InferNumberTests
+from roll_testing.infer.routing import RoutingTests
+from roll_testing.infer.sampling import SamplingTests
+from roll_testing.infer.starting import StartingTests
+from roll_testing.infer.weights import WeightTests
+from roll_testing.packaging import PackagingTests
+
+
+class InferStrategyConformance(
+    PackagingTests,
+    StartingTests,
+    RoutingTests,
+    AdapterTests,
+    LifecycleTests,
+    WeightTests,
+    InferContractTests,
+    EndTests,
+    SamplingTests,
+    InferNumberTests,
+):
+    """What holds for every infer strategy.
+
+        class TestMine(InferStrategyConformance):
+            name = "my_infer"
+
+    The strategy is found by its name among the installed plugins, as a run finds it. `InferSubject` lists what an
+    author may say beyond the name; docs/conformance.md says what each test asserts and with which bound. pytest runs
+    the last layer first.
+    """

@@ -1,0 +1,242 @@
+"""The layer *contract*: the life of a strategy, the form of its answers, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import urllib.request
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from roll_core.errors import RollError, UnsupportedError
+from roll_core.spec.weights import make_manifest
+from roll_testing.infer.engine import Engine, ask, together
+from roll_testing.infer.subject import InferSubject
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from roll_core.types import Completion, GenerateRequest
+    from roll_testing.infer.engine import Setup
+    from roll_testing.infer.models import Answers
+
+PIECE = 40
+"""Tokens that are drawn between two looks at what else is."""
+LOOKS = 8
+FORM = {"token_ids": np.int64, "logprobs": np.float32, "versions": np.int32}
+
+
+class InferContractTests(InferSubject):
+    """Calls in every order that a run may make them in."""
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def test_answers_have_their_form(self, engine: Engine) -> None:
+        """The request's id, `n` outputs, arrays `[R]` of the types that `CompletionOutput` states, finite logprobs."""
+        requests = [ask(self.prompt(3), n=3, max_new_tokens=4), ask(self.prompt(5), max_new_tokens=2)]
+        for request, completion in zip(requests, engine.generate(*requests), strict=True):
+            if (completion.id, len(completion.outputs)) != (request.id, request.n):
+                raise AssertionError(
+                    f"{request.n} outputs of {request.id} were asked for, {len(completion.outputs)} of {completion.id}"
+                    " came"
+                )
+            for output in completion.outputs:
+                for name, kind in FORM.items():
+                    array = getattr(output, name)
+                    if not isinstance(array, np.ndarray) or array.dtype != kind:
+                        found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+                        raise AssertionError(f"{name} is {found}; expected a numpy array of {kind.__name__}")
+                    if array.shape != (request.params.max_new_tokens,):
+                        raise AssertionError(
+                            f"{name} has shape {array.shape} for {request.params.max_new_tokens} tokens"
+                        )
+                if not bool(np.isfinite(output.logprobs).all()) or bool((output.logprobs > 0).any()):
+                    raise AssertionError(f"logprobs are {output.logprobs}; expected finite ones of at most 0")
+
+    def test_many_requests_at_once_are_each_answered(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """48 of them, of many lengths and settings: each gets its own answer."""
+        self.need_exact(setup)
+        requests = [
+            ask(self.prompt(1 + i % 23, seed=i), n=1 + i % 3, temperature=i % 2, max_new_tokens=1 + i % 13)
+            for i in range(48)
+        ]
+        found = engine.generate(*requests)
+        self.check_logprobs(setup, answers, requests, found)
+        for request, completion in zip(requests, found, strict=True):
+            sizes = [len(output.token_ids) for output in completion.outputs]
+            if completion.id != request.id or sizes != [request.params.max_new_tokens] * request.n:
+                raise AssertionError(
+                    f"{request.id} asked for {request.n} outputs of {request.params.max_new_tokens} tokens;"
+                    f" {completion.id} has outputs of {sizes} tokens"
+                )
+
+    def test_metrics_are_numbers(self, engine: Engine) -> None:
+        """By their names, finite; asked for twice around a request, with the same names. Kinds are those of metrics
+        that there are."""
+        names: set[str] = set()
+        for _ in range(2):
+            found = engine.run(lambda: _at_once(lambda: dict(engine.strategy.metrics())))
+            wrong = {name: value for name, value in found.items() if not math.isfinite(float(value))}
+            if wrong:
+                raise AssertionError(f"metrics have to be finite: {wrong}")
+            if unknown := set(engine.strategy.metric_kinds) - set(found):
+                raise AssertionError(f"metric_kinds names {sorted(unknown)}, which metrics() does not have")
+            if names and names != set(found):
+                raise AssertionError(f"metrics change their names: {sorted(names ^ set(found))}")
+            names = set(found)
+            engine.generate(ask(self.prompt(3)))
+
+    # -- what is declared, and what is refused -------------------------------------------------------------------------
+
+    def test_what_is_not_declared_is_refused(self, engine: Engine) -> None:
+        """Prompt logprobs and routed experts by `UnsupportedError`, the latter also by an engine that was not started
+        to return them; and an endpoint is there exactly where it is declared."""
+        if not self.can.prompt_logprobs:
+            _expect(
+                lambda: engine.generate(ask(self.prompt(4), prompt_logprobs=True)), UnsupportedError, "prompt_logprobs"
+            )
+        request = replace(ask(self.prompt(4)), routed_experts=True)
+        _expect(lambda: engine.generate(request), UnsupportedError, "routed_experts")
+        url = engine.strategy.endpoint()
+        if bool(url) != self.can.endpoint:
+            raise AssertionError(f"endpoint is {'' if self.can.endpoint else 'not '}declared, but its URL is {url!r}")
+
+    def test_the_endpoint_lists_its_models(self, engine: Engine) -> None:
+        """`GET <endpoint>/models`, where the endpoint ends with `/v1` as OpenAI's does."""
+        self.need(self.can.endpoint, "endpoint")
+        url = engine.strategy.endpoint()
+
+        def models() -> int:
+            with urllib.request.urlopen(f"{url}/models", timeout=30) as answer:
+                return len(json.load(answer)["data"])
+
+        if not engine.run(lambda: asyncio.to_thread(models)):
+            raise AssertionError(f"{url}/models names no model")
+
+    def test_what_makes_no_sense_is_refused(self, engine: Engine) -> None:
+        """By a `RollError` with a reason, whatever else is asked at the same time; the engine goes on."""
+        for what, request in {
+            "an empty prompt": ask([]),
+            "a token that the vocabulary does not have": ask([5, 10**6]),
+            "a negative token": ask([5, -1]),
+            "a negative temperature": ask([5], temperature=-1.0),
+            "a top_p of 0": ask([5], top_p=0.0),
+            "a min_p above 1": ask([5], min_p=1.5),
+            "no outputs": ask([5], n=0),
+        }.items():
+            good = ask(self.prompt(3))
+            found = _each(engine, request, good)
+            _is_refusal(found[0], RollError, what)
+            if isinstance(found[1], BaseException):
+                raise AssertionError(f"a request beside one with {what} failed") from found[1]
+
+    def test_a_request_longer_than_the_context_is_refused(self, engine: Engine) -> None:
+        """By a `RollError` that has one of the numbers in it: of the prompt, of all its tokens, or of the context. A
+        prompt that is too long is refused, and so is one that leaves too little room for `max_new_tokens`."""
+        if self.context is None:
+            pytest.skip(f"{self.name} has no limit of length")
+        for prompt, new in ((self.context + 8, 4), (self.context - 8, 64)):
+            numbers = {str(prompt), str(prompt + new), str(self.context)}
+            found = _each(engine, ask(self.prompt(prompt), max_new_tokens=new))
+            said = _is_refusal(found[0], RollError, f"a prompt of {prompt} tokens with {new} new ones")
+            if not any(number in said for number in numbers):
+                raise AssertionError(f"the error does not say how long is too long ({self.context}): {said}")
+        engine.generate(ask(self.prompt(self.context - 8), max_new_tokens=8))
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def test_a_cancelled_call_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """Its request is forgotten; those beside it and after it are answered."""
+        others = [ask(self.prompt(4 + i), temperature=0.0, max_new_tokens=40) for i in range(3)]
+
+        async def act() -> list[Completion]:
+            cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=300)))
+            rest = [asyncio.create_task(engine.strategy.generate(each)) for each in others[:2]]
+            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # a sign that they are under way
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            return [*await asyncio.gather(*rest), *await together(engine.strategy, others[2:])]
+
+        found = engine.run(act)
+        self.check_logprobs(setup, answers, others, found)
+        sizes = [len(completion.outputs[0].token_ids) for completion in found]
+        if sizes != [40, 40, 40]:
+            raise AssertionError(f"another call was cancelled: of 40 tokens each {sizes} were drawn")
+
+    def test_a_cancelled_call_draws_no_more(self, engine: Engine) -> None:
+        """Of engines that count `generated_tokens` as they draw: soon only those of others are."""
+        if "generated_tokens" not in engine.run(lambda: _at_once(lambda: dict(engine.strategy.metrics()))):
+            pytest.skip(f"{self.name} does not count generated_tokens")
+
+        async def act() -> list[float]:
+            cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
+            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # a sign that it is under way
+            if cancelled.done():
+                pytest.skip(f"{self.name} had drawn 400 tokens before 6 others: nothing is under way here")
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            drawn: list[float] = []
+            while len(drawn) < LOOKS and PIECE not in drawn:
+                engine.strategy.metrics()
+                await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=PIECE))
+                drawn.append(engine.strategy.metrics()["generated_tokens"])
+            return drawn
+
+        drawn = engine.run(act)
+        if drawn[-1] != PIECE:
+            raise AssertionError(f"a call was cancelled; while {PIECE} tokens were asked for, {drawn} were drawn")
+
+    def test_calls_before_start_raise(self, setup: Setup, answers: Answers) -> None:
+        """Nothing is answered without a model; `stop` is fine at any time, also twice."""
+        engine = Engine(setup)
+        strategy, weights = engine.strategy, self.published(answers.weights(), setup.model)
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "generate": lambda: strategy.generate(ask(self.prompt(3))),
+            "update_weights": lambda: strategy.update_weights(
+                1, make_manifest(1, weights.items()), iter(weights.items())
+            ),
+        }
+        try:
+            for name, call in calls.items():
+                _expect(lambda call=call: engine.run(call), Exception, f"{name} before start")  # type: ignore[misc]
+            engine.run(strategy.stop)
+        finally:
+            engine.close()
+
+
+async def _at_once(call: Callable[[], dict[str, float]]) -> dict[str, float]:
+    return call()
+
+
+def _each(engine: Engine, *requests: GenerateRequest) -> list[Completion | BaseException]:
+    """The answer or the error of each."""
+
+    async def act() -> list[Completion | BaseException]:
+        return await asyncio.gather(*[engine.strategy.generate(each) for each in requests], return_exceptions=True)
+
+    return engine.run(act)
+
+
+def _expect(call: Callable[[], object], kind: type[Exception], doing: str) -> str:
+    """What the error says; fail without one."""
+    try:
+        call()
+    except AssertionError:
+        raise
+    except Exception as error:
+        return _is_refusal(error, kind, doing)
+    raise AssertionError(f"{doing} raised nothing; expected {kind.__name__}")
+
+
+def _is_refusal(found: object, kind: type[Exception], doing: str) -> str:
+    if not isinstance(found, BaseException):
+        raise AssertionError(f"{doing} raised nothing; expected {kind.__name__}")
+    if not isinstance(found, kind):
+        raise AssertionError(f"{doing} raised {type(found).__name__}: {found}; expected {kind.__name__}") from found
+    if len(str(found).split()) < 3:
+        raise AssertionError(f"{doing} raised {type(found).__name__}: {found}: it gives no reason")
+    return str(found)

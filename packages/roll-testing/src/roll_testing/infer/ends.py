@@ -1,0 +1,158 @@
+"""The layer *ends*: when a response ends, what it then holds, and why it says that it ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from roll_testing.infer.engine import ask
+from roll_testing.infer.models import CLEAR
+from roll_testing.infer.subject import FIRST_ORDINARY, InferSubject
+
+if TYPE_CHECKING:
+    from roll_core.spec.model import ModelSpec
+    from roll_core.types import CompletionOutput, TokenIds
+    from roll_testing.infer.engine import Engine, Setup
+    from roll_testing.infer.models import Answers
+
+LENGTH = 24
+"""Of greedy responses that are to be ended early."""
+
+
+class EndTests(InferSubject):
+    """A greedy response is the same every time, so it is known where it has to end."""
+
+    def test_max_new_tokens_are_drawn(self, engine: Engine) -> None:
+        """1, 5 and 33 of them, side by side, each with the reason `length`."""
+        for number, completion in zip(
+            (1, 5, 33), engine.generate(*[ask(self.prompt(4), max_new_tokens=each) for each in (1, 5, 33)]), strict=True
+        ):
+            _is(completion.outputs[0], number, "length", None)
+
+    def test_the_models_end_token_ends_a_response(self, engine: Engine) -> None:
+        """It is kept, its logprob too, and named by `stop`."""
+        if not self.end_ids:
+            pytest.skip(f"the model of {self.name} has no end token")
+        requests = [
+            ask(self.prompt(3 + i), n=4, max_new_tokens=120, ignore_eos=False, seed=self.seed(engine, i))
+            for i in range(4)
+        ]
+        ended = 0
+        for completion in engine.generate(*requests):
+            for output in completion.outputs:
+                places = [i for i, token in enumerate(output.token_ids.tolist()) if token in self.end_ids]
+                if places:
+                    ended += 1
+                    _is(output, places[0] + 1, "stop", int(output.token_ids[places[0]]))
+                else:
+                    _is(output, 120, "length", None)
+        if not ended:
+            raise AssertionError("no response of 120 tokens had an end token: the model gives it too little")
+
+    def test_stop_token_ids_end_a_response(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """At the first of them, which is kept and named by `stop`."""
+        self.need_exact(setup)
+        prompt, tokens, at = self._unended(engine, answers)
+        request = ask(
+            prompt, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=False, stop_token_ids=(tokens[at], tokens[-1])
+        )
+        output = engine.generate(request)[0].outputs[0]
+        end = min(tokens.index(each) for each in request.params.stop_token_ids)
+        _is(output, end + 1, "stop", tokens[end])
+        _begins(output, tokens)
+
+    def test_ignore_eos_goes_on_whatever_is_drawn(self, engine: Engine) -> None:
+        """Past the model's end tokens, stop ids and stop strings."""
+        everything = tuple(range(self.vocab_size))
+        found = engine.generate(
+            *[ask(self.prompt(3 + i), max_new_tokens=40, stop_token_ids=everything) for i in (0, 1)]
+        )
+        for completion in found:
+            _is(completion.outputs[0], 40, "length", None)
+
+    def test_min_new_tokens_masks_ends(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """Until so many are drawn no end is: instead the most likely of all others."""
+        self.need_exact(setup)
+        self.answered(engine, "min_new_tokens", ask(self.prompt(3), min_new_tokens=2))
+        prompt, tokens, at = self._unended(engine, answers)
+        ends = {tokens[1], tokens[at], *self.end_ids}
+        request = ask(
+            prompt,
+            temperature=0.0,
+            max_new_tokens=12,
+            min_new_tokens=8,
+            ignore_eos=False,
+            stop_token_ids=tuple(ends - set(self.end_ids)),
+        )
+        output = engine.generate(request)[0].outputs[0]
+        self.check_greedy(answers, prompt, output.token_ids, banned=ends, banned_until=8)
+        places = [i for i, token in enumerate(output.token_ids.tolist()) if token in ends]
+        if places and places[0] < 8:
+            raise AssertionError(f"{output.token_ids.tolist()} has one of {sorted(ends)} among the first 8 tokens")
+        if places:
+            _is(output, places[0] + 1, "stop", int(output.token_ids[places[0]]))
+        else:
+            _is(output, 12, "length", None)
+
+    def test_a_stop_string_ends_a_response_and_is_kept(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """With the token that completes it, over two tokens; `stop` names the string."""
+        self.need_exact(setup)
+        self.answered(engine, "stop", ask(self.prompt(3), max_new_tokens=1, ignore_eos=False, stop=("no such text",)))
+        prompt, tokens, at = self._unended(engine, answers)
+        text = self._text(setup.model, tokens[: at + 1])
+        stop = text[-2:]
+        request = ask(prompt, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=False, stop=(stop, "no such text"))
+        output = engine.generate(request)[0].outputs[0]
+        end = next(i for i in range(LENGTH) if stop in self._text(setup.model, tokens[: i + 1]))
+        _is(output, end + 1, "stop", stop)
+        _begins(output, tokens)
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _unended(self, engine: Engine, answers: Answers) -> tuple[TokenIds, list[int], int]:
+        """A prompt, the engine's greedy response of ordinary tokens, and the place of one, from the fourth on, that
+        comes for the first time; no order of summation could give another response."""
+        known = self._once("unended")
+        for seed in range(0 if "it" in known else 10):
+            requests = [ask(self.prompt(5 + i, seed), temperature=0.0, max_new_tokens=LENGTH) for i in range(6)]
+            for request, completion in zip(requests, engine.generate(*requests), strict=True):
+                response = completion.outputs[0].token_ids
+                tokens = response.tolist()
+                places = [i for i in range(3, LENGTH - 4) if tokens.index(tokens[i]) == i]
+                _, gaps = answers.shortfall(request.prompt_ids, response)
+                if places and gaps.min() > CLEAR and not {*range(FIRST_ORDINARY), *self.end_ids} & set(tokens):
+                    known.setdefault("it", (request.prompt_ids, tokens, places[0]))
+            if known:
+                break
+        if not known:
+            raise AssertionError("every greedy response of the model ends or repeats itself: give it larger weights")
+        found: tuple[TokenIds, list[int], int] = known["it"]
+        return found
+
+    def _text(self, model: ModelSpec, tokens: list[int]) -> str:
+        from roll_modeling.model import load_tokenizer
+
+        known = self._once("tokenizer")
+        if "it" not in known:
+            known["it"] = load_tokenizer(model)
+        return str(known["it"].decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _is(output: CompletionOutput, number: int, reason: str, stop: str | int | None) -> None:
+    found = (len(output.token_ids), output.finish_reason, output.stop)
+    if found != (number, reason, stop):
+        raise AssertionError(
+            f"a response of {found[0]} tokens ended by {found[1]!r} with stop {found[2]!r}; expected {number} tokens,"
+            f" {reason!r}, {stop!r}"
+        )
+    if not len(output.logprobs) == len(output.versions) == number:
+        raise AssertionError(
+            f"{number} tokens have {len(output.logprobs)} logprobs and {len(output.versions)} versions"
+        )
+
+
+def _begins(output: CompletionOutput, tokens: list[int] | tuple[int, ...]) -> None:
+    found = output.token_ids.tolist()
+    if found != list(tokens)[: len(found)]:
+        raise AssertionError(f"the response is {found}; most likely is {list(tokens)}")

@@ -1,0 +1,111 @@
+"""Exact probabilities of the next token under `SamplingParams`, and a test whether tokens were drawn from them.
+
+T drawn tokens    V vocabulary
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from roll_testing.infer.models import log_softmax
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from roll_core.types import SamplingParams, TokenIds
+    from roll_testing.infer.models import Logits
+
+FALSE_ALARM = 1e-6
+"""Probability with which a right engine fails one test of a distribution; with seeds the outcome is fixed."""
+BINS = 20
+HAIR = 1e-3
+"""Relative: where limits that are moved by so little keep other tokens, rounding decides, and nothing is concluded."""
+
+
+def probabilities(rows: Logits, params: SamplingParams) -> Logits:
+    """`[T, V]`: temperature, then top-k, then top-p of what is left, then min-p, as `SamplingParams` orders them."""
+    probs = np.exp(log_softmax(rows / params.temperature))
+    order = np.argsort(-probs, axis=-1, kind="stable")
+    kept = np.take_along_axis(probs, order, -1)
+    if params.top_k:
+        kept[:, params.top_k :] = 0
+    before = np.cumsum(kept, -1) - kept
+    kept[before >= params.top_p * kept.sum(-1, keepdims=True)] = 0
+    kept[kept < params.min_p * kept[:, :1]] = 0
+    found = np.zeros_like(probs)
+    np.put_along_axis(found, order, kept / kept.sum(-1, keepdims=True), -1)
+    return found
+
+
+def clear(rows: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
+    """`[T]`: whether rounding has no say in which tokens are kept."""
+    low, high = (
+        replace(params, top_p=params.top_p if params.top_p == 1 else params.top_p * by, min_p=params.min_p * by)
+        for by in (1 - HAIR, 1 + HAIR)
+    )
+    found: npt.NDArray[np.bool_] = ((probabilities(rows, low) > 0) == (probabilities(rows, high) > 0)).all(-1)
+    if params.top_k:
+        falling = -np.sort(-rows, axis=-1)
+        found &= falling[:, params.top_k - 1] - falling[:, params.top_k] > HAIR
+    return found
+
+
+class Draws:
+    """Tokens that an engine drew, each against the exact distribution that it should have come from.
+
+    The mass of all tokens that are likelier than the one drawn, plus a random part of its own, is uniform in [0, 1] and
+    independent of all before, whatever the distributions are (the probability integral transform; Rosenblatt, 1952).
+    So tokens of many distributions make one chi-square test.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._places: list[float] = []
+        self._random = np.random.default_rng(2718)
+
+    def add(self, logits: Logits, tokens: TokenIds) -> None:
+        """`logits[t]` is what `tokens[t]` was drawn from. Fails for a token that could not have been drawn."""
+        probs = probabilities(logits, self.params)
+        drawn = np.take_along_axis(probs, tokens[:, None], -1)
+        judged = clear(logits, self.params)
+        for at in np.flatnonzero(judged & (drawn[:, 0] == 0))[:1]:
+            rank = int((logits[at] > logits[at, tokens[at]]).sum()) + 1
+            raise AssertionError(
+                f"token {tokens[at]} was drawn, which {self.params} rules out: by likelihood it is number {rank}, and"
+                f" only {int((probs[at] > 0).sum())} are to be kept"
+            )
+        above = np.where(probs > drawn, probs, 0).sum(-1)
+        level = np.where(probs == drawn, probs, 0).sum(-1)
+        self._places += (above + level * self._random.random(len(tokens)))[judged].tolist()
+
+    def statistic(self) -> float:
+        """Chi-square, of equally likely bins."""
+        expected = len(self._places) / BINS
+        return float(np.square(self._counts() - expected).sum() / expected)
+
+    def check(self) -> None:
+        """Fail if it is less likely than `FALSE_ALARM` that the tokens come from the distributions."""
+        if len(self._places) < 10 * BINS:
+            raise AssertionError(f"only {len(self._places)} tokens can be judged: the model's answers are too alike")
+        statistic = self.statistic()
+        p = _tail(statistic, BINS - 1)
+        if p < FALSE_ALARM:
+            raise AssertionError(
+                f"{len(self._places)} tokens do not come from the distribution of {self.params}: chi-square"
+                f" {statistic:.1f} on {BINS - 1} degrees of freedom, p = {p:.2g}; tokens by the probability mass of"
+                f" likelier ones, in twentieths: {self._counts().tolist()}"
+            )
+
+    def _counts(self) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = np.histogram(self._places, bins=BINS, range=(0.0, 1.0))[0]
+        return found
+
+
+def _tail(statistic: float, degrees: int) -> float:
+    """Probability that a chi-square variable is larger."""
+    shape, at = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(shape, at))

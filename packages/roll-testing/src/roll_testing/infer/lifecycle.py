@@ -1,0 +1,411 @@
+"""The layer *lifecycle*: what becomes of requests that are aborted, updated under way, or served after a sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from roll_core.errors import WeightSyncError
+from roll_core.spec.weights import make_manifest
+from roll_testing.infer.engine import ask
+from roll_testing.infer.interrupting import result, until_interrupted, was_whole
+from roll_testing.infer.models import moved
+from roll_testing.infer.subject import FIRST_ORDINARY, InferSubject
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from roll_core.spec.infer import InferStrategy
+    from roll_core.types import Completion, CompletionOutput, GenerateRequest, TokenIds
+    from roll_testing.infer.engine import Engine, Setup
+    from roll_testing.infer.models import Answers
+
+LONG = 400
+"""Tokens of a response that is interrupted."""
+SHORT = 6
+"""Tokens of the one that is waited for, as a sign that the long one is under way."""
+ASK_S = 0.002
+"""Between two times that progress is asked for."""
+HELD_S = 0.2
+"""In which an engine that draws in spite of an update that broke off draws something."""
+ENDING = 40
+"""One in so many tokens ends an output: lengths differ by tens of tokens."""
+GROUPS = 10
+"""So often a group is drawn to see some of its outputs end before others: an engine may draw all between two looks."""
+
+
+class LifecycleTests(InferSubject):
+    """A short request beside a long one tells when the long one is under way."""
+
+    def test_an_aborted_request_keeps_its_tokens(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """Both `abort` and `generate` return what was drawn, with logprobs, and `finish_reason == "abort"`."""
+
+        def fresh() -> Attempt:
+            request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
+            return Attempt(request, lambda: engine.strategy.abort([request.id]))
+
+        request, returned, completion = self._interrupted(engine, fresh)
+        if [each.id for each in returned] != [request.id]:
+            raise AssertionError(f"abort returned {[each.id for each in returned]}; expected {[request.id]}")
+        self.check_logprobs(setup, answers, [request, request], [completion, returned[0]])
+        for output, again in zip(completion.outputs, returned[0].outputs, strict=True):
+            if output.token_ids.tolist() != again.token_ids.tolist():
+                raise AssertionError(
+                    f"abort returned {len(again.token_ids)} tokens, generate {len(output.token_ids)}: they have to be"
+                    " the same"
+                )
+            if output.finish_reason != "abort":
+                raise AssertionError(f"an aborted output ended by {output.finish_reason!r}")
+            if not len(output.token_ids):
+                raise AssertionError(f"tokens were drawn while another request drew {SHORT}, but none was kept")
+
+    def test_aborting_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """A request that runs beside it is answered in full."""
+        others: list[GenerateRequest] = []
+        beside: list[asyncio.Task[Completion]] = []
+
+        def fresh() -> Attempt:
+            request = ask(self.prompt(5), max_new_tokens=LONG)
+            return Attempt(request, lambda: engine.strategy.abort([request.id]), begin)
+
+        def begin() -> None:
+            others.append(ask(self.prompt(7), max_new_tokens=60))
+            beside.append(asyncio.create_task(engine.strategy.generate(others[-1])))
+
+        self._interrupted(engine, fresh)
+        completions = [engine.run(partial(result, each)) for each in beside]
+        for completion in completions:
+            if len(completion.outputs[0].token_ids) != 60:
+                raise AssertionError(f"the request beside it has {len(completion.outputs[0].token_ids)} of 60 tokens")
+        self.check_logprobs(setup, answers, others, completions)
+
+    def test_unknown_and_finished_ids_are_ignored(self, engine: Engine) -> None:
+        """`abort` returns nothing for them."""
+        done = ask(self.prompt(3))
+        engine.generate(done)
+        found = engine.run(lambda: engine.strategy.abort([done.id, "nobody"]))
+        if found:
+            raise AssertionError(f"aborting a request that is done and one that never was returned {found}")
+
+    def test_requests_go_on_under_new_weights(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """`in_flight_update`: each token has the version under which it was drawn, tokens before the update the old
+        weights' logprobs; the request ends as it would have, and the next ones have the new weights."""
+        self.need(self.can.in_flight_update, "in_flight_update")
+        weights = self.published(moved(self.stored(setup), 21), setup.model)
+
+        async def update() -> list[Completion]:
+            await _update(engine, weights)
+            return []
+
+        request, _, completion = self._updated(engine, setup, update)
+        old, new = engine.version - 1, engine.version
+        olds = [self._num_old(output, old, new) for output in completion.outputs]
+        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may have begun a step later
+        self.check_answers(engine, setup, answers, weights)
+
+    def test_nothing_is_drawn_between_an_update_that_broke_off_and_the_next(
+        self, engine: Engine, setup: Setup, answers: Answers
+    ) -> None:
+        """`in_flight_update`: half of the tensors come, and then an error, which the caller gets. What runs goes on
+        after the next update, what enters in between is drawn under that alone, and what is aborted in between ends."""
+        self.need(self.can.in_flight_update, "in_flight_update")
+        weights = self.published(moved(self.stored(setup), 24), setup.model)
+
+        async def update() -> list[Completion]:
+            late, dropped = ask(self.prompt(4), max_new_tokens=SHORT), ask(self.prompt(3), max_new_tokens=LONG)
+            engine.version, engine.pristine = engine.version + 1, False
+            new = engine.version
+            manifest = make_manifest(new, weights.items())
+            with pytest.raises(_BrokeOffError):
+                await engine.strategy.update_weights(new, manifest, _half(weights))
+            entering = asyncio.create_task(engine.strategy.generate(late))
+            ending = asyncio.create_task(engine.strategy.generate(dropped))
+            await asyncio.wait([entering], timeout=HELD_S)
+            await engine.strategy.progress()
+            await engine.strategy.abort([dropped.id])
+            ended = await ending
+            await engine.strategy.update_weights(new, manifest, iter(weights.items()))
+            return [await entering, ended]
+
+        request, (entered, ended), completion = self._updated(engine, setup, update)
+        old, new = engine.version - 1, engine.version
+        if found := set(entered.outputs[0].versions.tolist()) - {new}:
+            raise AssertionError(f"an update to version {new} broke off, and tokens were drawn with versions {found}")
+        if len(ended.outputs[0].token_ids) or ended.outputs[0].finish_reason != "abort":
+            raise AssertionError(
+                f"an update broke off, and a request that came then and was aborted has"
+                f" {len(ended.outputs[0].token_ids)} tokens, ended by {ended.outputs[0].finish_reason!r}"
+            )
+        olds = [self._num_old(output, old, new) for output in completion.outputs]
+        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))
+        self.check_answers(engine, setup, answers, weights)
+
+    def test_progress_tells_what_is_drawn(self, engine: Engine) -> None:
+        """Of engines that tell it: beginnings of what `generate` then returns, longer ones from time to
+        time, and which outputs of a group have ended."""
+        self._need_progress(engine)
+        ends = tuple(range(FIRST_ORDINARY, self.vocab_size, ENDING))
+
+        async def act() -> tuple[list[Completion], list[Completion], list[Completion]]:
+            before = await _progress(engine.strategy)
+            long = ask(self.prompt(5), max_new_tokens=LONG)
+            group = ask(self.prompt(7), n=8, max_new_tokens=LONG, ignore_eos=False, stop_token_ids=ends)
+            running = [asyncio.create_task(engine.strategy.generate(each)) for each in (long, group)]
+            told = await _told(engine.strategy, running)
+            return before, told, [each.result() for each in running]
+
+        for _ in range(GROUPS):
+            before, told, found = engine.run(act)
+            if before:
+                raise AssertionError(f"nothing runs, and progress is told of {[each.id for each in before]}")
+            parts = [_beginnings(told, completion) for completion in found]
+            sizes = {len(each.outputs[0].token_ids) for each in parts[0]}
+            if max(sizes) > LONG or len(found[0].outputs[0].token_ids) != LONG:
+                raise AssertionError(f"of a request that drew {LONG} tokens progress told {sorted(sizes)} tokens")
+            ended = [{output.finish_reason != "abort" for output in each.outputs} for each in parts[1]]
+            if len(sizes - {0}) >= 2 and {True, False} in ended:
+                return
+        if len(sizes - {0}) < 2:
+            raise AssertionError(f"of a request that drew {LONG} tokens progress told {sorted(sizes)} tokens")
+        raise AssertionError("no output of a group was told to have ended while others of it went on")
+
+    def test_progress_tells_versions_over_an_update(self, engine: Engine, setup: Setup) -> None:
+        """`in_flight_update`, of engines that tell it: while weights are replaced, too, tokens, logprobs
+        and versions are those that `generate` then returns."""
+        self.need(self.can.in_flight_update, "in_flight_update")
+        self._need_progress(engine)
+        weights = self.published(moved(self.stored(setup), 23), setup.model)
+        told: list[Completion] = []
+        telling: list[asyncio.Task[None]] = []
+
+        def fresh() -> Attempt:
+            return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update, begin)
+
+        async def ask_once() -> list[Completion]:
+            found = await _progress(engine.strategy)
+            told.extend(found)
+            return found
+
+        async def tell() -> None:
+            while True:
+                await ask_once()
+                await asyncio.sleep(ASK_S)
+
+        def begin() -> None:
+            telling.append(asyncio.create_task(tell()))
+
+        async def update() -> list[Completion]:
+            await ask_once()
+            await _update(engine, weights)
+            return await ask_once()
+
+        try:
+            request, updated, found = self._interrupted(engine, fresh)
+        finally:
+            engine.run(lambda: _cancelled(telling))
+        parts = _beginnings(told, found)
+        mine = [each for each in updated if each.id == request.id]
+        for index, output in enumerate(output for each in mine for output in each.outputs):
+            num = len(output.token_ids)
+            if num < LONG and not any(len(each.outputs[index].token_ids) > num for each in parts):
+                raise AssertionError(f"after the update {LONG - num} tokens were drawn, of which progress told none")
+
+    def test_numbers_are_the_same_after_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """`sleep`, `wake` and a publish of the same weights; twice, as every step does. A second `sleep` or `wake`
+        changes nothing."""
+        self.need(self.can.sleeps, "sleeps")
+        weights = self.published(self.stored(setup), setup.model)
+        request = [ask(self.prompt(40), temperature=0.0, max_new_tokens=24) for _ in range(3)]
+        before = engine.generate(request[0])[0].outputs[0]
+        for again in request[1:]:
+            for act in (engine.strategy.sleep, engine.strategy.sleep, engine.strategy.wake, engine.strategy.wake):
+                engine.run(act)
+            engine.publish(weights)
+            after = engine.generate(again)[0].outputs[0]
+            if after.token_ids.tolist() != before.token_ids.tolist():
+                raise AssertionError(
+                    f"greedy tokens were {before.token_ids.tolist()} before a sleep, {after.token_ids.tolist()} after"
+                )
+            if not np.allclose(after.logprobs, before.logprobs, atol=self.bound(setup)):
+                off = float(np.abs(after.logprobs - before.logprobs).max())
+                raise AssertionError(f"logprobs differ by up to {off:.3g} after a sleep")
+        self.check_answers(engine, setup, answers)
+
+    def test_nothing_is_kept_of_shared_tensors_in_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """Their memory, which is the trainer's, is free when the trainer lets go of it."""
+        self.need(self.can.sleeps and "shared" in self.can.weight_transports, "sleeps and the transport shared")
+        weights = self.published(moved(self.stored(setup), 22), setup.model)
+        kept: set[str] = set()
+        shared = {}
+        for name, each in weights.items():
+            memory = each.view(torch.uint8 if each.ndim else each.dtype).numpy().copy()
+            kept.add(name)
+            weakref.finalize(memory, kept.discard, name)
+            shared[name] = torch.from_numpy(memory).view(each.dtype)
+            del memory
+        engine.publish(shared, shared=True)
+        self.check_answers(engine, setup, answers, weights)
+        engine.run(engine.strategy.sleep)
+        shared.clear()
+        if kept:  # cycles may still hold it; looking for them takes its time
+            gc.collect()
+        left = sorted(kept)
+        engine.run(engine.strategy.wake)
+        if left:
+            raise AssertionError(
+                f"a sleeping engine keeps the memory of {len(left)} shared tensors, of {left[0]} first"
+            )
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _num_old(self, output: CompletionOutput, old: int, new: int) -> int:
+        """Tokens before an update; fails unless all others of `LONG` came after it."""
+        found: list[int] = output.versions.tolist()
+        if len(found) != LONG or output.finish_reason != "length":
+            raise AssertionError(f"{len(found)} of {LONG} tokens were drawn, ended by {output.finish_reason!r}")
+        num_old = found.count(old)
+        if found != [old] * num_old + [new] * (LONG - num_old) or not 0 < num_old < LONG:
+            changes = [i for i in range(1, LONG) if found[i] != found[i - 1]]
+            raise AssertionError(
+                f"tokens have the versions {sorted(set(found))}, which change at {changes}; expected some of"
+                f" version {old} and then all of {new}"
+            )
+        return num_old
+
+    def _need_progress(self, engine: Engine) -> None:
+        if engine.run(engine.strategy.progress) is None:
+            pytest.skip(f"{self.name} does not tell what it has drawn")
+
+    def _updated(
+        self, engine: Engine, setup: Setup, update: Callable[[], Awaitable[list[Completion]]]
+    ) -> tuple[GenerateRequest, list[Completion], Completion]:
+        """The same, from the stored weights on."""
+
+        def fresh() -> Attempt:
+            self._restore(engine, setup)
+            return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update)
+
+        return self._interrupted(engine, fresh)
+
+    def _interrupted(
+        self, engine: Engine, fresh: Callable[[], Attempt]
+    ) -> tuple[GenerateRequest, list[Completion], Completion]:
+        """Of an attempt whose request was under way: the request, what `act` returned, and the request's own answer."""
+
+        def once() -> tuple[GenerateRequest, list[Completion], Completion] | None:
+            attempt = fresh()
+            old.append(engine.version)
+            found = engine.run(lambda: _attempted(engine.strategy, attempt, self.prompt(2)))
+            return found and (attempt.request, *found)
+
+        old: list[int] = []
+        found = until_interrupted(once, lambda each: each is None or was_whole(each[2], LONG, old[-1]))
+        if found is None:
+            pytest.skip(f"{self.name} had drawn {LONG} tokens before {SHORT} others: nothing is under way here")
+        return found
+
+
+class _BrokeOffError(WeightSyncError):
+    """What a sender that is lost raises."""
+
+
+def _half(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Of the tensors, and then the error."""
+    names = list(weights)
+    for name in names[: len(names) // 2]:
+        yield name, weights[name]
+    raise _BrokeOffError("half of the tensors have been sent")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """To interrupt a request."""
+
+    request: GenerateRequest
+    act: Callable[[], Awaitable[Sequence[Completion]]]
+    """Interrupts it."""
+    begin: Callable[[], object] = lambda: None
+    """Called once it is asked."""
+
+
+async def _attempted(
+    strategy: InferStrategy, attempt: Attempt, prompt: TokenIds
+) -> tuple[list[Completion], Completion] | None:
+    """What `act` returns, and the answer; None if the answer was there before."""
+    running = asyncio.create_task(strategy.generate(attempt.request))
+    attempt.begin()
+    await strategy.generate(ask(prompt, max_new_tokens=SHORT))
+    await asyncio.sleep(0)  # a strategy that never waits may have answered before the task began
+    if running.done():
+        await running  # raises, if it failed
+        return None
+    returned = await attempt.act()
+    return list(returned), await running
+
+
+async def _update(engine: Engine, weights: Mapping[str, Tensor]) -> None:
+    engine.version, engine.pristine = engine.version + 1, False
+    manifest = make_manifest(engine.version, weights.items())
+    await engine.strategy.update_weights(engine.version, manifest, iter(weights.items()))
+
+
+async def _progress(strategy: InferStrategy) -> list[Completion]:
+    found = await strategy.progress()
+    if found is None:
+        raise AssertionError("progress was told before, and is not while requests run")
+    return found
+
+
+async def _told(strategy: InferStrategy, running: Sequence[asyncio.Task[Completion]]) -> list[Completion]:
+    """What progress says until all have ended."""
+    told: list[Completion] = []
+    while not all(each.done() for each in running):
+        told += await _progress(strategy)
+        await asyncio.wait(running, timeout=ASK_S, return_when=asyncio.ALL_COMPLETED)
+    return told
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for each in tasks:
+        each.cancel()
+    for found in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(found, Exception):
+            raise found
+
+
+def _beginnings(told: Sequence[Completion], whole: Completion) -> list[Completion]:
+    """Those that were told of this request; fails unless each output begins as the whole one does."""
+    found = [each for each in told if each.id == whole.id]
+    if not found:
+        raise AssertionError("progress told nothing of a request that ran")
+    for each in found:
+        if len(each.outputs) != len(whole.outputs):
+            raise AssertionError(f"progress told of {len(each.outputs)} outputs; {len(whole.outputs)} were asked for")
+        for part, output in zip(each.outputs, whole.outputs, strict=True):
+            _check_beginning(part, output)
+    return found
+
+
+def _check_beginning(part: CompletionOutput, whole: CompletionOutput) -> None:
+    num = len(part.token_ids)
+    for name in ("token_ids", "logprobs", "versions"):
+        told, right = getattr(part, name).tolist(), getattr(whole, name)[:num].tolist()
+        if told != right:
+            raise AssertionError(f"progress told {name} {told[:8]}… of an output that had {right[:8]}… in the end")
+    if part.finish_reason == "abort":
+        return
+    if (num, part.finish_reason, part.stop) != (len(whole.token_ids), whole.finish_reason, whole.stop):
+        raise AssertionError(
+            f"progress told of an end by {part.finish_reason!r} with stop {part.stop!r} after {num} tokens; the output"
+            f" ended by {whole.finish_reason!r} with {whole.stop!r} after {len(whole.token_ids)}"
+        )

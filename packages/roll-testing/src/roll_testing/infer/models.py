@@ -1,0 +1,112 @@
+"""The model that engines are tested with, and what it answers: logits, logprobs, and what is most likely next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from roll_testing.models import QWEN3
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from roll_core.types import Floats, TokenIds
+    from roll_testing.reference import ReferenceModel
+
+    Logits = npt.NDArray[np.float64]
+
+CONTEXT = 512
+END = 1
+"""The end token of the tokenizers that the kit writes."""
+SMALL: Mapping[str, Any] = {
+    **QWEN3,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "eos_token_id": END,
+}
+"""As small as kernels of engines take it: few have attention for heads of less than 32."""
+CLEAR = 1e-2
+"""Tokens whose logits are nearer to each other may come in another order elsewhere: sums are rounded in some order."""
+
+
+class Answers:
+    """What the model says with the weights that it has now."""
+
+    def __init__(self, model: ReferenceModel) -> None:
+        self.model = model
+        model.module.requires_grad_(False)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies, by the names under which they are published."""
+        return {name: each.detach().clone() for name, each in self.model.module.named_parameters()}
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Compute with these from now on."""
+        with torch.no_grad():
+            for name, parameter in self.model.module.named_parameters():
+                parameter.copy_(weights[name])
+
+    def logits(self, tokens: Sequence[int] | TokenIds) -> Logits:
+        """`[L, V]`: row `t` is what follows token `t`."""
+        ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
+        with torch.no_grad():
+            found: Logits = self.model.logits(ids).double().numpy()
+        return found
+
+    def logprobs(self, prompt: TokenIds, response: TokenIds, temperature: float = 1.0) -> Floats:
+        """`[R]`, of each token of the response."""
+        tokens = np.concatenate([prompt, response])
+        rows = self.logits(tokens)[len(prompt) - 1 : -1] / (temperature or 1.0)
+        return np.asarray(log_softmax(rows)[np.arange(len(response)), response], dtype=np.float32)
+
+    def prompt_logprobs(self, prompt: TokenIds) -> Floats:
+        """`[P]`, 0 for the first token."""
+        return np.concatenate([np.zeros(1, dtype=np.float32), self.logprobs(prompt[:1], prompt[1:])])
+
+    def shortfall(
+        self,
+        prompt: TokenIds,
+        response: TokenIds,
+        *,
+        penalty: float = 1.0,
+        banned: Collection[int] = (),
+        banned_until: int = 0,
+    ) -> tuple[Logits, Logits]:
+        """`[R]` twice: by how much each token's logit is below the largest, and the second below the largest.
+
+        After the repetition penalty, and with `banned` tokens masked among the first `banned_until`.
+        """
+        tokens = np.concatenate([prompt, response])
+        rows = self.logits(tokens)[len(prompt) - 1 : -1].copy()
+        for step, row in enumerate(rows):
+            seen = np.unique(tokens[: len(prompt) + step])
+            row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+            if step < banned_until:
+                row[sorted(banned)] = -np.inf
+        falling = -np.sort(-rows, axis=-1)
+        return falling[:, 0] - rows[np.arange(len(response)), response], falling[:, 0] - falling[:, 1]
+
+
+def log_softmax(rows: Logits) -> Logits:
+    """Over the last axis."""
+    shifted = rows - rows.max(-1, keepdims=True)
+    found: Logits = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return found
+
+
+def moved(weights: Mapping[str, Tensor], seed: int, only: str = "") -> dict[str, Tensor]:
+    """Other weights, about a third away from these; all of them, or `only` one."""
+    drawn = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, each in weights.items():
+        scale = 0.3 * float(each.float().std(correction=0)) + 0.05
+        noise = torch.randn(each.shape, generator=drawn, dtype=torch.float32).to(each.dtype)
+        found[name] = each + scale * noise if only in ("", name) else each.clone()
+    return found

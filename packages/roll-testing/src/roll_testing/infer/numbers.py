@@ -1,0 +1,103 @@
+"""The layer *numbers*: what is drawn is what is likely, and logprobs are the model's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from roll_testing.bounds import check_rows
+from roll_testing.infer.engine import ask
+from roll_testing.infer.subject import InferSubject
+from roll_testing.infer.trainer import check_against_trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_testing.infer.engine import Engine, Setup
+    from roll_testing.infer.models import Answers
+
+
+LENGTHS = (1, 3, 17, 40, 7)
+"""Of prompts."""
+CUTS: Mapping[str, Any] = {"top_k": 3, "top_p": 0.5, "min_p": 0.4, "repetition_penalty": 1.6}
+
+
+class InferNumberTests(InferSubject):
+    """Against the model's logits as transformers computes them, one whole sequence at a time."""
+
+    def test_greedy_tokens_are_the_most_likely(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """`temperature == 0`: each token is the most likely after those before it."""
+        self.need_exact(setup)
+        requests = [ask(self.prompt(length), temperature=0.0) for length in LENGTHS]
+        for request, completion in zip(requests, engine.generate(*requests), strict=True):
+            self.check_greedy(answers, request.prompt_ids, completion.outputs[0].token_ids)
+
+    def test_greedy_answers_repeat(self, engine: Engine) -> None:
+        """Equal sets of requests have equal tokens and logprobs, to the last bit; all `n` outputs are alike."""
+        first, second = (
+            engine.generate(*[ask(self.prompt(length), n=2, temperature=0.0) for length in LENGTHS]) for _ in range(2)
+        )
+        for one, other in zip(first, second, strict=True):
+            for output, again in zip(one.outputs, other.outputs, strict=True):
+                if output.token_ids.tolist() != again.token_ids.tolist():
+                    raise AssertionError(
+                        f"the same request was answered {output.token_ids.tolist()} and then {again.token_ids.tolist()}"
+                    )
+                if not np.array_equal(output.logprobs, again.logprobs):
+                    raise AssertionError("the same requests had the same tokens, but other logprobs")
+
+    def test_logprobs_equal_the_reference(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """Of tokens drawn at temperature 1, and of greedy ones, whose logprobs are those at temperature 1."""
+        requests = [ask(self.prompt(length), n=2, seed=self.seed(engine, length)) for length in LENGTHS]
+        requests.append(ask(self.prompt(9), temperature=0.0))
+        self.check_logprobs(setup, answers, requests, engine.generate(*requests))
+
+    def test_logprobs_equal_the_train_strategys(self, engine: Engine, setup: Setup) -> None:
+        """On the same weights, though the trainer packs sequences and computes each as a whole; at a temperature. With
+        `train_strategy`, whatever the author's reference is."""
+        self.need_trainer(setup)
+        requests = [
+            ask(self.prompt(length), n=2, temperature=0.8, seed=self.seed(engine, length)) for length in LENGTHS
+        ]
+        check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
+
+    def test_logprobs_have_the_temperature(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """Under softmax(logits / temperature), also where requests of several temperatures run together."""
+        requests = [
+            ask(self.prompt(length), temperature=temperature, seed=self.seed(engine, length))
+            for length, temperature in zip(LENGTHS, (0.5, 1.0, 1.7, 0.3, 0.8), strict=True)
+        ]
+        self.check_logprobs(setup, answers, requests, engine.generate(*requests))
+
+    @pytest.mark.parametrize("parameter", list(CUTS))
+    def test_logprobs_do_not_know_of_penalties_and_cuts(
+        self, engine: Engine, setup: Setup, answers: Answers, parameter: str
+    ) -> None:
+        """They are of all tokens of the vocabulary, before the penalty, top-k, top-p and min-p; at a temperature."""
+        request = ask(self.prompt(6), temperature=0.7, seed=self.seed(engine, 1), **{parameter: CUTS[parameter]})
+        self.check_logprobs(setup, answers, [request], self.answered(engine, parameter, request))
+
+    def test_a_prompt_is_taken_as_it_is(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """Token ids in, token ids out: end tokens, padding and repetitions within a prompt are tokens like others."""
+        odd = [5, *self.end_ids, 0, 0, 7, *self.end_ids, *self.end_ids, 9]
+        requests = [ask(odd, seed=self.seed(engine, 1)), ask([0, *odd])]
+        self.check_logprobs(setup, answers, requests, engine.generate(*requests))
+
+    def test_prompt_logprobs_equal_the_reference(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """`[P]`, 0 for the first token, without temperature; with an equal prompt and a longer one beside it, twice."""
+        self.need(self.can.prompt_logprobs, "prompt_logprobs")
+        long = self.prompt(300)
+        for _ in range(2):
+            requests = [
+                ask(each, prompt_logprobs=True, max_new_tokens=1, temperature=0.5)
+                for each in (self.prompt(20), self.prompt(20), long, long[:150], long[:1])
+            ]
+            requests.append(ask(self.prompt(20)))
+            *asked, other = engine.generate(*requests)
+            if other.prompt_logprobs is not None or any(each.prompt_logprobs is None for each in asked):
+                raise AssertionError("prompt logprobs have to be there where they are asked for, and only there")
+            found = {each.id: each.prompt_logprobs for each in asked if each.prompt_logprobs is not None}
+            expected = {each.id: answers.prompt_logprobs(each.prompt_ids) for each in requests[:-1]}
+            check_rows("prompt logprob", found, expected, self.bound(setup))

@@ -1,0 +1,89 @@
+"""The layer *routing*: of engines that return the experts that a mixture of experts chose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from roll_testing.infer.engine import ask
+from roll_testing.infer.models import CLEAR, SMALL
+from roll_testing.infer.subject import InferSubject
+from roll_testing.models import write_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from roll_core.spec.model import ModelSpec
+    from roll_core.types import RoutedExperts, TokenIds
+    from roll_testing.infer.engine import Engine, Setup
+
+EXPERTS, TOP_K = 8, 2
+MIXTURE: Mapping[str, Any] = {
+    **SMALL,
+    "model_type": "qwen3_moe",
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
+
+class RoutingTests(InferSubject):
+    """Against the logits of the routers, as transformers computes them, one whole sequence at a time."""
+
+    def mixture(self, folder: Path) -> ModelSpec:
+        """A small mixture of experts in float32; files go into `folder`. A Qwen3-MoE by default."""
+        return write_checkpoint(folder, MIXTURE, task="causal_lm", vocab_size=self.vocab_size)
+
+    def test_routed_experts_are_those_that_the_model_chooses(
+        self, setup: Setup, fresh: Callable[[Setup], Engine], tmp_path: Path
+    ) -> None:
+        """Of the prompt and of all but the last token of the response, in every layer, in the smallest unsigned
+        integers; only where asked for."""
+        self.need(self.can.routed_experts, "routed_experts")
+        self.need_exact(setup)
+        model = replace(self.mixture(tmp_path), dtype=setup.model.dtype, router_replay=True)
+        engine = fresh(setup.with_(model=model))
+        engine.start()
+        requests = [
+            replace(ask(self.prompt(length), n=2, seed=self.seed(engine, length)), routed_experts=length != 5)
+            for length in (1, 30, 5, 30)
+        ]
+        module: Any = self.reference_model(model).module
+        for request, completion in zip(requests, engine.generate(*requests), strict=True):
+            for output in completion.outputs:
+                if request.routed_experts:
+                    _check(output.routed_experts, np.concatenate([request.prompt_ids, output.token_ids]), module)
+                elif output.routed_experts is not None:
+                    raise AssertionError(f"{request.id} did not ask for routed_experts and got them")
+
+
+def _check(found: RoutedExperts | None, tokens: TokenIds, module: Any) -> None:
+    chosen, clear = _choices(tokens, module)
+    expected = (len(tokens) - 1, *chosen.shape[1:])
+    if found is None or found.shape != expected or found.dtype != np.uint8:
+        what = "None" if found is None else f"{found.shape} of {found.dtype}"
+        raise AssertionError(f"routed_experts of {len(tokens)} tokens are {what}; expected {expected} of uint8")
+    wrong = np.argwhere((np.sort(found, axis=-1) != chosen[:-1]).any(-1) & clear[:-1])
+    if len(wrong):
+        at, layer = wrong[0]
+        raise AssertionError(
+            f"token {at} went through experts {sorted(found[at, layer].tolist())} of layer {layer}; the router's logits"
+            f" are largest at {chosen[at, layer].tolist()}"
+        )
+
+
+def _choices(tokens: TokenIds, module: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """`[L, M, K]` in ascending order, and `[L, M]`, whether the next best expert is clearly worse."""
+    with torch.no_grad():
+        answer = module(input_ids=torch.from_numpy(tokens)[None], use_cache=False, output_router_logits=True)
+    logits_LME = torch.stack([each.view(len(tokens), -1) for each in answer.router_logits], dim=1)
+    best = logits_LME.sort(dim=-1, descending=True)
+    clear = best.values[..., TOP_K - 1] - best.values[..., TOP_K] > CLEAR
+    return np.sort(best.indices[..., :TOP_K].numpy(), axis=-1), clear.numpy()

@@ -1,0 +1,159 @@
+"""The layer *starting*: how an engine begins and ends, each with one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from roll_core.errors import RollError
+from roll_testing.infer.engine import ask
+from roll_testing.infer.interrupting import is_open, result, stopped, until_interrupted
+from roll_testing.infer.subject import TIGHT, InferSubject
+from roll_testing.infer.trainer import check_against_trainer
+from roll_testing.refusals import RefusalTests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from roll_core.types import Completion
+    from roll_testing.infer.engine import Engine, Setup
+    from roll_testing.infer.models import Answers
+
+    Fresh = Callable[[Setup], Engine]
+
+CONFIG = """\
+pipeline: rlvr
+platform: {platform}
+actor_train:
+  data_args: {{file_name: rows.jsonl}}
+  model_args: {{random_init: {{model_type: qwen3}}}}
+  strategy_args: {{strategy_name: hf_train}}
+actor_infer:
+  model_args: {{dtype: {dtype}, random_init: {{model_type: qwen3}}}}
+  strategy_args: {{strategy_name: {name}}}
+"""
+PROMPT_S = 60.0
+"""Within so many seconds whoever waits for an engine that has died has to be told."""
+ARRIVED_S = 0.002
+"""In which an answer arrives that was sent; an engine of this process draws on meanwhile, some tens of tokens."""
+
+
+class StartingTests(RefusalTests, InferSubject):
+    """An engine is started for each of them that needs one."""
+
+    _run = CONFIG
+
+    def test_a_started_engine_has_the_models_weights(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
+        """As version 0, without an update."""
+        engine = fresh(setup)
+        engine.start()
+        self.check_answers(engine, setup, answers)
+
+    def test_logprobs_in_lower_precision_stay_in_bounds(self, fresh: Fresh, setup: Setup, low_dtype: str) -> None:
+        """Against the reference with weights rounded alike; before and after an update in that dtype."""
+        setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
+        engine, answers = fresh(setup), self.answers_of(setup.model)
+        answers.take(self.stored(setup))
+        engine.start()
+        self.check_answers(engine, setup, answers)
+        if self.can.weight_transports:
+            engine.publish(self.published(self.stored(setup), setup.model))
+            self.check_answers(engine, setup, answers)
+
+    def test_logprobs_in_lower_precision_are_near_the_train_strategys(
+        self, fresh: Fresh, setup: Setup, low_dtype: str
+    ) -> None:
+        """In the same dtype, on the same weights."""
+        setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
+        self.need_trainer(setup)
+        engine = fresh(setup)
+        engine.start()
+        requests = [
+            ask(self.prompt(length), n=2, temperature=0.8, seed=self.seed(engine, length)) for length in (1, 9, 30)
+        ]
+        check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
+
+    def test_a_stopped_engine_says_so(self, fresh: Fresh, setup: Setup) -> None:
+        """What runs when it is stopped ends, with an error or with what there is; later requests raise; `stop` may be
+        called again."""
+        engine = fresh(setup)
+        engine.start()
+
+        async def act() -> tuple[object, object]:
+            running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), n=2, max_new_tokens=400)))
+            await asyncio.sleep(0.05)
+            await engine.strategy.stop()
+            await engine.strategy.stop()
+            (ended,) = await asyncio.gather(running, return_exceptions=True)
+            (late,) = await asyncio.gather(engine.strategy.generate(ask(self.prompt(3))), return_exceptions=True)
+            return ended, late
+
+        _, late = engine.run(act)
+        if not isinstance(late, Exception):
+            raise AssertionError(f"a request after stop was answered: {late}")
+
+    def test_a_model_that_is_not_there_is_named(self, fresh: Fresh, setup: Setup, tmp_path: Path) -> None:
+        """`start` raises a `RollError` that names the path; `stop` works after it."""
+        self.need(bool(setup.model.path), "a model that is loaded from a path")
+        nowhere = str(tmp_path / "no-such-model")
+        engine = fresh(setup.with_(model=replace(setup.model, path=nowhere)))
+        with pytest.raises(RollError) as caught:
+            engine.start()
+        if nowhere not in str(caught.value):
+            raise AssertionError(f"the error does not say which model: {caught.value}")
+        engine.run(engine.strategy.stop)
+
+    def test_more_than_the_cache_holds_is_answered(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
+        """20 sequences of 260 to 300 tokens, for which there is room for three at a time: they wait or are begun again,
+        and each has its whole answer. Of engines whose author says how little room there may be (`tight_config`)."""
+        if not self.tight_config:
+            pytest.skip(f"{self.name} has no tight_config")
+        engine = fresh(setup.with_(strategy_config={**setup.strategy_config, **self.tight_config}))
+        engine.start()
+        requests = [ask(self.prompt(4 + i), n=2, max_new_tokens=260 + 4 * i) for i in range(10)]
+        assert sum(2 * each.params.max_new_tokens for each in requests) > 5 * TIGHT
+        found = engine.generate(*requests)
+        self.check_logprobs(setup, answers, requests, found)
+        for request, completion in zip(requests, found, strict=True):
+            sizes = [len(output.token_ids) for output in completion.outputs]
+            if sizes != [request.params.max_new_tokens] * 2:
+                raise AssertionError(f"{request.params.max_new_tokens} tokens were asked for twice; {sizes} were drawn")
+
+    def test_an_engine_whose_process_dies_says_so(self, fresh: Fresh, setup: Setup) -> None:
+        """`generate` raises soon; `stop` works. Of engines whose author names their `processes`."""
+        engine = fresh(setup)
+        engine.start()
+        processes = self.processes(engine.strategy)
+        if not processes:
+            pytest.skip(f"{self.name} names no processes of its own")
+
+        async def act() -> asyncio.Task[Completion] | None:
+            running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
+            await engine.strategy.generate(ask(self.prompt(3), max_new_tokens=2))
+            with stopped(processes):
+                if await is_open(running, ARRIVED_S):
+                    for each in processes:
+                        os.kill(each, signal.SIGKILL)
+                    return running
+            await running
+            return None
+
+        running = until_interrupted(lambda: engine.run(act, PROMPT_S), lambda each: each is None)
+        if running is None:
+            raise AssertionError("400 tokens were drawn before the engine could be killed, each time")
+        try:
+            found = engine.run(lambda: result(running), PROMPT_S)
+        except AssertionError:
+            raise
+        except Exception as error:
+            if len(str(error).split()) < 3:
+                raise AssertionError(f"the error does not say what happened: {error!r}") from error
+        else:
+            raise AssertionError(f"the engine was killed, and yet it answered {found}")
+        engine.run(engine.strategy.stop)

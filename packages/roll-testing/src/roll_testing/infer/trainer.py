@@ -1,0 +1,58 @@
+"""What a train strategy says of an engine's tokens: the other side of every importance ratio."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_core.spec.providers import TrainProvider
+from roll_core.spec.train import Want
+from roll_core.types import TrainSequence
+from roll_testing.bench import Case, built, outputs
+from roll_testing.bounds import BOUNDS, check_rows
+from roll_testing.part import registry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.types import Completion, Floats, GenerateRequest
+    from roll_testing.infer.engine import Setup
+
+
+def trains_in(strategy: str, dtype: str) -> bool:
+    """Whether the train strategy of this name computes in `dtype`."""
+    provider: TrainProvider = registry().find(TrainProvider, strategy)
+    return dtype in provider.capabilities.dtypes
+
+
+def check_against_trainer(
+    strategy: str, setup: Setup, requests: Sequence[GenerateRequest], completions: Sequence[Completion]
+) -> None:
+    """Fail unless each drawn token has the logprob that the train strategy of this name computes on the model of
+    `setup`, all sequences in one packed pass. Requests have one temperature."""
+    (temperature,) = {request.params.temperature for request in requests}
+    sequences: list[TrainSequence] = []
+    found: dict[str, Floats] = {}
+    num_prompt: dict[str, int] = {}
+    for request, completion in zip(requests, completions, strict=True):
+        for index, output in enumerate(completion.outputs):
+            key = f"{request.id}, output {index}"
+            tokens = np.concatenate([request.prompt_ids, output.token_ids])
+            num_prompt[key] = len(request.prompt_ids)
+            drawn = np.arange(len(tokens)) >= num_prompt[key]
+            sequences.append(TrainSequence(id=key, tokens=tokens, loss_mask=drawn))
+            found[key] = output.logprobs
+    case = Case(
+        provider=registry().find(TrainProvider, strategy),
+        strategy_config={},
+        model=setup.model,
+        training=None,
+        backend=setup.backend,
+        devices=(setup.device,),
+        timeout_s=setup.timeout_s,
+    )
+    with built(case, 0) as trainer:
+        rows = outputs(trainer, sequences, Want(logprobs=True, temperature=temperature))["logprobs"]
+    expected = {key: row[num_prompt[key] :] for key, row in rows.items()}
+    check_rows(f"the logprob beside {strategy}'s", found, expected, BOUNDS[setup.model.dtype].outputs)

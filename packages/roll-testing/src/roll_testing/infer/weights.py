@@ -1,0 +1,258 @@
+"""The layer *weights*: an update replaces all that it brings and nothing else, and the receipt proves it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.runtime.weights.receiver import WeightReceiver
+from roll_core.runtime.weights.sender import WeightSender
+from roll_core.spec.transport import Route
+from roll_core.spec.weights import digest, memory_token
+from roll_core.types import DataRank
+from roll_testing.bounds import check_names
+from roll_testing.infer.engine import ROLE
+from roll_testing.infer.models import moved
+from roll_testing.infer.subject import InferSubject
+from roll_testing.publishing import BUCKET_BYTES, DEADLINE_S, IN_ONE_PROCESS, transport_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from roll_core.types import WeightReceipt
+    from roll_testing.infer.engine import Engine, Setup
+    from roll_testing.infer.models import Answers
+
+    Weights = dict[str, Tensor]
+
+HARMS = {"missing": MissingTensorError, "unexpected": UnexpectedTensorError, "misshapen": CorruptTensorError}
+
+
+class WeightTests(InferSubject):
+    """What the engine answers after an update is what the reference answers with the new weights."""
+
+    def test_new_weights_are_those_that_answer(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """All tensors at once, twice; tokens carry the version, and the receipt its digests."""
+        self._can_update()
+        for seed in (1, 2):
+            weights = self._moved(setup, seed)
+            receipt = engine.publish(weights)
+            if receipt.version != engine.version:
+                raise AssertionError(f"the receipt is of version {receipt.version}, published was {engine.version}")
+            _has_digests(receipt, weights, "the new weights")
+            self.check_answers(engine, setup, answers, weights)
+
+    def test_each_tensor_takes_effect(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """One after the other is changed, all others are published as they were."""
+        self._can_update()
+        self.need_exact(setup)
+        stored = self.stored(setup)
+        for name in stored:
+            weights = moved(stored, 3, only=name)
+            engine.publish(weights)
+            try:
+                self.check_answers(engine, setup, answers, weights)
+            except AssertionError as error:
+                raise AssertionError(f"only {name} was changed: {error}") from error
+
+    def test_nothing_computed_under_old_weights_is_used(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """A prompt that was just computed, long enough for any cache of prefixes, is computed again."""
+        self._can_update()
+        long = self.prompt(300)
+        prompts = [long, long[:270], long]
+        self.check_answers(engine, setup, answers, prompts=prompts)
+        weights = self._moved(setup, 4)
+        engine.publish(weights)
+        self.check_answers(engine, setup, answers, weights, prompts=prompts)
+
+    # -- receipts ------------------------------------------------------------------------------------------------------
+
+    def test_the_receipt_does_not_repeat_the_manifest(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """Where other bytes arrive than the manifest has, it has the digests of those that arrived; also where the
+        manifest has none yet."""
+        self._can_update()
+        announced, arrived = self._moved(setup, 5), self._moved(setup, 6)
+        _has_digests(engine.publish(announced, sent=list(arrived.items())), arrived, "what arrived")
+        _has_digests(engine.publish(arrived, digests=False), arrived, "what arrived")
+
+    def test_the_receipt_is_of_what_is_held(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """Not of what was sent: tensors that arrive in another dtype are refused as a `WeightSyncError`, or held in the
+        engine's own dtype, and then the digests are of that."""
+        self._can_update()
+        weights = self._moved(setup, 7)
+        other = torch.bfloat16 if setup.model.dtype != "bf16" else torch.float32
+        sent = {name: each.to(other) for name, each in weights.items()}
+        try:
+            receipt = engine.publish(sent)
+        except WeightSyncError:
+            return
+        held = {name: each.to(weights[name].dtype) for name, each in sent.items()}
+        _has_digests(receipt, held, "what is held")
+        self.check_answers(engine, setup, answers, held)
+
+    # -- what does not arrive as it should -----------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("harm", list(HARMS))
+    def test_what_does_not_fit_the_manifest_is_named(
+        self, engine: Engine, setup: Setup, answers: Answers, harm: str
+    ) -> None:
+        """A tensor that is missing, one that the model does not have, one of another shape: each is a
+        `WeightSyncError` of its own that names the tensor. A good publish mends it."""
+        self._can_update()
+        weights = self._moved(setup, 8)
+        name = list(weights)[len(weights) // 2]
+        sent = list(weights.items())
+        if harm == "missing":
+            sent = [(each, tensor) for each, tensor in sent if each != name]
+        elif harm == "unexpected":
+            name = "surprise.weight"
+            sent.append((name, torch.ones(3, dtype=sent[0][1].dtype)))
+        else:
+            sent = [(each, tensor if each != name else torch.ones(7, dtype=tensor.dtype)) for each, tensor in sent]
+        try:
+            engine.publish(weights, sent=sent)
+        except HARMS[harm] as error:
+            if name not in str(error):
+                raise AssertionError(f"the error does not name {name}: {error}") from error
+        except WeightSyncError as error:
+            raise AssertionError(
+                f"a tensor that is {harm} raised {type(error).__name__}: {error}; expected {HARMS[harm].__name__}"
+            ) from error
+        else:
+            raise AssertionError(f"a tensor that is {harm} raised nothing; expected {HARMS[harm].__name__}")
+        engine.publish(weights)
+        self.check_answers(engine, setup, answers, weights)
+
+    # -- whose memory it is --------------------------------------------------------------------------------------------
+
+    def test_what_the_sender_writes_afterwards_changes_nothing(
+        self, engine: Engine, setup: Setup, answers: Answers
+    ) -> None:
+        """Tensors are views of a buffer that is used again for the next one, and overwritten in the end."""
+        self._can_update()
+        weights = self._moved(setup, 9)
+        receipt = engine.publish(weights, sent=_Reused(weights))
+        _has_digests(receipt, weights, "what was sent")
+        self.check_answers(engine, setup, answers, weights)
+
+    def test_shared_tensors_may_be_a_trainers_own(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+        """A step of the trainer shows at the next publish; a copy afterwards leaves the trainer's memory alone."""
+        self.need("shared" in self.can.weight_transports, "the transport shared")
+        live = self._moved(setup, 10)
+        _has_digests(engine.publish(live, shared=True), live, "the shared tensors")
+        self.check_answers(engine, setup, answers, live)
+        for name, each in moved(live, 11).items():
+            live[name].copy_(each)
+        _has_digests(engine.publish(live, shared=True), live, "the shared tensors after a step")
+        self.check_answers(engine, setup, answers, live)
+        kept = {name: each.clone() for name, each in live.items()}
+        other = self._moved(setup, 12)
+        engine.publish(other)
+        self.check_answers(engine, setup, answers, other)
+        if changed := [name for name, each in live.items() if not torch.equal(each, kept[name])]:
+            raise AssertionError(f"an update wrote into the trainer's {changed[0]}")
+
+    def test_weights_arrive_by_every_transport(
+        self, engine: Engine, setup: Setup, answers: Answers, transport: str, tmp_path: Path
+    ) -> None:
+        """That is declared, by the runtime's own two ends in one process, in many buckets; twice."""
+        if transport not in IN_ONE_PROCESS:
+            pytest.skip(f"the ends of {transport} cannot be in one process")
+        exporter = _Exporter(self._moved(setup, 13))
+        sender = WeightSender(exporter, role="actor_train", rank=0)  # type: ignore[arg-type]
+        receiver = WeightReceiver(engine.strategy, role=ROLE, rank=0)
+        try:
+            for seed in (14, 15):
+                exporter.weights = self._moved(setup, seed)
+                receipt = self._publish(engine, sender, receiver, transport, tmp_path)
+                _has_digests(receipt, exporter.weights, "what was exported")
+                self.check_answers(engine, setup, answers, exporter.weights)
+        finally:
+            sender.close()
+            receiver.close()
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _can_update(self) -> None:
+        self.need(bool(self.can.weight_transports), "a weight transport")
+
+    def _moved(self, setup: Setup, seed: int) -> Weights:
+        """Every tensor of the stored model changed."""
+        return self.published(moved(self.stored(setup), seed), setup.model)
+
+    def _publish(
+        self, engine: Engine, sender: WeightSender, receiver: WeightReceiver, transport: str, directory: Path
+    ) -> WeightReceipt:
+        """As a run does."""
+        engine.version += 1
+        engine.pristine = False
+        plan = SyncPlan(
+            version=engine.version,
+            transport=transport_record(transport),
+            route=Route(options={"directory": str(directory)}),
+            num_receivers=1,
+            bucket_bytes=BUCKET_BYTES,
+            deadline_s=DEADLINE_S,
+        )
+        handle = sender.prepare(plan)
+        if handle is None:
+            raise AssertionError("the only rank that there is has to send")
+
+        async def act() -> WeightReceipt:
+            receiving = asyncio.create_task(receiver.receive(plan, handle))
+            sent = None if plan.transport.in_process else await asyncio.to_thread(sender.send, plan)
+            received = await receiving
+            for failure in (received.failure, sent.failure if sent else None):
+                if failure is not None:
+                    raise failure
+            if received.receipt is None:
+                raise AssertionError("the receiver has no receipt")
+            return received.receipt
+
+        return engine.run(act)
+
+
+class _Reused:
+    """Tensors as a transport hands them over: in a buffer that the next one overwrites."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        largest = max(each.numel() for each in self._weights.values())
+        buffers = {each.dtype: torch.empty(largest, dtype=each.dtype) for each in self._weights.values()}
+        for name, each in self._weights.items():
+            buffer = buffers[each.dtype]
+            yield name, buffer[: each.numel()].view(each.shape).copy_(each)
+            buffer.fill_(7)
+
+
+class _Exporter:
+    """What a sender needs of a trainer."""
+
+    data_rank = DataRank()
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As train strategies do."""
+        yield from self.weights.items()
+
+
+def _has_digests(receipt: WeightReceipt, weights: Mapping[str, Tensor], what: str) -> None:
+    check_names(receipt.digests, weights)
+    # Where the manifest names the memory itself, so does a receipt of what is held there.
+    wrong = [name for name, each in weights.items() if receipt.digests[name] not in (digest(each), memory_token(each))]
+    if wrong:
+        raise AssertionError(
+            f"the receipt's digests of {len(wrong)} tensors are not those of {what}, for example of {wrong[0]}"
+        )

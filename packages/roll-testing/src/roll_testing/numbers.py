@@ -1,0 +1,244 @@
+"""The layer *numbers*: what a strategy computes is what plain torch computes, however the batch is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from roll_core.algorithms.losses import SFTObjective
+from roll_core.spec.train import Want
+from roll_testing.bench import WHOLE, Split, Step
+from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
+from roll_testing.losses import LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING
+from roll_testing.subject import Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.spec.providers import Task
+    from roll_core.spec.train import LossFn, TrainingSpec
+    from roll_core.types import Floats, TrainSequence
+    from roll_testing.bench import Arrays, Case
+    from roll_testing.programs import Trained
+
+NUM_STEPS = 5
+ONE_STEP = replace(TRAINING, weight_decay=0.0)
+NORM = "the norm of the gradient"
+"""Beside the names of parameters, where steps are compared."""
+
+
+class TrainNumberTests(Subject):
+    """Against `Reference`, and against the same strategy with the batch split in other ways."""
+
+    # -- outputs -------------------------------------------------------------------------------------------------------
+
+    def test_logprobs_equal_the_reference(self, case: Case, world_size: int) -> None:
+        """Of every token after the first, with all sequences in one microbatch."""
+        self._compare(case, Want(logprobs=True), "logprobs")
+
+    def test_logprobs_have_the_temperature_of_the_rollouts(self, case: Case) -> None:
+        """Logits are divided by it before the softmax."""
+        self._compare(case, Want(logprobs=True, temperature=0.5), "logprobs")
+
+    def test_entropy_equals_the_reference(self, case: Case) -> None:
+        """Of the distribution from which token `t` was drawn, in nats, at the temperature."""
+        self._compare(case, Want(entropy=True, temperature=0.7), "entropy")
+
+    def test_topk_equals_the_reference(self, case: Case) -> None:
+        """The best first; ids as well as logprobs."""
+        self.need(self.can.topk, "topk")
+        self._compare(case, Want(topk=5), "topk_logprobs", "topk_ids")
+
+    def test_values_equal_the_reference(self, case: Case, scalar_task: Task) -> None:
+        """`value`: of the state before token `t`; `reward`: of the sequence up to and with it."""
+        self._compare(case, Want(values=True), "values")
+
+    @pytest.mark.parametrize("split", ["one by one", "by tokens"])
+    def test_outputs_do_not_depend_on_their_neighbours(self, case: Case, split: str) -> None:
+        """A sequence's logprobs are the same alone, packed with others, and in any microbatch."""
+        batch = self.batch()
+        want = Want(logprobs=True, entropy=True)
+        whole = self.scored(case, batch, want, WHOLE)
+        parts = self.scored(case, batch, want, SPLITS[split])
+        for name in ("logprobs", "entropy"):
+            check_rows(f"{name} split {split}", parts[name], whole[name], 1e-5)
+
+    def test_outputs_in_lower_precision_stay_in_bounds(self, case: Case, low_dtype: str) -> None:
+        """Against the reference with weights rounded alike, which then computes in float32."""
+        self._compare(self._in(case, low_dtype), Want(logprobs=True, entropy=True), "logprobs", "entropy")
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("loss", LOSSES)
+    def test_the_gradient_equals_the_reference(self, case: Case, loss: str) -> None:
+        """Of the whole batch in one microbatch on one rank."""
+        self._compare_gradient(f"gradient of {loss}", case, LOSSES[loss])
+
+    def test_the_gradient_of_every_task_equals_the_reference(self, case: Case, task: Task) -> None:
+        """The loss of a critic for models with a scalar head."""
+        self._compare_gradient(f"gradient of a {task} model", case, OF_TASK[task])
+
+    @pytest.mark.parametrize("split", [name for name in SPLITS if name != "whole"])
+    def test_the_gradient_does_not_depend_on_microbatches(self, case: Case, split: str) -> None:
+        """Gradients are summed over microbatches, and the loss brings the denominators: 1e-6 relative in fp32."""
+        whole = self._gradient(case, self.batch(), LOSSES["sft"])
+        parts = self._gradient(case, self.batch(), LOSSES["sft"], SPLITS[split])
+        self._check_split(f"gradient split {split}", parts, whole)
+
+    def test_the_gradient_does_not_depend_on_calls(self, case: Case) -> None:
+        """Microbatches given in two calls of `forward_backward` add up like those of one."""
+        whole = self._gradient(case, self.batch(), LOSSES["sft"])
+        parts = self._gradient(case, self.batch(), LOSSES["sft"], SPLITS["one by one"], calls=2)
+        self._check_split("gradient over two calls", parts, whole)
+
+    @pytest.mark.parametrize("split", SPLITS)
+    def test_the_gradient_does_not_depend_on_ranks(self, case: Case, several: int, split: str) -> None:
+        """Ranks with shares of unequal size and number of microbatches, compared with one rank: 1e-6 relative."""
+        alone = self._gradient(self._on_one(case), self.batch(), LOSSES["sft"])
+        shared = self._gradient(case, self.batch(), LOSSES["sft"], SPLITS[split])
+        self._check_split(f"gradient on {several} ranks, split {split}", shared, alone)
+
+    def test_ranks_without_work_take_part(self, case: Case, several: int) -> None:
+        """A batch of one sequence leaves the other ranks nothing to compute."""
+        few = self.batch()[:1]
+        alone = self._gradient(self._on_one(case), few, LOSSES["sft"])
+        self._check_split("gradient of one sequence", self._gradient(case, few, LOSSES["sft"]), alone)
+
+    def test_the_gradient_does_not_depend_on_checkpointing(self, case: Case) -> None:
+        """Activations that are computed again are the same."""
+        self.need(self.can.gradient_checkpointing, "gradient_checkpointing")
+        kept = self._gradient(case, self.batch(), LOSSES["sft"])
+        saving = case.with_(model=replace(case.model, gradient_checkpointing=True))
+        self._check_split("gradient with checkpointing", self._gradient(saving, self.batch(), LOSSES["sft"]), kept)
+
+    def test_the_gradient_in_lower_precision_stays_in_bounds(self, case: Case, low_dtype: str) -> None:
+        """Against the reference with weights rounded alike."""
+        self._compare_gradient(f"gradient in {low_dtype}", self._in(case, low_dtype), LOSSES["sft"])
+
+    def test_metrics_add_up_to_those_of_the_batch(self, case: Case, world_size: int) -> None:
+        """Over microbatches and ranks; the loss is the reference's, and so are the tokens that are its first choice."""
+        batch, reference = self.batch(), self.reference(case)
+        loss = SFTObjective(token_accuracy=self.can.topk)
+        step = Step(sequences=batch, loss=loss, split=SPLITS["three at a time"])
+        (metrics,) = self.trained(case, TRAINING, [step]).metrics
+        if self.can.topk:
+            choices = reference.by_sequence(batch, Want(topk=1))["topk_ids"]
+            hits = sum(int((choices[each.id][:, 0] == each.tokens)[each.loss_mask].sum()) for each in batch)
+            accuracy = hits / sum(int(each.loss_mask.sum()) for each in batch)
+            if not np.isclose(metrics["token_accuracy"], accuracy, rtol=1e-5):
+                raise AssertionError(
+                    f"token_accuracy adds up to {metrics['token_accuracy']:.6g}, expected {accuracy:.6g}"
+                )
+        (expected,) = reference.train(TRAINING, [replace(step, loss=LOSSES["sft"])])
+        if not np.isclose(metrics["loss"], expected.loss, rtol=1e-4):
+            raise AssertionError(f"the metric loss adds up to {metrics['loss']:.6g}, expected {expected.loss:.6g}")
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def test_steps_of_adamw_equal_the_reference(self, case: Case, world_size: int) -> None:
+        """Parameters after five steps, with weight decay on matrices, without clipping."""
+        self._compare_steps(case, TRAINING)
+
+    def test_gradients_are_clipped_to_their_global_norm(self, case: Case, world_size: int) -> None:
+        """Once, over all microbatches, tensors and ranks; what is reported is the norm before."""
+        training = replace(TRAINING, weight_decay=0.0, max_grad_norm=0.05)
+        self._compare_steps(case, training, SPLITS["three at a time"], num_steps=2)
+
+    @pytest.mark.parametrize("schedule", ["linear", "cosine"])
+    def test_the_schedule_is_that_of_transformers(self, case: Case, schedule: str) -> None:
+        """With two steps of warm-up, the first of which has a learning rate of 0."""
+        training = replace(TRAINING, weight_decay=0.0, lr_scheduler_type=schedule, warmup_steps=2, num_steps=6)
+        self._compare_steps(case, training)
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _compare(self, case: Case, want: Want, *names: str) -> None:
+        batch, reference = self.batch(), self.reference(case)
+        if case.model.task == "causal_lm" and not names[0].startswith("logprobs"):
+            want = _with_logprobs(want)
+        found, expected = self.scored(case, batch, want, WHOLE), reference.by_sequence(batch, want)
+        for name in names:
+            if name not in found:
+                raise AssertionError(f"{name} was wanted and is not there")
+            bound = 0.0 if name.endswith("_ids") else BOUNDS[case.model.dtype].outputs
+            check_rows(name, found[name], expected[name], bound)
+
+    def _compare_gradient(self, what: str, case: Case, loss: LossFn) -> None:
+        """With the reference's, of the whole batch."""
+        found, reference, bounds = (
+            self._gradient(case, self.batch(), loss),
+            self.reference(case),
+            BOUNDS[case.model.dtype],
+        )
+        if self.gradient_training is not None:
+            expected = reference.gradient(self.batch(), loss)
+            check_near(what, found, self._all(case, expected), bounds.gradient)
+            return
+        before = reference.weights()
+        (step,) = reference.train(ONE_STEP, [Step(sequences=self.batch(), loss=loss)])
+        moved = {name: before[name] - each for name, each in reference.weights().items()}
+        check_near(what, found, moved | _norm(step.grad_norm), bounds.steps)
+
+    def _check_split(self, what: str, found: Arrays, whole: Arrays) -> None:
+        """Gradients are the same however a batch is split; where a step had to be compared instead, its norm is, and
+        the optimizer may have magnified what rounding changed in its direction."""
+        if self.gradient_training is None:
+            check_near(f"norm of the {what}", _norm(found[NORM]), _norm(whole[NORM]), SPLIT)
+        check_near(what, found, whole, SPLIT if self.gradient_training is not None else BOUNDS["fp32"].steps)
+
+    def _gradient(
+        self, case: Case, batch: Sequence[TrainSequence], loss: LossFn, split: Split = WHOLE, calls: int = 1
+    ) -> Arrays:
+        """Read off one step of `gradient_training`, by name of the parameter; without that, which way a step went, and
+        the norm of its gradient."""
+        step = Step(sequences=batch, loss=loss, split=split, calls=calls)
+        if self.gradient_training is None:
+            done = self.trained(case, ONE_STEP, [step])
+            moved = {name: before - done.after[name] for name, before in done.before.items()}
+            return moved | _norm(done.stats[0].grad_norm)
+        done = self.trained(case, self.gradient_training, [step])
+        return {name: (before - done.after[name]) / MAGNIFIED for name, before in done.before.items()}
+
+    def _compare_steps(
+        self, case: Case, training: TrainingSpec, split: Split = WHOLE, num_steps: int = NUM_STEPS
+    ) -> None:
+        steps = [Step(sequences=self.batch(i), loss=LOSSES["sft"], split=split) for i in range(num_steps)]
+        found = self.trained(case, training, steps)
+        reference = self.reference(case)
+        start = reference.weights()
+        bounds = BOUNDS[case.model.dtype]
+        for number, (stats, expected) in enumerate(zip(found.stats, reference.train(training, steps), strict=True), 1):
+            _check_number(f"learning rate of step {number}", stats.learning_rate, expected.learning_rate, 1e-6)
+            _check_number(f"gradient norm of step {number}", stats.grad_norm, expected.grad_norm, bounds.steps)
+            if stats.skipped:
+                raise AssertionError(f"step {number} was skipped, though its gradient is finite")
+        check_near(f"weights after {num_steps} steps", *_ways(found, start, reference.weights()), bounds.steps)
+
+    def _in(self, case: Case, dtype: str) -> Case:
+        return case.with_(model=replace(case.model, dtype=dtype))
+
+    def _all(self, case: Case, gradient: Arrays) -> Arrays:
+        """With zeros for parameters that the loss does not reach."""
+        return {name: gradient.get(name, np.zeros_like(each)) for name, each in self.reference(case).weights().items()}
+
+
+def _norm(norm: float | Floats) -> Arrays:
+    return {NORM: np.asarray(norm, np.float32)}
+
+
+def _with_logprobs(want: Want) -> Want:
+    return replace(want, logprobs=True)
+
+
+def _check_number(what: str, found: float, expected: float, bound: float) -> None:
+    if not np.isclose(found, expected, rtol=bound, atol=1e-12):
+        raise AssertionError(f"{what}: {found:.9g}, expected {expected:.9g}, allowed relative difference {bound:g}")
+
+
+def _ways(found: Trained, start: Arrays, end: Arrays) -> tuple[Arrays, Arrays]:
+    """Which way the weights went, here and in the reference."""
+    here = {name: each - start[name] if name in start else each for name, each in found.after.items()}
+    return here, {name: each - start[name] for name, each in end.items()}

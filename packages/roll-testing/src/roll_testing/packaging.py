@@ -1,0 +1,118 @@
+"""The layer *packaging*: found by name, light to list, and honest about what it needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import pytest
+from packaging.requirements import Requirement
+from pydantic import ValidationError
+
+from roll_core.errors import MissingRequirementError
+from roll_core.plugins.requirements import alternatives, check_requirements
+from roll_core.plugins.targets import check_part, load_target
+from roll_testing.part import Part
+
+HEAVY = ("torch", "transformers", "ray", "datasets")
+"""What no plugin may import to be listed, besides what its record needs."""
+LIST = """
+import json, sys
+from roll_core.plugins.registry import load_registry
+from roll_core.plugins.targets import load_target
+from roll_core.spec.providers import {kind}
+record = load_registry().find({kind}, {name!r})
+if record.config:
+    load_target(record.config, owner="the strategy")
+print(json.dumps(sorted({{each.partition(".")[0] for each in sys.modules}})))
+"""
+
+
+class PackagingTests(Part):
+    """Without an engine, except for `test_the_class_keeps_the_contract`."""
+
+    def test_it_is_found_by_its_name(self) -> None:
+        """Among the installed plugins, as a config names it."""
+        if self.provider.name != self.name.rpartition("/")[2]:
+            raise AssertionError(f"{self.name} was looked up, {self.provider.name} was found")
+
+    def test_listing_it_imports_nothing_heavy(self) -> None:
+        """Neither torch nor transformers, ray or datasets, nor an engine that the record needs; the same for the
+        schema of its configuration."""
+        path = os.pathsep.join(each for each in sys.path if each)
+        done = subprocess.run(
+            [sys.executable, "-c", LIST.format(name=self.name, kind=self._kind.__name__)],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=self.timeout_s,
+            check=False,
+        )
+        if done.returncode:
+            raise AssertionError(f"listing {self.name} in a process of its own failed:\n{done.stderr}")
+        loaded = set(json.loads(done.stdout.splitlines()[-1]))
+        if heavy := sorted(loaded & {*HEAVY, *self._engines()}):
+            raise AssertionError(
+                f"listing {self.name} imports {', '.join(heavy)}: move these imports to where they are used"
+            )
+
+    def test_its_record_travels(self) -> None:
+        """Records are pickled on their way to the workers."""
+        ours, theirs = multiprocessing.Pipe()
+        with ours, theirs:
+            ours.send(self.provider)
+            if theirs.recv() != self.provider:
+                raise AssertionError("the record is another when it arrives in a worker")
+
+    def test_the_class_keeps_the_contract(self) -> None:
+        """A subclass of the contract with nothing abstract left, whose capabilities are those of the record."""
+        self._engine_or_skip()
+        check_part(self.provider, owner=self.name)
+
+    def test_an_unknown_key_is_refused(self) -> None:
+        """By the schema of `strategy_config`."""
+        if not self.provider.config:
+            pytest.skip(f"{self.name} takes no configuration")
+        schema = load_target(self.provider.config, owner=self.name)
+        try:
+            schema.model_validate({"no_such_key": 1})
+        except ValidationError:
+            return
+        raise AssertionError(f"{self.provider.config} takes the key no_such_key, which it does not have")
+
+    def test_its_needs_are_stated_as_requirements(self) -> None:
+        """PEP 508, so that a missing engine can be named together with the command that installs it."""
+        for need in self.provider.needs:
+            for each in alternatives(need):
+                Requirement(each)
+
+    def test_without_its_engine_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A `MissingRequirementError` that names each missing distribution and the pip command."""
+        needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
+        needs = [each for each in needs if each.marker is None or each.marker.evaluate()]
+        self.need(bool(needs), "needs")
+
+        def nothing(name: str) -> str:
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", nothing)
+        with pytest.raises(MissingRequirementError) as caught:
+            check_requirements(self.provider, owner=self.name)
+        for need in needs:
+            if need.name not in str(caught.value) or "pip install" not in str(caught.value):
+                raise AssertionError(f"the error does not say how to get {need.name}: {caught.value}")
+
+    def _engines(self) -> set[str]:
+        """Names under which the distributions that the record needs are imported."""
+        needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
+        needed = {each.name.lower().replace("_", "-") for each in needs}
+        modules = importlib.metadata.packages_distributions()
+        return {
+            module
+            for module, packages in modules.items()
+            if needed & {package.lower().replace("_", "-") for package in packages}
+        } | {name.replace("-", "_") for name in needed}

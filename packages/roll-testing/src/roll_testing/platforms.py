@@ -1,0 +1,170 @@
+"""The conformance kit for platforms.
+
+    class TestMine(PlatformConformance):
+        name = "mine"
+
+What the platform is asked is asked in a process that has not imported torch; what computes runs where the hardware is.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from roll_core.spec.platform import ROLE_KINDS
+from roll_core.spec.providers import PlatformProvider
+from roll_testing.packaging import PackagingTests
+from roll_testing.platform_programs import KNOWN_DTYPES, UNKNOWN_DTYPE, PlatformReport, ask, compute, fill
+from roll_testing.ranks import RankHost
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+OF_THE_RUNTIME = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORKER_NAME", "CLUSTER_NAME"
+}  # fmt: skip
+"""What tells a worker who it is; executors set it, together with the visible devices."""
+FILLED_BYTES = 256 * 1024**2
+
+_light, _heavy = RankHost(), RankHost(preload=("torch",))
+
+
+class PlatformConformance(PackagingTests):
+    """What holds for every platform, whether its hardware is here or not."""
+
+    _kind = PlatformProvider
+
+    @property
+    def answers(self) -> PlatformReport:
+        """What the platform says of this host; it is asked once."""
+        asked = self._once("answers")
+        if not asked:
+            asked[()] = _light.run(ask, self.provider.target, timeout_s=self.timeout_s)[0]
+        said: PlatformReport = asked[()]
+        return said
+
+    def need_hardware(self) -> None:
+        """Skip what computes where there is nothing that could."""
+        if not self.answers.first.found:
+            pytest.skip(f"platform {self.name} is not here: {self.answers.first.why}")
+
+    def test_the_class_bears_the_name_of_the_record(self) -> None:
+        """Strategies are asked by the one, and configs name the other."""
+        if self.answers.name != self.provider.name:
+            raise AssertionError(
+                f"{self.provider.name} was looked up, but its class calls itself {self.answers.name!r}"
+            )
+
+    # -- probing -------------------------------------------------------------------------------------------------------
+
+    def test_probing_twice_says_the_same(self) -> None:
+        """Nothing about the hardware has changed meanwhile."""
+        if self.answers.first.found != self.answers.second.found:
+            raise AssertionError(f"the first probe said {self.answers.first}, the second {self.answers.second}")
+
+    def test_it_says_what_it_saw(self) -> None:
+        """Whether it found something or not, in one line."""
+        why = self.answers.first.why
+        if not why.strip() or "\n" in why:
+            raise AssertionError(f"probe().why should be one line that says what was looked at and seen: {why!r}")
+
+    def test_what_is_found_has_slots(self) -> None:
+        """And what is not found has none."""
+        if self.answers.first.found != (self.answers.device_count > 0):
+            raise AssertionError(f"{self.answers.first}, but device_count() is {self.answers.device_count}")
+
+    def test_asking_changes_nothing(self) -> None:
+        """Neither the environment nor the working directory, signal handlers or threads."""
+        if self.answers.changes:
+            raise AssertionError(f"asking the platform changed {'; '.join(self.answers.changes)}")
+
+    def test_asking_leaves_no_device_open(self) -> None:
+        """A context on a device takes its memory, and keeps processes from being forked. `memory` is not asked here."""
+        if self.answers.opened:
+            raise AssertionError(f"after the questions these are open: {', '.join(self.answers.opened)}")
+
+    # -- what it says --------------------------------------------------------------------------------------------------
+
+    def test_its_names_can_be_used(self) -> None:
+        """Device type, Ray resource, collective backend and variables are names."""
+        said = self.answers
+        for what in ("device_type", "ray_resource", "collective_backend"):
+            if not isinstance(getattr(said, what), str) or not getattr(said, what):
+                raise AssertionError(f"{what} is {getattr(said, what)!r}, expected a name")
+        names = [name for name in (said.visible_devices, *said.also_visible_devices) if name]
+        if odd := [name for name in names if not VARIABLE.fullmatch(name)]:
+            raise AssertionError(f"{', '.join(map(repr, odd))} cannot be the name of an environment variable")
+        if said.also_visible_devices and not said.visible_devices:
+            raise AssertionError("also_visible_devices are further names of visible_devices, which is empty")
+
+    def test_each_slot_has_its_device(self) -> None:
+        """Of the platform's type, and its own unless slots share the host's cores."""
+        devices = self.answers.devices
+        if odd := [device for device in devices if device.partition(":")[0] != self.answers.device_type]:
+            raise AssertionError(f"devices {odd} are not of type {self.answers.device_type!r}")
+        if len(set(devices)) < len(devices) and not self.answers.slots_share_cores:
+            raise AssertionError(f"two slots have the same device: {devices}")
+
+    @pytest.mark.parametrize("kind", ROLE_KINDS)
+    def test_variables_are_text_with_a_reason(self, kind: str) -> None:
+        """And none comes twice."""
+        variables = self.answers.environment[kind][0]
+        for name, value, reason in variables:
+            if not isinstance(name, str) or not VARIABLE.fullmatch(name):
+                raise AssertionError(f"{name!r} cannot be the name of an environment variable")
+            if not isinstance(value, str) or "\0" in value:
+                raise AssertionError(f"{name} is {value!r} ({type(value).__name__}), expected text")
+            if not isinstance(reason, str) or len(reason.split()) < 3:
+                raise AssertionError(f"{name}: the reason is {reason!r}, expected a sentence for people")
+        names = [name for name, _, _ in variables]
+        if len(set(names)) < len(names):
+            raise AssertionError(f"a variable is given twice: {names}")
+
+    @pytest.mark.parametrize("kind", ROLE_KINDS)
+    def test_variables_of_the_runtime_are_left_to_it(self, kind: str) -> None:
+        """Who a worker is, and which devices it sees."""
+        reserved = {*OF_THE_RUNTIME, self.answers.visible_devices, *self.answers.also_visible_devices}
+        names = {name for name, _, _ in self.answers.environment[kind][0]}
+        if taken := sorted(names & reserved):
+            raise AssertionError(f"{', '.join(taken)} are set by executors, and not by a platform")
+
+    @pytest.mark.parametrize("kind", ROLE_KINDS)
+    def test_variables_do_not_depend_on_the_moment(self, kind: str) -> None:
+        """Asked again, the platform says the same: workers of a role get the same."""
+        first, second = self.answers.environment[kind]
+        if first != second:
+            raise AssertionError(f"environment({kind!r}) said {first}, and then {second}")
+
+    def test_an_unknown_dtype_is_refused_with_the_way_out(self) -> None:
+        """By a sentence that names one that works; fp32 works everywhere."""
+        refused, fp32 = self.answers.supports[UNKNOWN_DTYPE], self.answers.supports["fp32"]
+        if fp32:
+            raise AssertionError(f"fp32 is refused: {fp32}")
+        if not any(dtype in refused for dtype in KNOWN_DTYPES):
+            raise AssertionError(f"supports({UNKNOWN_DTYPE!r}) is {refused!r}, expected a reason that names what works")
+
+    # -- where the hardware is -----------------------------------------------------------------------------------------
+
+    def test_it_computes_in_what_it_supports(self) -> None:
+        """A product of two matrices on the first slot, in each dtype that is not refused."""
+        self.need_hardware()
+        dtypes = [dtype for dtype in KNOWN_DTYPES if not self.answers.supports[dtype]]
+        found = _heavy.run(compute, self.provider.target, dtypes, timeout_s=self.timeout_s)[0]
+        if wrong := {dtype: value for dtype, value in found.items() if value != 8.0}:
+            raise AssertionError(f"1·1 summed over 8 should be 8, but is {wrong}")
+
+    def test_memory_is_counted_in_bytes(self) -> None:
+        """What is used is part of the total."""
+        self.need_hardware()
+        memory = _heavy.run(fill, self.provider.target, 0, timeout_s=self.timeout_s)[0][0]
+        total, used = memory["total"], memory["used"]
+        if not (type(total) is int and type(used) is int and 0 <= used <= total and total > 2**20):
+            raise AssertionError(f"memory(0) is {memory}, expected bytes, of which some are used")
+
+    def test_memory_counts_what_is_put_there(self) -> None:
+        """256 MiB more are used once they are allocated. Not where slots share the host's memory."""
+        self.need_hardware()
+        if self.answers.slots_share_cores:
+            pytest.skip("slots have no memory of their own")
+        before, after = _heavy.run(fill, self.provider.target, FILLED_BYTES, timeout_s=self.timeout_s)[0]
+        if after["used"] - before["used"] < 0.9 * FILLED_BYTES:
+            raise AssertionError(f"{FILLED_BYTES} bytes were allocated, but memory(0) went from {before} to {after}")

@@ -1,0 +1,174 @@
+"""The process from which ranks are forked: `python -m roll_testing.rank_host FD MODULE...`, see `ranks.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_testing.ranks import Answer, Call
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkProcess
+
+PEERS_S = 1.0
+"""How long the other ranks may still answer after one has failed; they usually wait for it in a collective."""
+STACKS_S = 0.5
+"""For a rank that hangs to write down where."""
+TAIL_CHARS = 4000
+"""Of a rank's output that an error shows."""
+
+fork = multiprocessing.get_context("fork")
+
+
+def main() -> None:
+    """Serve calls until the other end hangs up."""
+    client = Connection(int(sys.argv[1]))
+    try:
+        for module in sys.argv[2:]:
+            importlib.import_module(module)
+    except Exception as error:  # of foreign modules; reported to who asked for them
+        client.send(f"importing {module} failed: {type(error).__name__}: {error}")
+        return
+    client.send("")
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
+            client.send(serve(client.recv(), client))
+
+
+def serve(call: Call, client: Connection) -> Answer:
+    """Fork the ranks, collect their results, and let none of them live on. Raises `EOFError` if the client is gone."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [Rank(call, rank, Path(folder) / f"rank-{rank}.txt") for rank in range(call.num_ranks)]
+        try:
+            return collect(ranks, call, client)
+        finally:
+            for rank in ranks:
+                rank.end()
+
+
+class Rank:
+    """One forked process and what is known of it."""
+
+    def __init__(self, call: Call, rank: int, output: Path) -> None:
+        self.number, self.output = rank, output
+        self.connection, theirs = fork.Pipe()
+        self.process: ForkProcess = fork.Process(target=work, args=(call, rank, output, theirs))
+        self.process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        """Kill it, and what it started, if it still runs."""
+        if self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def tail(self) -> str:
+        """The end of what it wrote."""
+        text = self.output.read_text(encoding="utf-8", errors="replace").strip() if self.output.exists() else ""
+        return f"\n--- output of rank {self.number} ---\n{text[-TAIL_CHARS:]}" if text else ""
+
+
+def collect(ranks: list[Rank], call: Call, client: Connection) -> Answer:
+    """Their results, or the first failure."""
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + call.timeout_s
+    failures: list[str] = []
+    while len(results) + len(failures) < len(ranks):
+        open_ones = {rank.connection: rank for rank in ranks if not rank.connection.closed}
+        ready = wait([client, *open_ones], max(0.0, deadline - time.monotonic()))
+        if client in ready:
+            client.recv()  # it says nothing while it waits: this is its end
+            raise EOFError
+        if not ready:
+            break
+        for connection in ready:
+            rank = open_ones[connection]  # type: ignore[index]
+            failure = take(rank, results)
+            if failure:
+                failures.append(failure)
+                deadline = min(deadline, time.monotonic() + PEERS_S)
+    if failures:
+        return Answer(failure=failures[0])
+    if len(results) < len(ranks):
+        return Answer(failure=silent(ranks, results, call.timeout_s))
+    return Answer(results=tuple(results[rank.number] for rank in ranks))
+
+
+def take(rank: Rank, results: dict[int, Any]) -> str:
+    """One rank's answer into `results`; returns what went wrong, or nothing."""
+    try:
+        succeeded, value = rank.connection.recv()
+    except EOFError:
+        rank.process.join(5)
+        code = rank.process.exitcode
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        rank.connection.close()
+        return f"rank {rank.number} died ({how}) without an answer{rank.tail()}"
+    rank.connection.close()
+    if not succeeded:
+        return f"rank {rank.number} raised\n{value}{rank.tail()}"
+    results[rank.number] = value
+    return ""
+
+
+def silent(ranks: list[Rank], results: dict[int, Any], timeout_s: float) -> str:
+    """Which ranks did not answer, and where they hang."""
+    missing = [rank for rank in ranks if rank.number not in results]
+    for rank in missing:
+        if rank.process.pid is not None and rank.process.is_alive():
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    time.sleep(STACKS_S)
+    names = ", ".join(str(rank.number) for rank in missing)
+    answered = f"; answered: {', '.join(map(str, sorted(results)))}" if results else ""
+    return f"no answer from rank {names} within {timeout_s:g} s{answered}" + "".join(rank.tail() for rank in missing)
+
+
+# -- in the rank -------------------------------------------------------------------------------------------------------
+
+
+def work(call: Call, rank: int, output: Path, connection: Connection) -> None:
+    """Call the function and send what it returns; the process ends without running exit handlers."""
+    os.setpgid(0, 0)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    threading.Thread(target=_end_with_the_host, daemon=True).start()
+    try:
+        answer = True, call.function(rank, *call.arguments)
+    except BaseException:  # whatever ends the call, SystemExit included, is the answer
+        answer = False, traceback.format_exc()
+    try:
+        connection.send(answer)
+    except Exception:  # a result that cannot be pickled is the function's mistake
+        connection.send((False, traceback.format_exc()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _end_with_the_host() -> None:
+    host = multiprocessing.parent_process()
+    if host is not None:
+        host.join()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

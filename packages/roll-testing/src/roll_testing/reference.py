@@ -1,0 +1,224 @@
+"""What is right: transformers' own model and plain torch, one sequence at a time, without padding or packing.
+
+L tokens of a sequence, T flat tokens of a batch, V the vocabulary, K top-k.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roll_core.data.pack import pack
+from roll_core.spec.train import ParameterState, PortableState, TokenOutputs, Want
+from roll_modeling.model import DTYPES, quiet
+from roll_modeling.optimizer import MOMENTS
+from roll_testing.bench import as_array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.train import LossFn, TrainingSpec
+    from roll_core.types import Floats, TrainSequence
+    from roll_testing.bench import Arrays, Step
+
+    MakeOptimizers = Callable[[Mapping[str, nn.Parameter], TrainingSpec], Sequence[torch.optim.Optimizer]]
+
+
+class ReferenceModel(ABC):
+    """A model whose answers are taken for right. An author whose strategy brings its own architecture writes one."""
+
+    module: nn.Module
+    """In float32, on the host; `named_parameters` have the names that the strategy exports."""
+
+    @abstractmethod
+    def logits(self, tokens_L: Tensor) -> Tensor:
+        """`[L, V]`: row `t` is the distribution of the token that follows token `t`, before the softmax."""
+
+    def scores(self, tokens_L: Tensor) -> Tensor:
+        """`[L]`: the scalar head's output at each token, for tasks `value` and `reward`."""
+        raise NotImplementedError(f"{type(self).__name__} has no scalar head")
+
+
+class TransformersModel(ReferenceModel):
+    """A checkpoint as transformers loads it, with its plainest attention."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        auto = AutoModelForCausalLM if spec.task == "causal_lm" else AutoModelForSequenceClassification
+        with quiet():
+            # Rounded to the dtype in which the strategy holds them, and then computed with in float32.
+            rounded = auto.from_pretrained(spec.path, dtype=DTYPES[spec.dtype], attn_implementation="eager")
+        self.module = rounded.float().eval()
+
+    def logits(self, tokens_L: Tensor) -> Tensor:
+        """Through the model's own forward."""
+        logits_LV: Tensor = self.module(input_ids=tokens_L[None], use_cache=False).logits[0]
+        return logits_LV
+
+    def scores(self, tokens_L: Tensor) -> Tensor:
+        """The classifier's head on every hidden state; its own forward scores the last one only."""
+        module: Any = self.module
+        hidden_LH = module.base_model(input_ids=tokens_L[None], use_cache=False).last_hidden_state[0]
+        scores_L: Tensor = module.score(hidden_LH)[:, 0]
+        return scores_L
+
+
+def adamw(parameters: Mapping[str, nn.Parameter], training: TrainingSpec) -> Sequence[torch.optim.Optimizer]:
+    """torch's AdamW, with weight decay on matrices alone: biases and norms are not decayed."""
+    matrices = [each for each in parameters.values() if each.ndim >= 2]
+    vectors = [each for each in parameters.values() if each.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": training.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=training.learning_rate,
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_epsilon,
+        foreach=False,
+    )
+    return [optimizer]
+
+
+class Reference:
+    """Outputs, gradients and optimizer steps of a `ReferenceModel`, as the contract defines them."""
+
+    def __init__(self, model: ReferenceModel, task: str, optimizers: MakeOptimizers | None = None) -> None:
+        self.model, self.task = model, task
+        self._optimizers = optimizers or adamw
+        self.parameters = dict(model.module.named_parameters())
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(True)
+
+    # -- computing -----------------------------------------------------------------------------------------------------
+
+    def outputs(self, sequences: Sequence[TrainSequence], want: Want) -> TokenOutputs:
+        """Of the flat batch, with gradients."""
+        rows = [self._row(torch.from_numpy(each.tokens).long(), want) for each in sequences]
+        return TokenOutputs(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+
+    def by_sequence(self, sequences: Sequence[TrainSequence], want: Want) -> dict[str, dict[str, Floats]]:
+        """Without gradients: by name of the output, then by id of the sequence."""
+        found: dict[str, dict[str, Floats]] = {}
+        with torch.no_grad():
+            for each in sequences:
+                for name, tensor in self._row(torch.from_numpy(each.tokens).long(), want).items():
+                    found.setdefault(name.rpartition("_")[0], {})[each.id] = as_array(tensor)
+        return found
+
+    def _row(self, tokens_L: Tensor, want: Want) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if want.values:
+            scores_L = self.model.scores(tokens_L).float()
+            if self.task == "value":  # the state before token t is the one after token t - 1
+                scores_L = torch.cat([scores_L.new_zeros(1), scores_L[:-1]])
+            found["values_T"] = scores_L
+        if not (want.logprobs or want.entropy or want.topk):
+            return found
+        all_LV = torch.log_softmax(self.model.logits(tokens_L).float() / want.temperature, dim=-1)[:-1]
+        if want.logprobs:
+            found["logprobs_T"] = _after_nothing(all_LV.gather(1, tokens_L[1:, None])[:, 0])
+        if want.entropy:
+            found["entropy_T"] = _after_nothing(-(all_LV.exp() * all_LV).sum(-1))
+        if want.topk:
+            best = all_LV.topk(want.topk, dim=-1)
+            found["topk_logprobs_TK"] = _after_nothing(best.values)
+            found["topk_ids_TK"] = _after_nothing(best.indices)
+        return found
+
+    def gradient(self, sequences: Sequence[TrainSequence], loss: LossFn) -> Arrays:
+        """Of the whole batch's loss, by name of the parameter."""
+        self._backward(sequences, loss)
+        found = {name: as_array(each.grad) for name, each in self.parameters.items() if each.grad is not None}
+        self.model.module.zero_grad(set_to_none=True)
+        return found
+
+    def _backward(self, sequences: Sequence[TrainSequence], loss: LossFn) -> float:
+        (flat,) = pack(sequences)
+        found = loss(self.outputs(sequences, loss.want), flat)
+        found.loss.backward()  # type: ignore[no-untyped-call]
+        return float(found.loss.detach())
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def train(self, training: TrainingSpec, steps: Sequence[Step]) -> Iterator[ReferenceStep]:
+        """One optimizer step after the other, by torch's AdamW or the strategy's own optimizers, and transformers'
+        schedules."""
+        from transformers import get_scheduler
+
+        self.optimizers = optimizers = self._optimizers(self.parameters, training)
+        schedules = [
+            get_scheduler(
+                training.lr_scheduler_type,
+                optimizer,
+                num_warmup_steps=training.warmup_steps,
+                num_training_steps=training.num_steps,
+                scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
+            )
+            for optimizer in optimizers
+        ]
+        for step in steps:
+            loss = self._backward(step.sequences, step.loss)
+            limit = training.max_grad_norm or float("inf")
+            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit))
+            learning_rate = float(optimizers[0].param_groups[0]["lr"])
+            for each in (*optimizers, *schedules):
+                each.step()
+            self.model.module.zero_grad(set_to_none=True)
+            yield ReferenceStep(loss=loss, grad_norm=norm, learning_rate=learning_rate)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Arrays]:
+        """After steps of `train`: masters and moments, by kind and by name."""
+        (optimizer,) = self.optimizers
+        held = {name: optimizer.state[each] for name, each in self.parameters.items()}
+        moments = {kind: {name: as_array(each[kind]) for name, each in held.items()} for kind in MOMENTS}
+        return {"master": self.weights(), **moments}
+
+    def portable_state(self, step_count: int) -> PortableState:
+        """The same as strategies exchange it, after so many steps."""
+        held = self.state()
+
+        def read(name: str) -> ParameterState:
+            return ParameterState(**{kind: torch.from_numpy(each[name]) for kind, each in held.items()})
+
+        shapes = {name: tuple(each.shape) for name, each in self.parameters.items()}
+        return PortableState(step_count=step_count, shapes=shapes, read=read)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Arrays:
+        """By name, each once."""
+        return {name: as_array(each) for name, each in self.parameters.items()}
+
+    def aliases(self) -> set[str]:
+        """Every name under which a tied parameter may be exported as well."""
+        return set(self.model.module.state_dict())
+
+    def take(self, weights: Mapping[str, Floats]) -> None:
+        """Compute with these weights from now on. Raises `KeyError` for one that is missing."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(torch.from_numpy(weights[name]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceStep:
+    """What one step was."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+
+
+def _after_nothing(rows: Tensor) -> Tensor:
+    """Moved one on: index `t` speaks of token `t`, and a sequence's first token is predicted from nothing."""
+    return torch.cat([rows.new_zeros(1, *rows.shape[1:]), rows])

@@ -1,0 +1,235 @@
+"""The layer *state*: what is saved continues, what is exported is what computes, what is moved away comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from roll_core.errors import UnsupportedError
+from roll_core.plugins.targets import load_target
+from roll_core.spec.model import LoraSpec
+from roll_core.spec.train import TrainStrategy, Want
+from roll_testing.bench import Step
+from roll_testing.bounds import BOUNDS, check_names, check_rows, check_same, check_same_run, distance
+from roll_testing.losses import LOSSES, OF_TASK, SPLITS, TRAINING
+from roll_testing.programs import (
+    compute_while_away,
+    export_after_steps,
+    offload_and_measure,
+    offload_between,
+    publish,
+    resume,
+    save_between,
+    train,
+)
+from roll_testing.publishing import IN_ONE_PROCESS
+from roll_testing.reference import Reference, TransformersModel
+from roll_testing.subject import Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.providers import Task
+    from roll_core.spec.train import Part
+    from roll_core.types import Floats
+    from roll_testing.bench import Arrays, Case
+    from roll_testing.programs import MemoryUsed, Raised, Trained
+
+PARTS: dict[str, tuple[Part, ...]] = {
+    "weights": ("weights",),
+    "grads": ("grads",),
+    "optimizer": ("optimizer",),
+    "all": ("weights", "grads", "optimizer"),
+}
+ASKED = {
+    "causal_lm": ("logprobs", Want(logprobs=True)),
+    "value": ("values", Want(values=True)),
+    "reward": ("values", Want(values=True)),
+}
+"""What a model of the task answers."""
+MOVED = 1e-4
+"""Distance that two steps of adapters go at the least."""
+RETURNED = 0.9
+"""Share of what a strategy says that it holds which must be free again once it is moved away."""
+
+
+class StateTests(Subject):
+    """Bit for bit, unless another bound is named."""
+
+    # -- save and load -------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("done", [0, 2])
+    def test_a_resumed_run_equals_an_uninterrupted_one(
+        self, case: Case, world_size: int, done: int, tmp_path: Path
+    ) -> None:
+        """Weights, gradient norms and learning rates, bit for bit on the same number of ranks, under a schedule; what
+        the loading strategy had done before is forgotten. What `save` leaves to be written is written after two more
+        steps: it is the state of the step that was saved all the same."""
+        self.need_training()
+        training = replace(TRAINING, lr_scheduler_type="linear", warmup_steps=1, num_steps=9)
+        case, steps = case.with_(training=training), self._steps(done + 2)
+        straight = self.run(save_between, case, steps, done, str(tmp_path))
+        resumed = self.run(resume, case, self._steps(1, seed=50), steps[done:], str(tmp_path))
+        for rank, (found, expected) in enumerate(zip(resumed, straight, strict=True)):
+            check_same(f"weights of rank {rank}, loaded after {done} steps", found.before, expected.before)
+            check_same_run(f"rank {rank}, resumed after {done} steps,", found, expected)
+
+    def test_saving_changes_nothing(self, case: Case, world_size: int, tmp_path: Path) -> None:
+        """A run that saves goes on like one that does not."""
+        self.need_training()
+        case, steps = case.with_(training=TRAINING), self._steps(3)
+        saved: Trained = self.run(save_between, case, steps, 1, str(tmp_path))[0]
+        never: Trained = self.run(train, case, steps)[0]
+        check_same("weights after a save", saved.after, never.after)
+
+    # -- export --------------------------------------------------------------------------------------------------------
+
+    def test_exported_weights_are_those_that_compute(self, case: Case, world_size: int, tmp_path: Path) -> None:
+        """After two steps, the reference with the exported weights answers what the strategy answers."""
+        self.need_training()
+        held, found, _ = self._exported(case, "causal_lm", tmp_path)
+        reference = self.reference(case)
+        reference.take(held)
+        expected = reference.by_sequence(self.batch(), Want(logprobs=True))
+        check_rows("logprobs by exported weights", found, expected["logprobs"], BOUNDS["fp32"].outputs)
+
+    def test_an_exported_model_is_loaded_by_transformers(
+        self, case: Case, task: Task, world_size: int, tmp_path: Path
+    ) -> None:
+        """After two steps: the very weights of `export_weights`, equal answers, and the tokenizer beside them. A task
+        that has no form which transformers loads is refused with `UnsupportedError`."""
+        self.need_training()
+        if load_target(self.provider.target, owner=self.name).export_model is TrainStrategy.export_model:
+            pytest.skip(f"{self.name} does not implement export_model")
+        held, found, error = self._exported(case, task, tmp_path)
+        if error is not None:
+            if error.is_a(UnsupportedError) and task != "causal_lm":
+                return
+            raise AssertionError(f"export_model raised {error}")
+        loaded = Reference(TransformersModel(replace(case.model, path=str(tmp_path))), task)
+        weights = loaded.weights()
+        check_same("weights of the exported model", weights, {name: held[name] for name in weights if name in held})
+        output, want = ASKED[task]
+        expected = loaded.by_sequence(self.batch(), want)[output]
+        check_rows(f"{output} of the exported model", found, expected, BOUNDS["fp32"].outputs)
+        _same_tokenizer(tmp_path, case.model.tokenizer or case.model.path)
+
+    def test_adapters_are_merged_on_export(self, case: Case, world_size: int, tmp_path: Path) -> None:
+        """After two steps with LoRA on every linear layer: exported weights have moved, and answer in the reference as
+        the strategy does with its adapters; with `Want.base` it answers as the untrained model does."""
+        self.need_training()
+        self.need(self.can.lora, "lora")
+        adapters = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
+        case = case.with_(model=replace(case.model, lora=adapters))
+        held, found, _ = self._exported(case, "causal_lm", tmp_path)
+        _, found_base, _ = self._exported(case, "causal_lm", tmp_path, base=True)
+        reference, want = self.reference(case), Want(logprobs=True)
+        untrained = reference.by_sequence(self.batch(), want)["logprobs"]
+        check_rows("logprobs without adapters", found_base, untrained, BOUNDS["fp32"].outputs)
+        if distance(held, reference.weights()) < MOVED:
+            raise AssertionError("two steps with adapters left the exported weights where they were")
+        reference.take(held)
+        trained = reference.by_sequence(self.batch(), want)["logprobs"]
+        check_rows("logprobs by merged weights", found, trained, BOUNDS["fp32"].outputs)
+
+    @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
+    def test_a_receiver_holds_what_is_published(self, case: Case, world_size: int, transport: str) -> None:
+        """Digests, after each of two steps; the second differs from the first."""
+        self.need_training()
+        self.need(transport in self.can.weight_transports, f"the transport {transport}")
+        answers = self.run(publish, case.with_(training=TRAINING), self._steps(2), transport)
+        (sent,) = [each for each in answers if each]
+        for version, (held, exported) in enumerate(sent, 1):
+            check_names(held, exported)
+            if odd := sorted(name for name in exported if held[name] != exported[name]):
+                raise AssertionError(f"version {version}: the receiver holds another {odd[0]} than is exported")
+        if sent[0][0] == sent[1][0]:
+            raise AssertionError("the second publish brought the weights of the first, though a step lies between them")
+
+    # -- offload -------------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("parts", PARTS)
+    def test_moving_parts_away_and_back_changes_no_number(self, case: Case, world_size: int, parts: str) -> None:
+        """Before each step, and between its gradients and its update."""
+        self.need_training()
+        self.need(self.can.offload, "offload")
+        case, steps = case.with_(training=TRAINING), self._steps(2)
+        moved: Trained = self.run(offload_between, case, steps, PARTS[parts])[0]
+        check_same_run(f"steps with {parts} moved away and back", moved, self.run(train, case, steps)[0])
+
+    @pytest.mark.parametrize("trained", ["a model", "adapters"])
+    def test_weights_alone_compute_and_are_exported(self, case: Case, world_size: int, trained: str) -> None:
+        """While gradients and optimizer are away, as in every publish to an engine that shares the slots; bit for bit,
+        in the dtype that holds fewest bits."""
+        self.need_training()
+        self.need(self.can.offload, "offload")
+        dtype = next((each for each in ("bf16", "fp16") if each in self.dtypes()), "fp32")
+        model = replace(case.model, dtype=dtype)
+        if trained == "adapters":
+            self.need(self.can.lora, "lora")
+            model = replace(model, lora=LoraSpec(targets=("all-linear",), rank=4, alpha=8.0))
+        case = case.with_(training=TRAINING, model=model)
+        answers = self.run(compute_while_away, case, self._steps(1)[0], self.batch(), Want(logprobs=True))
+        for rank, ((rows, held), (rows_away, held_away)) in enumerate(answers):
+            check_same(f"weights of rank {rank} while the optimizer is away", held_away, held)
+            for name, found in rows_away.items():
+                check_rows(f"{name} of rank {rank} while the optimizer is away", found, rows[name], 0.0)
+
+    @pytest.mark.parametrize("parts", ["optimizer", "all"])
+    def test_what_is_moved_away_gives_its_memory_back(
+        self, case: Case, models: Callable[[str], ModelSpec], world_size: int, parts: str
+    ) -> None:
+        """By the platform's own count: 9/10 of what `memory()` says the parts hold is free, and used again after
+        `onload`. Where slots have memory of their own."""
+        self.need_training()
+        self.need(self.can.offload, "offload")
+        platform = self.platform_here()
+        if platform.slots_share_cores:
+            pytest.skip(f"slots of platform {platform.name} have no memory of their own")
+        large = case.with_(training=TRAINING, model=models("large"))
+        used: Sequence[MemoryUsed] = self.run(offload_and_measure, large, self._steps(1)[0], PARTS[parts])
+        for rank, each in enumerate(used):
+            if each.held <= 0:
+                raise AssertionError(f"memory() of rank {rank} does not say what {parts} hold")
+            if each.before - each.away < RETURNED * each.held:
+                raise AssertionError(
+                    f"rank {rank}: {parts} hold {each.held:,} bytes, but moving them away freed only"
+                    f" {each.before - each.away:,}: something still refers to them"
+                )
+            if each.back - each.away < RETURNED * each.held:
+                raise AssertionError(f"rank {rank}: onload took only {each.back - each.away:,} of {each.held:,} bytes")
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _steps(self, number: int, seed: int = 0) -> list[Step]:
+        return [
+            Step(sequences=self.batch(seed + i), loss=LOSSES["sft"], split=SPLITS["three at a time"])
+            for i in range(number)
+        ]
+
+    def _exported(
+        self, case: Case, task: Task, folder: Path, *, base: bool = False
+    ) -> tuple[Arrays, dict[str, Floats], Raised | None]:
+        """After two steps: exported weights, what the model (or its base) answers, and what `export_model` raised."""
+        steps = [replace(step, loss=OF_TASK[task]) for step in self._steps(2)]
+        output, want = ASKED[task]
+        want = replace(want, base=base)
+        answers = self.run(export_after_steps, case.with_(training=TRAINING), steps, self.batch(), want, str(folder))
+        found: dict[str, Floats] = {}
+        for _, rows, _ in answers:
+            found |= rows.get(output, {})
+        held: Arrays = next(weights for weights, _, _ in answers if weights)
+        return held, found, next((error for _, _, error in answers if error is not None), None)
+
+
+def _same_tokenizer(exported: Path, source: str) -> None:
+    """The same tokens, as transformers loads both."""
+    from transformers import AutoTokenizer
+
+    found, expected = (AutoTokenizer.from_pretrained(place).get_vocab() for place in (str(exported), source))
+    if found != expected:
+        raise AssertionError(f"the tokenizer beside the exported model has {len(found)} tokens, not those of {source}")
