@@ -11,6 +11,7 @@ from roll_core import __version__
 from roll_core.cli import main as cli
 from roll_core.errors import RollError, RunInterruptedError
 from roll_testing.errors import mentions
+from roll_testing.part import HF_PACKAGES
 
 SFT = """\
 pipeline: sft
@@ -23,7 +24,7 @@ sft_train:
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ROLL_PLUGINS", "")
+    monkeypatch.setenv("ROLL_PLUGINS", HF_PACKAGES)
     (tmp_path / "run.yaml").write_text(SFT)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     return "run.yaml"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.cli import main as cli
+from roll_testing.part import HF_PACKAGES
 
 SFT = """\
 pipeline: sft
@@ -24,7 +25,7 @@ sft_train:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a config whose model and rows are there."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ROLL_PLUGINS", "")
+    monkeypatch.setenv("ROLL_PLUGINS", HF_PACKAGES)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "run.yaml").write_text(SFT)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n')

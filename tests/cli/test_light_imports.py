@@ -11,6 +11,7 @@ import pytest
 
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.run.resuming import SavedRun
+from roll_testing.part import HF_PACKAGES
 
 HEAVY = ("torch", "ray", "transformers", "datasets")
 ASK = """
@@ -64,9 +65,9 @@ CASES = {
     "help of check": (["check", "--help"], ("pluggy", "pydantic", "yaml", "hydra", "omegaconf"), 130),
     "help of doctor": (["doctor", "--help"], ("pluggy", "pydantic", "yaml", "hydra", "omegaconf"), 130),
     "doctor": (["doctor"], ("hydra", "omegaconf", "numpy"), 420),
-    "plugins": (["plugins"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 191),
-    "plugins -v": (["plugins", "-v"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 191),
-    "plugins --json": (["plugins", "--json"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 191),
+    "plugins": (["plugins"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 195),
+    "plugins -v": (["plugins", "-v"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 195),
+    "plugins --json": (["plugins", "--json"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 195),
     "check": (["check", "plain.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
     "plan": (["plan", "random.yaml"], ("hydra", "omegaconf", "numpy"), 450),
     "check with a mistake": (["check", "wrong.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 340),
@@ -98,7 +99,7 @@ def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, bud
     done = subprocess.run(
         [sys.executable, "-c", ASK.format(arguments=arguments)],
         cwd=tmp_path,
-        env={**os.environ, "ROLL_PLUGINS": ""},
+        env={**os.environ, "ROLL_PLUGINS": HF_PACKAGES},
         capture_output=True,
         text=True,
         check=True,

@@ -10,6 +10,7 @@ import pytest
 
 from roll_core.cli import main as cli
 from roll_testing.errors import mentions
+from roll_testing.part import HF_PACKAGES
 
 SFT = """\
 pipeline: sft
@@ -27,7 +28,7 @@ sft_train:
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ROLL_PLUGINS", "")
+    monkeypatch.setenv("ROLL_PLUGINS", HF_PACKAGES)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "run.yaml").write_text(SFT)
 

@@ -6,11 +6,11 @@ import pytest
 
 from roll_core.cli import main as cli
 from roll_core.config import load
-from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
 from roll_testing.errors import mentions
+from roll_testing.part import hf_plugins
 
-REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])
+REGISTRY = Registry(hf_plugins())
 CONFIG = """\
 pipeline: rlvr
 rollout_batch_size: 4

@@ -14,10 +14,10 @@ import pytest
 
 from roll_core.config import load
 from roll_core.config.schema import members
-from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import load_target
 from roll_core.spec.config import Config
+from roll_testing.part import hf_plugins
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 TEXT = DOCS.read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- tables: made by tests/config/test_configuration_docs.py -->\n
 
 
 def schemas():
-    """Every schema of roll-core's own parts, bases and inner mappings included, in the order in which they are met."""
+    """Every schema of roll-core and the hf packages, with bases and inner mappings, in the order of visits."""
     found = []
 
     def visit(schema):
@@ -39,7 +39,7 @@ def schemas():
             for member, _ in members(field.annotation):
                 visit(member)
 
-    for record in Registry(load_plugins(environ={"ROLL_PLUGINS": ""})).plugins[0].providers:
+    for record in (each for plugin in hf_plugins() for each in plugin.providers):
         if record.config:
             visit(load_target(record.config, owner=record.name))
     return found
@@ -129,6 +129,6 @@ def test_the_example_loads(tmp_path):
     example = re.search(r"```yaml\n(pipeline: .*?)```", TEXT, flags=re.DOTALL)[1]
     file = tmp_path / "sums.yaml"
     file.write_text(example)
-    config = load(file, ["max_steps=20"], Registry(load_plugins(environ={"ROLL_PLUGINS": ""}))).config
+    config = load(file, ["max_steps=20"], Registry(hf_plugins())).config
     assert len(config.actor_train.device_mapping) == 8
     assert config.max_steps == 20

@@ -9,10 +9,10 @@ from roll_core.config.foreign_keys import FOREIGN
 from roll_core.config.schema import paths
 from roll_core.errors import ConfigError
 from roll_core.pipelines.config import RLVRConfig, SFTConfig
-from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
+from roll_testing.part import hf_plugins
 
-REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])
+REGISTRY = Registry(hf_plugins())
 RLVR = """\
 pipeline: rlvr
 actor_train:

@@ -8,13 +8,14 @@ import yaml
 
 from roll_core.config import dump, load
 from roll_core.errors import ConfigError
-from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.workers.build import lora_spec
 from roll_core.spec.config import LORA_KEYS
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
 from roll_testing.errors import mentions, refused
+from roll_testing.part import hf_plugins
 
 DOCS = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
 SFT = """
@@ -45,7 +46,7 @@ def registry():
     acme = Plugin(
         package="roll-acme", version="1", entry_point="acme", target="acme", state="loaded", providers=(plain,)
     )
-    return Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), acme])
+    return Registry([*hf_plugins(), acme])
 
 
 @pytest.fixture

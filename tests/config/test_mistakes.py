@@ -10,11 +10,11 @@ import pytest
 from roll_core.config import load
 from roll_core.config.nearest import MAX_SUGGESTIONS
 from roll_core.errors import ConfigError
-from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
+from roll_testing.part import hf_plugins
 
 GOLDEN = Path(__file__).with_name("mistakes.txt")
-REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])  # roll-core's own, whatever else is installed
+REGISTRY = Registry(hf_plugins())
 
 
 def read_cases():

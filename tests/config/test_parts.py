@@ -7,7 +7,7 @@ import pytest
 
 from roll_core.config import load
 from roll_core.errors import ConfigError, PluginLoadError
-from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import check_part
 from roll_core.spec.providers import (
@@ -21,6 +21,7 @@ from roll_core.spec.providers import (
     TrainProvider,
 )
 from roll_testing.errors import mentions, refused
+from roll_testing.part import hf_plugins
 
 MODULE = "acme_parts_of_a_test"
 PARTS = """
@@ -116,7 +117,7 @@ def problems(tmp_path, monkeypatch):
     acme = Plugin(
         package="roll-acme", version="2.1", entry_point="acme", target=MODULE, state="loaded", providers=providers
     )
-    registry = Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), acme])
+    registry = Registry([*hf_plugins(), acme])
     file = tmp_path / "run.yaml"
     file.write_text(textwrap.dedent(CONFIG))
 

@@ -5,10 +5,11 @@ import pytest
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.pipelines.plans import rlvr
-from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.workers.build import model_spec
 from roll_core.spec.providers import InferCapabilities, InferProvider, TrainCapabilities, TrainProvider
+from roll_testing.part import hf_plugins
 
 RLVR = """
 pipeline: rlvr
@@ -46,7 +47,7 @@ def registry():
     acme = Plugin(
         package="roll-acme", version="1", entry_point="acme", target="acme", state="loaded", providers=providers
     )
-    return Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), acme])
+    return Registry([*hf_plugins(), acme])
 
 
 @pytest.fixture

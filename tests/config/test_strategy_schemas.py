@@ -8,7 +8,7 @@ import pytest
 
 from roll_core.config import dump, load, strategy_config
 from roll_core.errors import ConfigError, PluginLoadError
-from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.spec.providers import (
     InferCapabilities,
@@ -20,6 +20,7 @@ from roll_core.spec.providers import (
     TrainProvider,
 )
 from roll_testing.errors import mentions, refused
+from roll_testing.part import hf_plugins
 
 MODULE = "acme_schemas_of_a_test"
 
@@ -106,7 +107,7 @@ def registry(tmp_path, monkeypatch):
     acme = Plugin(
         package="roll-acme", version="2.1", entry_point="acme", target=MODULE, state="loaded", providers=providers
     )
-    yield Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), acme])
+    yield Registry([*hf_plugins(), acme])
     sys.modules.pop(MODULE, None)
 
 

@@ -22,6 +22,8 @@ from roll_core.runtime.cluster.executors import wire
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
 from roll_core.runtime.cluster.executors.codecs import WIRE, decode, encode_failure, encode_result
 from roll_core.types import Reward, Sample
+from roll_infer_hf.plugin import roll_infer_strategies
+from roll_strategy_hf.plugin import roll_train_strategies
 from roll_testing.errors import mentions, refused
 
 PLAIN = st.recursive(
@@ -97,7 +99,7 @@ def test_a_judged_sample_survives_with_what_its_row_said() -> None:
 
 
 def test_every_record_of_a_provider_and_an_objective_arrive_as_what_they_are() -> None:
-    providers = [*plugin.roll_train_strategies(), *plugin.roll_infer_strategies(), *plugin.roll_rewards()]
+    providers = [*roll_train_strategies(), *roll_infer_strategies(), *plugin.roll_rewards()]
     assert there_and_back(providers) == providers
     objective = PolicyObjective(policy_loss=ppo, kl_coef=0.1)
     assert there_and_back(objective) == objective

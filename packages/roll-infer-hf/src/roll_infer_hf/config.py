@@ -1,4 +1,4 @@
-"""Configuration of the built-in strategies on Hugging Face models."""
+"""Configuration of `hf_infer`, the embedded engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory `hf_train`, `hf_infer` and the embedded engine take: the formulas of docs/plan.md. Light."""
+"""How much memory the embedded engine takes: the formulas of docs/plan.md. Light."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
 from roll_infer_hf.config import HFInferConfig
-from roll_modeling.memory import millions
+from roll_modeling.memory import millions, start_uses
 
 if TYPE_CHECKING:
     from roll_core.spec.plan import MemoryQuestion
@@ -16,16 +16,6 @@ ALIGNMENT = 16
 """Positions to which a row of the cache is rounded up, as `kv_cache` has it."""
 PACKED_ELEMENTS = 60_000
 """Weights of at least so many elements are laid out anew for the processor, as `linear` does it."""
-
-
-def _start(question: MemoryQuestion) -> list[Use]:
-    """Weights are drawn in float32, or read, on the host, and then go where they shall be."""
-    size = 4 if question.random_weights else DTYPE_BYTES[question.dtype]
-    if question.on_host and size == DTYPE_BYTES[question.dtype]:
-        return []
-    count = question.model.parameters
-    formula = f"{size} × {millions(count)}, drawn or read before they are what they shall be"
-    return [Use(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host")]
 
 
 def engine(question: MemoryQuestion) -> MemoryAnswer:
@@ -42,7 +32,7 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
             during=("start",) if question.borrows_weights else (),
             leaves=True,
         ),
-        *_start(question),
+        *start_uses(question),
     )
     if packed := _packed(question, config):
         formula = f"{size} × {millions(packed)}, laid out for the processor"

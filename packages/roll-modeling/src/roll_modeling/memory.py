@@ -62,16 +62,19 @@ def millions(count: int) -> str:
     return f"{count / 1e6:.1f} M"
 
 
-def largest_matrix(question: MemoryQuestion) -> int:
-    """Elements of the largest weight that has a gradient of its own on the way."""
-    model = question.model
-    layers = (linear.outputs * linear.inputs for layer in model.layers for linear in layer.linears)
-    return max([model.embedding, *layers])
-
-
 def model_code() -> Use:
     """Of a strategy that wraps a model of transformers."""
     return Use(what="libraries", num_bytes=MODEL_CODE_BYTES, formula="transformers' code of the model", on="host")
+
+
+def start_uses(question: MemoryQuestion) -> tuple[Use, ...]:
+    """Host memory of the weights while they are initialised in float32, or read, before they are moved or cast."""
+    size = 4 if question.random_weights else DTYPE_BYTES[question.dtype]
+    if question.on_host and size == DTYPE_BYTES[question.dtype]:
+        return ()
+    count = question.model.parameters
+    formula = f"{size} × {millions(count)}, drawn or read before they are what they shall be"
+    return (Use(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host"),)
 
 
 def engine_uses(

@@ -1,4 +1,4 @@
-"""Writes tensors while they come, into files of bounded size, so that nobody ever holds more than one of them.
+"""Writes a sharded model as a directory that transformers loads, without holding more than one file of it.
 
 A model's directory: model-00001-of-00002.safetensors  model-00002-of-00002.safetensors  model.safetensors.index.json
 and its description
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from roll_core.weights.pieces import PieceFiles
 from roll_modeling.export import check_exportable, write_description, write_model
 from roll_modeling.lora import base_name
 from roll_modeling.portable_state import stored_buffers
@@ -29,48 +30,6 @@ if TYPE_CHECKING:
 PIECE_BYTES = 2 * 1024**3
 """A file's size, and what is held of a model at most; one tensor may be larger."""
 INDEX = "model.safetensors.index.json"
-
-
-class PieceFiles:
-    """Safetensors files, one after another."""
-
-    def __init__(self, folder: Path, name: str, max_bytes: int, metadata: Mapping[str, str] | None = None) -> None:
-        """`name` is the files', with a place for their number, which counts from 1."""
-        self._folder, self._name, self._max_bytes = folder, name, max_bytes
-        self._metadata = dict(metadata) if metadata else None
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self.files: list[tuple[str, list[str]]] = []
-        """Names of those that are written, and of the tensors in each."""
-        self.num_bytes = 0
-        """Of all tensors so far."""
-
-    @property
-    def holds(self) -> int:
-        """Bytes that are not yet written."""
-        return self._pending_bytes
-
-    def add(self, tensors: Mapping[str, Tensor]) -> str:
-        """Copied, or written, before this returns. They stand in the file of this name, all of them."""
-        added = sum(each.nbytes for each in tensors.values())
-        if self._pending and self._pending_bytes + added > self._max_bytes:
-            self.flush()
-        # Copies also of what is on the host already: what was gathered is good only until the next is.
-        self._pending |= {key: each.detach().to("cpu", copy=True).contiguous() for key, each in tensors.items()}
-        self._pending_bytes += added
-        self.num_bytes += added
-        return self._name.format(len(self.files) + 1)
-
-    def flush(self) -> None:
-        """Write what is not yet written."""
-        from safetensors.torch import save_file
-
-        if not self._pending:
-            return
-        file = self._name.format(len(self.files) + 1)
-        save_file(self._pending, self._folder / file, metadata=self._metadata)
-        self.files.append((file, list(self._pending)))
-        self._pending, self._pending_bytes = {}, 0
 
 
 def write_gathered(

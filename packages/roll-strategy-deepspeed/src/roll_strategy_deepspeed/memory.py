@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
-from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, largest_matrix, millions, model_code
+from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions, model_code
 from roll_strategy_deepspeed.config import DeepSpeedConfig
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _weights(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]
         live = min(count, _elements(zero.stage3_max_live_parameters, LIVE_ELEMENTS))
         formula = f"gathered: {size} × {millions(live)} (stage3_max_live_parameters)"
         yield Use(what="buffers", num_bytes=size * live, formula=formula, during=("score",))
-        largest = largest_matrix(question)
+        largest = question.model.largest_matrix
         formula = f"gathered: {size} × {millions(largest)}"
         yield Use(what="buffers", num_bytes=size * largest, formula=formula, during=("publish",))
 

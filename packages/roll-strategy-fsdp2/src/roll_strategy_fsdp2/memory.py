@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
-from roll_modeling.memory import MOMENT_BYTES, computation, largest_matrix, millions, model_code
+from roll_modeling.memory import MOMENT_BYTES, computation, millions, model_code
 from roll_strategy_fsdp2.config import FSDP2Config
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _gathered(question: MemoryQuestion, config: FSDP2Config) -> Iterator[Use]:
         formula=f"gathered: {size} × ({millions(sizes.rest)} outside of layers and {millions(whole)} of layers)",
         during=("score",),
     )
-    largest = largest_matrix(question)
+    largest = question.model.largest_matrix
     yield Use(
         what="buffers", num_bytes=size * largest, formula=f"{size} × {millions(largest)}, gathered", during=("publish",)
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryAnswer, Use
-from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, largest_matrix, millions, model_code
+from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions, model_code, start_uses
 from roll_strategy_hf.config import HFTrainConfig
 
 if TYPE_CHECKING:
     from roll_core.spec.plan import MemoryQuestion
+
 BUCKET_BYTES = 64 << 20
 """Of gradients that are added up over ranks at a time, as `replicas` has it."""
 
@@ -23,7 +24,7 @@ def training(question: MemoryQuestion) -> MemoryAnswer:
     uses = [
         model_code(),
         Use(what="weights", num_bytes=size * parameters, formula=f"{size} × {millions(parameters)}", leaves=True),
-        *_start(question),
+        *start_uses(question),
     ]
     if question.trains:
         trained = question.trained_parameters
@@ -45,20 +46,10 @@ def training(question: MemoryQuestion) -> MemoryAnswer:
                 Use(what="buffers", num_bytes=bucket, formula="a bucket of gradients on its way", during=("step",))
             )
         if question.dtype != "fp32":
-            largest = size * largest_matrix(question)
+            largest = size * question.model.largest_matrix
             uses.append(
                 Use(what="gradients", num_bytes=largest, formula="the largest on its way", during=("backward",))
             )
     fused = question.config.fused and question.on_host and question.dtype == "fp32"
     uses += computation(question, fused=fused, chunk_tokens=question.config.logprob_chunk_tokens)
     return MemoryAnswer(uses=tuple(uses))
-
-
-def _start(question: MemoryQuestion) -> list[Use]:
-    """Weights are drawn in float32, or read, on the host, and then go where they shall be."""
-    size = 4 if question.random_weights else DTYPE_BYTES[question.dtype]
-    if question.on_host and size == DTYPE_BYTES[question.dtype]:
-        return []
-    count = question.model.parameters
-    formula = f"{size} × {millions(count)}, drawn or read before they are what they shall be"
-    return [Use(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host")]

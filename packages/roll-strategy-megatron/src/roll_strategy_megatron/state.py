@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from roll_core.errors import CheckpointError
 from roll_core.spec.train import ParameterState, PortableState
-from roll_modeling.pieces import PieceFiles
+from roll_core.weights.pieces import PieceFiles
 from roll_strategy_megatron.bridge.source import FileSource
 from roll_strategy_megatron.optimizer import KINDS
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from roll_core.errors import MissingRequirementError
+from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
@@ -18,6 +19,7 @@ from roll_core.spec.providers import PlatformProvider, Provider, TrainProvider
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from roll_core.plugins.loader import Plugin
     from roll_core.plugins.registry import Registry
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.platform import Platform
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 REQUIRE_VARIABLE = "ROLL_CONFORMANCE"
 """With the value `full`, an engine that is not installed is a failure and no skip."""
+
+HF_PACKAGES = "roll-infer-hf,roll-strategy-hf"
+"""Value of `ROLL_PLUGINS`: the core with the strategies of the quick start."""
 
 DEFAULT_VARIANTS: Mapping[str, Mapping[str, Any]] = {"default": {}}
 
@@ -142,3 +147,9 @@ def _refuse_silent_overrides(cls: type[Part]) -> None:
                     f"{cls.__name__} overrides {name}, a standard test of the conformance kit, without saying why:"
                     " mark it with @pytest.mark.xfail(reason=..., strict=True)"
                 )
+
+
+def hf_plugins() -> tuple[Plugin, ...]:
+    """roll-core and the two hf packages, whatever else is installed."""
+    found = load_plugins(environ={"ROLL_PLUGINS": HF_PACKAGES})
+    return tuple(each for each in found if each.state == "loaded")

@@ -57,6 +57,7 @@ def roll_rewards() -> Iterator[RewardProvider]:
         name="math_rule",
         target="roll_core.builtin.rewards.math_rule:MathRuleReward",
         config="roll_core.builtin.rewards.config:MathRuleConfig",
+        needs=("math-verify[antlr4_9_3]>=0.8",),
         enforces_timeout=True,
         summary="1 if the response's final answer equals the ground truth, mathematically",
     )
@@ -76,6 +77,7 @@ def roll_trackers() -> Iterator[TrackerProvider]:
         name="tensorboard",
         target="roll_core.builtin.trackers.tensorboard:TensorBoardTracker",
         config="roll_core.builtin.options:TensorBoardOptions",
+        needs=("tensorboard>=2.16",),
         summary="Event files for TensorBoard, in the run directory",
     )
 

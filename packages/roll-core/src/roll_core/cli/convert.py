@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from roll_core.errors import (
     CheckpointError,
     CheckpointMismatchError,
+    MissingRequirementError,
     NoCheckpointError,
     RunDirectoryError,
     UnsupportedError,
@@ -36,19 +37,14 @@ from roll_core.runtime.records.portable_state import (
 from roll_core.runtime.records.run_dir import checkpoint_stores
 from roll_core.runtime.run.resuming import SavedRun
 from roll_core.spec.config import WorkerConfig
-from roll_modeling.export import write_model
-from roll_modeling.model import empty_model, load_model
-from roll_modeling.portable_state import check_same, stored_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from roll_core.runtime.records.checkpoints import Checkpoint
-    from roll_core.runtime.records.portable_state import PortableIndex
     from roll_core.runtime.run.resuming import SavedRole
     from roll_core.spec.model import ModelSpec
-    from roll_core.spec.train import PortableState
 
 
 def convert_checkpoint(
@@ -211,64 +207,12 @@ def _setting(word: str) -> tuple[str, Any]:
 
 
 def _write(folder: Path, out: Path, base_model: str | None) -> None:
+    try:
+        from roll_modeling.convert import write_stored_state
+    except ModuleNotFoundError as error:
+        raise MissingRequirementError(
+            f"roll-core checkpoint convert: {error.name} is not installed. Run: pip install roll-modeling"
+        ) from error
     index = read_portable_index(folder)
     with opened_portable_state(folder) as state:
-        if index.model.lora is None:
-            _write_whole(index, state, folder / MODEL, out)
-        else:
-            _write_adapted(index, state, folder / MODEL, out, base_model)
-
-
-def _write_whole(index: PortableIndex, state: PortableState, description: Path, out: Path) -> None:
-    """The masters, rounded to the model's dtype, in the model that the state describes."""
-    if not description.is_dir():
-        raise CheckpointMismatchError(
-            f"{description.parent} does not say what model it is of: it is one that transformers does not make, so"
-            " there is no directory for transformers to load"
-        )
-    spec = replace(index.model, path=str(description), random_init=None, config_overrides={}, tokenizer="")
-    model = empty_model(spec)
-    parameters = dict(model.named_parameters())
-    check_same(state, {name: tuple(each.shape) for name, each in parameters.items()})
-    buffers = stored_buffers(model)
-    if lacking := buffers.keys() - state.buffers.keys():
-        raise CheckpointMismatchError(
-            f"{description.parent} lacks {min(lacking)}, which no optimizer steps and the model computes with: go on"
-            " with that run, and convert its next checkpoint"
-        )
-    whole = {name: state.read(name).master.to(each.dtype) for name, each in parameters.items()}
-    model.load_state_dict(whole | {name: state.buffers[name] for name in buffers}, strict=False, assign=True)
-    model.tie_weights()
-    write_model(model, spec, model.state_dict(), out)
-
-
-def _write_adapted(
-    index: PortableIndex, state: PortableState, description: Path, out: Path, base_model: str | None
-) -> None:
-    """The adapters, alone or merged into the model beneath them, as the run had it in `lora_export`."""
-    from roll_modeling.expert_adapters import ExpertAdapters
-    from roll_modeling.lora import add_adapters
-
-    spec, lora = index.model, index.model.lora
-    if lora is None:
-        raise AssertionError("asked only of models with adapters")
-    if description.is_dir():
-        spec = replace(spec, tokenizer=str(description))
-    if base_model is not None:
-        spec = replace(spec, path=base_model, random_init=None)
-    model = load_model(spec)
-    of_experts = ExpertAdapters(model, state, lora)
-    adapters = add_adapters(model, replace(spec, lora=of_experts.beside()))
-    trained = adapters.trained()
-    shapes = {name: tuple(each.shape) for name, each in trained.items()} | of_experts.shapes
-    check_same(state, shapes, adapters=adapters, identity=adapters.identity())
-    for name, each in trained.items():
-        each.data.copy_(state.read(name).master)
-    if adapters.lora.export == "adapter":
-        if of_experts.places:
-            adapters.also_targets(of_experts.names)
-        adapters.export(out, trained | of_experts.apart())
-    elif of_experts.places:
-        of_experts.write_merged(adapters, spec, out)
-    else:
-        write_model(model, spec, adapters.state_dict(), out)
+        write_stored_state(state, index.model, folder / MODEL, out, base_model=base_model)

@@ -14,6 +14,7 @@ from roll_core.config import load
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RollError
 from roll_core.plugins.registry import load_registry
+from roll_core.plugins.requirements import check_extra
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,7 @@ def run_configs(
     registry = load_registry(disabled_plugins)
     further = FileCheck() if files else None
     loaded = [load(path, overrides, registry, further, needs=True) for path in configs]
+    check_extra("train", what="roll-core run")
     gc.set_threshold(*GC_THRESHOLDS)
     # Everything heavy comes after the checks: a mistake is reported within a second.
     from roll_core.runtime.records.ledger import process_age_s

@@ -68,9 +68,13 @@ def first_csv_rows(path: Path, count: int) -> list[Values] | None:
 
 
 def first_arrow_rows(path: Path, kind: str, count: int) -> list[Values] | None:
-    """At most `count` rows of a `parquet` or `arrow` file. None if their text is not UTF-8. Raises `DataError`."""
-    import pyarrow
-    import pyarrow.parquet
+    """At most `count` rows of a `parquet` or `arrow` file. None if their text is not UTF-8, or if pyarrow, which comes
+    with `datasets`, is not installed. Raises `DataError`."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        return None
 
     try:
         if kind == "parquet":

@@ -24,6 +24,7 @@ import pluggy
 from roll_core.errors import PluginError, PluginLoadError
 from roll_core.plugins.kinds import KINDS
 from roll_core.plugins.records import check_record
+from roll_core.plugins.requirements import CORE
 from roll_core.spec import HOOK_API, hooks
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ ALLOW_VARIABLE = "ROLL_PLUGINS"
 """Comma-separated names of the distributions that may be loaded besides roll-core; all of them where it is not set."""
 SLOW_IMPORT_S = 0.25
 """An import that takes longer is called slow in the listing: every command that reads a config pays for it."""
-CORE = "roll-core"
 
 State = Literal["loaded", "failed", "disabled", "not allowed", "not installed"]
 

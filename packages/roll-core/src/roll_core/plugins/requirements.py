@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.providers import Provider
 
+CORE = "roll-core"
 INSTALL_VARIABLE = "ROLL_INSTALL_COMMAND"
 """What installs into this Python environment; set in workers whose role has one of its own."""
 
@@ -42,8 +43,29 @@ def check_requirements(provider: Provider, *, owner: str) -> None:
             wanted.append(next((each for each in requirements if _installed(each)), requirements[0]))
     if problems:
         command = " ".join(f"'{each.name}{_extras(each)}{each.specifier}'" for each in wanted)
-        install = os.environ.get(INSTALL_VARIABLE, "pip install")
-        raise MissingRequirementError(f"{owner}: {'; '.join(problems)}. Run: {install} {command}")
+        raise _missing(owner, problems, command)
+
+
+def check_extra(extra: str, *, what: str) -> None:
+    """Raise `MissingRequirementError` unless everything in this extra of roll-core is installed. `what` needs it."""
+    if problems := [problem for each in core_requirements(extra) if (problem := _problem(each))]:
+        raise _missing(what, problems, f"'{CORE}[{extra}]'")
+
+
+def core_requirements(extra: str = "") -> list[Requirement]:
+    """Requirements of roll-core in this environment: the unconditional ones, or those that only `extra` adds."""
+    from packaging.requirements import Requirement as Parsed
+
+    found = [Parsed(each) for each in importlib.metadata.requires(CORE) or ()]
+    always = [each for each in found if each.marker is None or each.marker.evaluate({"extra": ""})]
+    if not extra:
+        return always
+    return [each for each in found if each not in always and each.marker and each.marker.evaluate({"extra": extra})]
+
+
+def _missing(who: str, problems: list[str], command: str) -> MissingRequirementError:
+    install = os.environ.get(INSTALL_VARIABLE, "pip install")
+    return MissingRequirementError(f"{who}: {'; '.join(problems)}. Run: {install} {command}")
 
 
 def _installed(requirement: Requirement) -> str:

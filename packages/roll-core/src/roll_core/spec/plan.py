@@ -113,6 +113,11 @@ class ModelSize:
         return self.embedding + self.head + self.final_norm + sum(each.parameters for each in self.layers)
 
     @property
+    def largest_matrix(self) -> int:
+        """Elements of the largest weight: a matrix of a layer, or the embedding."""
+        return max([self.embedding, *(each.outputs * each.inputs for layer in self.layers for each in layer.linears)])
+
+    @property
     def tied(self) -> bool:
         """The output layer is the embedding."""
         return self.head == 0

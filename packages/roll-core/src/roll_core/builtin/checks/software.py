@@ -12,19 +12,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
-
+from roll_core.plugins.requirements import core_requirements
 from roll_core.spec.checks import CheckResult
 from roll_core.spec.torch_build import torch_build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Situation
+    from roll_core.spec.checks import Level, Situation
 
 PYTHON = (3, 11)
 SHOWN = ("torch", "ray", "transformers")
 """Whose versions people ask for; the others are shown where something is wrong with them."""
+EXTRAS: tuple[tuple[str, Level], ...] = (("", "error"), ("train", "warning"), ("ray", "note"))
+"""Extras of roll-core, and how bad it is if one of their packages is not installed. `check` and `plan` need none."""
 BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 """Packages that transformers and engines import if they are installed, and that fail beside another torch."""
 CONNECT_S = 5.0
@@ -42,24 +43,22 @@ def python(_: Situation) -> Iterator[CheckResult]:
 
 
 def libraries(_: Situation) -> Iterator[CheckResult]:
-    """What roll-core's own metadata requires, extras left out."""
-    for text in importlib.metadata.requires("roll-core") or ():
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        name, wanted = requirement.name, str(requirement.specifier) or "any version"
-        remedy = f"pip install '{name}{requirement.specifier}'"
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            yield CheckResult(level="error", subject=name, found="not installed", wanted=wanted, remedy=remedy)
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            yield CheckResult(level="error", subject=name, found=version, wanted=wanted, remedy=remedy)
-        elif name in SHOWN:
-            build = torch_build() if name == "torch" else None
-            found = str(build) if build is not None else version
-            yield CheckResult(level="ok", subject=name, found=found, wanted=wanted)
+    """What roll-core's own metadata requires: for every command, for runs, and for Ray."""
+    for extra, level in EXTRAS:
+        for requirement in core_requirements(extra):
+            name, wanted = requirement.name, str(requirement.specifier) or "any version"
+            remedy = f"pip install '{f'roll-core[{extra}]' if extra else f'{name}{requirement.specifier}'}'"
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                yield CheckResult(level=level, subject=name, found="not installed", wanted=wanted, remedy=remedy)
+                continue
+            if not requirement.specifier.contains(version, prereleases=True):
+                yield CheckResult(level="error", subject=name, found=version, wanted=wanted, remedy=remedy)
+            elif name in SHOWN:
+                build = torch_build() if name == "torch" else None
+                found = str(build) if build is not None else version
+                yield CheckResult(level="ok", subject=name, found=found, wanted=wanted)
     yield from _built_for_another_torch()
 
 

@@ -14,8 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from roll_core.errors import MissingRequirementError, PluginError, PythonEnvironmentError
-from roll_core.plugins.loader import CORE
-from roll_core.plugins.requirements import alternatives, check_requirements
+from roll_core.plugins.requirements import CORE, alternatives, check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.platform import make_platform
 from roll_core.spec.checks import CheckResult, Level, Situation

@@ -15,7 +15,6 @@ from roll_core.runtime.planning.models import adapter_parameters, size_of
 from roll_core.runtime.workers.build import makes_room, model_spec, provider_of
 from roll_core.spec.plan import DTYPE_BYTES, MemoryQuestion, Use
 from roll_core.spec.transport import WeightSizes
-from roll_modeling.memory import largest_matrix
 
 if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
@@ -159,7 +158,7 @@ def _sync_buffers(role: RoleSpec, config: RunConfig, placing: Placing, question:
     size = DTYPE_BYTES[config.roles()[link[1]].model_args.dtype]
     sizes = WeightSizes(
         total_bytes=size * question.model.parameters,
-        largest_bytes=size * largest_matrix(question),
+        largest_bytes=size * question.model.largest_matrix,
         bucket_bytes=config.model_update_buffer_size_mb << 20,
     )
     buffers = load_transport(placing.weights[link].provider).buffers(sizes)

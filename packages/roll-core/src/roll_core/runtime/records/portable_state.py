@@ -60,7 +60,7 @@ def write_portable_state(
     """Read all of `state`, which all ranks do together, and write it on the rank that `leads`."""
     from safetensors.torch import save_file
 
-    from roll_modeling.pieces import PieceFiles
+    from roll_core.weights.pieces import PieceFiles
 
     pieces = PieceFiles(folder, "state-{:05d}.safetensors", file_bytes)
     files: dict[str, str] = {}
@@ -153,11 +153,11 @@ def _checked(tensor: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
 
 def _describe(model: ModelSpec, folder: Path) -> None:
     """Where it can be: a strategy may have a model of its own that transformers does not know."""
-    from roll_modeling.export import write_description
-
     try:
+        from roll_modeling.export import write_description
+
         write_description(model, folder)
-    except (ModelError, UnsupportedError) as error:
+    except (ModelError, UnsupportedError, ModuleNotFoundError) as error:
         log.info("the portable state goes without a description of the model: %s", error)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from roll_core.plugins.requirements import check_extra
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -26,11 +28,15 @@ def choose_executor(config: RunConfig, places: Mapping[str, tuple[Place, ...]], 
 
 
 def make_executor(name: ExecutorName, platform: Platform, *, slots_per_node: int) -> Executor:
-    """An executor that has not been started. `slots_per_node` is what `placement.slots_per_node` gives."""
+    """An executor that has not been started. `slots_per_node` is what `placement.slots_per_node` gives.
+
+    Raises `MissingRequirementError` for `ray` where Ray is not installed.
+    """
     if name == "local":
         from roll_core.runtime.cluster.executors.local import LocalExecutor
 
         return LocalExecutor(platform, slots_per_node)
+    check_extra("ray", what="executor: ray")
     from roll_core.runtime.cluster.executors.ray_executor import RayExecutor
 
     return RayExecutor(platform, slots_per_node)

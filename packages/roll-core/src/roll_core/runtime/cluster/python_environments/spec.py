@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
-from roll_core.plugins.requirements import alternatives
+from roll_core.plugins.requirements import CORE, alternatives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roll_core.spec.config import EnvironmentConfig
     from roll_core.spec.providers import Provider
-
-CORE = "roll-core"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +31,7 @@ class EnvironmentSpec:
     exclude: tuple[str, ...] = ()
     """Distributions that are left out although others require them."""
     distributions: Mapping[str, str] = field(default_factory=dict)
-    """What has to be there, in which version: roll-core, and the plugin of the role's part."""
+    """Required distributions and versions: roll-core, the plugin of the role's part, and that plugin's toolkits."""
     sources: tuple[str, ...] = ()
     """Arguments of pip that bring `distributions` as the driver has them."""
     reported: tuple[str, ...] = ()
@@ -49,7 +47,7 @@ def environment_spec(config: EnvironmentConfig, provider: Provider, package: str
     """From a role's config; `package` is the distribution that brings the role's part."""
     from packaging.requirements import Requirement
 
-    needed = dict.fromkeys((CORE, package or CORE))
+    needed = dict.fromkeys((CORE, *_toolkits(package), package or CORE))
     needs = [Requirement(each).name for need in provider.needs for each in alternatives(need)]
     return EnvironmentSpec(
         python=_absolute(config.python or ""),
@@ -59,6 +57,27 @@ def environment_spec(config: EnvironmentConfig, provider: Provider, package: str
         sources=tuple(word for name in needed for word in source_of(name)),
         reported=tuple(needs),
     )
+
+
+def _toolkits(package: str) -> list[str]:
+    """Distributions that a plugin requires and that require roll-core themselves."""
+    required = _required_by(package) if package and package != CORE else ()
+    return [name for name in required if CORE in _required_by(name)]
+
+
+def _required_by(name: str) -> list[str]:
+    """Names of what an installed distribution requires, extras left out; empty if it is not installed."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    try:
+        found = map(Requirement, importlib.metadata.requires(name) or ())
+        return [
+            canonicalize_name(each.name) for each in found if not each.marker or each.marker.evaluate({"extra": ""})
+        ]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [canonicalize_name(each.name) for each in found if not each.marker or each.marker.evaluate({"extra": ""})]
 
 
 def _absolute(word: str) -> str:

@@ -1,0 +1,82 @@
+"""The model of a portable state, as a directory that transformers loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from roll_core.errors import CheckpointMismatchError
+from roll_modeling.expert_adapters import ExpertAdapters
+from roll_modeling.export import write_model
+from roll_modeling.lora import add_adapters
+from roll_modeling.model import empty_model, load_model
+from roll_modeling.portable_state import check_same, stored_buffers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from roll_core.spec.model import LoraSpec, ModelSpec
+    from roll_core.spec.train import PortableState
+
+
+def write_stored_state(
+    state: PortableState, spec: ModelSpec, description: Path, out: Path, *, base_model: str | None = None
+) -> None:
+    """Write the whole model, or its adapters in the form that `lora_export` of the run asked for.
+
+    `spec` and `description` (config and tokenizer) are those of the run that wrote the state; `base_model` replaces the
+    path of the model that it began from. Raises `CheckpointMismatchError`.
+    """
+    if spec.lora is None:
+        _write_whole(state, spec, description, out)
+    else:
+        _write_adapted(state, spec, spec.lora, description, out, base_model)
+
+
+def _write_whole(state: PortableState, spec: ModelSpec, description: Path, out: Path) -> None:
+    """The masters, rounded to the model's dtype, in the model that the state describes."""
+    if not description.is_dir():
+        raise CheckpointMismatchError(
+            f"{description.parent} does not say what model it is of: it is one that transformers does not make, so"
+            " there is no directory for transformers to load"
+        )
+    spec = replace(spec, path=str(description), random_init=None, config_overrides={}, tokenizer="")
+    model = empty_model(spec)
+    parameters = dict(model.named_parameters())
+    check_same(state, {name: tuple(each.shape) for name, each in parameters.items()})
+    buffers = stored_buffers(model)
+    if lacking := buffers.keys() - state.buffers.keys():
+        raise CheckpointMismatchError(
+            f"{description.parent} lacks {min(lacking)}, which no optimizer steps and the model computes with: go on"
+            " with that run, and convert its next checkpoint"
+        )
+    whole = {name: state.read(name).master.to(each.dtype) for name, each in parameters.items()}
+    model.load_state_dict(whole | {name: state.buffers[name] for name in buffers}, strict=False, assign=True)
+    model.tie_weights()
+    write_model(model, spec, model.state_dict(), out)
+
+
+def _write_adapted(
+    state: PortableState, spec: ModelSpec, lora: LoraSpec, description: Path, out: Path, base_model: str | None
+) -> None:
+    """The adapters, alone or merged into the model beneath them, as the run had it in `lora_export`."""
+    if description.is_dir():
+        spec = replace(spec, tokenizer=str(description))
+    if base_model is not None:
+        spec = replace(spec, path=base_model, random_init=None)
+    model = load_model(spec)
+    of_experts = ExpertAdapters(model, state, lora)
+    adapters = add_adapters(model, replace(spec, lora=of_experts.beside()))
+    trained = adapters.trained()
+    shapes = {name: tuple(each.shape) for name, each in trained.items()} | of_experts.shapes
+    check_same(state, shapes, adapters=adapters, identity=adapters.identity())
+    for name, each in trained.items():
+        each.data.copy_(state.read(name).master)
+    if adapters.lora.export == "adapter":
+        if of_experts.places:
+            adapters.also_targets(of_experts.names)
+        adapters.export(out, trained | of_experts.apart())
+    elif of_experts.places:
+        of_experts.write_merged(adapters, spec, out)
+    else:
+        write_model(model, spec, adapters.state_dict(), out)
