@@ -6,8 +6,9 @@ import os
 import re
 from pathlib import Path
 
+from roll_core.spec.importing import IMPORT_STATUSES
 from roll_migrate import roll_keys
-from roll_migrate.rules import STATUSES, Each, Rule
+from roll_migrate.rules import Each, Rule
 
 DOCS = Path(__file__).parents[2] / "docs" / "from-roll.md"
 BEGIN, END = "<!-- tables: made by tests/importing/test_from_roll_docs.py -->\n", "<!-- end of tables -->"
@@ -75,4 +76,4 @@ def test_the_tables_are_those_of_the_code():
 
 def test_every_status_is_explained():
     text = DOCS.read_text(encoding="utf-8").partition("## Every key")[0]
-    assert re.findall(r"^\| ([a-z ]+) \| \w", text, re.MULTILINE)[1:] == list(STATUSES)
+    assert re.findall(r"^\| ([a-z ]+) \| \w", text, re.MULTILINE)[1:] == list(IMPORT_STATUSES)

@@ -10,11 +10,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from roll_core.cli.importing import written
 from roll_core.errors import RollError
 from roll_core.pipelines.config import RLVRConfig, SFTConfig
 from roll_core.plugins.registry import load_registry
 from roll_migrate.roll import import_roll
-from roll_migrate.writing import written
 
 FILES = Path(__file__).parent / "roll"
 WHOLE = [
@@ -77,7 +77,7 @@ def test_every_key_is_accounted_for_or_the_file_is_refused(data, registry, tmp_p
         imported = import_roll(file, registry)
     except RollError:
         return
-    told = [each.key for each in imported.entries if each.status != "added"]
+    told = [each.key for each in imported.keys if each.status != "added"]
     assert len(told) == len(set(told))
     assert not [
         leaf for leaf in leaves(data) if leaf not in told and not any(key.startswith(f"{leaf}.") for key in told)

@@ -13,9 +13,9 @@ from roll_core.cli.main import main
 from roll_core.config import load
 from roll_core.pipelines.config import ImportanceWeightConfig
 from roll_core.plugins.registry import load_registry
+from roll_core.spec.importing import IMPORT_STATUSES
 from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_migrate.roll import import_roll
-from roll_migrate.rules import STATUSES
 from roll_testing.errors import mentions
 
 FILES = Path(__file__).parent / "roll"
@@ -205,19 +205,19 @@ def leaves(value, prefix=""):
 def test_every_key_of_the_file_is_in_the_report_exactly_once(name, registry):
     imported = import_roll(FILES / f"{name}.yaml", registry)
     own = yaml.safe_load((FILES / f"{name}.yaml").read_text())
-    told = [each.key for each in imported.entries if each.status != "added"]
+    told = [each.key for each in imported.keys if each.status != "added"]
     assert len(told) == len(set(told))
     # What is composed from elsewhere stands below a key that the file itself has as one.
     assert not [
         leaf for leaf in leaves(own) if leaf not in told and not any(key.startswith(f"{leaf}.") for key in told)
     ]
-    assert {each.status for each in imported.entries} <= set(STATUSES)
+    assert {each.status for each in imported.keys} <= set(IMPORT_STATUSES)
 
 
 @pytest.mark.parametrize("name", IMPORTABLE)
 def test_every_key_is_told_with_its_line(name, registry):
     """The line that is named bears the key, be it in the file or in a fragment."""
-    for each in import_roll(FILES / f"{name}.yaml", registry).entries:
+    for each in import_roll(FILES / f"{name}.yaml", registry).keys:
         if each.status == "added":
             continue
         file, line, _ = each.where.rsplit(":", 2)
@@ -229,7 +229,7 @@ def test_every_key_is_told_with_its_line(name, registry):
 @pytest.mark.parametrize("name", IMPORTABLE)
 def test_every_value_of_the_new_config_comes_from_an_entry(name, registry):
     imported = import_roll(FILES / f"{name}.yaml", registry)
-    told = {to for each in imported.entries for to in each.to} | {"pipeline"}
+    told = {to for each in imported.keys for to in each.to} | {"pipeline"}
     assert not [
         leaf
         for leaf in leaves(imported.config)
@@ -239,7 +239,7 @@ def test_every_value_of_the_new_config_comes_from_an_entry(name, registry):
 
 
 def entries(name, registry):
-    return {each.key: each for each in import_roll(FILES / f"{name}.yaml", registry).entries}
+    return {each.key: each for each in import_roll(FILES / f"{name}.yaml", registry).keys}
 
 
 def test_what_a_strategy_refuses_is_left_out_with_its_own_reason(registry):
@@ -307,7 +307,7 @@ def test_a_routers_loss_goes_to_the_strategy_that_adds_it(
         "  data_args: {file_name: rows.jsonl}\n"
     )
     found = import_roll(file, registry)
-    by_key = {each.key: each for each in found.entries}
+    by_key = {each.key: each for each in found.keys}
     assert by_key["sft_train.model_args.moe_aux_loss_coef"].status == status
     role = found.config["sft_train"]
     assert (role["strategy_args"].get("strategy_config") or None) == strategy_config
@@ -353,7 +353,7 @@ def imported(text, folder):
     file.write_text(text)
     assert main(["import", "roll", str(file), "-o", str(out)]) == 0
     registry = load_registry()
-    found = import_roll(file, registry).entries
+    found = import_roll(file, registry).keys
     return {each.key or each.to[0]: each for each in found}, load(out, (), registry).config
 
 
@@ -549,7 +549,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path, capsys):
 
 
 def test_without_a_plugin_its_keys_stay_and_the_package_is_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("ROLL_PLUGINS", "roll-core")
+    monkeypatch.setenv("ROLL_PLUGINS", "roll-migrate")
     out = tmp_path / "ours.yaml"
     assert main(["import", "roll", str(FILES / "sft_fsdp2.yaml"), "-o", str(out)]) == 1
     assert mentions(capsys.readouterr().out, "roll-strategy-fsdp2")
@@ -561,12 +561,12 @@ def test_a_pattern_of_files_becomes_the_files_that_match(registry, tmp_path, mon
     text = (FILES / "sft_defaults.yaml").read_text()
     names = "file_name: rows.json"
     Path("theirs.yaml").write_text(text.replace(names, "file_name: [part-?.jsonl, more.jsonl]"))
-    found = {each.key: each for each in import_roll(Path("theirs.yaml"), registry).entries}
+    found = {each.key: each for each in import_roll(Path("theirs.yaml"), registry).keys}
     assert found["sft_train.data_args.file_name"].status == "unsupported"
     for name in ("part-2.jsonl", "part-1.jsonl"):
         Path(name).touch()
     imported = import_roll(Path("theirs.yaml"), registry)
-    found = {each.key: each for each in imported.entries}
+    found = {each.key: each for each in imported.keys}
     assert found["sft_train.data_args.file_name"].status == "changed"
     names = imported.config["sft_train"]["data_args"]["file_name"]
     assert names == ["part-1.jsonl", "part-2.jsonl", "more.jsonl"]

@@ -43,6 +43,7 @@ HOOKS = {
     "roll_config_fragments": [],
     "roll_checks": [],
     "roll_known_errors": [],
+    "roll_importers": [],
     "roll_run_started": ["run"],
     "roll_step_finished": ["run", "step", "metrics"],
     "roll_run_finished": ["run", "error"],
@@ -61,6 +62,7 @@ RECORDS = {
     "FragmentProvider": BASE,
     "CheckProvider": [*BASE, "platform"],
     "KnownErrorsProvider": BASE,
+    "ImporterProvider": BASE,
 }
 CHECKS = {
     "CheckResult": ["level", "found", "wanted", "remedy", "subject"],

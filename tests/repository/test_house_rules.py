@@ -1,4 +1,4 @@
-"""What holds for every file of the core, asked of its syntax trees."""
+"""What holds for every file of the core and of the packages that were split from it, asked of their syntax trees."""
 
 import ast
 from collections.abc import Iterator
@@ -10,8 +10,16 @@ from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
 from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider, WeightTransportProvider
 
-CORE = Path(__file__).resolve().parents[2] / "packages" / "roll-core" / "src" / "roll_core"
-MODULES = sorted(CORE.rglob("*.py"))
+PACKAGES = Path(__file__).resolve().parents[2] / "packages"
+CORE = PACKAGES / "roll-core" / "src" / "roll_core"
+IN_CORE = sorted(CORE.rglob("*.py"))
+MODELING = sorted((PACKAGES / "roll-modeling").rglob("src/**/*.py"))
+OTHERS = sorted(
+    path
+    for name in ("roll-infer-hf", "roll-migrate", "roll-strategy-hf", "roll-testing")
+    for path in (PACKAGES / name).rglob("src/**/*.py")
+)
+MODULES = [*IN_CORE, *MODELING, *OTHERS]
 NAMES = {
     *("vllm", "sglang", "deepspeed", "megatron", "fsdp2", "hf", "cuda", "rocm", "npu"),
     *(f"{name}_{kind}" for name in ("hf", "fsdp2", "deepspeed", "megatron") for kind in ("train", "infer")),
@@ -53,7 +61,7 @@ def compared_strings(module: ast.Module) -> Iterator[tuple[int, str]]:
                     yield node.lineno, item.value
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if area(p) not in {"builtin", "testing"}], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*(p for p in IN_CORE if area(p) != "builtin"), *MODELING], ids=lambda p: p.stem)
 def test_the_core_compares_with_no_parts_name(path):
     found = [(line, name) for line, name in compared_strings(tree(path)) if name in NAMES | OWN_PARTS]
     assert found == []
@@ -88,7 +96,7 @@ def test_nothing_foreign_is_evaluated_or_unpickled(path):
     assert found == []
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if area(p) in LIGHT], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [p for p in IN_CORE if area(p) in LIGHT], ids=lambda p: p.stem)
 def test_light_floors_import_nothing_heavy_at_their_top(path):
     found, todo = [], list(tree(path).body)
     while todo:

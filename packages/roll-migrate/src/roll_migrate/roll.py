@@ -19,6 +19,7 @@ from roll_core.config.written import FileLayer
 from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
+from roll_core.spec.importing import ImportedConfig, ImportedKey
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
 from roll_migrate.roll_keys import DEFAULTS, DIFFERS, NULL_MEANS_SOMETHING, RLVR, SFT, STRATEGIES
 from roll_migrate.roll_pipelines import recognise
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from roll_core.config.compose import Composed
     from roll_core.config.source import KeyPath
     from roll_core.plugins.registry import Registry
-    from roll_migrate.rules import Status, Table
+    from roll_core.spec.importing import ImportStatus
+    from roll_migrate.rules import Table
 
 TABLES: dict[str, Table] = {"rlvr": RLVR, "sft": SFT}
 TRAINED = {"rlvr": "actor_train", "sft": "sft_train"}
@@ -40,30 +42,7 @@ GENERATES = "actor_infer"
 _ENVIRONMENT = re.compile(r"\$\{oc\.(?:env:[^${}]*|decode:\s*\$\{oc\.env:[^${}]*\})\}")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What became of one key."""
-
-    where: str
-    """`file:line:column`; empty for what was added."""
-    key: str
-    """Dotted, as it was."""
-    status: Status
-    to: tuple[str, ...] = ()
-    """Dotted keys of the new config that say the same."""
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """The new config, and every key of the old one."""
-
-    pipeline: str
-    config: dict[str, Any]
-    entries: tuple[Entry, ...]
-
-
-def import_roll(path: Path, registry: Registry) -> Imported:
+def import_roll(path: Path, registry: Registry) -> ImportedConfig:
     """Rewrite the config at `path`. Raises `ConfigError` for one that cannot be read or composed, and
     `UnsupportedError` for one of a pipeline that is not here."""
     composed = compose(path, (), registry)
@@ -125,11 +104,11 @@ class _Import:
     registry: Registry
     name: str
     config: dict[str, Any] = field(default_factory=dict)
-    entries: dict[KeyPath, Entry] = field(default_factory=dict)
+    entries: dict[KeyPath, ImportedKey] = field(default_factory=dict)
     eight_bits: bool = False
     """True if the engine takes weights in 8 bits."""
 
-    def run(self) -> Imported:
+    def run(self) -> ImportedConfig:
         self.config["pipeline"] = self.pipeline
         self._composition()
         self._mapping(TABLES[self.pipeline], self.source, (), self._unused_roles())
@@ -137,7 +116,7 @@ class _Import:
             if isinstance(value_at(self.config, (role, "strategy_args", "strategy_name")), str):
                 self._strategy(role)
         added = self._add()
-        return Imported(self.pipeline, self.config, (*self.entries.values(), *added))
+        return ImportedConfig(self.pipeline, self.config, (*self.entries.values(), *added))
 
     # -- key by key ----------------------------------------------------------------------------------------------------
 
@@ -149,7 +128,7 @@ class _Import:
                     for path in _keys(layer.source.data[key], (key,)) if key in layer.source.data else ():
                         mark = layer.source.key_mark(path)
                         where = f"{self.name}:{mark.line}:{mark.column}" if mark is not None else self.name
-                        self.entries[path] = Entry(where, ".".join(path), "not needed", note=note)
+                        self.entries[path] = ImportedKey(where, ".".join(path), "not needed", note=note)
 
     def _mapping(self, table: Table, value: dict[str, Any], path: KeyPath, unused: Mapping[str, str]) -> None:
         for name, each in value.items():
@@ -208,7 +187,7 @@ class _Import:
                 if not isinstance(written, dict) or _has(written, rest)
             )
             where = str(self.composed.written.key(leaf))
-            self.entries[leaf] = Entry(where, ".".join(leaf), outcome.status, to, outcome.note)
+            self.entries[leaf] = ImportedKey(where, ".".join(leaf), outcome.status, to, outcome.note)
 
     def _unused_roles(self) -> dict[str, str]:
         """Roles that ROLL starts, or lets stand in the file, without any effect on what is learnt."""
@@ -260,7 +239,7 @@ class _Import:
                 (role, "num_gpus_per_worker"), "not needed", f"a worker takes {computed}, as the strategy decides"
             )
 
-    def _withdraw(self, target: KeyPath, status: Status, reason: str) -> None:
+    def _withdraw(self, target: KeyPath, status: ImportStatus, reason: str) -> None:
         """Take a key out of the new config again, and say so where it came from."""
         _take(self.config, target)
         dotted = ".".join(target)
@@ -270,7 +249,7 @@ class _Import:
 
     # -- defaults ------------------------------------------------------------------------------------------------------
 
-    def _add(self) -> list[Entry]:
+    def _add(self) -> list[ImportedKey]:
         """What ROLL does without being told, where roll-core does something else."""
         added: list[tuple[KeyPath, object, str]] = [
             (path, value, f"ROLL's default{f'; {DIFFERS[path]}' if path in DIFFERS else ''}")
@@ -297,7 +276,7 @@ class _Import:
         for path, value, note in added:
             role_is_there = path[0] not in (GENERATES, trained, "validation") or path[0] in self.config
             if role_is_there and not _has(self.config, path) and _put(self.config, path, value):
-                entries.append(Entry("", "", "added", (".".join(path),), f"{show(value, path[-1])}: {note}"))
+                entries.append(ImportedKey("", "", "added", (".".join(path),), f"{show(value, path[-1])}: {note}"))
         return entries
 
     def _weights_and_epochs(self) -> list[tuple[KeyPath, object, str]]:

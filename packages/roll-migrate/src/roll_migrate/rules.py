@@ -13,16 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roll_core.config.source import KeyPath
-
-Status = Literal["kept", "differs", "renamed", "changed", "added", "not needed", "dead", "unsupported", "unknown"]
-"""As it was; as it was, but the result differs; under another name; with another value; written where the other trainer
-has another default; does nothing here that is not done anyway; does nothing there either; cannot be done here; known to
-neither."""
-STATUSES: tuple[Status, ...] = get_args(Status)
+    from roll_core.spec.importing import ImportStatus
 
 Writes = tuple[tuple["KeyPath", Any], ...]
 """Values, and where they are written."""
@@ -32,7 +27,7 @@ Writes = tuple[tuple["KeyPath", Any], ...]
 class Outcome:
     """What becomes of one key."""
 
-    status: Status
+    status: ImportStatus
     writes: Writes = ()
     note: str = ""
 

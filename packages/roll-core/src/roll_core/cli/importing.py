@@ -1,4 +1,4 @@
-"""`roll-core import roll FILE`: another trainer's config in our words, and what became of each of its keys."""
+"""`roll-core import NAME FILE`: another trainer's config in our words, and what became of each of its keys."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll_core.cli.check import summary, warnings_of
 from roll_core.config import load
+from roll_core.config.dump import to_yaml
+from roll_core.config.schema import members
 from roll_core.errors import ConfigError, PluginError, RunDirectoryError
 from roll_core.plugins.registry import load_registry
-from roll_core.plugins.targets import schema_of
+from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.config import RunConfig
-from roll_core.spec.providers import PipelineProvider
-from roll_migrate.roll import import_roll
-from roll_migrate.rules import STATUSES
-from roll_migrate.writing import written
+from roll_core.spec.importing import IMPORT_STATUSES
+from roll_core.spec.providers import ImporterProvider, PipelineProvider
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pydantic import BaseModel
+
     from roll_core.plugins.registry import Registry
-    from roll_migrate.roll import Entry, Imported
+    from roll_core.spec.importing import ImportedConfig, ImportedKey, Importer
 
 HEADINGS = {
     "kept": "kept",
@@ -45,17 +47,22 @@ BY_NAME = ("kept", "not needed")
 
 
 def import_config(
-    file: Path, out: Path | None, disabled_plugins: Sequence[str], *, as_json: bool, verbose: bool
+    name: str, file: Path, out: Path | None, disabled_plugins: Sequence[str], *, as_json: bool, verbose: bool
 ) -> int:
-    """Write the new config to `out`, or to stdout, and the report to stdout, or beside a config to stderr. Returns the
-    exit code: 1 if `roll-core check` would refuse the new config."""
+    """Let the importer `name` rewrite `file`, and write the new config to `out`, or to stdout.
+
+    The report goes to stdout, or to stderr beside a config. Returns the exit code: 1 if `roll-core check` would refuse
+    the new config.
+    """
     if out is not None and out.exists():
         raise RunDirectoryError(f"{out} is there already; name a file that is not")
     registry = load_registry(disabled_plugins)
-    imported = import_roll(file, registry)
+    record = registry.find(ImporterProvider, name)
+    importer: Importer = load_target(record.target, owner=registry.owner(record))
+    imported = importer(file, registry)
     provider = registry.find(PipelineProvider, imported.pipeline)
     schema = schema_of(provider, RunConfig, owner=registry.owner(provider))
-    text = written(imported.config, schema, heading=f"Imported from {file.name} by roll-core import roll.")
+    text = written(imported.config, schema, heading=f"Imported from {file.name} by roll-core import {name}.")
     verdict, problems, warnings = _checked(text, out or Path("imported.yaml"), registry)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +95,7 @@ def _checked(text: str, name: Path, registry: Registry) -> tuple[str, list[str],
 def _plain(
     file: Path,
     out: Path | None,
-    imported: Imported,
+    imported: ImportedConfig,
     text: str,
     verdict: str,
     problems: list[str],
@@ -101,7 +108,7 @@ def _plain(
         "ok": not problems,
         "check": verdict or problems,
         "warnings": warnings,
-        "keys": [asdict(each) for each in imported.entries],
+        "keys": [asdict(each) for each in imported.keys],
         "config": text,
     }
 
@@ -109,18 +116,18 @@ def _plain(
 def _report(
     file: Path,
     out: Path | None,
-    imported: Imported,
+    imported: ImportedConfig,
     verdict: str,
     problems: list[str],
     warnings: list[str],
     *,
     verbose: bool,
 ) -> str:
-    counts = Counter(each.status for each in imported.entries)
-    counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    counts = Counter(each.status for each in imported.keys)
+    counted = ", ".join(f"{counts[status]} {status}" for status in IMPORT_STATUSES if counts[status])
     lines = [f"{file}: {imported.pipeline}, {counted}"]
     for status in ("unsupported", "unknown", "differs", "changed", "renamed", "added", "dead", "not needed", "kept"):
-        entries = [each for each in imported.entries if each.status == status]
+        entries = [each for each in imported.keys if each.status == status]
         if not entries:
             continue
         lines += ["", f"{HEADINGS[status]} ({len(entries)})"]
@@ -137,7 +144,7 @@ def _report(
     return "\n".join(lines) + "\n"
 
 
-def _told(entries: list[Entry]) -> list[str]:
+def _told(entries: list[ImportedKey]) -> list[str]:
     """Lines for each key, one for neighbours of one mapping of which the same is said."""
     lines: list[str] = []
     for (_, note, _), group in groupby(entries, key=lambda each: (_place(each), each.note, each.to)):
@@ -154,7 +161,7 @@ def _told(entries: list[Entry]) -> list[str]:
     return lines
 
 
-def _place(entry: Entry) -> str:
+def _place(entry: ImportedKey) -> str:
     """The role or the mapping at the top to which a key belongs."""
     steps = entry.key.split(".")
     return ".".join(steps[: 2 if steps[0] == "rewards" else 1]) if len(steps) > 1 else entry.key
@@ -167,3 +174,55 @@ def _short(key: str) -> str:
 
 def _wrapped(words: list[str], width: int = 116) -> list[str]:
     return textwrap.wrap(", ".join(words), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+# -- the new file, in the order of the schemas -------------------------------------------------------------------------
+
+
+def written(config: dict[str, Any], schema: type[BaseModel], *, heading: str) -> str:
+    """`config` as YAML under a comment: the run's keys, those of the algorithm, and each mapping of mappings by itself,
+    roles before judges and data."""
+    ordered = _ordered(config, schema)
+    plain = {name: value for name, value in ordered.items() if not _is_block(value)}
+    nested = sorted((name for name in ordered if name not in plain), key=lambda name: RANKS[_declared(name, schema)])
+    blocks = [
+        {name: value for name, value in plain.items() if _declared(name, schema) == "run"},
+        {name: value for name, value in plain.items() if _declared(name, schema) != "run"},
+        *({name: ordered[name]} for name in nested),
+    ]
+    return "\n".join([f"# {heading}\n", *(to_yaml(block, compact=True) for block in blocks if block)])
+
+
+RANKS = {"run": 0, "pipeline": 1, "shared": 2, "": 3}
+
+
+def _declared(name: str, schema: type[BaseModel]) -> str:
+    """Which schema has a key: every run's, the pipeline's own, or one that pipelines share; empty for none."""
+    if name in RunConfig.model_fields:
+        return "run"
+    if name not in schema.model_fields:
+        return ""
+    return "pipeline" if name in schema.__annotations__ else "shared"
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(each, dict) for each in value.values())
+
+
+def _ordered(data: dict[str, Any], schema: type[BaseModel] | None) -> dict[str, Any]:
+    """As the schema has its keys; those that it has not come last."""
+    fields = list(schema.model_fields) if schema is not None else []
+    names = sorted(data, key=lambda name: fields.index(name) if name in fields else len(fields))
+    found = {}
+    for name in names:
+        value = data[name]
+        if isinstance(value, dict):
+            inner, is_mapping = None, False
+            if schema is not None and name in fields:
+                inner, is_mapping = next(members(schema.model_fields[name].annotation), (None, False))
+            if is_mapping:
+                value = {key: _ordered(each, inner) if isinstance(each, dict) else each for key, each in value.items()}
+            else:
+                value = _ordered(value, inner)
+        found[name] = value
+    return found

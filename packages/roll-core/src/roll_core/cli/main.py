@@ -30,7 +30,7 @@ commands:
   plan CONFIG [key=value ...]       who sits where, what memory each phase takes, whether it fits
   doctor [CONFIG] [--json]          what is wrong with this machine and its software, and what to do
   plugins [--json | -v] [--check]   what is installed, what it offers, what is broken
-  import roll FILE [-o OUT]         a config of alibaba/ROLL in roll-core's words, and what became of each key
+  import NAME FILE [-o OUT]         another framework's config in roll-core's words, and what became of each key
   report RUN                        write the report of a run directory again
   checkpoint list | verify RUN...   which checkpoints there are, and whether they are intact
   checkpoint convert RUN OUT        from a checkpoint of any strategy to a model that transformers loads
@@ -247,25 +247,26 @@ def _checkpoint(words: list[str]) -> int:
 
 
 def _import(words: list[str]) -> int:
-    parser = _parser("import", "Rewrite another trainer's config, and say what became of each of its keys.")
-    sources = parser.add_subparsers(dest="source", metavar="roll", required=True)
-    roll = sources.add_parser(
-        "roll",
-        description="Rewrite a config of alibaba/ROLL, its fragments and interpolations resolved. The exit code is 1 if"
-        " roll-core check refuses the result.",
-        help="a config of alibaba/ROLL",
-        allow_abbrev=False,
+    parser = _parser(
+        "import",
+        "Rewrite another framework's config, and say what became of each of its keys. The exit code is 1 if roll-core"
+        " check refuses the result.",
     )
-    roll.add_argument("file", metavar="FILE", type=Path, help="the YAML file that ROLL's launcher is given")
-    roll.add_argument("-o", "--out", metavar="OUT", type=Path, help="file to be written; stdout where not given")
-    roll.add_argument("-v", "--verbose", action="store_true", help="also every key that is kept or not needed, by line")
-    roll.add_argument("--json", action="store_true", help="report and config, for programs")
-    _add_disable_plugin(roll)
+    parser.add_argument("name", metavar="NAME", help="importer: roll for alibaba/ROLL (`pip install roll-migrate`)")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="the YAML file that the other framework's launcher takes"
+    )
+    parser.add_argument("-o", "--out", metavar="OUT", type=Path, help="file to be written; stdout where not given")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also every key that is kept or not needed, by line"
+    )
+    parser.add_argument("--json", action="store_true", help="report and config, for programs")
+    _add_disable_plugin(parser)
     options = parser.parse_args(words)
     from roll_core.cli.importing import import_config
 
     return import_config(
-        options.file, options.out, options.disable_plugin, as_json=options.json, verbose=options.verbose
+        options.name, options.file, options.out, options.disable_plugin, as_json=options.json, verbose=options.verbose
     )
 
 

@@ -8,6 +8,7 @@ from roll_core.spec.providers import (
     AdvantageProvider,
     CheckProvider,
     FragmentProvider,
+    ImporterProvider,
     InferProvider,
     KnownErrorsProvider,
     PipelineProvider,
@@ -46,6 +47,7 @@ KINDS = (
     Kind("roll_config_fragments", FragmentProvider, "config fragment", "config_fragments"),
     Kind("roll_checks", CheckProvider, "check", "checks"),
     Kind("roll_known_errors", KnownErrorsProvider, "list of known errors", "known_errors"),
+    Kind("roll_importers", ImporterProvider, "importer", "importers"),
 )
 
 _BY_RECORD = {kind.record: kind for kind in KINDS}

@@ -31,6 +31,7 @@ CONTRACTS: dict[type[Provider], str] = {
     providers.WeightTransportProvider: "roll_core.spec.transport:WeightTransport",
     providers.AdvantageProvider: "roll_core.spec.algorithms:AdvantageEstimator",
     providers.PolicyLossProvider: "roll_core.spec.algorithms:PolicyLoss",
+    providers.ImporterProvider: "roll_core.spec.importing:Importer",
 }
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         AdvantageProvider,
         CheckProvider,
         FragmentProvider,
+        ImporterProvider,
         InferProvider,
         KnownErrorsProvider,
         PipelineProvider,
@@ -122,6 +123,12 @@ def roll_checks() -> Iterable[CheckProvider]:
 @hookspec
 def roll_known_errors() -> Iterable[KnownErrorsProvider]:
     """Offer lists of errors that people meet with this package's engine, each with what to do."""
+    yield from ()
+
+
+@hookspec
+def roll_importers() -> Iterable[ImporterProvider]:
+    """Offer importers of other frameworks' configs, for `roll-core import NAME FILE`."""
     yield from ()
 
 

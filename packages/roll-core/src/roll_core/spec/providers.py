@@ -230,4 +230,10 @@ class KnownErrorsProvider(Provider):
     imported when a run has failed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImporterProvider(Provider):
+    """Offers an importer of another framework's configs; `target` is a `roll_core.spec.importing.Importer`, and `name`
+    is what `roll-core import NAME FILE` calls it."""
+
+
 document_fields(__name__)

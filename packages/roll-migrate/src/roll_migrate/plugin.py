@@ -1,0 +1,23 @@
+"""The plugin: importers of other frameworks' configs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import ImporterProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+
+
+@hookimpl
+def roll_importers() -> Iterator[ImporterProvider]:
+    """Configs of alibaba/ROLL."""
+    yield ImporterProvider(
+        name="roll",
+        target="roll_migrate.roll:import_roll",
+        summary="A config of alibaba/ROLL, with its fragments and interpolations resolved",
+    )
