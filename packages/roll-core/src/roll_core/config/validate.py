@@ -178,7 +178,8 @@ class _Validation:
             return None
         if problem := signature_problem(provider):
             self.found.append(Finding(path, f"{self.registry.owner(provider)}: {problem}", code="ROLL-P003"))
-        if self._runs_here(role):
+        # What defaults need is in roll-core[train], which `run` looks for.
+        if path[0] in self.data and self._runs_here(role):
             try:
                 check_requirements(provider, owner=self.registry.owner(provider))
             except MissingRequirementError as error:
