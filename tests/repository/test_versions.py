@@ -1,0 +1,75 @@
+"""Versions and ranges between packages agree, and records say what metadata says."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from roll_core.plugins.loader import load_plugins
+from roll_core.plugins.requirements import alternatives
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "tools" / "versions.py"
+PROJECTS = {
+    file.parent.name: tomllib.loads(file.read_text())["project"]
+    for file in (REPOSITORY / "packages").glob("*/pyproject.toml")
+}
+
+
+def versions(root: Path, *words: str) -> int:
+    return subprocess.run([sys.executable, str(root / "tools" / "versions.py"), *words], check=False).returncode
+
+
+def test_the_repository_s_versions_agree():
+    assert versions(REPOSITORY) == 0
+
+
+def test_a_new_version_reaches_every_range_that_names_the_package(tmp_path):
+    (tmp_path / "tools").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "tools")
+    for name in ("roll-core", "roll-modeling", "roll-strategy-hf"):
+        for file in ("pyproject.toml", f"src/{name.replace('-', '_')}/__init__.py"):
+            (tmp_path / "packages" / name / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / "packages" / name / file, tmp_path / "packages" / name / file)
+    assert versions(tmp_path, "roll-modeling=2.5.1") == 0
+    project = tomllib.loads((tmp_path / "packages" / "roll-strategy-hf" / "pyproject.toml").read_text())["project"]
+    assert "roll-modeling>=2.5,<2.6" in project["dependencies"]
+    assert PROJECTS["roll-strategy-hf"]["version"] == project["version"]
+    assert versions(tmp_path, "roll-core=1.0.0rc1") == 0
+    core = tmp_path / "packages" / "roll-core"
+    assert '__version__ = "1.0.0rc1"' in (core / "src" / "roll_core" / "__init__.py").read_text()
+    modeling = (tmp_path / "packages" / "roll-modeling" / "pyproject.toml").read_text()
+    assert '"roll-core[train]>=1.0.0rc1,<1.1"' in modeling
+    (core / "pyproject.toml").write_text((core / "pyproject.toml").read_text().replace("1.0.0rc1", "1.1.0"))
+    assert versions(tmp_path) == 1
+
+
+@pytest.mark.parametrize("word", ["roll-nothing=1.0.0", "roll-core=soon", "roll-core"])
+def test_a_wrong_word_changes_nothing(word):
+    assert versions(REPOSITORY, word) == 2
+
+
+def test_a_record_needs_what_its_distribution_requires():
+    for plugin in load_plugins(environ={}):
+        if plugin.package not in PROJECTS:
+            continue
+        project = PROJECTS[plugin.package]
+        extras = project.get("optional-dependencies", {}).values()
+        listed = [*project["dependencies"], *(each for extra in extras for each in extra)]
+        required = {(each.name, str(each.specifier)) for each in map(Requirement, listed)}
+        for record in plugin.providers:
+            for need in record.needs:
+                first = Requirement(alternatives(need)[0])
+                assert (first.name, str(first.specifier)) in required, f"{plugin.package}: {record.name}"
+
+
+def test_every_plugin_of_ours_is_an_extra_of_the_core():
+    named = {
+        Requirement(each).name for extra in PROJECTS["roll-core"]["optional-dependencies"].values() for each in extra
+    }
+    plugins = {name for name, project in PROJECTS.items() if "roll.plugins" in project.get("entry-points", {})}
+    assert plugins - {"roll-core"} == {each for each in named if each.startswith("roll-")}
