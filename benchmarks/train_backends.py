@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 RANKS, SEQUENCES, LENGTH = 2, 8, 128
-PACKAGES = ("roll-core", "roll-strategy-fsdp2", "roll-strategy-deepspeed[engine]")
+PACKAGES = ("roll-core", "roll-modeling", "roll-strategy-hf", "roll-strategy-fsdp2", "roll-strategy-deepspeed")
+DESPITE = ["deepspeed>=0.19,<0.20"]
 MODEL = {
     "model_type": "qwen3", "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
@@ -161,7 +162,9 @@ def checkpoint(contestant: Contestant, folder: Path) -> dict[str, float]:
 
 def measure(names: Sequence[str], rounds: int) -> dict[str, Any]:
     """By contestant; `ddp` is always among them."""
-    python = peer_python("train_backends", [part for each in PACKAGES for part in ("-e", f"./packages/{each}")])
+    python = peer_python(
+        "train_backends", [part for each in PACKAGES for part in ("-e", f"./packages/{each}")], despite=DESPITE
+    )
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -26,10 +26,11 @@ def environment(
     *,
     alone: Sequence[str] = (),
     remove: Sequence[str] = (),
+    despite: Sequence[str] = (),
     also: Sequence[Any] = (),
 ) -> Path:
     """The interpreter of an environment that holds `requirements`, and `alone` without what these require; without the
-    packages `remove`.
+    packages `remove`. `despite` are dependencies that the workspace's `override-dependencies` would leave out.
 
     Made on first use, and made anew when one of these or `also` (plain values) has changed. Requirements are what pip
     takes, `-e FOLDER` included, in a folder relative to the repository.
@@ -37,7 +38,7 @@ def environment(
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
     stamp = folder / "requirements.json"
-    wanted = json.dumps([list(requirements), list(alone), list(remove), *also])
+    wanted = json.dumps([list(requirements), list(alone), list(remove), list(despite), *also])
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return python
     shutil.rmtree(folder, ignore_errors=True)
@@ -45,7 +46,9 @@ def environment(
     quiet: dict[str, Any] = {"check": True, "cwd": REPOSITORY, "stdout": sys.stderr}
     subprocess.run([run, "venv", "--python", sys.executable, str(folder)], **quiet)
     install = [run, "pip", "install", "--compile-bytecode", "--python", str(python)]
-    subprocess.run([*install, *requirements], **quiet)
+    overrides = folder / "overrides.txt"
+    overrides.write_text("".join(f"{each}\n" for each in despite), encoding="utf-8")
+    subprocess.run([*install, "--overrides", str(overrides), *requirements], **quiet)
     if alone:
         subprocess.run([*install, "--no-deps", *alone], **quiet)
     if remove:

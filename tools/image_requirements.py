@@ -1,7 +1,7 @@
 """`./run run python tools/image_requirements.py [TARGET...]`: every version that goes into the images.
 
-For each target of docker/bake.json, to docker/requirements: what its packages of ours require, and its engine. torch is
-that of the workspace.
+For each target of docker/bake.json, to docker/requirements: what its packages of ours require, with engines, and the
+core's extras for every run. torch is that of the workspace.
 Builds of torch for other hardware come from PyTorch's own index when an image is built, under the same version; nothing
 of theirs is in the lists.
 """
@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from typing import Any
 
@@ -21,12 +22,10 @@ from packaging.requirements import Requirement
 
 BAKE = REPOSITORY / "docker" / "bake.json"
 FOLDER = REPOSITORY / "docker" / "requirements"
-ENGINES = {
-    "cuda-vllm": ["vllm>=0.32,<0.33"],
-    "cuda-sglang": ["sglang>=0.5.20,<0.5.21"],
-    "npu": ["torch-npu==2.13.*"],
-}
-"""Beside what the packages themselves require, with their extra `engine` where they have one."""
+EXTRAS = ("train", "ray", "math")
+"""Of roll-core, in every image."""
+NARROWER = {"npu": ["torch-npu==2.13.*"]}
+"""Beside what the packages themselves require: torch-npu belongs to one release of torch."""
 OF_CUDA = re.compile(r"nvidia-(?!ml-py)|cuda-|triton==")
 PLATFORM = "x86_64-manylinux_2_35"
 
@@ -40,7 +39,7 @@ def main(names: list[str]) -> int:
             return 2
     for name in names or targets:
         arguments = targets[name]["args"]
-        wanted = requirements(arguments["PACKAGES"].split()) + ENGINES.get(name, [])
+        wanted = requirements(arguments["PACKAGES"].split()) + NARROWER.get(name, [])
         lines = resolve(wanted, python=arguments.get("PYTHON", "3.12"), cuda=not arguments["TORCH_BACKEND"])
         FOLDER.mkdir(exist_ok=True)
         (FOLDER / f"{arguments['REQUIREMENTS']}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -53,7 +52,9 @@ def requirements(packages: list[str]) -> list[str]:
     found: list[str] = []
     for package in packages:
         project = read(REPOSITORY / "packages" / package.replace("_", "-") / "pyproject.toml")["project"]
-        found += project["dependencies"] + project.get("optional-dependencies", {}).get("engine", [])
+        found += project["dependencies"]
+        if package == "roll_core":
+            found += [each for extra in EXTRAS for each in project["optional-dependencies"][extra]]
     return sorted({each for each in found if not Requirement(each).name.startswith("roll-")})
 
 
@@ -72,8 +73,21 @@ def resolve(wanted: list[str], *, python: str, cuda: bool) -> list[str]:
     # Builds of torch for this host are not those that an image gets.
     env = {key: value for key, value in os.environ.items() if key != "UV_FIND_LINKS"}
     text = "\n".join(wanted) + "\n"
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, input=text, stdout=subprocess.PIPE, text=True, check=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
+        # The workspace leaves engines out (`override-dependencies`); the images have them.
+        overrides.write("\n".join(each for each in wanted if Requirement(each).name in left_out()))
+        overrides.flush()
+        command += ["--overrides", overrides.name]
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=env, input=text, stdout=subprocess.PIPE, text=True, check=True
+        )
     return [line for line in done.stdout.splitlines() if cuda or not OF_CUDA.match(line)]
+
+
+def left_out() -> set[str]:
+    """Names of the packages that the workspace's environment has not."""
+    root = read(REPOSITORY / "pyproject.toml")
+    return {Requirement(each).name for each in root["tool"]["uv"]["override-dependencies"]}
 
 
 def read(file: Any) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """`./run test-engines [NAME...] [PYTEST ARGUMENTS...]`: tests of the plugins that wrap an engine, beside the engine.
 
-An engine is the extra `engine` of a package under `packages/`, or what its table `[tool.roll.engine]` says:
-`requirements`, distributions to install `alone`, without what these require, and distributions to `remove` again. Its
-name is the end of the package's: `deepspeed` of `roll-strategy-deepspeed`. Each gets an environment of its own under
+The table `[tool.roll.engine]` of a package under `packages/` says what its engine is: the package's own `dependencies`
+of these names, which the workspace leaves out (`override-dependencies`), other `requirements` in their place,
+distributions to install `alone`, without what these require, and distributions to `remove` again. An engine's name is
+the end of the package's: `deepspeed` of `roll-strategy-deepspeed`. Each gets an environment of its own under
 `.engines/`, made of the repository's own files;
 where the table says `workspace = true`, the workspace's environment has all that it needs.
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from environments import REPOSITORY, environment
+from packaging.requirements import Requirement
 
 TOOLS = ("pytest", "hypothesis")
 """Beginnings of the names, among the workspace's development dependencies, of what runs tests."""
@@ -43,14 +45,13 @@ def find_engines() -> dict[str, Path]:
     """Folders of the packages that bring an engine, by the engine's name."""
     found = {}
     for file in sorted((REPOSITORY / "packages").glob("*/pyproject.toml")):
-        project = read(file)
-        if "engine" in project["project"].get("optional-dependencies", {}) or engine_table(project):
+        if engine_table(read(file)):
             found[file.parent.name.rpartition("-")[2]] = file.parent
     return found
 
 
 def engine_table(project: dict[str, Any]) -> dict[str, Any]:
-    """`[tool.roll.engine]` of a `pyproject.toml`; empty where the engine is an extra."""
+    """`[tool.roll.engine]` of a `pyproject.toml`; empty if the package wraps no engine."""
     table: dict[str, Any] = project.get("tool", {}).get("roll", {}).get("engine", {})
     return table
 
@@ -73,14 +74,22 @@ def engine_python(name: str, package: Path) -> Path:
     plain = [folder for folder in plain if folder not in apart]
     here = [f"./{folder.relative_to(REPOSITORY)}" for folder in plain]
     engine = engine_table(read(package / "pyproject.toml"))
-    here.append(f"./{package.relative_to(REPOSITORY)}{'' if engine else '[engine]'}")
+    here.append(f"./{package.relative_to(REPOSITORY)}")
     return environment(
         name,
         [*(word for folder in here for word in ("-e", folder)), *engine.get("requirements", []), *tools],
         alone=engine.get("alone", []),
         remove=engine.get("remove", []),
+        despite=left_out(package),
         also=[pins, *(read(folder / "pyproject.toml")["project"] for folder in (*plain, package))],
     )
+
+
+def left_out(package: Path) -> list[str]:
+    """Dependencies of the package that the workspace leaves out and its tests need."""
+    project = read(package / "pyproject.toml")
+    names = engine_table(project).get("dependencies", [])
+    return [each for each in project["project"]["dependencies"] if Requirement(each).name in names]
 
 
 def test(name: str, package: Path, options: list[str]) -> bool:

@@ -166,7 +166,8 @@ def system_site(wheels: Path | None) -> dict[str, str]:
         info.mkdir()
         metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
         (info / "METADATA").write_text(metadata, encoding="utf-8")
-        points = "".join(f"{name} = {target}\n" for name, target in project["entry-points"]["roll.plugins"].items())
+        plugins = project.get("entry-points", {}).get("roll.plugins", {})
+        points = "".join(f"{name} = {target}\n" for name, target in plugins.items())
         (info / "entry_points.txt").write_text(f"[roll.plugins]\n{points}", encoding="utf-8")
         sources.append(str(file.parent / "src"))
     before = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
