@@ -71,7 +71,15 @@ class Environment:
         (folder / "mine.py").write_text("def score(prompt, response):\n    return float(len(response))\n")
 
     def install(self, *words: str) -> None:
-        command = [str(self.bin / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        command = [
+            str(self.bin / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-compile",
+            "--disable-pip-version-check",
+        ]
         command += ["-c", str(REPOSITORY / "constraints.txt"), "--find-links", self._wheels]
         subprocess.run([*command, *words], check=True, cwd=self.folder)
 
@@ -128,10 +136,10 @@ def test_the_core_and_the_hf_packages_give_the_quick_start(tmp_path, wheels):
     environment = Environment(tmp_path, wheels)
     environment.install("roll-core", "roll-strategy-hf", "roll-infer-hf")
     assert not environment.has("ray")
-    offered = json.loads(environment.roll_core("plugins", "--json").stdout)
+    offered = json.loads(environment.roll_core("plugins", "--json").stdout)["plugins"]
     assert {each["package"] for each in offered} == {"roll-core", "roll-infer-hf", "roll-strategy-hf"}
     commands = (
-        ["plugins", "--check"],
+        ["plugins", "-v"],
         ["check", "sft.yaml", "grpo.yaml"],
         ["plan", "grpo.yaml"],
         ["doctor", "grpo.yaml"],

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 DISTRIBUTIONS = (
-    "roll-core", "torch", "transformers", "ray", "datasets", "tokenizers", "numpy", "pydantic", "safetensors",
+    "roll-core", "roll-modeling", "torch", "transformers", "ray", "datasets", "tokenizers", "numpy", "pydantic", "safetensors",
     "tensorboard", "math-verify",
 )  # fmt: skip
 
