@@ -46,7 +46,9 @@ def kernels(computed, monkeypatch):
         )
         return host, gpu
 
-    monkeypatch.setattr(decode, "cuda_library", lambda: decode.declared(computed, cuda=True))
+    monkeypatch.setattr(
+        decode, "cuda_library", lambda: extensions.declare(computed, decode.functions(cuda=True), result=ctypes.c_int)
+    )
     monkeypatch.setattr(decode, "current_stream", lambda device: None)
     return make
 

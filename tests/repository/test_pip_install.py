@@ -153,4 +153,4 @@ def test_the_core_and_the_hf_packages_give_the_quick_start(tmp_path, wheels):
         assert len(steps) == 2
     refused = environment.roll_core("run", "grpo.yaml", "executor=ray")
     assert refused.returncode == 2
-    assert "'roll-core[ray]'" in refused.stderr
+    assert "'roll-core[ray]'" in refused.stdout

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from roll_core.errors import ExtensionError, UnsupportedError
 from roll_infer_hf.decoder import Decoder
-from roll_infer_hf.kernels.decode import DTYPES, DecodeKernels, cuda_library, library
+from roll_infer_hf.kernels.decode import DecodeKernels, cuda_library, library
+from roll_modeling.elementwise import DTYPES
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,60 +11,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 namespace {
 
 constexpr int64_t PARALLEL_FROM = 1 << 15;  // elements; below, waking the other threads costs more
 constexpr int64_t SPAN = 1 << 12;           // elements that a thread takes at a time where there are no rows
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline float load(float x) { return x; }
-
-inline float load(BFloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float found;
-  std::memcpy(&found, &bits, sizeof found);
-  return found;
-}
-
-template <typename T>
-inline T rounded(float x);
-
-template <>
-inline float rounded<float>(float x) {
-  return x;
-}
-
-template <>
-inline BFloat16 rounded<BFloat16>(float x) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  const uint32_t up = bits + 0x7fff + ((bits >> 16) & 1);
-  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
-  return {static_cast<uint16_t>((is_nan ? bits | 0x400000 : up) >> 16)};
-}
-
-// 1 / (1 + e^-x), to a few units in the last place; NaN for NaN. Written out so that compilers vectorise it.
-inline float sigmoid(float x) {
-  x = -x;
-  x = x < -87.3f ? -87.3f : x;
-  x = x > 88.0f ? 88.0f : x;
-  const float n = std::nearbyint(x * 1.44269504f);
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return 1.0f / (1.0f + p * scale);
-}
 
 template <typename T>
 void norm(const T* __restrict x, const T* __restrict weight, T* __restrict y, float* __restrict scales, int64_t num,

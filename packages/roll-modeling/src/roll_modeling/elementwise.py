@@ -17,26 +17,30 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll_core.errors import ExtensionError
-from roll_core.native.extensions import Extension
+from roll_core.native.extensions import Extension, declare
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger(__name__)
 
+HEADER = Path(__file__).with_name("kernels.h")
+"""Bfloat16 and vectorised functions, for kernels of other packages too."""
+CFLAGS = (
+    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-freciprocal-math",
+)
+"""Sums may be reordered, which vectorises them; NaN and infinity keep their meaning."""
 EXTENSION = Extension(
     name="roll_elementwise",
     sources=(Path(__file__).with_name("elementwise.cpp"),),
-    # Sums may be reordered, which vectorizes them; NaN and infinity keep their meaning.
-    cflags=(
-        "-fopenmp",
-        "-ffp-contract=fast",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fno-signed-zeros",
-        "-fassociative-math",
-        "-freciprocal-math",
-    ),
+    headers=(HEADER,),
+    cflags=CFLAGS,
     native=True,
 )
 DTYPES = (torch.float32, torch.bfloat16)
@@ -47,17 +51,16 @@ WEIGHT_BLOCKS = 64
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """Compiled on first use, once for this machine. Raises `ExtensionError`."""
-    loaded = EXTENSION.load()
     pointer, integer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-    for name, arguments in {
-        "roll_norm": [flag, *[pointer] * 4, integer, integer, number, flag],
-        "roll_norm_backward": [flag, *[pointer] * 6, integer, integer, integer, flag],
-        "roll_gate": [flag, *[pointer] * 3, integer, flag],
-        "roll_gate_backward": [flag, *[pointer] * 5, integer, flag],
-    }.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
-    return loaded
+    return declare(
+        EXTENSION.load(),
+        {
+            "roll_norm": [flag, *[pointer] * 4, integer, integer, number, flag],
+            "roll_norm_backward": [flag, *[pointer] * 6, integer, integer, integer, flag],
+            "roll_gate": [flag, *[pointer] * 3, integer, flag],
+            "roll_gate_backward": [flag, *[pointer] * 5, integer, flag],
+        },
+    )
 
 
 @lru_cache(maxsize=1)

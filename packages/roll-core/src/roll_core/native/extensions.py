@@ -23,10 +23,14 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from roll_core.errors import ExtensionError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +61,8 @@ class Extension:
     name: str
     """A C identifier."""
     sources: tuple[Path, ...]
+    headers: tuple[Path, ...] = ()
+    """Included by the sources by their file names; also those of another package."""
     cflags: tuple[str, ...] = ()
     cuda_cflags: tuple[str, ...] = ()
     ldflags: tuple[str, ...] = ()
@@ -94,7 +100,7 @@ class Extension:
         return library
 
     def load(self) -> ctypes.CDLL:
-        """`library`, loaded. Raises `ExtensionError` also where it cannot be loaded."""
+        """`library`, loaded. Raises `ExtensionError` also if it cannot be loaded."""
         path = self.library()
         try:
             return ctypes.CDLL(str(path))
@@ -138,7 +144,7 @@ class Extension:
         if self.has_cuda_sources:
             parts += [f"{name}={value}" for name, value in _gpu_environment(self.name).items()]
         digest = hashlib.sha256(json.dumps(parts).encode())
-        for each in self.sources:
+        for each in (*self.sources, *self.headers):
             digest.update(each.read_bytes())
         return digest.hexdigest()[:16]
 
@@ -152,10 +158,11 @@ class Extension:
 
     def _compile(self, folder: Path) -> None:
         native = ("-march=native",) if self.native else ()
+        include = dict.fromkeys(f"-I{each.parent}" for each in self.headers)
         task = {
             "name": self.name,
             "sources": [str(each) for each in self.sources],
-            "extra_cflags": ["-O3", "-std=c++17", *native, *self.cflags],
+            "extra_cflags": ["-O3", "-std=c++17", *include, *native, *self.cflags],
             "extra_cuda_cflags": list(self.cuda_cflags),
             "extra_ldflags": list(self.ldflags),
             "build_directory": str(folder),
@@ -182,6 +189,14 @@ class Extension:
         if done.returncode or not (folder / f"{self.name}.so").is_file():
             said = "\n".join(done.stdout.strip().splitlines()[-LAST_LINES:])
             raise ExtensionError(f"extension {self.name}: cannot be compiled here:\n{said}")
+
+
+def declare(loaded: ctypes.CDLL, functions: Mapping[str, Sequence[Any]], *, result: Any = None) -> ctypes.CDLL:
+    """Set the argument types of a library's `functions`, which all return a `result`. Returns the library."""
+    for name, arguments in functions.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = list(arguments), result
+    return loaded
 
 
 def cache_folder() -> Path:

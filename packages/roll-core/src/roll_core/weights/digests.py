@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.errors import ExtensionError
-from roll_core.native.extensions import Extension
+from roll_core.native.extensions import Extension, declare
 from roll_core.spec.weights import CHUNK_BYTES, leaves_of, take_leaves_from
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ LEAF_BYTES = 16
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """Compiled on first use, once for this machine. Raises `ExtensionError`."""
-    loaded = EXTENSION.load()
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    loaded.roll_copy_leaves.argtypes, loaded.roll_copy_leaves.restype = [pointer, pointer, size, size, pointer], None
-    return loaded
+    return declare(EXTENSION.load(), {"roll_copy_leaves": [pointer, pointer, size, size, pointer]})
 
 
 def compiled_leaves_of(held: Bytes, source: Bytes | None) -> bytes:

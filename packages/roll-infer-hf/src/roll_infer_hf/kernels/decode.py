@@ -10,12 +10,13 @@ import ctypes
 import logging
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from roll_core.errors import ExtensionError
-from roll_core.native.extensions import Extension
+from roll_core.native.extensions import Extension, declare
+from roll_modeling.elementwise import CFLAGS, HEADER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,23 +28,13 @@ log = logging.getLogger(__name__)
 EXTENSION = Extension(
     name="roll_decode",
     sources=(Path(__file__).with_name("decode.cpp"),),
-    # Sums may be reordered, which vectorises them; NaN and infinity keep their meaning.
-    cflags=(
-        "-fopenmp",
-        "-ffp-contract=fast",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fno-signed-zeros",
-        "-fassociative-math",
-        "-freciprocal-math",
-    ),
+    headers=(HEADER,),
+    cflags=CFLAGS,
     native=True,
 )
 CUDA_EXTENSION = Extension(
     name="roll_decode_cuda", sources=(Path(__file__).with_name("decode.cu"),), cuda_cflags=("-O3", "-std=c++17")
 )
-DTYPES = (torch.float32, torch.bfloat16)
-"""Of activations, keys and values."""
 
 
 class _Attention(ctypes.Structure):
@@ -62,27 +53,24 @@ class _Attention(ctypes.Structure):
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """For processors. Compiled on first use, once for this machine. Raises `ExtensionError`."""
-    return declared(EXTENSION.load(), cuda=False)
+    return declare(EXTENSION.load(), functions(cuda=False))
 
 
 @lru_cache(maxsize=1)
 def cuda_library() -> ctypes.CDLL:
     """For GPUs. Compiled on first use, once for this machine's GPUs. Raises `ExtensionError`."""
-    return declared(CUDA_EXTENSION.load(), cuda=True)
+    return declare(CUDA_EXTENSION.load(), functions(cuda=True), result=ctypes.c_int)
 
 
-def declared(loaded: ctypes.CDLL, *, cuda: bool) -> ctypes.CDLL:
-    """The types of its functions. On a GPU each takes a stream at the end, and returns 0 or the number of an error."""
+def functions(*, cuda: bool) -> dict[str, list[Any]]:
+    """Argument types by function. On a GPU each takes a stream at the end, and returns 0 or the number of an error."""
     pointer, integer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     last = pointer if cuda else flag
-    for name, arguments in {
+    return {
         "roll_add_norm": [flag, *[pointer] * 4, integer, integer, number, last],
         "roll_gate": [flag, *[pointer] * 2, integer, integer, last],
         "roll_attend": [flag, *[pointer] * 9, integer, *([pointer] if cuda else [])],
-    }.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, flag if cuda else None
-    return loaded
+    }
 
 
 def current_stream(device: torch.device) -> int | None:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 DISTRIBUTIONS = (
-    "roll-core", "roll-modeling", "torch", "transformers", "ray", "datasets", "tokenizers", "numpy", "pydantic", "safetensors",
-    "tensorboard", "math-verify",
+    "roll-core", "roll-modeling", "torch", "transformers", "ray", "datasets", "tokenizers", "numpy", "pydantic",
+    "safetensors", "tensorboard", "math-verify",
 )  # fmt: skip
 
 
