@@ -1,4 +1,4 @@
-"""docs/plugins.md is complete: every hook with its arguments, every field of every record (tests/docs runs its examples)."""
+"""docs/plugins.md is complete: every hook with its arguments, every field of every record."""
 
 import inspect
 import re

@@ -198,6 +198,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 values_T=experience.flat("values"),
                 gamma=config.gamma,
                 lambd=config.lambd,
+                options=config.adv_options,
             )
         )
         advantages_T = whiten(found.advantages_T, mask_T) if config.whiten_advantages else found.advantages_T

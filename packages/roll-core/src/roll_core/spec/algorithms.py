@@ -6,7 +6,7 @@ T response and prompt tokens laid end to end, S sequences, G groups (see `roll_c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_core.field_docs import document_fields
 
@@ -36,6 +36,8 @@ class AdvantageInput:
     """float32, the critic's value before each token; None without a critic."""
     gamma: float
     lambd: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """`adv_options` as they are written; the schema of the estimator's record has judged them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
