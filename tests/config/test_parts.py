@@ -50,6 +50,9 @@ from roll_core.spec.config import Config, StrategyConfig
 class BoardOptions(Config):
     project: str = "roll"
 
+class StrictOptions(Config):
+    project: str
+
 class SpreadConfig(StrategyConfig):
     tensor_size: int = 1
 
@@ -106,6 +109,7 @@ def problems(tmp_path, monkeypatch):
             ),
         ),
         record(TrackerProvider, "board", "Board", config=f"{MODULE}_options:BoardOptions"),
+        record(TrackerProvider, "strict_board", "Board", config=f"{MODULE}_options:StrictOptions"),
         record(
             InferProvider,
             "needy",
@@ -140,6 +144,11 @@ def test_an_option_that_the_policy_loss_does_not_have_is_a_mistake(problems):
     assert keys(problems("pg_options.log_ratio_clmap=10")) == ["pg_options.log_ratio_clmap"]
     assert keys(problems("pg_options.log_ratio_clamp=-1")) == ["pg_options.log_ratio_clamp"]
     assert not problems("pg_options.log_ratio_clamp=10")
+
+
+def test_an_option_that_a_part_needs_is_missed_even_if_it_is_given_none(problems):
+    assert keys(problems("track_with=[strict_board]")) == ["tracker_kwargs.strict_board.project"]
+    assert not problems("track_with=[strict_board]", "tracker_kwargs.strict_board.project=x")
 
 
 def test_a_part_without_a_schema_takes_no_options(problems):

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.config import load
+from roll_core.errors import ConfigError
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.plugins.targets import check_part, load_target
@@ -249,6 +250,57 @@ def test_the_readmes_engine_is_found_with_its_keys(site):
     finally:
         sys.path.remove(str(ACME / "src"))
     assert record.capabilities.weight_transports == ("shm", "collective")
+
+
+def test_an_estimator_has_keys_of_its_own_and_compares_the_responses_of_a_group(site, tmp_path, monkeypatch):
+    """Two groups, of responses with 1, 2 and 3 tokens and with 1 token."""
+    import torch
+
+    from roll_core.spec.algorithms import AdvantageInput
+
+    page = "docs/plugins.md"
+    (record,) = re.findall(r"AdvantageProvider\(name=.*?\)", (REPOSITORY / page).read_text("utf-8"), flags=re.DOTALL)
+    plugin = f"""
+        from roll_core.spec.hooks import hookimpl
+        from roll_core.spec.providers import AdvantageProvider
+
+        ROLL_HOOK_API = 1
+
+        @hookimpl
+        def roll_advantage_estimators():
+            yield {" ".join(record.split())}
+    """
+    home = "acme_credit"
+    files = {
+        f"{home}/config.py": example(page, "RankedConfig(Config)"),
+        f"{home}/ranked.py": example(page, "def ranked"),
+    }
+    project = '[project.entry-points."roll.plugins"]\nacme-credit = "acme_credit.plugin"\n'
+    package(site, project, {f"{home}/plugin.py": plugin, **files})
+    record = checked(site, providers.AdvantageProvider, "ranked")
+
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(BASE, encoding="utf-8")
+    config = load("run.yaml", ("adv_estimator=ranked", "adv_options.scale=0.5"), load_registry()).config
+    with pytest.raises(ConfigError) as raised:
+        load("run.yaml", ("adv_estimator=ranked", "adv_options.scal=0.5"), load_registry())
+    assert [each.key for each in raised.value.problems] == ["adv_options.scal"]
+
+    segments_T = torch.tensor([0, 1, 1, 2, 2, 2, 3])
+    batch = AdvantageInput(
+        token_rewards_T=torch.zeros(7),
+        scores_S=torch.tensor([1.0, 0.0, 1.0, 5.0]),
+        mask_T=torch.tensor([True, True, False, True, True, True, True]),
+        segments_T=segments_T,
+        groups_S=torch.tensor([0, 0, 0, 1]),
+        values_T=None,
+        gamma=1.0,
+        lambd=1.0,
+        options=config.adv_options,
+    )
+    found = load_target(record.target, owner="")(batch).advantages_T
+    third = 0.5 / 3
+    assert torch.allclose(found, torch.tensor([third, -2 * third, 0, third, third, third, 0]))
 
 
 def test_an_engines_configuration_decides_its_slots():

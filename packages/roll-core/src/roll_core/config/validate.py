@@ -68,6 +68,8 @@ NAMED_PARTS: dict[str, type[Provider]] = {
 }
 """Keys at the top whose value is the name of a part, where a pipeline's schema has them."""
 
+OPTIONS: dict[type[Provider], str] = {AdvantageProvider: "adv_options", PolicyLossProvider: "pg_options"}
+"""Keys at the top with the options of the part that another one of them names."""
 
 Further = Callable[[type[RunConfig], "Mapping[Any, Any]"], Iterable[Finding]]
 """Looks for further mistakes in what was written for a pipeline's schema, its rewards validated. Keys may be wrong."""
@@ -193,14 +195,14 @@ class _Validation:
             if key not in schema.model_fields or not isinstance(name, str):
                 continue
             provider = self._find(kind, name, (key,))
-            if isinstance(provider, PolicyLossProvider):
-                self._options(provider, ("pg_options",), self.data.get("pg_options"))
+            if provider is not None and (options_key := OPTIONS.get(kind)):
+                self._options(provider, (options_key,), self.data.get(options_key))
             if isinstance(provider, AdvantageProvider):
                 self._estimator(provider, key, schema)
         trackers = self.data.get("track_with", schema.model_fields["track_with"].default)
         single = isinstance(trackers, str)
         names = [trackers] if single else trackers if isinstance(trackers, list) else []
-        options = self.data.get("tracker_kwargs")
+        options = self.data.get("tracker_kwargs") or {}
         for position, name in enumerate(names):
             if isinstance(name, str):
                 tracker = self._find(
@@ -233,7 +235,8 @@ class _Validation:
 
     def _options(self, record: Provider, path: KeyPath, given: Any) -> None:
         """The keys of a part that is no role are those of the schema that it brings; without one it takes none."""
-        if isinstance(given, dict) and given:
+        given = {} if given is None else given
+        if isinstance(given, dict) and (given or record.config):
             owner = self.registry.owner(record)
             self._by_schema(schema_of(record, Config, owner=owner), given, path, owner)
 

@@ -202,6 +202,8 @@ class RLVRConfig(RewardRunConfig):
 
     adv_estimator: str = "grpo"
     """How credit is given: grpo, reinforce, rloo, gae, or a plugin's."""
+    adv_options: dict[str, Any] = Field(default_factory=dict)
+    """Further options of a plugin's advantage estimator."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lambd: Fraction = 0.95

@@ -209,6 +209,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 kl_coef=kl_coef,
                 reward_clip=config.reward_clip,
                 whiten_rewards=config.whiten_rewards,
+                options=config.adv_options,
             )
         )
         advantages_T = whiten(found.advantages_T, mask_T) if config.whiten_advantages else found.advantages_T

@@ -6,7 +6,7 @@ T response and prompt tokens laid end to end, S sequences, G groups (see `roll_c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_core.field_docs import document_fields
 
@@ -45,6 +45,8 @@ class AdvantageInput:
     """Bound of a normalised reward, and of a token's reward."""
     whiten_rewards: bool = False
     """Whiten the token rewards before credit is given."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """`adv_options` as they are written; the schema of the estimator's record has judged them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
