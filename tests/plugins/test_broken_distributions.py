@@ -316,3 +316,47 @@ def roll_infer_strategies():
         name="{name}", target="{module}.strategy:Engine", summary="An engine for tests", capabilities=CAPABILITIES
     )
 """
+
+
+BUGGY_PIPELINE = """\
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import PipelineProvider
+
+ROLL_HOOK_API = 1
+
+
+@hookimpl
+def roll_pipelines():
+    yield PipelineProvider(
+        name="{name}", target="{module}.parts:Pipeline", config="{module}.parts:AcmeConfig", summary="For tests"
+    )
+"""
+BUGGY_CONFIG = """\
+import sys
+
+from roll_core.spec.config import RunConfig
+
+
+class AcmeConfig(RunConfig):
+    def roles(self):
+        frame = sys._getframe()
+        while frame := frame.f_back:
+            if frame.f_code.co_name == "validate_all":  # whose errors are a mistake of the schema
+                return {}
+        return {}["actor"]
+"""
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "doctor"])
+def test_a_plugin_s_bug_is_one_error_that_names_package_and_place(site, command):
+    site.install("roll-acme", "1.2", source=BUGGY_PIPELINE, name="acme", files={"parts.py": BUGGY_CONFIG})
+    (site.folder / "run.yaml").write_text("pipeline: acme\n")
+    done = site.roll_core(command, "run.yaml")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: KeyError: 'actor'\n")
+    assert "of roll-acme 1.2 (roll_acme/parts.py:12 in AcmeConfig.roles)" in done.stderr
+    shown = site.roll_core("--traceback", command, "run.yaml")
+    assert shown.returncode == 1
+    assert "Traceback" in shown.stderr
+    assert 'return {}["actor"]' in shown.stderr

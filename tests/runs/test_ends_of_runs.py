@@ -98,6 +98,24 @@ def test_a_run_stopped_by_ctrl_c_says_so_and_exits_with_130(runs):
     assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pause_s", [0.0, 0.3])
+@pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_second_ctrl_c_while_a_run_ends_changes_nothing(local_runs, executor, pause_s):
+    process = start(local_runs, local_runs.rlvr(executor=executor, max_steps=10_000))
+    run = wait_for_step(local_runs, process, 2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    time.sleep(pause_s)
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert record_of(run)["outcome"] == "interrupted"
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+
+
 def test_sigterm_saves_the_step_in_progress_and_the_resumed_run_equals_the_uninterrupted_one(runs):
     steady = runs.rlvr(eval_steps=2, validation={"data_args": {"file_name": str(runs.folder / "val.jsonl")}})
     steady["actor_train"]["training_args"] |= {"lr_scheduler_type": "constant"}

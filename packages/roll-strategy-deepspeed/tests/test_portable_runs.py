@@ -96,3 +96,26 @@ def test_fsdp2_then_deepspeed_then_hf_and_back_is_one_run(tmp_path, ranks, stage
     weights, expected = (load_file(run / "export" / "model.safetensors") for run in (last, whole))
     missed = sum(float((weights[name] - each).square().sum()) for name, each in expected.items())
     assert math.sqrt(missed / sum(float(each.square().sum()) for each in expected.values())) < ROUNDING
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_default_checkpoint_becomes_the_model_that_the_run_exports(tmp_path, stage):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "21>", "response": "12"}\n' * 32, encoding="utf-8")
+    settings = config(tmp_path, 1, 1, stage) | {
+        "max_steps": 2,
+        "portable_checkpoints": False,
+        "resume_from_checkpoint": False,
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    run = tmp_path / "output" / "part-1" / "001"
+    converted = tmp_path / "converted"
+    for words in (
+        ["run", tmp_path / "run.yaml"],
+        ["checkpoint", "convert", run / "checkpoints" / "step-2", converted, "--platform", "cpu"],
+    ):
+        command = [sys.executable, "-m", "roll_core", *map(str, words)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    expected, found = (load_file(each / "model.safetensors") for each in (run / "export", converted))
+    assert expected.keys() == found.keys()
+    assert all(found[name].equal(each) for name, each in expected.items())

@@ -245,3 +245,12 @@ def test_the_quick_start_reaches_its_accuracy_on_tensor_by_pipeline_ranks(roll_c
     scores = [each["val/score/mean"] for each in steps if "val/score/mean" in each]
     assert scores[0] < 0.5
     assert scores[-1] > 0.94
+
+
+def test_a_default_checkpoint_becomes_the_model_that_the_run_exports(run, roll_core, tmp_path):
+    role = Place().role(sequences=16)
+    done = run("alone", {"pipeline": "sft", "max_steps": 2, "save_steps": 1, "sft_train": role})
+    roll_core("checkpoint", "convert", done / "checkpoints" / "step-2", tmp_path / "converted", "--platform", "cpu")
+    exported, converted = (load_file(each / "model.safetensors") for each in (done / "export", tmp_path / "converted"))
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(converted[name], each) for name, each in exported.items())

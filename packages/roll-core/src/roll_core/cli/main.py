@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import NoReturn
 
-USAGE = """roll-core [--version] [--help] COMMAND ...
+USAGE = """roll-core [--version] [--help] [--traceback] COMMAND ...
 
 Post-train language models: reinforcement learning and supervised fine-tuning.
 
@@ -35,7 +36,7 @@ commands:
   checkpoint list | verify RUN...   which checkpoints there are, and whether they are intact
   checkpoint convert RUN OUT        from a checkpoint of any strategy to a model that transformers loads
 
-roll-core COMMAND --help says more."""
+--traceback shows where in a plugin's code an error was raised. roll-core COMMAND --help says more."""
 
 
 def command_line() -> NoReturn:
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 failed, 2 a mistake of the user's, 75 stopped by SIGTERM with
     everything saved, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if show_traceback := words[:1] == ["--traceback"]:
+        del words[0]
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(f"usage: {USAGE}\n")
         return 0 if words else 2
@@ -94,7 +97,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has left (`| head`); the interpreter must not fail on it once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:
+        source = _plugin_that_raised(error, words)
+        if not source or show_traceback:
+            raise
+        message = f"{type(error).__name__}: {error}".rstrip(": ")
+        _complain(f"{message}\nraised by {source}; roll-core --traceback {shlex.join(words)} shows the traceback")
+        return 1
     return code
+
+
+def _plugin_that_raised(error: Exception, words: Sequence[str]) -> str:
+    """Part and package whose code raised `error`; empty if no plugin's did."""
+    from roll_core.plugins.attribution import raised_by
+    from roll_core.plugins.registry import load_registry
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_disable_plugin(parser)
+    options, _ = parser.parse_known_args(words)
+    return raised_by(error, load_registry(options.disable_plugin).plugins)
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

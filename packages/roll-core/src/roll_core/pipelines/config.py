@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import override
 
 from roll_core.spec.config import (
@@ -341,6 +341,14 @@ class RLVRConfig(RewardRunConfig):
                 " force_disable_old_logprobs_recompute leaves nothing to compare"
             )
         return self
+
+    @field_validator("critic_epochs")
+    @classmethod
+    def _has_a_critic(cls, value: int | None, info: ValidationInfo) -> int | None:
+        # A critic with mistakes of its own is missing from `data`.
+        if value is not None and "critic" in info.data and info.data["critic"] is None:
+            raise ValueError("no critic is configured; leave this key out, or configure critic")
+        return value
 
     @field_validator("replay_rollouts")
     @classmethod

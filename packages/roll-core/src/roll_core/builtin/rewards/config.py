@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from typing_extensions import override
 
 from roll_core.spec.config import NonNegativeInt, PositiveInt, RewardConfig
@@ -48,6 +48,15 @@ class FunctionConfig(RewardConfig):
     """Processes per worker at most, with `isolation: process`; more are started as responses queue up."""
     memory_limit_mb: PositiveInt = 8192
     """Memory of one process, in MB, with `isolation: process`. A call that exceeds it is a failure."""
+
+    @model_validator(mode="after")
+    def _has_processes(self) -> FunctionConfig:
+        # A saved config has every default written out.
+        fields = type(self).model_fields
+        ignored = [key for key in ("processes", "memory_limit_mb") if getattr(self, key) != fields[key].default]
+        if self.isolation == "none" and ignored:
+            raise ValueError(f"{' and '.join(ignored)}: ignored with isolation: none, expected isolation: process")
+        return self
 
     @override
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
