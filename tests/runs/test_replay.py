@@ -102,7 +102,7 @@ def test_what_cannot_be_replayed_is_refused_by_check(local_runs):
     recorded = local_runs.ok(config | {"record_rollouts": True})
     validation = {"data_args": {"file_name": str(local_runs.folder / "val.jsonl")}}
     for given, message in [
-        ({"max_steps": 3}, "has recorded rollouts of the steps 1–2; step 3 is asked for"),
+        ({"max_steps": 3}, "recorded rollouts of the steps 1–2; this run needs step 3"),
         ({"num_return_sequences_in_group": 2}, "recorded with num_return_sequences_in_group 4, this config has 2"),
         ({"record_rollouts": True}, "would write again what replay_rollouts reads"),
         (
