@@ -70,8 +70,8 @@ class InferStrategy(ABC):
         """Replace the weights in place and drop every cache that the old ones filled.
 
         `tensors` is read once, in manifest order, possibly on another thread, and its memory is the sender's: copy,
-        unless `shared` (the transport of that name), in which case the very tensors are to be used: live parameters of
-        a trainer in this process, or new ones (merged adapters, another dtype) to which nobody else will write.
+        unless `shared` (a transport within one process). Then the tensors themselves are used: live parameters of the
+        trainer, or new ones (merged adapters, another dtype) that belong to the engine.
         `manifest` may lack digests (they are on their way); the receipt's digests are computed from what the engine
         holds *after* the update.
 

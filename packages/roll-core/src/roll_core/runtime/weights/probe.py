@@ -1,8 +1,8 @@
-"""The proof of the whole path: every replica of an engine gives tokens the logprobs that the trainer gives them.
+"""The proof of the whole path: every replica of an engine computes the trainer's logprobs for the same tokens.
 
-Digests prove that an engine holds the right bytes; the probe, that it computes the right thing with them. It may have
-kept a cache or a fused copy of old ones, run another architecture than the trainer, report logprobs of something else,
-or have confirmed a publish that it never loaded.
+Digests prove that an engine loaded the right bytes; the probe proves that it computes with them. It finds stale caches
+and fused copies, another architecture than the trainer's, wrong logprobs, and a confirmed publish that was never
+loaded.
 
     fixed tokens       prompt logprobs, where the engine has them      compared with the trainer's, and with the
     sampled tokens     logprobs of a few tokens after a fixed prompt   probe before: do both sides move?
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SAMPLED_PROMPT, SAMPLED_TOKENS = 8, 16
 """Prompt and response of the sampled part: fewer tokens together than the fixed ones."""
 MOVED = 1e-4
-"""Nats by which the trainer's logprobs have to move before an engine must follow: engines in fp32 differ by less."""
+"""Nats by which the trainer's logprobs must move before an engine must follow: engines in fp32 differ by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Compared:
         return _distance(self.engine, self.trainer)
 
     def is_stale(self, before: Compared) -> bool:
-        """True if the trainer has moved since `before`, far beyond the noise between the sides, and the replica has
-        not followed."""
+        """True if the trainer's logprobs moved since `before`, far beyond the noise between both sides, and the
+        replica's did not."""
         if not np.array_equal(self.tokens, before.tokens):
             return False
         moved = _distance(self.trainer, before.trainer)
@@ -54,20 +54,20 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReading:
-    """What one replica answered."""
+    """Logprobs of one replica, beside the trainer's."""
 
     fixed: Compared | None
     """None for an engine without prompt logprobs."""
     sampled: Compared | None
-    """None where it sampled ids that the trainer does not have: the rollout's own checks name them."""
+    """None if it sampled ids outside the trainer's vocabulary: the rollout's checks name them."""
 
 
 async def logprob_probe(
     train: TrainRole, infer: GroupInferRole, tokens: TokenIds, *, prompt_logprobs: bool, vocab_size: int
 ) -> dict[int, ProbeReading]:
-    """Readings of each replica that lives, by rank, at temperature 1. `prompt_logprobs`: the engine returns them.
+    """Readings of each replica that is alive, by rank, at temperature 1. `prompt_logprobs`: the engine returns them.
 
-    Raises `NonFiniteError` where a logprob is none.
+    Raises `NonFiniteError` if a logprob is NaN or infinite.
     """
     fixed: dict[int, Completion] = {}
     if prompt_logprobs:
@@ -125,8 +125,8 @@ def _exist(ids: TokenIds, vocab_size: int) -> bool:
     return len(ids) > 0 and int(ids.min()) >= 0 and int(ids.max()) < vocab_size
 
 
-def _fixed(answer: Completion, tokens: TokenIds, expected: Floats, who: str) -> Compared:
-    found = answer.prompt_logprobs
+def _fixed(completion: Completion, tokens: TokenIds, expected: Floats, who: str) -> Compared:
+    found = completion.prompt_logprobs
     if found is None or len(found) != len(expected):
         what = "no logprobs" if found is None else f"{len(found)} logprobs"
         raise WeightSyncError(f"{who} returned {what} for the {len(expected)} probe tokens")

@@ -1,12 +1,12 @@
-"""Key-value store in which the ends of a `collective`, and the ranks of a role, meet.
+"""Key-value store in which the endpoints of a `collective`, and the ranks of a role, meet, protected by a secret.
 
-torch's TCPStore listens on every interface and lets anybody list and set keys. This one listens on the address that is
-used, and a connection begins with a proof by both sides that they know the secret, which is never sent:
+torch's TCPStore listens on every interface and lets any client list and set keys. This one listens on one address. A
+connection begins with a proof by both sides that they know the secret, which is never sent:
 
     client  connects                                       host  32 random bytes S
             32 random bytes C, HMAC(secret, "client" S C)        HMAC(secret, "host" S C), or hangs up
 
-What follows is not encrypted, nor are the weights: neither is what crosses a network in gloo or nccl.
+Later messages are not encrypted, and neither are the weights that gloo or nccl send.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 NONCE_BYTES, MAC_BYTES = 32, 32
 GREETING_S = 5.0
-"""How long a client may take to prove that it knows the secret."""
+"""Time in which a client must prove that it knows the secret."""
 WAIT_S = 300.0
-"""Of a wait without a timeout, as in torch."""
+"""Default timeout of `wait`, as in torch."""
 SLACK_S = 5.0
-"""By which a client waits for an answer beyond the timeout that it gave the host."""
+"""Seconds that a client waits for a reply beyond the timeout that it gave the host."""
 RETRY_S = 0.05
-"""Between two attempts to connect to a rank 0 that does not listen yet."""
+"""Seconds between two attempts to connect to a rank 0 that does not listen yet."""
 LARGEST = 1 << 24
-"""Of a part of a message: keys and values are addresses and numbers."""
+"""Largest part of a message in bytes: keys and values are addresses and numbers."""
 
 
 class HostedStore(Store):
@@ -96,7 +96,7 @@ class HostedStore(Store):
             return self._values.pop(key, None) is not None
 
     def close(self) -> None:
-        """Hang up; clients see it at once. May be called several times."""
+        """Close all connections; clients notice at once. Idempotent."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -109,7 +109,9 @@ class HostedStore(Store):
     def _wait(self, keys: Sequence[str], timeout_s: float) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self.check(keys), timeout_s):
-                raise DistStoreError(f"nobody has set {', '.join(key for key in keys if key not in self._values)}")
+                raise DistStoreError(
+                    f"keys not set in time: {', '.join(key for key in keys if key not in self._values)}"
+                )
 
     def _accept(self) -> None:
         while True:
@@ -125,7 +127,7 @@ class HostedStore(Store):
             threading.Thread(target=self._serve, args=(connection,), name="roll-weights-store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Until the client hangs up, or at once where it does not know the secret."""
+        """Serve one client until it hangs up; disconnect it at once if it does not know the secret."""
         with self._connected(connection), contextlib.suppress(OSError, DistNetworkError, ValueError):
             connection.settimeout(GREETING_S)
             ours = secrets.token_bytes(NONCE_BYTES)
@@ -138,7 +140,7 @@ class HostedStore(Store):
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
-                _send(connection, self._answer(*_receive(connection)))
+                _send(connection, self._reply(*_receive(connection)))
 
     @contextlib.contextmanager
     def _connected(self, connection: socket.socket) -> Iterator[None]:
@@ -149,9 +151,9 @@ class HostedStore(Store):
                 with self._changed:
                     self._connections.discard(connection)
 
-    def _answer(self, what: bytes, *given: bytes) -> list[bytes]:
+    def _reply(self, what: bytes, *given: bytes) -> list[bytes]:
         key = given[0].decode()
-        answers: dict[bytes, Callable[[], bytes | None]] = {
+        replies: dict[bytes, Callable[[], bytes | None]] = {
             b"set": lambda: self.set(key, given[1]),
             b"wait": lambda: self._wait([each.decode() for each in given[1:]], float(key)),
             b"value": lambda: self._values.get(key),
@@ -161,13 +163,13 @@ class HostedStore(Store):
             b"delete_key": lambda: b"1" if self.delete_key(key) else b"",
         }
         try:
-            return [b"ok", answers[what]() or b""]
+            return [b"ok", replies[what]() or b""]
         except DistStoreError as error:
             return [b"late", str(error).encode()]
 
 
 class RemoteStore(Store):
-    """A client's side. Raises `DistNetworkError`, also where the host does not take the secret."""
+    """A client's side. Raises `DistNetworkError`, also if the host does not accept the secret."""
 
     def __init__(self, host: str, port: int, secret: str, within: timedelta) -> None:
         super().__init__()
@@ -192,50 +194,50 @@ class RemoteStore(Store):
             raise ConnectionError("it does not know the secret of this transport")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
     @override
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(b"set", key, value)
+        self._request(b"set", key, value)
 
     @override
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._ask(b"value", key)
+        return self._request(b"value", key)
 
     @override
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(b"check", *keys))
+        return bool(self._request(b"check", *keys))
 
     @override
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         timeout_s = WAIT_S if timeout is None else timeout.total_seconds()
-        self._ask(b"wait", str(timeout_s), *keys, within_s=timeout_s)
+        self._request(b"wait", str(timeout_s), *keys, within_s=timeout_s)
 
     @override
     def add(self, key: str, number: int) -> int:
-        return int(self._ask(b"add", key, str(number)))
+        return int(self._request(b"add", key, str(number)))
 
     @override
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._ask(b"compare_set", key, expected, desired)
+        return self._request(b"compare_set", key, expected, desired)
 
     @override
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(b"delete_key", key))
+        return bool(self._request(b"delete_key", key))
 
-    def _ask(self, what: bytes, *given: str | bytes, within_s: float = 0.0) -> bytes:
+    def _request(self, what: bytes, *given: str | bytes, within_s: float = 0.0) -> bytes:
         try:
             with self._lock:
                 self._connection.settimeout(within_s + SLACK_S)
                 _send(self._connection, [what, *map(_bytes, given)])
-                how, answer = _receive(self._connection)
+                status, reply = _receive(self._connection)
         except OSError as error:
             raise DistNetworkError(f"the store's host hung up: {error}") from error
-        if how != b"ok":
-            raise DistStoreError(answer.decode())
-        return answer
+        if status != b"ok":
+            raise DistStoreError(reply.decode())
+        return reply
 
 
 def open_store(rank: int, host: str, port: int, secret: str, timeout_s: float) -> Store:
