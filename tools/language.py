@@ -29,6 +29,11 @@ WORDS = re.compile(
 )
 """What the glossary replaces by the field's terms: sampled, request, reward, killed, heartbeat, fp8, argmax …"""
 LOGGERS = {"debug", "info", "warning", "error", "exception", "critical"}
+MAX_PROSE_IN_TESTS = 60
+"""Places where tests may match sentences: errors that a test raises itself, what torch says, a page's text."""
+TEXT = re.compile(
+    r"caplog|\.text\b|\bstr\(|std(err|out)|\.(err|out|failure|hint)\b|\blog\b|said|message|told|error|output"
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -36,6 +41,10 @@ def main(arguments: list[str]) -> int:
     named = [Path(each) for each in arguments] or [REPOSITORY / each for each in (*PAGES, *PACKAGES)]
     files = [each for path in named for each in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     found = [line for file in files for line in (page(file) if file.suffix == ".md" else source(file))]
+    if not arguments:
+        tests = [*REPOSITORY.glob("tests/**/*.py"), *REPOSITORY.glob("packages/*/tests/*.py")]
+        prose = [line for file in sorted(tests) for line in prose_in(file)]
+        found += prose if len(prose) > MAX_PROSE_IN_TESTS else []
     sys.stdout.writelines(f"{line}\n" for line in found)
     return 1 if found else 0
 
@@ -70,6 +79,22 @@ def source(file: Path) -> Iterator[str]:
         texts = [each.value for part in called.args for each in ast.walk(part) if isinstance(each, ast.Constant)]
         for word in WORDS.findall(" ".join(text for text in texts if isinstance(text, str))):
             yield f"{file}:{called.lineno}: {word!r} is not a word of the glossary"
+
+
+def prose_in(file: Path) -> Iterator[str]:
+    """Places in a test file that match sentences instead of codes and facts."""
+    from roll_core.testing.errors import is_prose
+
+    text = file.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        patterns: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            patterns += [each.value for each in node.keywords if each.arg == "match"]
+        elif isinstance(node, ast.Compare) and TEXT.search(ast.get_source_segment(text, node) or ""):
+            patterns += [node.left, *node.comparators]
+        literals = [each for part in patterns for each in ast.walk(part) if isinstance(each, ast.Constant)]
+        if any(isinstance(each.value, str) and is_prose(each.value) for each in literals):
+            yield f"{file}:{node.lineno}: matches prose: match the code and what it names (`roll_core.testing.errors`)"
 
 
 if __name__ == "__main__":

@@ -78,10 +78,10 @@ def test_a_full_disk_ends_a_run_with_one_error_and_a_closed_record(local_runs, m
     assert not any("Traceback" in said for said in (local_runs.screen.getvalue(), *capfd.readouterr()))
 
 
-@pytest.mark.parametrize("name", [("config.yaml",), ("run.json",)])
+@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
 def test_a_disk_that_is_full_from_the_start_is_an_error_that_names_the_file(local_runs, monkeypatch, name):
     full_for(name, monkeypatch)
-    with refused(RunFileError, *name):
+    with refused(RunFileError, name):
         local_runs.run(local_runs.sft())
 
 

@@ -65,7 +65,7 @@ def test_every_recipe_trains(runs, recipe):
     if "critic" in RECIPES[recipe]:
         assert lines[0]["critic/loss"] > 0
     # Two optimizer steps a batch by a loss without a ratio: the config's warning is in the log.
-    warned = re.search(r":\d+:\d+: pg_variant: ", result.run_dir.log.read_text(encoding="utf-8"))
+    warned = re.search(r":\d+:\d+: ROLL-C050 pg_variant: ", result.run_dir.log.read_text(encoding="utf-8"))
     assert bool(warned) == (recipe == "dr. grpo")
 
 
