@@ -1,8 +1,16 @@
 """The loop that every run goes through, from a checked config to a complete record.
 
-    build -> setup -> [resume] -> evaluate? -> { step -> evaluate? -> record -> checkpoint? } * num_steps -> export
+    execute ─► _Driver.main ─► prepare ─► start_roles ─► setup ─► [resume] ─► evaluate? ─► _steps ─► export
+                                                                                  │
+           ┌──────────────────────────────────────────────────────────────────────┘
+           └► { Pipeline.step ─► evaluate? ─► record ─► checkpoint? } * the number that `prepare` returned
 
-Whatever happens, workers are closed, the record says how it ended, and the report is written.
+    Pipeline.step ─┬─ publish_weights ─► weight_sync ─► TrainWorker.send_weights, InferWorker.receive_weights
+                   ├─ rollouts.batch ──► rollout: scheduler ─► InferWorker ─► strategy.generate ─► rewards
+                   └─ score, update ───► roles: GroupTrainRole ─► TrainWorker ─► strategy.forward_backward
+
+Whatever happens, workers are closed, the record says how the run ended, and the report is written.
+`docs/architecture.md` has the whole picture.
 """
 
 from __future__ import annotations
@@ -11,60 +19,38 @@ import asyncio
 import contextlib
 import logging
 import os
-import shlex
 import shutil
 import time
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
 from roll_core.config.secrets import Redactor
-from roll_core.errors import NonFiniteError, RollError, RunFileError, UnsupportedError, WorkerDiedError, chain
-from roll_core.plugins.attribution import raised_by
+from roll_core.errors import NonFiniteError, RollError, RunFileError, WorkerDiedError, chain
 from roll_core.plugins.events import Events
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.cluster.executors import choose_executor, make_executor
-from roll_core.runtime.cluster.memory_use import forget_peak
-from roll_core.runtime.cluster.placement import place_roles, slots_per_node
 from roll_core.runtime.cluster.platform import select_platform
-from roll_core.runtime.planning.comparing import compared, plan_of_run
-from roll_core.runtime.planning.models import vocab_size_of
+from roll_core.runtime.planning.comparing import compared
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.guards import Guards
-from roll_core.runtime.records.known_errors import advise
 from roll_core.runtime.records.ledger import Ledger
 from roll_core.runtime.records.logs import run_logging
-from roll_core.runtime.records.record import RunFacts, RunRecord, finished_run, read_record
-from roll_core.runtime.records.report import write_report
+from roll_core.runtime.records.record import RunFacts, RunRecord, finished_run
 from roll_core.runtime.records.run_dir import RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.records.run_files import explained, writing
 from roll_core.runtime.records.samples import SamplesFile
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics
 from roll_core.runtime.rollout.recording import Recorder
-from roll_core.runtime.rollout.replicas import HealthTimeouts
-from roll_core.runtime.rollout.requests import stop_finder
-from roll_core.runtime.rollout.scoring import RewardRole, RewardRouter
+from roll_core.runtime.run import summary
 from roll_core.runtime.run.active_run import ActiveRun
+from roll_core.runtime.run.assemble import Assembly, start_roles
 from roll_core.runtime.run.data import RunData
 from roll_core.runtime.run.resuming import check_fits, load_run
-from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
 from roll_core.runtime.run.saving import RunSaver
 from roll_core.runtime.run.stopping import StopSignals, ignoring_sigterm
 from roll_core.runtime.run.tokenizer import prepare_tokenizer
-from roll_core.runtime.weights.controller import WeightSyncController
-from roll_core.runtime.workers.build import (
-    group_specs,
-    kept_apart,
-    makes_room,
-    model_spec,
-    provider_of,
-    role_config,
-    slots_per_worker,
-)
-from roll_core.spec.config import RewardConfig
-from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
+from roll_core.spec.providers import TrackerProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -77,16 +63,10 @@ if TYPE_CHECKING:
     from roll_core.runtime.records.record import Outcome
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import Pipeline
-    from roll_core.spec.platform import Platform
     from roll_core.spec.providers import PipelineProvider
     from roll_core.spec.tracker import Tracker
 
 log = logging.getLogger(__name__)
-
-PROGRESS_S = 2.0
-"""How often replicas tell what they have drawn. What a replica drew since then is drawn again if it dies."""
-POLLS_OF_LIFE = 10
-"""How often in `replica_timeout` one is asked whose death ends the run: it is to show that it lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,20 +143,20 @@ def execute(
         with ignoring_sigterm():
             advice = ""
             if isinstance(error, Exception) and not isinstance(error, RunFileError):
-                advice = _advice(error, registry, run_dir)
-            outcome = record.finish(error, advice=advice, time_rows=[_row(row) for row in ledger.rows()])
+                advice = summary.advice(error, registry, run_dir)
+            outcome = record.finish(error, advice=advice, time_rows=[asdict(row) for row in ledger.rows()])
             with ledger.stage("report"):
-                report = _report(run_dir)
+                report = summary.report(run_dir)
     console.finish(
         outcome=outcome,
         rows=ledger.rows(),
-        error="" if error is None else redactor.text(_described(error)),
+        error="" if error is None else redactor.text(summary.described(error)),
         advice=redactor.text(advice),
         lines=[
-            *driver.results(),
-            ("run", _relative(run_dir.path)),
+            *summary.results(run_dir, driver.last_metrics),
+            ("run", summary.relative(run_dir.path)),
             *report,
-            *_how_to_resume(loaded, argv, run_dir, redactor),
+            *summary.how_to_resume(loaded, argv, run_dir, redactor),
         ],
     )
     return RunResult(
@@ -187,48 +167,6 @@ def execute(
         error=error,
         advice=advice,
     )
-
-
-def _advice(error: Exception, registry: Registry, run_dir: RunDir) -> str:
-    """Whose code raised it, and what to do about it, as far as either is known."""
-    source = raised_by(error, registry.plugins)
-    lines = [f"raised by {source}; the traceback is in {_relative(run_dir.log)}"] if source else []
-    if (known := advise(error, registry)) is not None:
-        lines.append(known.told(beside=str(error)))
-    return "\n".join(lines)
-
-
-def _described(error: BaseException) -> str:
-    """The message after its code; after the exception's type if it is none of ROLL's."""
-    if isinstance(error, RollError):
-        return error.described().rstrip()
-    name, message = type(error).__name__, str(error)
-    return f"{name}: {message}" if message else name
-
-
-def _report(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Write the report, and the line that says where; a full disk must not cost the closing lines."""
-    try:
-        return [("report", _relative(write_report(run_dir.path)))]
-    except OSError as error:
-        log.error("the report could not be written: %s", error)
-        return []
-
-
-def _how_to_resume(
-    loaded: LoadedConfig, argv: Sequence[str], run_dir: RunDir, redactor: Redactor
-) -> list[tuple[str, str]]:
-    """The command that resumes a run that did not finish, or why there is none."""
-    record = read_record(run_dir.record)
-    if record.get("outcome") == "finished":
-        return []
-    saved = CheckpointStore(run_dir.checkpoints).list()
-    step = saved[-1].step if saved else record.get("resumed_step", 0)
-    if not step:
-        return [("resume", f"no checkpoint was saved (save_steps: {loaded.config.save_steps})")]
-    overrides = [each for each in argv[1:] if "=" in each and not each.startswith(("-", "resume_from_checkpoint="))]
-    command = ["roll-core", "run", str(loaded.sources[0]), *overrides, "resume_from_checkpoint=true"]
-    return [("resume", f"{redactor.text(shlex.join(command))}   (step {step} is saved)")]
 
 
 @dataclass(kw_only=True)
@@ -258,27 +196,12 @@ class _Driver:
     async def main(self) -> None:
         """Everything between the first line and the last."""
         config, ledger = self.config, self.ledger
-        self._announce()
-        with ledger.stage("load libraries"):
-            import torch  # noqa: F401 - loaded here so that the ledger knows where the time went
-            import transformers
-
-            transformers.utils.logging.disable_progress_bar()
-            self.adopt_logs()
-            self.pipeline = load_target(self.pipeline_record.target, owner=f"pipeline {config.pipeline}")(config)
+        self.console.line(f"roll · {self.run_dir.name} · {config.pipeline}", style="bold")
+        self._load_libraries()
         # A Ray that the user names may have its devices on other hosts than the driver's.
         elsewhere = os.environ.get("RAY_ADDRESS", "local") not in ("", "local") and config.executor != "local"
         platform = select_platform(self.registry, config.platform, elsewhere=elsewhere)
-        checkpoint = find_checkpoint(
-            config.resume_from_checkpoint,
-            output_dir=config.output_dir,
-            exp_name=config.exp_name,
-            current=self.run_dir,
-        )
-        if config.resume_from_checkpoint is not False:
-            sweep_checkpoints(self.run_dir.experiment, checkpoint)
-        if checkpoint is not None:
-            check_fits(checkpoint, config, self.registry)
+        checkpoint = self._find_checkpoint()
         history = checkpoint.path.parent.parent if checkpoint is not None else None
         resumed_step = checkpoint.step if checkpoint is not None else 0
         with ledger.stage("data"):
@@ -316,7 +239,16 @@ class _Driver:
             )
             self._check_work_is_left(checkpoint, num_steps, guards)
             with ledger.stage("build roles"):
-                executor = await self._build(run, platform, stack)
+                assembly = Assembly(
+                    pipeline=self.pipeline,
+                    pipeline_record=self.pipeline_record,
+                    registry=self.registry,
+                    platform=platform,
+                    record=self.record,
+                    redactor=self.redactor,
+                    tokenizer=self.run_dir.tokenizer,
+                )
+                executor, self.plan = await start_roles(run, assembly, stack)
                 await self.pipeline.setup(run)
             if checkpoint is not None:
                 with ledger.stage("resume"):
@@ -349,6 +281,32 @@ class _Driver:
             finally:
                 self.console.close()
                 events.run_finished(run, failure)
+
+    def _load_libraries(self) -> None:
+        with self.ledger.stage("load libraries"):
+            import torch  # noqa: F401 - loaded here so that the ledger knows where the time went
+            import transformers
+
+            transformers.utils.logging.disable_progress_bar()
+            self.adopt_logs()
+            target, owner = self.pipeline_record.target, f"pipeline {self.config.pipeline}"
+            self.pipeline = load_target(target, owner=owner)(self.config)
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to resume from, if the config asks for one. Raises `CheckpointMismatchError` if the run cannot
+        continue from it."""
+        config = self.config
+        checkpoint = find_checkpoint(
+            config.resume_from_checkpoint,
+            output_dir=config.output_dir,
+            exp_name=config.exp_name,
+            current=self.run_dir,
+        )
+        if config.resume_from_checkpoint is not False:
+            sweep_checkpoints(self.run_dir.experiment, checkpoint)
+        if checkpoint is not None:
+            check_fits(checkpoint, config, self.registry)
+        return checkpoint
 
     async def _steps(
         self,
@@ -424,81 +382,6 @@ class _Driver:
             guards.check("zero_steps", finished is None, f"{done}, and {finished} finished: nothing is left to do")
             log.info("%s: what follows the last step is left to do", done)
 
-    async def _build(self, run: ActiveRun, platform: Platform, stack: contextlib.AsyncExitStack) -> Executor:
-        """Start every role, models before what depends on them."""
-        config = self.config
-        roles = self.pipeline.roles()
-        configs = {role.name: role_config(config, role.name) for role in roles}
-        places = place_roles(
-            configs,
-            platform,
-            num_gpus_per_node=config.num_gpus_per_node,
-            slots_per_worker=slots_per_worker(roles, config, self.registry),
-        )
-        apart = kept_apart(roles, config, self.registry)
-        executor_name = choose_executor(config, places, apart=bool(apart))
-        if apart and executor_name == "local":
-            raise UnsupportedError(f"{apart}: executor local has only one; leave it out, or write ray")
-        per_node = slots_per_node(platform, config.num_gpus_per_node)
-        executor = await stack.enter_async_context(make_executor(executor_name, platform, slots_per_node=per_node))
-        self.record.update(executor=executor_name)
-        self.plan = plan_of_run(config, self.registry, self.pipeline_record, roles, platform, executor_name, places)
-        forget_peak()
-        log.info("executor %s on platform %s", executor_name, platform.name)
-        tokenizer = self.run_dir.tokenizer
-        groups = await executor.start(group_specs(roles, config, self.registry, platform, places, tokenizer))
-        self.record.update(environments={role: dict(found) for role, found in executor.fingerprints.items()})
-        rewards: dict[str, RewardRole] = {}
-        for role in roles:
-            name, group, worker = role.name, groups[role.name], configs[role.name]
-            if isinstance(worker, RewardConfig):
-                rewards[name.partition(".")[2]] = reward = RewardRole(name, worker, group, self.redactor)
-                await reward.start()
-                continue
-            moves = makes_room(role, config, self.registry, platform)
-            provider = provider_of(role, worker, self.registry)
-            spec = model_spec(role, config, tokenizer)
-            run.vocab_sizes[name] = vocab_size_of(spec, config, tokens=len(run.tokenizer))
-            if role.kind == "generate":
-                fed = bool(role.model_from)
-                alive_s = config.replica_timeout / POLLS_OF_LIFE
-                engine = GroupInferRole(
-                    name,
-                    worker,
-                    group,
-                    turns=run.turns,
-                    sleeps=moves,
-                    fed=fed,
-                    capabilities=provider.capabilities if isinstance(provider, InferProvider) else None,
-                    routing=config.router_args.router_name,
-                    max_running=config.max_running_requests,
-                    expand=config.is_num_return_sequences_expand,
-                    progress_s=alive_s if executor.shares_memory else min(PROGRESS_S, alive_s),
-                    timeouts=HealthTimeouts(token_s=config.replica_timeout, result_s=config.rpc_timeout),
-                    find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
-                    bring_back=partial(run.bring_back, name) if fed else None,
-                )
-                run.infer_roles[name] = engine
-                await run.turns.admit(engine)
-            else:
-                model = GroupTrainRole(
-                    name,
-                    worker,
-                    group,
-                    trains=role.kind == "train",
-                    turns=run.turns,
-                    offloads=moves,
-                    capabilities=provider.capabilities if isinstance(provider, TrainProvider) else None,
-                )
-                run.train_roles[name] = model
-                await run.turns.admit(model)
-        if rewards:
-            tags = {domain: reward.config.tag_included for domain, reward in rewards.items()}
-            run.rewards = RewardRouter(rewards, tags)
-        stack.push_async_callback(run.close)
-        run.weight_sync = WeightSyncController(run, roles, self.registry, executor, self.record)
-        return executor
-
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
         with self.ledger.stage("evaluation"):
             found = await self.stop.unless_asked(self.pipeline.evaluate(run))
@@ -556,22 +439,6 @@ class _Driver:
 
         return {name: factory(name) for name in config.track_with}
 
-    def _announce(self) -> None:
-        self.console.line(f"roll · {self.run_dir.name} · {self.config.pipeline}", style="bold")
-
-    def results(self) -> list[tuple[str, str]]:
-        """What a person wants to know first: how good the model is now, and where it lies."""
-        lines = []
-        if "val/score/mean" in self.last_metrics:
-            lines.append(("held-out score", f"{self.last_metrics['val/score/mean']:.3f}  (val/score/mean)"))
-        if "val/loss" in self.last_metrics:
-            lines.append(("held-out loss", f"{self.last_metrics['val/loss']:.4f}  (val/loss)"))
-        if "val/token_accuracy" in self.last_metrics:
-            lines.append(("first choices", f"{self.last_metrics['val/token_accuracy']:.1%}  (val/token_accuracy)"))
-        if self.run_dir.export.is_dir():
-            lines.append(("model", _relative(self.run_dir.export)))
-        return lines
-
 
 async def _watched(executor: Executor, work: Coroutine[Any, Any, None]) -> None:
     """Do the work; a worker that dies ends it, also while nothing is asked of that worker."""
@@ -583,22 +450,3 @@ async def _watched(executor: Executor, work: Coroutine[Any, Any, None]) -> None:
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-
-
-def _row(row: Any) -> dict[str, Any]:
-    return {
-        "stage": row.stage,
-        "seconds": row.seconds,
-        "share": row.share,
-        "entries": row.entries,
-        "tokens": row.tokens,
-    }
-
-
-def _relative(path: Any) -> str:
-    """Paths as a person would type them."""
-    try:
-        relative = os.path.relpath(path)
-    except OSError:  # the working directory is gone
-        return str(path)
-    return str(path) if relative.startswith(os.pardir) else relative

@@ -1,0 +1,160 @@
+"""Start the roles of a run: slots, executor, workers, and the objects through which a pipeline calls them.
+
+roles() -> place_roles -> executor.start(group_specs) -> GroupTrainRole | GroupInferRole | RewardRole -> ActiveRun
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import UnsupportedError
+from roll_core.runtime.cluster.executors import choose_executor, make_executor
+from roll_core.runtime.cluster.memory_use import forget_peak
+from roll_core.runtime.cluster.placement import place_roles, slots_per_node
+from roll_core.runtime.planning.comparing import plan_of_run
+from roll_core.runtime.planning.models import vocab_size_of
+from roll_core.runtime.rollout.replicas import HealthTimeouts
+from roll_core.runtime.rollout.requests import stop_finder
+from roll_core.runtime.rollout.scoring import RewardRole, RewardRouter
+from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
+from roll_core.runtime.weights.controller import WeightSyncController
+from roll_core.runtime.workers.build import (
+    group_specs,
+    kept_apart,
+    makes_room,
+    model_spec,
+    provider_of,
+    role_config,
+    slots_per_worker,
+)
+from roll_core.spec.config import RewardConfig
+from roll_core.spec.providers import InferProvider, TrainProvider
+
+if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+    from pathlib import Path
+
+    from roll_core.config.secrets import Redactor
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.cluster.executors.base import Executor, WorkerGroup
+    from roll_core.runtime.planning.plan import Plan
+    from roll_core.runtime.records.record import RunRecord
+    from roll_core.runtime.run.active_run import ActiveRun
+    from roll_core.spec.config import WorkerConfig
+    from roll_core.spec.pipeline import Pipeline, RoleSpec
+    from roll_core.spec.platform import Platform
+    from roll_core.spec.providers import PipelineProvider
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 2.0
+"""Seconds between progress reports of a replica. Tokens after the last report are generated again if it exits."""
+POLLS_OF_LIFE = 10
+"""Health checks per `replica_timeout` of a replica whose exit ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """What a run is assembled from."""
+
+    pipeline: Pipeline[Any]
+    pipeline_record: PipelineProvider
+    registry: Registry
+    platform: Platform
+    record: RunRecord
+    redactor: Redactor
+    tokenizer: Path
+    """Directory of the run's tokenizer."""
+
+
+async def start_roles(run: ActiveRun, assembly: Assembly, stack: AsyncExitStack) -> tuple[Executor, Plan | None]:
+    """Start every role, models before what depends on them, and put them into `run`. `stack` closes them.
+
+    The plan is the memory that the roles were expected to take.
+    """
+    platform = assembly.platform
+    config, registry = run.config, assembly.registry
+    roles = assembly.pipeline.roles()
+    configs = {role.name: role_config(config, role.name) for role in roles}
+    places = place_roles(
+        configs,
+        platform,
+        num_gpus_per_node=config.num_gpus_per_node,
+        slots_per_worker=slots_per_worker(roles, config, registry),
+    )
+    apart = kept_apart(roles, config, registry)
+    executor_name = choose_executor(config, places, apart=bool(apart))
+    if apart and executor_name == "local":
+        raise UnsupportedError(f"{apart}: executor local has only one; leave it out, or write ray")
+    per_node = slots_per_node(platform, config.num_gpus_per_node)
+    executor = await stack.enter_async_context(make_executor(executor_name, platform, slots_per_node=per_node))
+    assembly.record.update(executor=executor_name)
+    plan = plan_of_run(config, registry, assembly.pipeline_record, roles, platform, executor_name, places)
+    forget_peak()
+    log.info("executor %s on platform %s", executor_name, platform.name)
+    tokenizer = assembly.tokenizer
+    groups = await executor.start(group_specs(roles, config, registry, platform, places, tokenizer))
+    assembly.record.update(environments={role: dict(found) for role, found in executor.fingerprints.items()})
+    rewards: dict[str, RewardRole] = {}
+    for role in roles:
+        worker, group = configs[role.name], groups[role.name]
+        if isinstance(worker, RewardConfig):
+            rewards[role.name.partition(".")[2]] = reward = RewardRole(role.name, worker, group, assembly.redactor)
+            await reward.start()
+            continue
+        spec = model_spec(role, config, assembly.tokenizer)
+        run.vocab_sizes[role.name] = vocab_size_of(spec, config, tokens=len(run.tokenizer))
+        if role.kind == "generate":
+            engine = _infer_role(run, assembly, role, worker, group, shares_memory=executor.shares_memory)
+            run.infer_roles[role.name] = engine
+            await run.turns.admit(engine)
+        else:
+            run.train_roles[role.name] = trainer = _train_role(run, assembly, role, worker, group)
+            await run.turns.admit(trainer)
+    if rewards:
+        run.rewards = RewardRouter(rewards, {domain: reward.config.tag_included for domain, reward in rewards.items()})
+    stack.push_async_callback(run.close)
+    run.weight_sync = WeightSyncController(run, roles, registry, executor, assembly.record)
+    return executor, plan
+
+
+def _train_role(
+    run: ActiveRun, assembly: Assembly, role: RoleSpec, worker: WorkerConfig, group: WorkerGroup
+) -> GroupTrainRole:
+    provider = provider_of(role, worker, assembly.registry)
+    return GroupTrainRole(
+        role.name,
+        worker,
+        group,
+        trains=role.kind == "train",
+        turns=run.turns,
+        offloads=makes_room(role, run.config, assembly.registry, assembly.platform),
+        capabilities=provider.capabilities if isinstance(provider, TrainProvider) else None,
+    )
+
+
+def _infer_role(
+    run: ActiveRun, assembly: Assembly, role: RoleSpec, worker: WorkerConfig, group: WorkerGroup, *, shares_memory: bool
+) -> GroupInferRole:
+    config, provider = run.config, provider_of(role, worker, assembly.registry)
+    poll_s = config.replica_timeout / POLLS_OF_LIFE
+    has_source = bool(role.model_from)
+    return GroupInferRole(
+        role.name,
+        worker,
+        group,
+        turns=run.turns,
+        sleeps=makes_room(role, config, assembly.registry, assembly.platform),
+        fed=has_source,
+        capabilities=provider.capabilities if isinstance(provider, InferProvider) else None,
+        routing=config.router_args.router_name,
+        max_running=config.max_running_requests,
+        expand=config.is_num_return_sequences_expand,
+        progress_s=poll_s if shares_memory else min(PROGRESS_S, poll_s),
+        timeouts=HealthTimeouts(token_s=config.replica_timeout, result_s=config.rpc_timeout),
+        find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
+        bring_back=partial(run.bring_back, role.name) if has_source else None,
+    )

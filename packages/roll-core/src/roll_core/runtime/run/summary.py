@@ -1,0 +1,90 @@
+"""The closing lines of a run: what went wrong, what to do about it, results, and the command that resumes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import RollError
+from roll_core.plugins.attribution import raised_by
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.known_errors import advise
+from roll_core.runtime.records.record import read_record
+from roll_core.runtime.records.report import write_report
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.config import LoadedConfig
+    from roll_core.config.secrets import Redactor
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.records.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+
+def advice(error: Exception, registry: Registry, run_dir: RunDir) -> str:
+    """Whose code raised it, and what to do about it, as far as either is known."""
+    source = raised_by(error, registry.plugins)
+    lines = [f"raised by {source}; the traceback is in {relative(run_dir.log)}"] if source else []
+    if (known := advise(error, registry)) is not None:
+        lines.append(known.told(beside=str(error)))
+    return "\n".join(lines)
+
+
+def described(error: BaseException) -> str:
+    """The message after its code; after the exception's type if it is none of ROLL's."""
+    if isinstance(error, RollError):
+        return error.described().rstrip()
+    name, message = type(error).__name__, str(error)
+    return f"{name}: {message}" if message else name
+
+
+def report(run_dir: RunDir) -> list[tuple[str, str]]:
+    """Write the report, and the line that says where; a full disk must not cost the closing lines."""
+    try:
+        return [("report", relative(write_report(run_dir.path)))]
+    except OSError as error:
+        log.error("the report could not be written: %s", error)
+        return []
+
+
+def how_to_resume(
+    loaded: LoadedConfig, argv: Sequence[str], run_dir: RunDir, redactor: Redactor
+) -> list[tuple[str, str]]:
+    """The command that resumes a run that did not finish, or why there is none."""
+    record = read_record(run_dir.record)
+    if record.get("outcome") == "finished":
+        return []
+    saved = CheckpointStore(run_dir.checkpoints).list()
+    step = saved[-1].step if saved else record.get("resumed_step", 0)
+    if not step:
+        return [("resume", f"no checkpoint was saved (save_steps: {loaded.config.save_steps})")]
+    overrides = [each for each in argv[1:] if "=" in each and not each.startswith(("-", "resume_from_checkpoint="))]
+    command = ["roll-core", "run", str(loaded.sources[0]), *overrides, "resume_from_checkpoint=true"]
+    return [("resume", f"{redactor.text(shlex.join(command))}   (step {step} is saved)")]
+
+
+def results(run_dir: RunDir, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The model's last held-out scores, and where it was exported."""
+    lines = []
+    if "val/score/mean" in metrics:
+        lines.append(("held-out score", f"{metrics['val/score/mean']:.3f}  (val/score/mean)"))
+    if "val/loss" in metrics:
+        lines.append(("held-out loss", f"{metrics['val/loss']:.4f}  (val/loss)"))
+    if "val/token_accuracy" in metrics:
+        lines.append(("first choices", f"{metrics['val/token_accuracy']:.1%}  (val/token_accuracy)"))
+    if run_dir.export.is_dir():
+        lines.append(("model", relative(run_dir.export)))
+    return lines
+
+
+def relative(path: Any) -> str:
+    """Paths as a person would type them."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the working directory is gone
+        return str(path)
+    return str(path) if relative.startswith(os.pardir) else relative
