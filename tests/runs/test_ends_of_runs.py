@@ -289,10 +289,10 @@ def test_a_killed_worker_ends_the_run_with_its_name(ray_runs, monkeypatch):
 def test_a_worker_that_cannot_say_what_it_took_does_not_spoil_a_run_that_is_done(local_runs, monkeypatch):
     from roll_core.runtime.workers.train import TrainWorker
 
-    def breaks(worker):
+    def memory_use(worker):
         raise OSError("no such counter")
 
-    monkeypatch.setattr(TrainWorker, "memory_use", breaks)
+    monkeypatch.setattr(TrainWorker, "memory_use", memory_use)
     result = local_runs.ok(local_runs.sft())
     assert (result.run_dir.export / "config.json").is_file()
     assert record_of(result.run_dir.path)["memory"] is None
