@@ -131,17 +131,17 @@ void gate(const T* __restrict gates, const T* __restrict ups, T* __restrict y, i
   }
 }
 
+// In place: fresh memory for two gradients costs more than computing them.
 template <typename T>
-void gate_backward(const T* __restrict gates, const T* __restrict ups, const T* __restrict dy, T* __restrict dgates,
-                   T* __restrict dups, int64_t num, int threads) {
+void gate_backward(T* __restrict gates, T* __restrict ups, const T* __restrict dy, int64_t num, int threads) {
 #pragma omp parallel for num_threads(threads) if (num >= PARALLEL_FROM)
   for (int64_t start = 0; start < num; start += SPAN) {
     const int64_t end = std::min(num, start + SPAN);
     for (int64_t i = start; i < end; ++i) {
       const float x = load(gates[i]), upstream = load(dy[i]), share = sigmoid(x);
       const float silu = x * share;
-      dgates[i] = rounded<T>(upstream * load(ups[i]) * (share + silu * (1.0f - share)));
-      dups[i] = rounded<T>(upstream * silu);
+      gates[i] = rounded<T>(upstream * load(ups[i]) * (share + silu * (1.0f - share)));
+      ups[i] = rounded<T>(upstream * silu);
     }
   }
 }
@@ -254,12 +254,11 @@ void roll_gate(int low, const void* gates, const void* ups, void* y, int64_t num
   });
 }
 
-void roll_gate_backward(int low, const void* gates, const void* ups, const void* dy, void* dgates, void* dups,
-                        int64_t num, int threads) {
+// Gates and ups become their gradients.
+void roll_gate_backward(int low, void* gates, void* ups, const void* dy, int64_t num, int threads) {
   typed(low, [&](auto zero) {
     using T = decltype(zero);
-    gate_backward(static_cast<const T*>(gates), static_cast<const T*>(ups), static_cast<const T*>(dy),
-                  static_cast<T*>(dgates), static_cast<T*>(dups), num, threads);
+    gate_backward(static_cast<T*>(gates), static_cast<T*>(ups), static_cast<const T*>(dy), num, threads);
   });
 }
 

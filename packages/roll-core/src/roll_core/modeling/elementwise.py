@@ -53,7 +53,7 @@ def library() -> ctypes.CDLL:
         "roll_norm": [flag, *[pointer] * 4, integer, integer, number, flag],
         "roll_norm_backward": [flag, *[pointer] * 6, integer, integer, integer, flag],
         "roll_gate": [flag, *[pointer] * 3, integer, flag],
-        "roll_gate_backward": [flag, *[pointer] * 5, integer, flag],
+        "roll_gate_backward": [flag, *[pointer] * 3, integer, flag],
         "roll_log_softmax": [*[pointer] * 2, integer, integer, number, flag],
         "roll_logits_gradient": [*[pointer] * 5, integer, integer, flag],
     }.items():
@@ -125,22 +125,18 @@ def gate(gate_ND: Tensor, up_ND: Tensor) -> Tensor:
     return y_ND
 
 
-def gate_backward(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of both."""
+def gate_backward_(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> None:
+    """Overwrite gate and up with their gradients."""
     _check(gate_ND, up_ND, gate_ND.shape)
     _check(gate_ND, dy_ND, gate_ND.shape)
-    dgate_ND, dup_ND = torch.empty_like(gate_ND), torch.empty_like(up_ND)
     library().roll_gate_backward(
         _low(gate_ND),
         gate_ND.data_ptr(),
         up_ND.data_ptr(),
         dy_ND.data_ptr(),
-        dgate_ND.data_ptr(),
-        dup_ND.data_ptr(),
         gate_ND.numel(),
         torch.get_num_threads(),
     )
-    return dgate_ND, dup_ND
 
 
 def log_softmax_(logits_ND: Tensor, temperature: float, *, entropy: bool) -> Tensor | None:
