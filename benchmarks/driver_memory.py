@@ -1,4 +1,4 @@
-"""Memory of the driver over thousands of steps: what is kept of each step shows as growth.
+"""Memory of the driver and its worker processes over thousands of steps: what is kept of each step shows as growth.
 
     ./run bench driver_memory [--steps 2000] [--executor local ray] [--trace]
 
@@ -80,15 +80,42 @@ def config_of(folder: Path, executor: str, steps: int) -> dict[str, Any]:
     }
 
 
-def anonymous_kib() -> int:
-    """Of this process, without pages of files."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+Marks = dict[str, list[tuple[int, int]]]
+"""By process: pairs of a step and anonymous KiB."""
+
+
+def anonymous_kib(process: str = "self") -> int:
+    """Anonymous memory of a process (a pid), without pages of files."""
+    lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     found = dict(line.split(":", 1) for line in lines)
     return int(found["RssAnon"].split()[0])
 
 
-def drive(folder: Path, executor: str, steps: int, *, trace: bool) -> list[tuple[int, int]]:
-    """Run in this process; the driver's KiB after some of the steps."""
+def ray_workers() -> dict[str, int]:
+    """Anonymous KiB of this driver's worker processes, by pid; none with the executor `local`."""
+    ours, found = f"{os.getpid()}", {}
+    for status in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (status / "cmdline").read_bytes().split(b"\0")[0].decode()
+            if name.startswith("ray::RayHost") and ours in ancestors(status.name):
+                found[f"worker {status.name}"] = anonymous_kib(status.name)
+        except (OSError, KeyError):  # it ended meanwhile
+            continue
+    return found
+
+
+def ancestors(process: str) -> list[str]:
+    """Pids above a process."""
+    found: list[str] = []
+    while process not in ("0", "1"):
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        process = fields[1]
+        found.append(process)
+    return found
+
+
+def drive(folder: Path, executor: str, steps: int, *, trace: bool) -> Marks:
+    """Run in this process; the memory of each process after some of the steps."""
     import yaml
 
     from roll_core.config import load
@@ -96,7 +123,7 @@ def drive(folder: Path, executor: str, steps: int, *, trace: bool) -> list[tuple
     from roll_core.runtime.records.console import Console
     from roll_core.runtime.run.loop import execute
 
-    marks: list[tuple[int, int]] = []
+    marks: Marks = {}
     snapshots: list[tracemalloc.Snapshot] = []
 
     class Meter(Console):
@@ -109,7 +136,8 @@ def drive(folder: Path, executor: str, steps: int, *, trace: bool) -> list[tuple
                 snapshots.append(tracemalloc.take_snapshot())
             if step % (steps // MARKS) == 0:
                 gc.collect()
-                marks.append((step, anonymous_kib()))
+                for process, kib in ({"driver": anonymous_kib()} | ray_workers()).items():
+                    marks.setdefault(process, []).append((step, kib))
 
     path = folder / "memory.yaml"
     path.write_text(yaml.safe_dump(config_of(folder, executor, steps)), encoding="utf-8")
@@ -155,22 +183,33 @@ def main() -> None:
             command += ["--steps", str(arguments.steps), *(["--trace"] if arguments.trace else [])]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
         marks = json.loads(done.stdout.strip().splitlines()[-1])
-        results[executor] = {"marks_kib": marks, "kib_per_step": round(growth(marks), 3)}
+        results[executor] = {
+            process: {"marks_kib": each, "kib_per_step": round(growth(each), 3)}
+            for process, each in marks.items()
+            if len(each) > MARKS // 2  # a process of a few readings was no worker of the run
+        }
         print(table(results), flush=True)
     if not arguments.trace:
         path = RESULTS / "driver_memory.json"
         before = json.loads(path.read_text(encoding="utf-8"))["executors"] if path.is_file() else {}
+        before = {executor: found for executor, found in before.items() if "driver" in found}
         results = before | results
         write_result("driver_memory", {"executors": results}, table(results))
 
 
 def table(results: dict[str, Any]) -> str:
-    """One row an executor."""
-    lines = ["| executor | steps | MiB after a fifth | MiB at the end | KiB a step |", "|---|--:|--:|--:|--:|"]
-    for executor, found in results.items():
-        marks, per_step = found["marks_kib"], found["kib_per_step"]
-        first, last = marks[len(marks) // SETTLED][1] / 1024, marks[-1][1] / 1024
-        lines.append(f"| {executor} | {marks[-1][0]} | {first:.1f} | {last:.1f} | {per_step:.2f} |")
+    """One row an executor and process."""
+    lines = [
+        "| executor | process | steps | MiB after a fifth | MiB at the end | KiB a step |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for executor, processes in results.items():
+        for process, found in processes.items():
+            marks, per_step = found["marks_kib"], found["kib_per_step"]
+            first, last = marks[len(marks) // SETTLED][1] / 1024, marks[-1][1] / 1024
+            lines.append(
+                f"| {executor} | {process.split()[0]} | {marks[-1][0]} | {first:.1f} | {last:.1f} | {per_step:.2f} |"
+            )
     return "\n".join(lines)
 
 

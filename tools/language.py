@@ -83,7 +83,7 @@ def source(file: Path) -> Iterator[str]:
 
 def prose_in(file: Path) -> Iterator[str]:
     """Places in a test file that match sentences instead of codes and facts."""
-    from roll_core.testing.errors import is_prose
+    from roll_testing.errors import is_prose
 
     text = file.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(text)):
@@ -94,7 +94,7 @@ def prose_in(file: Path) -> Iterator[str]:
             patterns += [node.left, *node.comparators]
         literals = [each for part in patterns for each in ast.walk(part) if isinstance(each, ast.Constant)]
         if any(isinstance(each.value, str) and is_prose(each.value) for each in literals):
-            yield f"{file}:{node.lineno}: matches prose: match the code and what it names (`roll_core.testing.errors`)"
+            yield f"{file}:{node.lineno}: matches prose: match the code and what it names (`roll_testing.errors`)"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.data.pack import pack
 from roll_core.spec.train import Want
+from roll_modeling import elementwise
 from roll_modeling.logprobs import HeadRequest, LinearHead, any_head_outputs, first_choice, head_outputs
 from roll_strategy_hf.config import HFTrainConfig
 
@@ -32,9 +33,18 @@ def by_autograd(hidden, weight, bias, targets, temperature, scale, softcap):
     return logp.gather(1, targets[:, None])[:, 0], torch.special.entr(logp.exp()).sum(dim=-1), logp
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def kernels(request, monkeypatch):
+    """With the compiled kernels, and as it is without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(elementwise, "available", lambda: False)
+    else:
+        assert elementwise.available()
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 5, 23])
 @pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.6, 1.7, 0.0), (0.6, 1.0, 3.0)])
-def test_values_and_gradients_equal_autograds(chunk, temperature, scale, softcap):
+def test_values_and_gradients_equal_autograds(kernels, chunk, temperature, scale, softcap):
     hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
     expected_logp, expected_entropy, logp = by_autograd(hidden, weight, bias, targets, temperature, scale, softcap)
     expected = torch.autograd.grad([expected_logp, expected_entropy], [hidden, weight, bias], list(upstream))
@@ -105,7 +115,7 @@ def test_entropy_that_is_only_reported_carries_no_gradient():
     assert found.logprobs_N.requires_grad
 
 
-def test_an_impossible_token_leaves_the_entropy_and_its_gradient_finite():
+def test_an_impossible_token_leaves_the_entropy_and_its_gradient_finite(kernels):
     weight = torch.tensor([[1e4], [-1e4]])
     hidden = torch.ones(1, 1, requires_grad=True)
     found = head_outputs(LinearHead(weight=weight), hidden, torch.tensor([1]), HeadRequest(entropy=True))
@@ -115,7 +125,7 @@ def test_an_impossible_token_leaves_the_entropy_and_its_gradient_finite():
     assert torch.isfinite(hidden.grad).all()
 
 
-def test_a_token_that_the_bias_forbids_is_as_if_it_were_not_there():
+def test_a_token_that_the_bias_forbids_is_as_if_it_were_not_there(kernels):
     hidden, weight, bias, _, upstream = inputs(dtype=torch.float32)
     targets = torch.arange(N) % (V - 1)
     forbidding = torch.cat([bias[:-1], torch.tensor([-torch.inf])])
@@ -128,6 +138,35 @@ def test_a_token_that_the_bias_forbids_is_as_if_it_were_not_there():
     two = torch.autograd.grad([without.logprobs_N, without.entropy_N], [hidden, weight], slopes)
     for each, other in zip(one, two, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 500, 9001])
+def test_logprobs_and_gradients_of_any_vocabulary_are_those_in_double_precision(kernels, vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    hidden = torch.randn(200, H, generator=generator)
+    weight = torch.randn(vocab_size, H, generator=generator)
+    targets = torch.randint(0, vocab_size, (200,), generator=generator)
+    upstream = torch.randn(2, 200, generator=generator)
+    hidden_64, weight_64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logp = torch.log_softmax(hidden_64 @ weight_64.T / 0.7, dim=-1)
+    expected = [logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(dim=-1)]
+    slopes = torch.autograd.grad(expected, [hidden_64, weight_64], list(upstream.double()))
+    hidden.requires_grad_(), weight.requires_grad_()
+    request = HeadRequest(temperature=0.7, entropy=True, chunk_tokens=199)
+    outputs = head_outputs(LinearHead(weight=weight), hidden, targets, request)
+    found = [outputs.logprobs_N, outputs.entropy_N]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-5)
+    for one, other in zip(torch.autograd.grad(found, [hidden, weight], list(upstream)), slopes, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_that_are_not_numbers_give_logprobs_that_are_not_numbers(kernels):
+    weight = torch.full((40, 2), 1.0)
+    hidden = torch.tensor([[1.0, 1.0], [torch.nan, 1.0], [torch.inf, 1.0]])
+    found = head_outputs(LinearHead(weight=weight), hidden, torch.tensor([0, 0, 0]), HeadRequest(entropy=True))
+    assert torch.isfinite(found.logprobs_N).tolist() == [True, False, False]
+    assert torch.isfinite(found.entropy_N).tolist() == [True, False, False]
 
 
 def test_no_tokens_give_no_outputs_and_zero_gradients():

@@ -96,7 +96,7 @@ def test_a_file_that_is_no_safetensors_file_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("vocab_size", "on_host", "tokens"),
-    [(1000, True, 4194), (32_000, True, 131), (152_000, True, 128), (32_000, False, 2097), (152_000, False, 441)],
+    [(1000, True, 6272), (32_000, True, 192), (152_000, True, 128), (32_000, False, 2097), (152_000, False, 441)],
 )
 def test_the_heads_chunk_is_of_the_device(vocab_size, on_host, tokens):
     assert memory.head_chunk(vocab_size, on_host=on_host) == tokens

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t PARALLEL_FROM = 1 << 15;  // elements; below, waking the other threads costs more
 constexpr int64_t SPAN = 1 << 12;           // elements that a thread takes at a time where there are no rows
+constexpr float NEVER = -1e4f;              // for lower log probabilities, where a probability of 0 multiplies them
 
 template <typename T>
 void norm(const T* __restrict x, const T* __restrict weight, T* __restrict y, float* __restrict scales, int64_t num,
@@ -79,18 +80,88 @@ void gate(const T* __restrict gates, const T* __restrict ups, T* __restrict y, i
   }
 }
 
+// In place: fresh memory for two gradients costs more than computing them.
 template <typename T>
-void gate_backward(const T* __restrict gates, const T* __restrict ups, const T* __restrict dy, T* __restrict dgates,
-                   T* __restrict dups, int64_t num, int threads) {
+void gate_backward(T* __restrict gates, T* __restrict ups, const T* __restrict dy, int64_t num, int threads) {
 #pragma omp parallel for num_threads(threads) if (num >= PARALLEL_FROM)
   for (int64_t start = 0; start < num; start += SPAN) {
     const int64_t end = std::min(num, start + SPAN);
     for (int64_t i = start; i < end; ++i) {
       const float x = load(gates[i]), upstream = load(dy[i]), share = sigmoid(x);
       const float silu = x * share;
-      dgates[i] = rounded<T>(upstream * load(ups[i]) * (share + silu * (1.0f - share)));
-      dups[i] = rounded<T>(upstream * silu);
+      gates[i] = rounded<T>(upstream * load(ups[i]) * (share + silu * (1.0f - share)));
+      ups[i] = rounded<T>(upstream * silu);
     }
+  }
+}
+
+// Multiplies a row and returns the largest product, NaN left out. Compilers do not vectorise a maximum with NaN kept by
+// themselves, hence the lanes.
+inline float scale_row(float* __restrict row, int64_t size, float factor) {
+  constexpr int64_t LANES = 32;
+  float largest[LANES];
+  std::fill(largest, largest + LANES, -INFINITY);
+  const int64_t whole = size - size % LANES;
+  for (int64_t d = 0; d < whole; d += LANES) {
+    for (int64_t lane = 0; lane < LANES; ++lane) {
+      const float x = row[d + lane] *= factor;
+      largest[lane] = x > largest[lane] ? x : largest[lane];
+    }
+  }
+  for (int64_t d = whole; d < size; ++d) {
+    row[d] *= factor;
+    largest[0] = row[d] > largest[0] ? row[d] : largest[0];
+  }
+  return *std::max_element(largest, largest + LANES);
+}
+
+// Sums over a row are floats within a span and doubles over spans.
+void log_softmax(float* __restrict logits, float* __restrict entropies, int64_t num, int64_t size, float temperature,
+                 int threads) {
+  const float inverse = 1.0f / temperature;
+#pragma omp parallel for num_threads(threads) if (num * size >= PARALLEL_FROM)
+  for (int64_t n = 0; n < num; ++n) {
+    float* __restrict row = logits + n * size;
+    const float largest = scale_row(row, size, inverse);
+    double sum = 0;
+    for (int64_t start = 0; start < size; start += SPAN) {
+      const int64_t end = std::min(size, start + SPAN);
+      float part = 0;
+      for (int64_t d = start; d < end; ++d) part += exponential(row[d] - largest);
+      sum += part;
+    }
+    const float shift = static_cast<float>(std::log(sum));
+    double entropy = 0;
+    for (int64_t start = 0; start < size; start += SPAN) {
+      const int64_t end = std::min(size, start + SPAN);
+      for (int64_t d = start; d < end; ++d) row[d] = (row[d] - largest) - shift;
+      if (!entropies) continue;
+      float part = 0;
+      for (int64_t d = start; d < end; ++d) part -= exponential(row[d]) * (row[d] < NEVER ? NEVER : row[d]);
+      entropy += part;
+    }
+    if (entropies) entropies[n] = static_cast<float>(entropy);
+  }
+}
+
+// In place of logp: (grad * (onehot(target) - p) - slope * p * (logp + entropy)).
+void logits_gradient(float* __restrict logp, const int64_t* __restrict targets, const float* __restrict grads,
+                     const float* __restrict slopes, const float* __restrict entropies, int64_t num, int64_t size,
+                     int threads) {
+#pragma omp parallel for num_threads(threads) if (num * size >= PARALLEL_FROM)
+  for (int64_t n = 0; n < num; ++n) {
+    float* __restrict row = logp + n * size;
+    const float grad = grads[n];
+    if (slopes) {
+      const float slope = slopes[n], entropy = entropies[n];
+      for (int64_t d = 0; d < size; ++d) {
+        const float value = row[d] < NEVER ? NEVER : row[d];
+        row[d] = (-slope * (value + entropy) - grad) * exponential(row[d]);
+      }
+    } else {
+      for (int64_t d = 0; d < size; ++d) row[d] = -grad * exponential(row[d]);
+    }
+    row[targets[n]] += grad;
   }
 }
 
@@ -132,13 +203,23 @@ void roll_gate(int low, const void* gates, const void* ups, void* y, int64_t num
   });
 }
 
-void roll_gate_backward(int low, const void* gates, const void* ups, const void* dy, void* dgates, void* dups,
-                        int64_t num, int threads) {
+// Gates and ups become their gradients.
+void roll_gate_backward(int low, void* gates, void* ups, const void* dy, int64_t num, int threads) {
   typed(low, [&](auto zero) {
     using T = decltype(zero);
-    gate_backward(static_cast<const T*>(gates), static_cast<const T*>(ups), static_cast<const T*>(dy),
-                  static_cast<T*>(dgates), static_cast<T*>(dups), num, threads);
+    gate_backward(static_cast<T*>(gates), static_cast<T*>(ups), static_cast<const T*>(dy), num, threads);
   });
+}
+
+// In place: log(softmax(logits [N, D] / temperature)), and entropies [N] unless that is null.
+void roll_log_softmax(float* logits, float* entropies, int64_t num, int64_t size, float temperature, int threads) {
+  log_softmax(logits, entropies, num, size, temperature, threads);
+}
+
+// In place of logp [N, D] the logits' gradient; slopes and entropies [N] are null if the entropy has none.
+void roll_logits_gradient(float* logp, const int64_t* targets, const float* grads, const float* slopes,
+                          const float* entropies, int64_t num, int64_t size, int threads) {
+  logits_gradient(logp, targets, grads, slopes, entropies, num, size, threads);
 }
 
 }  // extern "C"

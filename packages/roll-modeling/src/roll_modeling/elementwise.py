@@ -1,7 +1,7 @@
-"""RMSNorm and gated activation, forward and backward, in compiled kernels of one pass each: `elementwise.cpp`, called
+"""RMSNorm, gated activation and log-softmax, forward and backward, in compiled kernels: `elementwise.cpp`, called
 through ctypes.
 
-Tensors are contiguous, on the host, and float32 or bfloat16.
+Tensors are contiguous, on the host, and float32 or bfloat16; those of the log-softmax are float32.
 
 Shapes: N rows, D their size.
 """
@@ -58,7 +58,9 @@ def library() -> ctypes.CDLL:
             "roll_norm": [flag, *[pointer] * 4, integer, integer, number, flag],
             "roll_norm_backward": [flag, *[pointer] * 6, integer, integer, integer, flag],
             "roll_gate": [flag, *[pointer] * 3, integer, flag],
-            "roll_gate_backward": [flag, *[pointer] * 5, integer, flag],
+            "roll_gate_backward": [flag, *[pointer] * 3, integer, flag],
+            "roll_log_softmax": [*[pointer] * 2, integer, integer, number, flag],
+            "roll_logits_gradient": [*[pointer] * 5, integer, integer, flag],
         },
     )
 
@@ -69,7 +71,7 @@ def available() -> bool:
     try:
         library()
     except ExtensionError as error:
-        log.info("norms and gates are computed by several operations of torch each, more slowly: %s", error)
+        log.info("norms, gates and logprobs are computed by several operations of torch each, more slowly: %s", error)
         return False
     return True
 
@@ -126,22 +128,50 @@ def gate(gate_ND: Tensor, up_ND: Tensor) -> Tensor:
     return y_ND
 
 
-def gate_backward(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of both."""
+def gate_backward_(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> None:
+    """Overwrite gate and up with their gradients."""
     _check(gate_ND, up_ND, gate_ND.shape)
     _check(gate_ND, dy_ND, gate_ND.shape)
-    dgate_ND, dup_ND = torch.empty_like(gate_ND), torch.empty_like(up_ND)
     library().roll_gate_backward(
         _low(gate_ND),
         gate_ND.data_ptr(),
         up_ND.data_ptr(),
         dy_ND.data_ptr(),
-        dgate_ND.data_ptr(),
-        dup_ND.data_ptr(),
         gate_ND.numel(),
         torch.get_num_threads(),
     )
-    return dgate_ND, dup_ND
+
+
+def log_softmax_(logits_ND: Tensor, temperature: float, *, entropy: bool) -> Tensor | None:
+    """Overwrite logits with log probabilities at `temperature`; returns the `[N]` entropies if wanted."""
+    _check(logits_ND, logits_ND, logits_ND.shape)
+    entropy_N = torch.empty(len(logits_ND)) if entropy else None
+    library().roll_log_softmax(
+        logits_ND.data_ptr(), _pointer(entropy_N), *logits_ND.shape, temperature, torch.get_num_threads()
+    )
+    return entropy_N
+
+
+def logits_gradient_(
+    logp_ND: Tensor, targets_N: Tensor, grad_N: Tensor, slope_N: Tensor | None, entropy_N: Tensor | None
+) -> None:
+    """Overwrite log probabilities with `grad * (onehot(target) - p) - slope * p * (logp + entropy)`."""
+    for each in (grad_N, slope_N, entropy_N):
+        if each is not None:
+            _check(logp_ND[:, 0].contiguous(), each, targets_N.shape)
+    library().roll_logits_gradient(
+        logp_ND.data_ptr(),
+        targets_N.data_ptr(),
+        grad_N.data_ptr(),
+        _pointer(slope_N),
+        _pointer(entropy_N),
+        *logp_ND.shape,
+        torch.get_num_threads(),
+    )
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _check(first: Tensor, other: Tensor, shape: torch.Size) -> None:

@@ -145,8 +145,13 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_NI, up_NI = ctx.saved_tensors
-        backward = elementwise.gate_backward if elementwise.available() else blocked_gate_backward
-        dgate_NI, dup_NI = backward(gate_NI, up_NI, grads[0].reshape(gate_NI.shape).contiguous())
+        dy_NI = grads[0].reshape(gate_NI.shape).contiguous()
+        if elementwise.available():
+            # A linear layer's output is kept for nothing else. A second backward pass would need it: none is made.
+            elementwise.gate_backward_(gate_NI, up_NI, dy_NI)
+            dgate_NI, dup_NI = gate_NI, up_NI
+        else:
+            dgate_NI, dup_NI = blocked_gate_backward(gate_NI, up_NI, dy_NI)
         return dgate_NI.view(grads[0].shape), dup_NI.view(grads[0].shape)
 
 
@@ -191,7 +196,7 @@ def blocked_gate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
 
 
 def blocked_gate_backward(gate_NI: Tensor, up_NI: Tensor, dy_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """`elementwise.gate_backward`."""
+    """`elementwise.gate_backward_`, the gradients in tensors of their own."""
     size = gate_NI.shape[-1]
     dgate_NI, dup_NI = torch.empty_like(gate_NI), torch.empty_like(up_NI)
     scratch = gate_NI.new_empty(max(1, BLOCK_ELEMENTS // size), size)

@@ -38,8 +38,9 @@ inline BFloat16 rounded<BFloat16>(float x) {  // to the nearest, ties to even
   return {static_cast<uint16_t>((is_nan ? bits | 0x400000 : up) >> 16)};
 }
 
-// e^x to two units in the last place; 0 far below, NaN for NaN. Written out so that compilers vectorise it.
+// e^x to two units in the last place; 0 below the smallest normal number, NaN for NaN. Written out so that compilers vectorise it.
 inline float exponential(float x) {
+  const float given = x;
   x = x < -87.3f ? -87.3f : x;
   x = x > 88.0f ? 88.0f : x;
   const float n = std::nearbyint(x * 1.44269504f);
@@ -54,7 +55,7 @@ inline float exponential(float x) {
   const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
-  return p * scale;
+  return given < -87.3f ? 0.0f : p * scale;
 }
 
 // 1 / (1 + e^-x), to a few units in the last place; NaN for NaN.

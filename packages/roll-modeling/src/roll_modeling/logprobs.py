@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from roll_modeling.memory import KEPT_ELEMENTS, head_chunk, padded_rows
-from roll_modeling.products import input_gradient, linear, prefers_onednn
+from roll_modeling import elementwise
+from roll_modeling.memory import HOST_MIN_ADDED, KEPT_ELEMENTS, head_chunk, padded_rows
+from roll_modeling.products import input_gradient, linear, prefers_onednn, weight_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,10 +191,10 @@ class _ChunkedHead(torch.autograd.Function):
         tops: list[tuple[Tensor, Tensor]] = []
         for start in range(0, num_tokens, size):
             span = slice(start, start + size)
-            logp_CV = _log_softmax(head.logits(hidden_NH[span]), request.temperature)
+            logp_CV, entropy_C = _log_softmax(head.logits(hidden_NH[span]), request.temperature, request.entropy)
             chosen.append(logp_CV.gather(1, targets_N[span, None])[:, 0])
-            if request.entropy:
-                entropies.append(_entropy(logp_CV))
+            if entropy_C is not None:
+                entropies.append(entropy_C)
             if request.topk:
                 tops.append(_topk(logp_CV, request.topk))
             if keep:
@@ -226,7 +227,7 @@ class _ChunkedHead(torch.autograd.Function):
             grad_entropy_N = None
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        grad_weight_VH: Tensor | None = None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
         size = request.chunk(weight_VH.shape[0], hidden_NH.device)
         for at, start in enumerate(range(0, len(targets_N), size)):
@@ -239,7 +240,7 @@ class _ChunkedHead(torch.autograd.Function):
                 logits_CV = head.logits(hidden_NH[span])
                 if head.softcap:
                     slope_CV = 1.0 - (logits_CV / head.softcap).square_()
-                logp_CV = _log_softmax(logits_CV, request.temperature)
+                logp_CV, _ = _log_softmax(logits_CV, request.temperature, entropy=False)
             d_CV = _d_logits(
                 logp_CV,
                 targets_N[span],
@@ -255,23 +256,38 @@ class _ChunkedHead(torch.autograd.Function):
             d_CV = d_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
                 grad_hidden_NH[span] = input_gradient(d_CV, weight_VH)
-            if grad_weight_VH is not None:
-                if grad_weight_VH.dtype == d_CV.dtype:
-                    grad_weight_VH.addmm_(d_CV.T, hidden_NH[span])
-                else:
-                    grad_weight_VH += d_CV.T @ hidden_NH[span]
-        if grad_weight_VH is not None:
+            if wants_weight:
+                grad_weight_VH = _add_product(grad_weight_VH, d_CV, hidden_NH[span])
+        if wants_weight:
+            grad_weight_VH = torch.zeros_like(weight_VH) if grad_weight_VH is None else grad_weight_VH
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         if grad_bias_V is not None and bias_V is not None:
             grad_bias_V = grad_bias_V.to(bias_V.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
 
 
-def _log_softmax(logits_CV: Tensor, temperature: float) -> Tensor:
-    """Uses up its argument."""
+def _log_softmax(logits_CV: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Log probabilities, and entropies if wanted. Uses up its argument."""
+    if _compiled(logits_CV):
+        return logits_CV, elementwise.log_softmax_(logits_CV, temperature, entropy=entropy)
     if temperature != 1.0:
         logits_CV = logits_CV.div_(temperature)
-    return torch.log_softmax(logits_CV, dim=-1)
+    logp_CV = torch.log_softmax(logits_CV, dim=-1)
+    return logp_CV, _entropy(logp_CV) if entropy else None
+
+
+def _compiled(logits_CV: Tensor) -> bool:
+    """True if the kernels of `elementwise` can be used."""
+    return logits_CV.device.type == "cpu" and elementwise.available()
+
+
+def _add_product(total_VH: Tensor | None, d_CV: Tensor, hidden_CH: Tensor) -> Tensor:
+    """`total + d.T @ hidden` in float32, in place; None is zero."""
+    if total_VH is None:
+        return weight_gradient(d_CV, hidden_CH).float()
+    if d_CV.dtype == torch.float32 and len(d_CV) < HOST_MIN_ADDED:
+        return total_VH.addmm_(d_CV.T, hidden_CH)
+    return total_VH.add_(weight_gradient(d_CV, hidden_CH))
 
 
 def _d_logits(
@@ -284,12 +300,15 @@ def _d_logits(
 ) -> Tensor:
     """Gradient of the logits before scale and temperature, which `factor` undoes. Uses up `logp_CV`."""
     grad_C = grad_C * factor
-    if entropy_C is None or grad_entropy_C is None:
+    slope_C = grad_entropy_C * factor if grad_entropy_C is not None else None
+    if _compiled(logp_CV):
+        elementwise.logits_gradient_(logp_CV, targets_C, grad_C, slope_C, entropy_C)
+        return logp_CV
+    if entropy_C is None or slope_C is None:
         d_CV = logp_CV.exp_().mul_(-grad_C[:, None])
     else:
         p_CV = logp_CV.exp()
         # -(g + e * (log p + S)) * p, with one pass less.
-        slope_C = grad_entropy_C * factor
         d_CV = logp_CV.clamp_(min=NEVER).add_(entropy_C[:, None])
         d_CV = d_CV.mul_(-slope_C[:, None]).sub_(grad_C[:, None]).mul_(p_CV)
     return d_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])

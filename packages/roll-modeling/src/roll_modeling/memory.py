@@ -22,11 +22,14 @@ first, and comes to the embedding; at its end nothing is left of what was comput
 up over ranks are on their way. What is held by then grows or shrinks in between."""
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
-HOST_CHUNK_ELEMENTS = 1 << 22
-"""Logits of one chunk on the host: small enough to stay in a core's share of the cache."""
+HOST_CHUNK_ELEMENTS = 6 << 20
+"""Logits of one chunk on the host: glibc recycles pieces of up to 32 MiB, and clears the pages of larger ones anew."""
 HOST_CHUNK_TOKENS = 128
 """Fewest tokens of a chunk on the host: each chunk reads the whole output layer and its gradient, which with 27 tokens
 costs more than plain torch on a vocabulary of 152,000 (`benchmarks/head_chunks.py`)."""
+HOST_MIN_ADDED = 192
+"""Tokens of a chunk from which, in float32, the output layer's gradient is computed by oneDNN and then added, instead
+of by MKL's slower product that adds."""
 DEVICE_CHUNK_ELEMENTS = 1 << 26
 """Logits of one chunk on an accelerator: 768 MiB with log-softmax and gradient, and still 441 tokens of a vocabulary of
 152,000. A product is bound by its arithmetic, not by reading the weight, from about 200 (H200) to 300 (H100) tokens."""
@@ -44,7 +47,7 @@ MASTER_BYTES = 4
 def head_chunk(vocab_size: int, *, on_host: bool) -> int:
     """Tokens whose logits exist at once, where the config does not say."""
     if on_host:
-        return max(HOST_CHUNK_TOKENS, HOST_CHUNK_ELEMENTS // vocab_size)
+        return max(HOST_CHUNK_TOKENS, HOST_CHUNK_ELEMENTS // vocab_size // 64 * 64)  # products like even rows
     return max(1, DEVICE_CHUNK_ELEMENTS // vocab_size)
 
 
@@ -161,8 +164,10 @@ def _training(
         return
     head = model.vocab_size * model.hidden_size if question.task == "causal_lm" else 0
     if moment == "head":
-        # It is added up in float32.
-        num_bytes, how = head * (4 if size == 4 else 4 + size), "the output layer's"
+        # It is added up in float32, beside a chunk's own.
+        chunk = chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host)
+        apart = size != 4 or (question.on_host and HOST_MIN_ADDED <= chunk < tokens)
+        num_bytes, how = head * (4 + size if apart else 4), "the output layer's"
     else:
         # A tied one waits for the embedding's, which is as large.
         waiting = head if model.tied else 0
@@ -261,12 +266,13 @@ def head_bytes(question: MemoryQuestion, tokens: int, chunk_tokens: int | None, 
     if question.task != "causal_lm":
         return states * (2 if backward else 1)
     chunk = min(tokens, chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host))
-    logits = 4 * chunk * model.vocab_size * (3 if backward else 2)
-    if not backward:
-        return states + logits
     everything = tokens * model.vocab_size
-    kept = 4 * everything if everything <= KEPT_ELEMENTS else 0
-    return 3 * states + logits + kept
+    kept = 4 * everything if backward and everything <= KEPT_ELEMENTS else 0
+    if question.on_host:  # compiled kernels work in place, also on what is kept
+        logits = max(kept, 4 * chunk * model.vocab_size) + (0 if size == 4 else size) * chunk * model.vocab_size
+    else:
+        logits = 4 * chunk * model.vocab_size * (3 if backward else 2) + kept
+    return states * (3 if backward else 1) + logits
 
 
 def _head_formula(question: MemoryQuestion, tokens: int, chunk_tokens: int | None) -> str:
