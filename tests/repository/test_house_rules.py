@@ -34,7 +34,7 @@ OWN_PARTS = {
 FORBIDDEN_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "yaml.load", "cloudpickle.loads"}
 OUR_OWN = {("codecs.py", "cloudpickle.loads")}
 """Messages between a driver and the workers that it started are not foreign; Ray itself carries them that way."""
-UNTYPED_CALLS = {"scoring.py", "broadcaster.py", "controller.py", "replicas.py"}
+UNTYPED_CALLS = {"scoring.py", "broadcaster.py", "weight_sync.py", "replicas.py"}
 """Modules that still call workers by a method's name instead of through `WorkerStub`."""
 HEAVY = {"torch", "ray", "transformers", "datasets", "tensorboard", "math_verify"}
 LIGHT = ("spec", "config", "plugins", "cli")

@@ -9,7 +9,7 @@ from rollout_fleet import ask, engine, in_virtual_time, request, right_tokens
 from roll_core.errors import WeightSyncError, WorkerDiedError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.run.roles import ATTEMPTS, GroupInferRole
-from roll_core.runtime.weights.controller import WeightSyncController
+from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.spec.config import WorkerConfig
 from roll_testing.errors import refused
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from roll_core.errors import GuardTrippedError, StaleWeightsError, WeightSyncError
-from roll_core.runtime.weights import controller
-from roll_core.runtime.weights.probe import Compared, ProbeReading
+from roll_core.runtime.run import weight_sync as controller
+from roll_core.runtime.run.probe import Compared, ProbeReading
 from roll_core.types import WeightReceipt
 from roll_infer_hf.engine import HFInferStrategy
 from roll_testing.errors import mentions

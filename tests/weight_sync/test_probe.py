@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
-from roll_core.runtime.weights.probe import Compared, ProbeReading, logprob_probe, require_following
+from roll_core.runtime.run.probe import Compared, ProbeReading, logprob_probe, require_following
 from roll_core.spec.pipeline import ScoredSequences
 from roll_core.types import Completion, CompletionOutput
 from roll_testing.errors import refused

@@ -11,7 +11,8 @@ from sync_workers import ProcessGroup, record_of, same_values
 from roll_core.errors import WorkerDiedError
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.weights import WeightBroadcaster, controller
+from roll_core.runtime.run import weight_sync as controller
+from roll_core.runtime.weights import WeightBroadcaster
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 
 ALL = ("cuda_ipc", "shm", "collective")

@@ -129,7 +129,7 @@ def gate(gate_ND: Tensor, up_ND: Tensor) -> Tensor:
 
 
 def gate_backward_(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> None:
-    """Overwrite gate and up with their gradients."""
+    """Overwrite gate and up with their gradients. Autograd raises if it reads them again."""
     _check(gate_ND, up_ND, gate_ND.shape)
     _check(gate_ND, dy_ND, gate_ND.shape)
     library().roll_gate_backward(
@@ -140,6 +140,8 @@ def gate_backward_(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> None:
         gate_ND.numel(),
         torch.get_num_threads(),
     )
+    for each in (gate_ND, up_ND):
+        torch.autograd.graph.increment_version(each)
 
 
 def log_softmax_(logits_ND: Tensor, temperature: float, *, entropy: bool) -> Tensor | None:

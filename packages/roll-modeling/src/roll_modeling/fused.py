@@ -147,7 +147,6 @@ class _SwiGLU(torch.autograd.Function):
         gate_NI, up_NI = ctx.saved_tensors
         dy_NI = grads[0].reshape(gate_NI.shape).contiguous()
         if elementwise.available():
-            # A linear layer's output is kept for nothing else. A second backward pass would need it: none is made.
             elementwise.gate_backward_(gate_NI, up_NI, dy_NI)
             dgate_NI, dup_NI = gate_NI, up_NI
         else:

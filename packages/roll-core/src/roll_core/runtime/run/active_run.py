@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.scoring import RewardRouter
     from roll_core.runtime.run.data import RunData
     from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
-    from roll_core.runtime.weights.controller import WeightSyncController
+    from roll_core.runtime.run.weight_sync import WeightSyncController
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig
     from roll_core.spec.pipeline import InferRole, Prompt, RolloutPlan, Split

@@ -20,7 +20,7 @@ from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import stop_finder
 from roll_core.runtime.rollout.scoring import RewardRole, RewardRouter
 from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
-from roll_core.runtime.weights.controller import WeightSyncController
+from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.runtime.workers.build import (
     group_specs,
     kept_apart,

@@ -17,10 +17,10 @@ from roll_core.errors import (
     WeightSyncError,
     WorkerDiedError,
 )
+from roll_core.runtime.run.probe import ProbeReading, logprob_probe, require_following
 from roll_core.runtime.run.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import role_facts
-from roll_core.runtime.weights.probe import ProbeReading, logprob_probe, require_following
 from roll_core.runtime.workers.build import provider_of, served_adapters
 
 if TYPE_CHECKING:
