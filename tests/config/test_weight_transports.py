@@ -5,7 +5,7 @@ import pytest
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.pipelines.plans import rlvr
-from roll_core.plugins.loader import Plugin, load_plugins
+from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.workers.build import kept_apart
 from roll_core.spec.providers import (
@@ -15,6 +15,7 @@ from roll_core.spec.providers import (
     TrainProvider,
     WeightTransportProvider,
 )
+from roll_testing.part import hf_plugins
 
 RLVR = """
 pipeline: rlvr
@@ -43,7 +44,7 @@ def registry():
     acme = Plugin(
         package="roll-acme", version="1", entry_point="acme", target="acme", state="loaded", providers=tuple(providers)
     )
-    return Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), acme])
+    return Registry([*hf_plugins(), acme])
 
 
 @pytest.fixture

@@ -26,32 +26,32 @@ from roll_core.types import Group
 RUNTIME = Path(roll_core.runtime.__file__).parent
 
 TASKS = {
-    ("checkpoints.py", "_in_thread"),
-    ("concurrency.py", "background"),
-    ("concurrency.py", "gather"),
-    ("executors/base.py", "_stacks"),
-    ("executors/host.py", "begin"),
-    ("executors/local.py", "_start_group"),
-    ("loop.py", "_watched"),
-    ("roles.py", "_is_done"),
-    ("roles.py", "served"),
+    ("records/checkpoints.py", "_in_thread"),
+    ("cluster/concurrency.py", "background"),
+    ("cluster/concurrency.py", "gather"),
+    ("cluster/executors/base.py", "_stacks"),
+    ("cluster/executors/host.py", "begin"),
+    ("cluster/executors/local.py", "_start_group"),
+    ("run/loop.py", "_watched"),
+    ("run/roles.py", "_is_done"),
+    ("run/roles.py", "served"),
     ("rollout/replicas.py", "_abort"),
     ("rollout/replicas.py", "abort_until"),
     ("rollout/replicas.py", "submit"),
     ("rollout/scoring.py", "_scored"),
-    ("saving.py", "_save"),
-    ("stopping.py", "unless_asked"),
+    ("run/saving.py", "_save"),
+    ("run/stopping.py", "unless_asked"),
     ("weights/broadcaster.py", "_transfer"),
     ("workers/infer.py", "submit"),
 }
 """Functions that start tasks by themselves. Every other task is `background`; of these each is awaited, by the function
 itself or by whoever it is handed to."""
 THREADS = {
-    ("concurrency.py", "in_daemon_thread"): "the exception is the result of the one who awaits it",
-    ("doctor.py", "guarded"): "waits with a limit of its own",
-    ("executors/foreign_worker.py", "serve"): "ends the process",
-    ("executors/host.py", "__init__"): "exceptions are answers: see below",
-    ("manifest.py", "_in_parallel"): "map raises in the caller",
+    ("cluster/concurrency.py", "in_daemon_thread"): "the exception is the result of the one who awaits it",
+    ("cluster/doctor.py", "guarded"): "waits with a limit of its own",
+    ("cluster/executors/isolated_env_worker.py", "serve"): "ends the process",
+    ("cluster/executors/host.py", "__init__"): "exceptions are answers: see below",
+    ("records/manifest.py", "_in_parallel"): "map raises in the caller",
     ("weights/transports/store.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
     ("weights/transports/store.py", "_accept"): "its client loses its connection",
     ("workers/child.py", "main"): "in a child process, whose parent keeps the deadline",
@@ -85,7 +85,7 @@ def test_every_thread_is_known():
 
 
 def test_nobody_else_handles_what_callbacks_raise():
-    assert set(calls("set_exception_handler")) == {("concurrency.py", "end_on_failure")}
+    assert set(calls("set_exception_handler")) == {("cluster/concurrency.py", "end_on_failure")}
 
 
 class Boom(Exception):
