@@ -42,7 +42,8 @@ from sim_workloads import LOADS, PROMPT, SPEED, UNIT, described
 
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.spec.pipeline import Prompt, RolloutPlan
+from roll_core.spec.pipeline import RolloutPlan
+from roll_core.spec.rollout import Prompt
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.simulation import VirtualTimeLoop
 

@@ -5,6 +5,8 @@ Examples are taken from the text of the pages. The last test fails for a Python 
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -17,11 +19,13 @@ from pathlib import Path
 
 import pytest
 
+from roll_core.algorithms.advantages import grpo
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.plugins.targets import check_part, load_target
+from roll_core.runtime.rollout.program import SingleTurn
 from roll_core.spec import providers
 
 REPOSITORY = Path(__file__).parents[2]
@@ -288,7 +292,6 @@ def test_an_estimator_has_keys_of_its_own_and_compares_the_responses_of_a_group(
 
     segments_T = torch.tensor([0, 1, 1, 2, 2, 2, 3])
     batch = AdvantageInput(
-        token_rewards_T=torch.zeros(7),
         scores_S=torch.tensor([1.0, 0.0, 1.0, 5.0]),
         mask_T=torch.tensor([True, True, False, True, True, True, True]),
         segments_T=segments_T,
@@ -301,6 +304,27 @@ def test_an_estimator_has_keys_of_its_own_and_compares_the_responses_of_a_group(
     found = load_target(record.target, owner="")(batch).advantages_T
     third = 0.5 / 3
     assert torch.allclose(found, torch.tensor([third, -2 * third, 0, third, third, third, 0]))
+
+
+def test_an_estimator_without_the_cores_helpers_equals_grpo():
+    import torch
+
+    from roll_core.spec.algorithms import AdvantageInput
+
+    estimate = run(example("docs/plugins.md", "def relative_to_group"))["relative_to_group"]
+    batch = AdvantageInput(
+        scores_S=torch.tensor([1.0, 0.0, 0.5, 5.0, 2.0, 2.0]),
+        mask_T=torch.tensor([True, True, False, True, True, True, True]),
+        segments_T=torch.tensor([0, 1, 1, 2, 3, 4, 5]),
+        groups_S=torch.tensor([0, 0, 0, 1, 2, 2]),
+    )
+    assert torch.allclose(estimate(batch).advantages_T, grpo(batch).advantages_T, atol=1e-6)
+
+
+def test_the_program_of_a_single_turn_is_quoted():
+    quoted = ast.parse(example("docs/rollouts.md", "class SingleTurn")).body[0].body[0]
+    source = ast.parse(textwrap.dedent(inspect.getsource(SingleTurn.run))).body[0]
+    assert [ast.dump(each) for each in quoted.body] == [ast.dump(each) for each in source.body]
 
 
 def test_an_engines_configuration_decides_its_slots():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from roll_core.errors import DataError
 from roll_core.pipelines.prompt_order import PromptOrder, apportion
-from roll_core.spec.pipeline import Prompt
+from roll_core.spec.rollout import Prompt
 from roll_testing.errors import refused
 
 

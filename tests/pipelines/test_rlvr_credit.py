@@ -20,8 +20,9 @@ from roll_core.pipelines.plans import rlvr as plan
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
-from roll_core.spec.pipeline import Prompt, ScoredSequences, UpdateResult
+from roll_core.spec.pipeline import ScoredSequences, UpdateResult
 from roll_core.spec.providers import AdvantageProvider
+from roll_core.spec.rollout import Prompt
 from roll_core.types import Group, Reward, Sample
 from roll_testing.errors import refused
 

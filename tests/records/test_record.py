@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.config.secrets import REDACTED, Redactor
-from roll_core.errors import RunInterruptedError, RunPreemptedError, WorkerDiedError
+from roll_core.errors import RollError, RunInterruptedError, RunPreemptedError, WorkerDiedError
 from roll_core.runtime.records.guards import GuardEvent
 from roll_core.runtime.records.record import RunFacts, RunRecord, git_state, is_abandoned, read_record
 
@@ -58,7 +58,8 @@ def test_the_end_is_recorded_with_its_cause(tmp_path: Path, error: BaseException
     read = read_record(tmp_path / "run.json")
     assert (read["outcome"], read["steps_done"], read["time"]) == (outcome, 4, rows)
     assert read["ended"] >= read["started"]
-    assert read["error"] == (None if error is None else {"type": type(error).__name__, "message": str(error)})
+    code = {"code": error.code} if isinstance(error, RollError) else {}
+    assert read["error"] == (None if error is None else {"type": type(error).__name__, "message": str(error)} | code)
 
 
 def test_secrets_reach_the_record_nowhere(tmp_path: Path) -> None:

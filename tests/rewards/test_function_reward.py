@@ -111,7 +111,7 @@ def test_a_function_may_say_that_it_failed(reward_of, asking, isolation, returne
         ("return {'score': 1.0}", ("failure",)),
         ("return {'value': 1.0, 'parts': [1]}", ("'parts'",)),
         ("return {'value': 1.0, 'part': float('nan')}", ("'part'",)),
-        ("return {}['answer']", ("KeyError", "'answer'", "user_rewards_", "py", "1")),
+        ("return {}['answer']", ("KeyError", "'answer'", "1")),
         ("raise SystemExit(1)", ("SystemExit", "1")),
         ("from roll_core.errors import RewardFailure; raise RewardFailure('judge offline')", ("judge", "offline")),
     ],
@@ -154,7 +154,7 @@ def test_without_isolation_only_so_many_hanging_calls_are_given_up_on(reward_of,
     for _ in range(8):
         with refused(RewardFailure, "0.5"):
             reward.score(asking("x", wait=release.wait))
-    with refused(RewardFailure, "8", "isolation: process"):
+    with refused(RewardFailure, "8", "isolation"):
         reward.score(asking("x", wait=release.wait))
     release.set()
     deadline = time.monotonic() + 30

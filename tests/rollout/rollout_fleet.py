@@ -6,7 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from roll_core.spec.pipeline import Prompt, RolloutPlan
+from roll_core.spec.pipeline import RolloutPlan
+from roll_core.spec.rollout import Prompt
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.simulation import SimulatedEngine, Speed, VirtualTimeLoop
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from roll_core.runtime.rollout.recording import group_from, outputs_from, saved_group, saved_outputs
-from roll_core.spec.pipeline import Prompt
+from roll_core.spec.rollout import Prompt
 from roll_core.types import CompletionOutput, Group, Reward, Sample
 
 PROMPT = Prompt(id="7/1", tokens=np.array([1, 2]), text="?", tag="maß", metadata={"answer": object()})

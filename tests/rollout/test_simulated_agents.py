@@ -7,7 +7,8 @@ import pytest
 
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.spec.pipeline import Prompt, RolloutPlan
+from roll_core.spec.pipeline import RolloutPlan
+from roll_core.spec.rollout import Prompt
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.simulated_agents import Environments, SimulatedAgents, Trajectory
 from roll_testing.simulation import Speed, VirtualTimeLoop

@@ -182,7 +182,7 @@ def test_tokens_that_do_not_exist_are_named(local_runs, spoil_answers):
     result = local_runs.run(local_runs.rlvr())
     assert "guard token_round_trip" in str(result.error)
     assert mentions(str(result.error), "99")
-    assert mentions(str(result.error), "'hf_infer'", "roll-core")
+    assert mentions(str(result.error), "'hf_infer'", "roll-infer-hf")
 
 
 def test_ids_of_a_padded_embedding_are_trained_on(local_runs):

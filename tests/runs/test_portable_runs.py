@@ -124,8 +124,8 @@ def test_a_flipped_byte_of_the_state_is_found_before_it_is_used(local_runs):
 
 
 def test_a_strategy_that_cannot_export_its_state_is_refused_before_anything_starts(local_runs, monkeypatch):
-    from roll_core.builtin import plugin
     from roll_core.plugins.registry import load_registry
+    from roll_strategy_hf import plugin
 
     unable = plugin.HF_TRAIN.__class__(tasks=("causal_lm",))
     monkeypatch.setattr(plugin, "HF_TRAIN", unable)

@@ -13,7 +13,7 @@ from roll_core.runtime.rollout.scoring import request_of
 from roll_core.runtime.run.active_run import token_problem
 from roll_core.spec.config import RunConfig, TokenizerConfig
 from roll_core.spec.model import ModelSpec
-from roll_core.spec.pipeline import Prompt
+from roll_core.spec.rollout import Prompt
 from roll_core.types import Completion, CompletionOutput
 
 

@@ -98,7 +98,7 @@ def test_memory_of_the_shared_device_is_lent(way, caplog):
 
 
 @pytest.mark.parametrize(
-    ("device", "facts"),
+    ("device", "why"),
     [
         (("another", ""), "device of rank 0 of actor_infer"),
         (("the one device", "invalid device context"), "invalid device context"),

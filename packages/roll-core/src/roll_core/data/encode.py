@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.spec.config import DataArguments
-    from roll_core.spec.pipeline import Prompt
+    from roll_core.spec.rollout import Prompt
     from roll_core.types import TokenIds
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def encode_prompts(
     rows: Rows, data: DataArguments, tokenizer: PreTrainedTokenizerBase, *, prompt_length: int
 ) -> tuple[list[Prompt], Counts]:
     """Rows as prompts, in their order; those longer than `prompt_length` tokens are left out. Ids are the rows'."""
-    from roll_core.spec.pipeline import Prompt
+    from roll_core.spec.rollout import Prompt
 
     encoder = Encoder(tokenizer, data)
     counts = Counts()

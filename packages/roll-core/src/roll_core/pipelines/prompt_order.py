@@ -17,7 +17,7 @@ from roll_core.runtime.rollout.requests import stable_seed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.spec.pipeline import Prompt
+    from roll_core.spec.rollout import Prompt
 
 
 class PromptOrder:

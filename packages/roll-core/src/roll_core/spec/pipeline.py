@@ -11,7 +11,7 @@ so `step` reads like the algorithm's pseudo-code and everything that pipelines s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from roll_core.errors import ContractError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
     from roll_core.spec.providers import AdvantageProvider
-    from roll_core.spec.rollout import RolloutProgram
+    from roll_core.spec.rollout import Prompt, RolloutProgram
     from roll_core.spec.train import LossFn
     from roll_core.types import (
         Completion,
@@ -68,21 +68,6 @@ class RoleSpec:
                 raise ContractError(
                     f"RoleSpec {self.name!r}: {name} is {value!r}, expected one of {', '.join(map(repr, known))}"
                 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A row, ready to be answered."""
-
-    id: str
-    """Stable id of the row and the pass over the data, `<row>/<epoch>`."""
-    row: str = ""
-    """Id of the row alone, the same in every pass; empty where `id` is that."""
-    tokens: TokenIds
-    text: str
-    tag: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

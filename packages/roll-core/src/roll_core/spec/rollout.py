@@ -13,13 +13,30 @@ them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.spec.pipeline import Prompt
     from roll_core.types import Completion, Group, SamplingParams, TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A row, ready to be answered."""
+
+    id: str
+    """Stable id of the row and the pass over the data, `<row>/<epoch>`."""
+    row: str = ""
+    """Id of the row alone, the same in every pass; empty where `id` is that."""
+    tokens: TokenIds
+    text: str
+    tag: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns."""
 
 
 class RolloutContext(ABC):
@@ -60,3 +77,6 @@ class RolloutProgram(ABC):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `snapshot` returned. Called before `run`."""
+
+
+document_fields(__name__)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.rollout.queue import RequestQueue
     from roll_core.runtime.rollout.requests import Outputs, PendingRequest
-    from roll_core.spec.pipeline import Prompt
+    from roll_core.spec.rollout import Prompt
     from roll_core.types import Completion, SamplingParams, TokenIds
 
     Scorer: TypeAlias = Callable[[Prompt, Group], Awaitable[Group]]

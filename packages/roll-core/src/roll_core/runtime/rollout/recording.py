@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.rollout.batches import BatchSource
     from roll_core.spec.config import WorkerConfig
-    from roll_core.spec.pipeline import Prompt, RolloutPlan
+    from roll_core.spec.pipeline import RolloutPlan
+    from roll_core.spec.rollout import Prompt
     from roll_core.types import Completion, GenerateRequest, RoutedExperts
 
 SCHEMA = 1

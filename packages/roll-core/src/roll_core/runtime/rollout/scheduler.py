@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.program import Scorer
     from roll_core.runtime.rollout.queue import RequestQueue
     from roll_core.runtime.rollout.requests import Outputs
-    from roll_core.spec.pipeline import Prompt, RolloutPlan
-    from roll_core.spec.rollout import RolloutProgram
+    from roll_core.spec.pipeline import RolloutPlan
+    from roll_core.spec.rollout import Prompt, RolloutProgram
     from roll_core.types import Group
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.spec.config import RewardConfig
-    from roll_core.spec.pipeline import Prompt
+    from roll_core.spec.rollout import Prompt
     from roll_core.types import Sample
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from roll_core.runtime.run.weight_sync import WeightSyncController
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.config import DataArguments, RunConfig
-    from roll_core.spec.pipeline import InferRole, Prompt, RolloutPlan, Split
+    from roll_core.spec.pipeline import InferRole, RolloutPlan, Split
+    from roll_core.spec.rollout import Prompt
     from roll_core.types import Group, Sample, SamplingParams, TrainSequence
 
 T = TypeVar("T")

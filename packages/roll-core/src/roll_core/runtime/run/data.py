@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from roll_core.data.datasets import Rows
     from roll_core.spec.config import DataArguments, RunConfig
-    from roll_core.spec.pipeline import Prompt
+    from roll_core.spec.rollout import Prompt
     from roll_core.types import TrainSequence
 
 
