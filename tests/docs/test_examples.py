@@ -27,6 +27,7 @@ from roll_core.plugins.registry import Registry, load_registry
 from roll_core.plugins.targets import check_part, load_target
 from roll_core.runtime.rollout.program import SingleTurn
 from roll_core.spec import providers
+from roll_core.spec.transport import DeviceFacts, RoleFacts, SenderSetup, WorkerFacts
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -319,6 +320,20 @@ def test_an_estimator_without_the_cores_helpers_equals_grpo():
         groups_S=torch.tensor([0, 0, 0, 1, 2, 2]),
     )
     assert torch.allclose(estimate(batch).advantages_T, grpo(batch).advantages_T, atol=1e-6)
+
+
+def test_a_transport_says_why_it_cannot_connect_two_roles():
+    names = run(example("docs/weight-sync.md", "class RdmaTransport"))
+    transport = names["RdmaTransport"]()
+    devices = [DeviceFacts(uuid=uuid) for uuid in ("GPU-1", "")]
+    near, far = (
+        RoleFacts(role="actor_infer", workers=(WorkerFacts(host="b", pid=2, device=device),)) for device in devices
+    )
+    assert transport.available(near, near) is None
+    assert "b" in transport.available(near, far).split()
+    assert [route.self_test for route in transport.routes(near, near)] == [True]
+    sender = SenderSetup(receivers=(0,), bucket_bytes=8, host="a", device="cpu", options={})
+    assert transport.sender(sender).address.startswith("a:")
 
 
 def test_the_program_of_a_single_turn_is_quoted():

@@ -96,5 +96,5 @@ def test_a_killed_process_is_a_dead_worker(started: Any) -> None:
         await waiting
 
     pid = group.members[1].pid
-    with refused(WorkerDiedError, "foreign rank 1", pid, "SIG"):
+    with refused(WorkerDiedError, "foreign rank 1", pid, "SIGKILL"):
         run(kill())

@@ -348,7 +348,7 @@ def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending
             task = asyncio.ensure_future(waiting)
             await asyncio.sleep(0.2)
             os.kill(victim.pid, signal.SIGKILL)
-            with refused(WorkerDiedError, f"victims rank 1 on {victim.host}", victim.pid) as caught:
+            with refused(WorkerDiedError, "victims rank 1", victim.host, victim.pid) as caught:
                 await asyncio.wait_for(task, 30)
             assert caught.value.method == ("sleep" if pending == "own call" else "")
             with refused(WorkerDiedError, "victims rank 1"):
