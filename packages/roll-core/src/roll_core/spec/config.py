@@ -137,8 +137,8 @@ class StrategyConfig(Config):
         engine's maximum sequence length. Both are numbers of tokens."""
 
     def check_model_args(self, given: Mapping[str, Any]) -> None:
-        """Train strategies: raise `ValueError` for keys that conflict with the role's `model_args` or have no effect
-        next to them. `given` are the `model_args` as written."""
+        """Train strategies: raise `ValueError` if keys of this config conflict with the role's `model_args`, or have no
+        effect next to them. `given` are the `model_args` as written."""
 
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:
         """Strategies with router replay: raise `ValueError`, with the requirements, if the strategy cannot return or
@@ -196,7 +196,7 @@ class ModelArguments(Config):
     @model_validator(mode="after")
     def _adapters_make_sense(self) -> ModelArguments:
         if self.lora_target is None:
-            # A saved config has every key, so only values that are not the defaults tell that somebody wants adapters.
+            # A saved config has every key, so only values other than the defaults show that adapters are intended.
             beside = [key for key in LORA_KEYS if getattr(self, key) != type(self).model_fields[key].default]
             if beside and self.lora_rank:
                 raise ValueError(f"{beside[0]} would not be used: LoRA is on where lora_target names modules")
@@ -521,8 +521,8 @@ class RewardConfig(WorkerConfig):
     timeout_s: PositiveFloat = 10.0
     """Maximum seconds to score one sample. After that its process is killed and the sample counts as failed."""
     processes: PositiveInt = 8
-    """Maximum number of processes per worker, each with the reward loaded. More are started as responses queue up.
-    Ignored by rewards whose provider declares `enforces_timeout`, if they need no processes."""
+    """Maximum number of processes per worker, each with the reward loaded. More are started as responses queue up. A
+    reward whose provider declares `enforces_timeout` may score without processes."""
     start_timeout_s: PositiveFloat = 300.0
     """Maximum seconds to load the reward in a process."""
     max_retries: NonNegativeInt = 2
