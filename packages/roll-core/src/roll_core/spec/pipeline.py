@@ -225,9 +225,9 @@ class TrainRole(ABC):
         max_length: int = 1,
         shuffle_seed: int | None = None,
     ) -> UpdateResult:
-        """Run optimizer steps over `sequences`, `sequences_per_step` at a time, for `epochs` epochs.
+        """Run optimizer steps over `sequences`, at most `sequences_per_step` at a time, for `epochs` epochs.
 
-        `max_length` is `Totals.max_length`. The last step of an epoch takes the remaining sequences. Without
+        An epoch has as few steps as possible, of nearly equal size. `max_length` is `Totals.max_length`. Without
         `shuffle_seed`, steps follow the order of `sequences`. With it, each epoch has its own random order of their
         groups, the same for the same seed. An epoch of a single step is the same with any seed.
         """
@@ -240,7 +240,7 @@ class TrainRole(ABC):
     @property
     @abstractmethod
     def weight_version(self) -> int:
-        """Optimizer steps done so far, skipped ones not counted."""
+        """Number of optimizer steps so far, without skipped steps and without warm-up steps of learning rate 0."""
 
 
 class InferRole(ABC):

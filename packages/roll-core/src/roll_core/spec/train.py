@@ -261,7 +261,7 @@ class TrainStrategy(ABC):
 
     _mesh: MeshInfo
 
-    if not TYPE_CHECKING:  # a type checker would take any misspelt attribute for granted
+    if not TYPE_CHECKING:  # with it, type checkers would accept misspelt attributes
 
         def __getattr__(self, name: str) -> Any:
             """Called only for missing attributes. Raises `NotBuiltError` before `build` has set `_mesh`."""
