@@ -575,7 +575,7 @@ class GuardConfig(Config):
     """`guards.<id>`: action when the guard trips. `guards.<id>: warn` is short for `guards.<id>.action: warn`."""
 
     action: GuardAction = "error"
-    """`error` ends the run, `warn` logs once and continues, `off` disables the guard."""
+    """`error` ends the run, `warn` logs a warning and continues, `off` disables the guard."""
 
     @model_validator(mode="before")
     @classmethod
@@ -591,7 +591,7 @@ class WarningGuardConfig(GuardConfig):
     """A guard that only warns by default."""
 
     action: GuardAction = "warn"
-    """`error` ends the run, `warn` logs once and continues, `off` disables the guard."""
+    """`error` ends the run, `warn` logs a warning and continues, `off` disables the guard."""
 
 
 PROBE_BOUNDS: dict[WeightFormat, float] = {"dtype": 0.05, "fp8": 0.3}
@@ -609,8 +609,8 @@ class LogprobProbeConfig(GuardConfig):
     """Maximum mean absolute difference of logprobs, in nats. Default: 0.05, or 0.3 for an fp8 engine. bf16 engines
     differ by about 0.01, fp32 engines by less than 1e-4."""
     error_threshold: PositiveFloat = 0.5
-    """Above this, the run ends even if the action is `warn`. Also the bound for the few sampled tokens. At least
-    `threshold`."""
+    """Above this, the run ends even if the action is `warn`. Also the bound for the few sampled tokens. A larger
+    `threshold` replaces it."""
 
     def bound(self, weight_format: WeightFormat) -> float:
         """Threshold for an engine that receives weights in this format."""
@@ -627,7 +627,7 @@ class LogprobGapConfig(WarningGuardConfig):
     threshold: PositiveFloat | None = None
     """Maximum mean absolute difference of logprobs, in nats. Default: 0.05, or 0.1 for an fp8 engine."""
     error_threshold: PositiveFloat = 0.3
-    """Above this, the run ends even if the action is `warn`. At least `threshold`."""
+    """Above this, the run ends even if the action is `warn`. A larger `threshold` replaces it."""
 
     def bound(self, weight_format: WeightFormat) -> float:
         """Threshold for an engine that receives weights in this format."""
@@ -715,7 +715,7 @@ class RunConfig(Config):
     max_steps: PositiveInt | None = None
     """Number of pipeline steps."""
     save_steps: NonNegativeInt = 50
-    """Steps between checkpoints; the last step is always saved. 0 writes none."""
+    """Steps between checkpoints; the last step is always saved. 0 writes one only after SIGTERM."""
     max_ckpt_to_keep: NonNegativeInt = 0
     """Number of checkpoints to keep; older ones are deleted. 0 keeps all."""
     portable_checkpoints: bool = False
@@ -766,7 +766,7 @@ class RunConfig(Config):
     model_update_timeout: PositiveFloat = 120.0
     """Seconds within which every engine must confirm that it has the published weights."""
     model_update_buffer_size_mb: PositiveInt = 1024
-    """Maximum bucket size of weight transfers."""
+    """Maximum bucket size of weight transfers, in MiB."""
     model_update_dir: str | None = None
     """Transfer weights as files in this folder, or below this URL (`s3://…`, anything that fsspec supports), with the
     transport `disk`. For hosts that cannot connect to each other. Trainer and engines must be able to reach it."""

@@ -115,7 +115,7 @@ class TrainProvider(Provider):
 
     capabilities: TrainCapabilities = field(default_factory=TrainCapabilities)
     platforms: tuple[str, ...] = ()
-    """Names of the supported platforms; empty means all."""
+    """Names of the platforms it runs on; empty means every platform."""
     forward_only: bool = False
     """True for a variant without optimizer, for roles that only score."""
     memory: str = ""
@@ -129,7 +129,7 @@ class InferProvider(Provider):
 
     capabilities: InferCapabilities = field(default_factory=InferCapabilities)
     platforms: tuple[str, ...] = ()
-    """Names of the supported platforms; empty means all."""
+    """Names of the platforms it runs on; empty means every platform."""
     memory: str = ""
     """`"module:function"` that estimates a worker's memory, see `roll_core.spec.plan`; empty if there is no
     estimate."""
