@@ -46,8 +46,8 @@ def load(
     """Load the config at `path` with `key=value` overrides. Has no side effects and imports nothing heavy.
 
     `further` finds mistakes that schemas cannot detect. With `needs`, requirements (`Provider.needs`) that this
-    environment does not meet are mistakes as well, unless the role has its own environment or its workers run on the
-    hosts of a cluster.
+    environment does not meet are mistakes as well. Roles with their own environment, and roles whose workers run on the
+    hosts of a cluster, are exempt.
 
     Raises `ConfigError` with the position of every mistake, and `PluginError` if a plugin that is needed to validate
     the config cannot be loaded.

@@ -1,7 +1,7 @@
 """Redacts secrets from everything that a run writes: record, config, log and report.
 
-A value is a secret because of its key (`api_key`, `HF_TOKEN`), its form (`sk-…`, `https://user:password@…`), or because
-it appeared under such a key elsewhere and is now part of a message.
+A value is a secret because of its key (`api_key`, `HF_TOKEN`) or its form (`sk-…`, `https://user:password@…`). A value
+that appeared under such a key is also a secret anywhere else, for example in a message.
 """
 
 from __future__ import annotations
