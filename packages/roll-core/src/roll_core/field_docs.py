@@ -1,4 +1,4 @@
-"""Shows in `help()` what fields mean. A field is documented by the string below it, which Python itself forgets."""
+"""Shows field documentation in `help()`. A field is documented by the string below it, which Python itself discards."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def document_fields(module: str) -> None:
-    """Let the docstrings of a module's dataclasses end with their fields. Called at the end of the module; the source
-    is read when a docstring is."""
+    """Append documentation of the fields to the docstrings of a module's dataclasses. Call it at the end of the module.
+    The source is read only when a docstring is accessed."""
     for each in vars(sys.modules[module]).values():
         if isinstance(each, type) and each.__module__ == module and is_dataclass(each):
             each.__doc__ = _Docstring(each.__doc__ or "")  # type: ignore[assignment]
 
 
 class _Docstring:
-    """A class's docstring and its fields, those of its bases first."""
+    """Descriptor for `__doc__`: the class's docstring and its fields, fields of base classes first."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -34,10 +34,10 @@ class _Docstring:
 
 
 def _fields(cls: type) -> Iterator[str]:
-    """Name, type and default of each field that a class declares itself, its meaning indented below."""
+    """Lines for each field that the class itself declares: name, type and default, then the indented description."""
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    except (OSError, TypeError, SyntaxError):  # no source here
+    except (OSError, TypeError, SyntaxError):  # no source available
         return
     body = definition.body if isinstance(definition, ast.ClassDef) else []
     for statement, below in zip(body, [*body[1:], None], strict=True):

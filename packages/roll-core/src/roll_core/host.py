@@ -1,4 +1,4 @@
-"""What this host gives to this process: cores and memory, within the limits of its affinity and its cgroup."""
+"""CPU cores and memory that this process may use, within its CPU affinity and cgroup limits."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def hostname() -> str:
-    """Name of this host, as errors and logs show it."""
+    """Name of this host, as shown in errors and logs."""
     return socket.gethostname()
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IP address, empty if none has."""
+    """Name of the network interface with this IP address; empty if there is none."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
-        # Link-local addresses of IPv6 are given with their interface: fe80::1%eth0.
+        # IPv6 link-local addresses contain their interface: fe80::1%eth0.
         if any(each.address.partition("%")[0] == address for each in addresses):
             return name
     return ""
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the CPU quota of its cgroup rounded up."""
+    """Number of cores this process may use: the minimum of its CPU affinity and its cgroup's CPU quota, rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [math.ceil(quota) for quota in _cpu_quotas()]
     return max(1, min([cores, *quotas]))
 
 
 def memory_limit_bytes() -> int | None:
-    """What the cgroup allows, if it limits memory."""
+    """Lowest memory limit of the process's cgroups in bytes; None without a limit."""
     return min((limit for limit, _ in _memory_limits()), default=None)
 
 
 def free_memory_bytes() -> int:
-    """What this process may still take: what the host has to give, or less where a cgroup leaves less of its limit.
+    """Bytes this process may still allocate: available memory of the host, or less if a cgroup limit is closer.
 
-    Pages that hold what stands in files too are not in use: the kernel drops them before it refuses anything.
+    File-backed pages count as free: the kernel drops them before it rejects an allocation.
     """
     import psutil
 
@@ -54,13 +54,13 @@ def free_memory_bytes() -> int:
 
 
 def num_oom_kills() -> int:
-    """Processes that the kernel killed for want of memory since it started; 0 where it does not say."""
+    """Number of OOM kills since the kernel started; 0 if unknown."""
     counts = dict(line.split(maxsplit=1) for line in _text(Path("/proc/vmstat")).splitlines())
     return int(counts.get("oom_kill", 0))
 
 
 def _cpu_quotas() -> Iterator[float]:
-    """Cores by quota over period, of this cgroup and those above it."""
+    """Number of cores (quota / period) of each cgroup of this process with a CPU quota, including parents."""
     for group in _cgroups(""):
         quota, _, period = _text(group / "cpu.max").partition(" ")
         if quota.isdigit() and period.isdigit():
@@ -72,7 +72,7 @@ def _cpu_quotas() -> Iterator[float]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Bytes that are allowed and bytes in use, of each cgroup of this process that has a limit."""
+    """Limit and used bytes of each cgroup of this process that has a memory limit."""
     for group in _cgroups(""):
         yield from _memory_limit(group, "max", "current", "")
     for group in (*_cgroups("memory"), CGROUPS / "memory"):
@@ -80,7 +80,8 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _memory_limit(group: Path, limit: str, usage: str, total: str) -> Iterator[tuple[int, int]]:
-    """`total` stands before the counts that include the cgroups below."""
+    """Limit and used bytes of one cgroup, if it has a limit. `total` is the prefix of counts that include child
+    cgroups."""
     allowed, used = _text(group / f"memory.{limit}"), _text(group / f"memory.{usage}")
     if not allowed.isdigit():
         return
@@ -91,8 +92,8 @@ def _memory_limit(group: Path, limit: str, usage: str, total: str) -> Iterator[t
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """This process's cgroup and all above it: of version 2, or of a controller of version 1. In a container they may
-    bear names of the host, and only the topmost is there."""
+    """This process's cgroup and its parents: cgroup v2, or the given controller of v1. In a container, the paths may be
+    those of the host, and only the topmost directory exists."""
     for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
@@ -102,7 +103,7 @@ def _cgroups(controller: str) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
-    """Empty where the file is not there or not ours to read."""
+    """Stripped content of a file; empty if it is missing or not readable."""
     try:
         return path.read_text().strip()
     except OSError:

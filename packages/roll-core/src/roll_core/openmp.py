@@ -1,12 +1,13 @@
-"""OpenMP's threads beside other programs, and where several threads of one process compute in turns.
+"""OpenMP thread settings: spinning on busy machines, and several computing threads in one process.
 
-A team of threads meets at the end of each of the thousands of small kernels of a step; a thread that is early spins.
-If another program has taken a core, the late thread gets no core until spinning ends: GCC's OpenMP spins for
-300,000 rounds, some milliseconds. `SPIN_ROUNDS` cover the gap between two kernels, so a quiet machine is as fast.
+A team of threads synchronises at the end of each of the thousands of small kernels of a step. A thread that finishes
+early spins. If another program has taken a core, the late thread gets no core until the spinning ends: GCC's OpenMP
+spins for 300,000 rounds, some milliseconds. `SPIN_ROUNDS` rounds cover the gap between two kernels, so an idle machine
+is equally fast.
 
-GCC's OpenMP gives every thread that computes a team of its own and keeps it. As soon as the teams together have more
-threads than there are cores, waiting teammates no longer spin but sleep, and each of the thousands of small kernels
-of a step pays for waking them, although only one team has work. So a thread that has nothing to do gives its team back.
+GCC's OpenMP creates a persistent team for every thread that computes. Once the teams together have more threads than
+there are cores, waiting threads sleep instead of spinning. Each small kernel then pays for waking them, although only
+one team has work. Therefore a thread without work releases its team.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 SOFT = 1
-"""`omp_pause_soft`: settings such as the number of threads stay."""
+"""`omp_pause_soft`: keeps settings such as the number of threads."""
 
 SPIN_ROUNDS = 3000
-"""Some 50 to 150 microseconds, about the gap between two kernels. Beside one busy program, on two cores, steps of the
-quick start then take twice as long, not 30 times."""
+"""About 50 to 150 microseconds, the gap between two kernels. Next to one busy program on two cores, steps of the quick
+start then take twice as long, not 30 times."""
 SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def environment(present: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a process that computes: how long threads spin, as the user says or else `SPIN_ROUNDS`.
+    """Environment variables for a compute process: spin settings from `present`, otherwise `SPIN_ROUNDS`.
 
     GCC's OpenMP reads them once, when torch loads it.
     """
@@ -38,16 +39,15 @@ def environment(present: Mapping[str, str]) -> dict[str, str]:
 
 
 def wanted_threads(variables: Mapping[str, str]) -> int:
-    """`OMP_NUM_THREADS`, of a list for nested regions the first; 0 where it is not given or no number of threads."""
+    """Number of threads in `OMP_NUM_THREADS`, of a list for nested regions the first; 0 if missing or invalid."""
     first = variables.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
 
 def rest() -> None:
-    """Give back the calling thread's team; its next parallel region makes a new one.
+    """Release the calling thread's team. Its next parallel region creates a new one.
 
-    Does nothing where torch is not loaded or computes with another OpenMP: LLVM's and Intel's share
-    teams by themselves.
+    Does nothing if torch is not loaded or uses another OpenMP: LLVM's and Intel's share teams between threads.
     """
     if "torch" in sys.modules:
         _pause()(SOFT)
@@ -57,7 +57,7 @@ def rest() -> None:
 def _pause() -> Callable[[int], int]:
     try:
         loaded = ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows has no such list of what is loaded
+    except (OSError, TypeError):  # Windows cannot look up symbols of all loaded libraries
         return _nothing
     if not hasattr(loaded, "GOMP_parallel") or hasattr(loaded, "kmp_set_blocktime"):
         return _nothing

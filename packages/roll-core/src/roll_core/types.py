@@ -1,13 +1,13 @@
-"""The plain values that flow through a run: what goes to an engine, what comes back, what is trained on.
+"""Data types of a run: engine requests and completions, scored samples, training sequences, weight manifests.
 
     prompt -> GenerateRequest -> infer strategy -> Completion -> Sample -> reward -> Group -> TrainSequence
 
-Everything here is a frozen dataclass of plain values and numpy arrays: it is cheap to send between processes,
-needs neither torch nor ray, and is never padded. Shapes are given by suffix:
+All are frozen dataclasses of plain values and numpy arrays: cheap to send between processes, independent of torch and
+ray, never padded. Suffixes give shapes:
 
     P tokens of a prompt    R tokens of a response    L = P + R tokens of a sequence
     T flat tokens of a microbatch    S sequences of a microbatch    K top-k
-    M layers of a mixture of experts, in the order of the model's layers; dense layers do not count
+    M mixture-of-experts layers, in the order of the model's layers; dense layers do not count
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TokenIds = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 RoutedExperts = npt.NDArray[np.unsignedinteger[Any]]
-"""Experts that a mixture of experts chose, `[tokens, M, K]`: indices in the smallest unsigned integers that hold them,
-uint8 up to 256 experts. The K of a token and layer are a set; their order means nothing."""
+"""Experts chosen in a mixture-of-experts model, `[tokens, M, K]`: indices in the smallest sufficient unsigned integer
+type, uint8 up to 256 experts. The K experts of a token and layer are a set; their order has no meaning."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -38,36 +38,36 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn from the model's distribution.
+    """Sampling parameters.
 
-    Order of operations, the same for every infer strategy: repetition penalty, `min_new_tokens` (end tokens
-    masked), temperature, top-k, top-p, min-p, draw. `temperature == 0` takes the most likely token.
+    Order of operations, the same for every infer strategy: repetition penalty, `min_new_tokens` (end tokens masked),
+    temperature, top-k, top-p, min-p, sampling. `temperature == 0` selects the most likely token.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
-    """Smallest set of tokens whose probability reaches `top_p`; 1 keeps all."""
+    """Keep the smallest set of tokens whose total probability reaches `top_p`; 1 keeps all."""
     top_k: int = 0
-    """Most likely `top_k` tokens; 0 keeps all."""
+    """Keep the `top_k` most likely tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Tokens at least `min_p` times as likely as the most likely one."""
+    """Keep tokens whose probability is at least `min_p` times that of the most likely token."""
     repetition_penalty: float = 1.0
-    """CTRL's penalty (arXiv:1909.05858 §4.1) over prompt and response; 1 is none."""
+    """CTRL's penalty (arXiv:1909.05858 §4.1) over prompt and response; 1 disables it."""
     max_new_tokens: int = 256
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
-    """Generation ends when the decoded response contains one of these; its tokens are kept."""
+    """Generation ends when the decoded response contains one of these. Its tokens are kept."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response, besides the model's end-of-sequence ids; the end token is kept."""
+    """Token ids that end a response, in addition to the model's end-of-sequence ids. The end token is kept."""
     ignore_eos: bool = False
-    """Go on to `max_new_tokens` whatever is drawn."""
+    """Generate `max_new_tokens` tokens, whatever is sampled."""
     seed: int | None = None
-    """Seeds output `i` of a request with `(seed, i)`: the same tokens whatever else is in the batch."""
+    """Seeds output `i` of a request with `(seed, i)`, so that its tokens do not depend on the rest of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Token ids in. `n` outputs are drawn for one prompt, whose prefill they share."""
+    """Request for `n` outputs of one prompt. The outputs share its prefill."""
 
     id: str
     prompt_ids: TokenIds
@@ -75,45 +75,45 @@ class GenerateRequest:
     params: SamplingParams
     n: int = 1
     prompt_logprobs: bool = False
-    """Also return the logprobs of the prompt's own tokens under softmax(logits), without temperature, as nothing was
-    sampled there (capability `prompt_logprobs`)."""
+    """Also return the prompt tokens' logprobs under softmax(logits), without temperature, since they were not sampled
+    (capability `prompt_logprobs`)."""
     routed_experts: bool = False
-    """Also return the experts that each token was sent to (capability `routed_experts`). Asked only of an engine that
-    was started with `ModelSpec.router_replay`."""
+    """Also return the experts that each token was routed to (capability `routed_experts`). Only for engines started
+    with `ModelSpec.router_replay`."""
     priority: int = 0
-    """Lower is served first where an engine has to choose."""
+    """Requests with lower values are served first."""
     routing_key: str = ""
-    """The same for requests that begin alike (a row's prompt, an agent's session), which are then asked of one replica
-    where routing heeds it; empty is the id."""
+    """Equal for requests with a common prefix, such as a row's prompt or an agent's session. Routers other than
+    `least_loaded` send them to the same replica. Empty: the request id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One response: the ids that the model produced, including the end token if it produced one."""
+    """One response: the token ids that the model generated, including the end token if there is one."""
 
     token_ids: TokenIds
     """`[R]`."""
     logprobs: Floats
-    """`[R]`, of each drawn token under `softmax(logits / temperature)`: temperature applied (1 where it is 0), before
-    penalties and top-k, top-p, min-p. The train strategy computes the same quantity."""
+    """`[R]`, logprob of each sampled token under `softmax(logits / temperature)`: with temperature (1 if it is 0),
+    before penalties, top-k, top-p and min-p. The train strategy computes the same quantity."""
     versions: npt.NDArray[np.int32]
-    """`[R]`, the weight version under which each token was drawn (they differ after an in-flight update)."""
+    """`[R]`, weight version with which each token was sampled. Versions differ after an in-flight update."""
     finish_reason: FinishReason
     stop: str | int | None = None
-    """The stop string or token id that ended it, if one did."""
+    """The stop string or token id that ended the response, if any."""
     routed_experts: RoutedExperts | None = None
-    """`[P + R - 1, M, K]`, of the prompt's tokens and of all but the last of the response, which was drawn and never
-    computed; only if asked for. Fewer rows where the engine knows of fewer tokens, from the first on."""
+    """`[P + R - 1, M, K]`, experts of the prompt's and the response's tokens; only if requested. The last response
+    token is missing: the model never processed it. Fewer rows if the engine has experts only for the first tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The answer to one `GenerateRequest`: `n` outputs in order of their index."""
+    """Result of one `GenerateRequest`: `n` outputs in order of their index."""
 
     id: str
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: Floats | None = None
-    """`[P]`, 0 for the first token; only if asked for."""
+    """`[P]`, 0 for the first token; only if requested."""
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -121,48 +121,48 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """What a reward function said of a sample: a value, or a failure to find one. A failure is never 0."""
+    """Result of a reward function for a sample: a value or a failure. A failure is never 0."""
 
     value: float | None
-    """None exactly when `failure` is set."""
+    """None if and only if `failure` is set."""
     failure: str = ""
-    """Why no value could be computed (a timeout, a dead sandbox, an exception), empty if there is one."""
+    """Why no value could be computed (a timeout, a dead sandbox, an exception); empty if there is a value."""
     detail: Mapping[str, float | str] = field(default_factory=dict)
-    """Parts of the value worth recording (format, accuracy), shown with the sample."""
+    """Components of the value to record (format, accuracy), shown with the sample."""
 
     @property
     def failed(self) -> bool:
-        """Whether there is no value."""
+        """True if there is no value."""
         return self.value is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One prompt and one response as token ids, with everything known about it."""
+    """One prompt and one response as token ids, with all their data."""
 
     id: str
-    """Stable: `<row>/<epoch>/<index in group>`, the same in a resumed run."""
+    """`<row>/<epoch>/<index in group>`; stable, also in a resumed run."""
     group_id: str
-    """All samples of one prompt, `<row>/<epoch>`."""
+    """Id shared by all samples of one prompt, `<row>/<epoch>`."""
     prompt_ids: TokenIds
     response_ids: TokenIds
     logprobs: Floats
-    """`[R]`, behaviour logprobs as the engine reported them; 0 where `loss_mask` is false."""
+    """`[R]`, behaviour logprobs as reported by the engine; 0 where `loss_mask` is false."""
     loss_mask: Bools
-    """`[R]`, true for tokens that the model drew, false for what an environment wrote."""
+    """`[R]`, True for tokens that the model generated, False for tokens from an environment."""
     versions: npt.NDArray[np.int32]
-    """`[R]`, weight version of each token, -1 where `loss_mask` is false."""
+    """`[R]`, weight version of each token; -1 where `loss_mask` is false."""
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
-    """`[P + R - 1, M, K]` or fewer rows, as the engine reported them."""
+    """`[P + R - 1, M, K]` or fewer rows, as reported by the engine."""
     tag: str = ""
-    """Domain, which chooses the reward and the ratio in the batch."""
+    """Domain. It selects the reward and determines the fraction in a batch."""
     reward: Reward | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other columns (ground truth, difficulty), plain values."""
+    """Other columns of the row (ground truth, difficulty), as plain values."""
 
     def with_reward(self, reward: Reward) -> Sample:
-        """The same sample, judged."""
+        """Copy of the sample with this reward."""
         return replace(self, reward=reward)
 
 
@@ -179,35 +179,35 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """One sequence as a trainer sees it: every array has the sequence's length L and is aligned to its tokens.
+    """One training sequence. Every array has the sequence's length L and is aligned to its tokens.
 
-    Position `t` holds what concerns token `t` itself: `old_logprobs[t]` is the logprob of token `t` given those
-    before it.
-    Only what a loss needs is set.
+    Position `t` refers to token `t` itself: `old_logprobs[t]` is the logprob of token `t` given the tokens before it.
+    Only the fields that the loss needs are set.
     """
 
     id: str
     tokens: TokenIds
     """`[L]`."""
     loss_mask: Bools
-    """`[L]`, true where token `t` takes part in the loss; false for the whole prompt and always for `t = 0`."""
+    """`[L]`, True where token `t` contributes to the loss. Normally false for the whole prompt; always false for `t =
+    0`."""
     group: int = 0
     """Index of the sequence's group in the batch."""
     old_logprobs: Floats | None = None
-    """`[L]`, under the weights at the start of the update (the PPO ratio's denominator)."""
+    """`[L]`, under the weights at the start of the update (the denominator of the PPO ratio)."""
     behaviour_logprobs: Floats | None = None
-    """`[L]`, as the engine reported them while it drew the tokens."""
+    """`[L]`, as reported by the engine when it sampled the tokens."""
     ref_logprobs: Floats | None = None
     """`[L]`, under the reference model."""
     advantages: Floats | None = None
     """`[L]`."""
     returns: Floats | None = None
-    """`[L]`, the critic's target."""
+    """`[L]`, the critic's regression target."""
     values: Floats | None = None
-    """`[L]`, the critic's own values at the start of the update."""
+    """`[L]`, the critic's values at the start of the update."""
     routed_experts: RoutedExperts | None = None
-    """`[L - 1, M, K]` or fewer rows: the experts to send the first tokens to instead of those that the router would
-    choose. It chooses for the others itself."""
+    """`[L - 1, M, K]` or fewer rows: experts to use for the first tokens instead of the router's choice. The router
+    chooses for the remaining tokens."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -224,17 +224,17 @@ class Totals:
     groups: int
     """Groups with at least one such sequence."""
     max_length: int
-    """Longest masked span length allowed, the constant of Dr. GRPO's aggregation (`seq-mean-token-sum-norm`)."""
+    """Maximum length of a masked span, the constant of Dr. GRPO's aggregation (`seq-mean-token-sum-norm`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRank:
-    """Which share of the data a rank works on: all ranks of one model replica have the same `index`."""
+    """The share of the data that a rank works on. All ranks of one model replica have the same `index`."""
 
     index: int = 0
     size: int = 1
     leader: bool = True
-    """Whether this rank's results are the ones collected for its replica."""
+    """True if this rank's results are collected for its replica."""
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -247,15 +247,15 @@ class TensorEntry:
     name: str
     """Hugging Face parameter name."""
     dtype: str
-    """As safetensors spells it: `F32`, `BF16`, `F16`."""
+    """Dtype as safetensors spells it: `F32`, `BF16`, `F16`."""
     shape: tuple[int, ...]
     digest: str
-    """Of the bytes in row-major order; see `roll_core.runtime.weights`."""
+    """Digest of the tensor's bytes in row-major order; see `roll_core.spec.weights`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """What a publish must deliver."""
+    """The tensors that a publish must deliver."""
 
     version: int
     tensors: tuple[TensorEntry, ...]
@@ -268,11 +268,11 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """What a receiver holds after a publish, digested from its own memory."""
+    """The tensors that a receiver has after a publish, with digests computed from its own memory."""
 
     version: int
     digests: Mapping[str, str]
-    """Name to digest, for every tensor that it holds."""
+    """Digest of every tensor that the receiver has, by name."""
     role: str = ""
     rank: int = 0
 

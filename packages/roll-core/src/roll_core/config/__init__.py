@@ -1,4 +1,5 @@
-"""From YAML files and overrides to a validated config, with every mistake located; and back to YAML."""
+"""Loads YAML files and overrides into a validated config, with the position of every mistake; writes configs as
+YAML."""
 
 from roll_core.config.dump import dump
 from roll_core.config.loading import LoadedConfig, load, strategy_config

@@ -1,7 +1,7 @@
-"""Composes one config: file, fragments of its `defaults:` list, overrides, interpolations.
+"""Composes one config from a file, the fragments of its `defaults:` list, overrides and interpolations.
 
-Hydra composes and OmegaConf resolves, and both are only imported for files that need them: reading a plain file takes
-a third of the time without. Where things were written is kept alongside, see `written`.
+Hydra composes and OmegaConf resolves. Both are imported only for files that need them: reading a plain file takes a
+third of the time without. Source positions are recorded, see `written`.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ _REFERENCE = re.compile(r"\$\{\s*(\.*)([\w/@-]+(?:[.\[\]][\w/@-]*)*)\s*\}")
 _HYDRA_RESOLVER = re.compile(r"\$\{\s*(now|hydra|hydra_version|python_version)\s*:")
 MISSING = "???"
 _BROKEN = object()
-"""Stands where an interpolation gave nothing."""
+"""Placeholder for interpolations that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """Plain values, and where each was written."""
+    """Plain values, with their source positions."""
 
     data: dict[Any, Any]
     written: Written
     files: tuple[Path, ...]
-    """All files that were read, the one that was asked for first."""
+    """All files that were read; the requested file is first."""
     problems: tuple[ConfigProblem, ...]
-    """Overrides and interpolations that cannot be honoured: the rest can still be judged."""
+    """Overrides and interpolations that cannot be applied. The rest can still be validated."""
     broken: frozenset[KeyPath]
-    """Keys that have no value because of them."""
+    """Keys that have no value because of these problems."""
     blocks: frozenset[str] = frozenset()
-    """Keys at the top that a fragment brings under its own name. Where no schema has them they are there to be referred
-    to."""
+    """Top-level keys that a fragment adds under its own name. If no schema has them, they only serve as targets of
+    interpolations."""
     referred: frozenset[str] = frozenset()
-    """Keys at the top that some `${…}` in a file or an override names."""
+    """Top-level keys that some `${…}` in a file or an override refers to."""
 
 
 def compose(path: Path, overrides: Sequence[str] = (), registry: Registry | None = None) -> Composed:
-    """Compose the config at `path`, of its own files and those that plugins in `registry` bring. Leaves Hydra's state
-    as it was, and makes no folders.
+    """Compose the config at `path` from its own files and those of plugins in `registry`.
 
-    Raises `ConfigError` for what leaves nothing to judge: a file that cannot be read, a fragment that is not there.
+    Leaves Hydra's global state unchanged and creates no folders. Raises `ConfigError` if nothing is left to validate: a
+    file cannot be read, or a fragment is missing.
     """
     name = str(path)
     source = read_source(path, name)
@@ -102,7 +102,8 @@ def _finish(
 
 
 def _referred(written: Written) -> frozenset[str]:
-    """An override may have taken the place of a reference that was written, so what is left does not tell."""
+    """Top-level keys that interpolations refer to. Reads all layers, since an override may have replaced a
+    reference."""
     texts = (str(layer.source.data if isinstance(layer, FileLayer) else layer.value) for layer in written.layers)
     return frozenset(re.split(r"[.\[]", found[2])[0] for text in texts for found in _REFERENCE.finditer(text))
 
@@ -143,7 +144,7 @@ def _create(source: Source, problems: list[ConfigProblem]) -> DictConfig:
 
 
 def _malformed(source: Source) -> list[ConfigProblem]:
-    """Every `${…}` that OmegaConf's grammar does not take, where it stands."""
+    """Every `${…}` that is not valid in OmegaConf's grammar, with its position."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -185,10 +186,10 @@ def _parse_overrides(
 
 
 class _Composition:
-    """Hydra decides which files are merged where and in which order; OmegaConf merges them.
+    """Hydra determines which files are merged, where and in which order; OmegaConf merges them.
 
-    The second half of Hydra's own `compose` would read every file again, and Hydra's configuration of itself, for which
-    there is no use here: it costs as much as all the rest.
+    The second half of Hydra's own `compose` would read every file again, as well as Hydra's configuration of itself,
+    which is not needed here. It costs as much as everything else.
     """
 
     def __init__(self, path: Path, source: Source, written: Written, brought: PluginFragments | None) -> None:
@@ -226,14 +227,14 @@ class _Composition:
             cfg = _merge(layers)
         except ConfigError:
             raise
-        except Exception as error:  # Hydra meets a malformed defaults list with every kind of exception
+        except Exception as error:  # Hydra raises all kinds of exceptions for a malformed defaults list
             raise self._explain(error) from error
         self.written.layers[:] = layers
         return cfg, values
 
     def _search_path(self) -> list[str]:
-        """Hydra's override for the folders that are searched after the config's own: those that the config names, and
-        plugins'."""
+        """Hydra override that adds search folders after the config's own: those named in the config, then those of
+        plugins."""
         if self.brought is None or not self.brought.folders:
             return []
         stanza = self.source.data.get("hydra")
@@ -242,7 +243,7 @@ class _Composition:
         return [f"hydra.searchpath={[str(each) for each in folders]}"]
 
     def _layers(self, defaults: Sequence[Any], folders: list[Path]) -> list[FileLayer]:
-        """One layer per file in the order of merging."""
+        """One layer per file, in the order of merging."""
         layers: list[FileLayer] = []
         problems: list[ConfigProblem] = []
         for each in defaults:
@@ -265,7 +266,7 @@ class _Composition:
             block = (file.stem,) if list(self.sources[file].data) == [file.stem] else ()
             if block and not package_path:
                 self.blocks |= {file.stem}
-            # A plugin's fragment that is put into a role is what its block holds.
+            # A plugin's fragment in a role's package contributes the content of its block.
             inside = block if self._is_brought(file) and package_path else ()
             layers.append(FileLayer(package_path, self.sources[file], inside))
         if problems:
@@ -273,7 +274,7 @@ class _Composition:
         return layers
 
     def _is_brought(self, file: Path) -> bool:
-        """Whether a plugin brings it. Raises `ConfigError` where several do."""
+        """True if the file is a plugin's fragment. Raises `ConfigError` if several plugins offer it."""
         try:
             return self.brought is not None and bool(self.brought.name_of(file))
         except ProviderConflictError as error:
@@ -302,7 +303,8 @@ class _Composition:
         return ConfigError([self._problem(f"cannot be composed: {message}", hint="\n    ".join(lines[1:6]))])
 
     def _missing(self, name: str) -> ConfigProblem:
-        """At the item that asks for the fragment, if this file does; another fragment may."""
+        """Problem located at the item in `defaults:` that names the fragment, or at `defaults:` if another fragment
+        names it."""
         import difflib
 
         folder = (self.path.parent / name).parent
@@ -327,7 +329,7 @@ class _Composition:
 
 
 def _merge(layers: Sequence[FileLayer]) -> DictConfig:
-    """The files, each under its package; `defaults:` and `hydra:` have done their work."""
+    """Merge the files, each under its package, without `defaults:` and `hydra:`."""
     from omegaconf import OmegaConf
 
     merged: DictConfig = OmegaConf.create({})
@@ -344,7 +346,7 @@ def _merge(layers: Sequence[FileLayer]) -> DictConfig:
 
 @contextmanager
 def _untouched_hydra() -> Iterator[None]:
-    """Hydra's global state, empty inside and afterwards as it was: the caller may be a Hydra application itself."""
+    """Clear Hydra's global state, and restore it afterwards: the caller may be a Hydra application itself."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.version import VersionBase
 
@@ -352,7 +354,7 @@ def _untouched_hydra() -> Iterator[None]:
     GlobalHydra.instance().clear()
     try:
         with warnings.catch_warnings():
-            # ROLL's files leave `_self_` out of their lists. It then comes last: the file overrules its fragments.
+            # ROLL's files omit `_self_` in their lists. It then comes last: the file overrides its fragments.
             warnings.filterwarnings("ignore", message=r"(?s).*Defaults list is missing `_self_`")
             yield
     finally:
@@ -403,8 +405,8 @@ def _apply(cfg: DictConfig, override: Override, written: Written, problems: list
 
 
 def _unfold(cfg: DictConfig, path: KeyPath, written: Written) -> None:
-    """Put what they refer to in the place of references on the way to a key that is to be changed: OmegaConf would
-    leave nothing but that key."""
+    """Replace interpolations on the way to an overridden key by their values. Otherwise OmegaConf would keep only that
+    key."""
     from omegaconf import OmegaConf
 
     node: Any = cfg
@@ -442,7 +444,7 @@ def _resolve(cfg: DictConfig, written: Written, problems: list[ConfigProblem]) -
 
 
 def _resolve_node(raw: Any, node: Any, path: KeyPath, written: Written, problems: list[ConfigProblem]) -> Any:
-    """`raw` with its interpolations replaced; each that fails is one problem."""
+    """`raw` with its interpolations replaced. Each failed interpolation is one problem."""
     if isinstance(raw, dict):
         return {key: _resolve_item(each, node, key, path, written, problems) for key, each in raw.items()}
     if isinstance(raw, list):

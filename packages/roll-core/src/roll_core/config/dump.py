@@ -1,4 +1,4 @@
-"""Writes a config so that loading what was written gives an equal one."""
+"""Writes configs as YAML that loads to an equal config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what our loader would not read back as text, 1e-6 for example."""
+    """Quotes text that our loader would not read back as text, for example 1e-6."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -30,7 +30,7 @@ for _first, _resolvers in Loader.yaml_implicit_resolvers.items():
 
 
 class _CompactDumper(_Dumper):
-    """Lists and mappings that hold no others in one line, but for the whole."""
+    """Writes lists and mappings of scalars on one line, except at the top level."""
 
     def serialize(self, node: yaml.Node) -> None:
         if isinstance(node, yaml.CollectionNode):
@@ -39,16 +39,16 @@ class _CompactDumper(_Dumper):
 
 
 class Verbatim(str):
-    """Text that is written as it is: an interpolation that is to be resolved when the config is loaded."""
+    """Text that is written unchanged: an interpolation to be resolved when the config is loaded."""
 
 
 def dump(config: RunConfig) -> str:
-    """The config as YAML, complete: defaults are written out, and nothing is left to compose or to resolve."""
+    """The complete config as YAML: with defaults, without `defaults:` lists and interpolations."""
     return to_yaml(config.model_dump(mode="python", serialize_as_any=True, warnings=False))
 
 
 def to_yaml(values: Any, *, compact: bool = False) -> str:
-    """Values as YAML that loads to the same values; `compact` puts lists and mappings of scalars into one line."""
+    """Values as YAML that loads to the same values. `compact` puts lists and mappings of scalars on one line."""
     text: str = yaml.dump(
         _plain(values),
         Dumper=_CompactDumper if compact else _Dumper,
@@ -73,10 +73,10 @@ def _plain(value: Any) -> Any:
 
 
 def _escape(text: str) -> str:
-    """Text in which `${` is meant literally, as OmegaConf's grammar wants it."""
+    """Escape `${` for OmegaConf, so that it is read literally."""
     if "${" not in text:
         return text
     escaped = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)
-    # Backslashes at the very end would be read as escapes too, once the text is parsed for interpolations.
+    # Backslashes at the very end would also be read as escapes when the text is parsed for interpolations.
     tail = len(escaped) - len(escaped.rstrip("\\"))
     return escaped + "\\" * tail

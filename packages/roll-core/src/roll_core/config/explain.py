@@ -1,4 +1,4 @@
-"""What pydantic found, in words for people: what stands there, and what was expected."""
+"""Converts pydantic's errors to messages: the value found and the value expected."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ NOT_SHOWN = "a secret (not shown)"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One mistake, by the path in the config that it concerns."""
+    """One mistake, with the path of the key it concerns."""
 
     path: KeyPath
     message: str
     hint: str = ""
     at_key: bool = False
-    """Whether the key is to be pointed at rather than the value."""
+    """True if the message points at the key rather than the value."""
     kind: str = ""
-    """pydantic's name of the error."""
+    """pydantic's error type."""
     shown: str = ""
-    """The value as `message` shows it."""
+    """The value as shown in `message`."""
     code: str = ""
-    """Of `roll_core.errors`; derived from `kind` if empty."""
+    """Error code (see `roll_core.errors`); derived from `kind` if empty."""
 
 
 CODES = {
@@ -39,7 +39,7 @@ CODES = {
     "invalid_key": "ROLL-C012",
     "value_error": "ROLL-C014",
 }
-"""By pydantic's name of the error; any other is about a single value."""
+"""Error codes by pydantic's error type. Any other type concerns a single value."""
 
 
 def code_of(found: Finding) -> str:
@@ -48,19 +48,19 @@ def code_of(found: Finding) -> str:
 
 
 def findings(errors: Sequence[Any], data: Any, prefix: KeyPath = ()) -> list[Finding]:
-    """One finding per path: the alternatives of a union are one mistake, not several."""
+    """Mistakes, one per path: errors of a union's alternatives are merged into one."""
     by_path: dict[KeyPath, list[Any]] = {}
     for error in errors:
         by_path.setdefault(_path(error, data), []).append(error)
     found = [_finding(prefix + path, group) for path, group in by_path.items()]
-    # An alternative of a union that fits down to one of its items has a finding of its own there.
+    # If an alternative of a union matches except for one of its items, that item has its own finding.
     above = {each.path[:depth] for each in found for depth in range(len(each.path))}
     return [each for each in found if not (each.shown and each.path in above)]
 
 
 def show(value: Any, key: str = "") -> str:
-    """A value as it is shown in a message: short, and hidden if its key says that it is a secret."""
-    from roll_core.config.secrets import is_secret  # compiles many patterns, which a good config does not need
+    """Value as shown in a message: shortened, and hidden if its key marks it as a secret."""
+    from roll_core.config.secrets import is_secret  # compiles many patterns, which a valid config does not need
 
     if is_secret(key, value):
         return NOT_SHOWN
@@ -78,14 +78,14 @@ def show(value: Any, key: str = "") -> str:
 
 
 def _path(error: Any, data: Any) -> KeyPath:
-    """Where in the config. pydantic also names the alternatives of a union on the way, which are no keys."""
+    """Path of an error in the config. pydantic's location also names the alternatives of unions, which are not keys."""
     steps: list[str] = []
     here = data
     location = error["loc"]
     for at, step in enumerate(location):
         in_list = isinstance(here, (list, tuple)) and isinstance(step, int) and 0 <= step < len(here)
         if in_list or (isinstance(here, dict) and step in here):
-            # pydantic names the key `true` as 1, which it equals.
+            # pydantic names the key `true` as 1, because they are equal.
             steps.append(str(step if in_list else next(key for key in here if key == step)))
             here = here[step]
         elif error["type"] == "missing" and at == len(location) - 1:

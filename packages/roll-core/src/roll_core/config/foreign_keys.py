@@ -1,7 +1,7 @@
-"""Keys of TRL, verl and OpenRLHF, and ours that mean the same: hints for unknown keys.
+"""Keys of TRL, verl and OpenRLHF with their equivalents here: hints for unknown keys.
 
-A foreign key has the keys above it where its meaning depends on them: `val_kwargs.n` is not `n`. The longest match
-wins. A key of ours is written from the top, or without its role if several roles have it.
+An entry includes parent keys if the meaning depends on them: `val_kwargs.n` is not `n`. The longest match wins. Keys of
+ROLL are full paths, or lack the role if several roles have the key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from roll_core.config.source import KeyPath
 
 MAX_SHOWN = 6
-"""Keys of one foreign section that a hint names."""
+"""Maximum number of keys of one foreign section in a hint."""
 
 _ENGINE = "actor_infer.strategy_args.strategy_config"
 _GENERATING = "actor_infer.generating_args"
@@ -24,7 +24,7 @@ _BATCH = "training_args.per_device_train_batch_size training_args.gradient_accum
 _LOSS = "grpo: seq-mean-token-mean, dapo and bnpo: token-mean, dr_grpo: seq-mean-token-sum-norm"
 
 FOREIGN: Mapping[str, tuple[str, str]] = {
-    # foreign key: ours, separated by spaces where several take its place; what else to know
+    # foreign key: equivalent keys of ROLL, separated by spaces; note
     # -- lengths and batches
     "max_prompt_length": ("prompt_length", ""),
     "prompt_max_len": ("prompt_length", ""),
@@ -169,8 +169,8 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
 
 
 def foreign_hint(path: KeyPath, value: Any, places: Sequence[KeyPath]) -> str:
-    """What takes the place of an unknown key, or of the keys in an unknown mapping; empty for what no framework has.
-    `places` are the paths of all our keys."""
+    """Hint for an unknown key, or for the keys in an unknown mapping: their equivalents here. Empty if no framework has
+    the key. `places` are the paths of all keys of the schema."""
     found = _ours(path, places)
     if found:
         return f"here it is {found}"
@@ -184,7 +184,7 @@ def foreign_hint(path: KeyPath, value: Any, places: Sequence[KeyPath]) -> str:
 
 
 def meant(path: KeyPath, value: Any) -> set[str]:
-    """Names of our keys that an unknown key, or the keys in an unknown mapping, stand for."""
+    """Names of our keys that correspond to an unknown key, or to the keys in an unknown mapping."""
     entries = (_entry(each) for each in _leaves(value, path))
     return {target.rpartition(".")[2] for targets, _ in entries for target in targets.split()}
 
@@ -196,15 +196,15 @@ def _ours(path: KeyPath, places: Sequence[KeyPath]) -> str:
 
 
 def _entry(path: KeyPath) -> tuple[str, str]:
-    """The entry of the longest end of `path` that has one."""
+    """The table's entry for the longest suffix of `path` that has one."""
     return next((FOREIGN[end] for start in range(len(path)) if (end := ".".join(path[start:])) in FOREIGN), ("", ""))
 
 
 def _place(target: str, path: KeyPath, places: Sequence[KeyPath]) -> str:
-    """The place of a key of ours that is nearest to where the foreign one stands."""
+    """Path of our key `target` that is nearest to the foreign key's path."""
     steps = tuple(target.split("."))
     fits = [place for place in places if place[-len(steps) :] == steps]
-    if path[0] != "validation":  # what is trained comes first
+    if path[0] != "validation":  # keys of training take precedence
         fits = [place for place in fits if place[0] != "validation" or place == steps] or fits
     if steps in fits:
         return dotted(steps)
@@ -212,7 +212,7 @@ def _place(target: str, path: KeyPath, places: Sequence[KeyPath]) -> str:
 
 
 def _same(path: KeyPath, places: Sequence[KeyPath]) -> str:
-    """The place at the top of a key that both have."""
+    """The top-level key of the same name, if there is one."""
     return path[-1] if (path[-1],) in places else ""
 
 

@@ -1,6 +1,6 @@
-"""Fragments that plugins bring: where they lie, and what a config that names one is told.
+"""Config fragments of plugins: where their files are, and errors for configs that name a missing one.
 
-A config's own folder comes first, so a file of the user's takes the place of a plugin's of the same name.
+A config's own folder takes precedence: a user's file replaces a plugin's file of the same name.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PluginFragments:
-    """The files, by the name of each."""
+    """Fragment files of all plugins, by name."""
 
     registry: Registry
     files: dict[str, Path]
     absent: dict[str, PluginLoadError]
-    """Those that are not where their records say: an error only for a config that names them."""
+    """Errors of fragments whose files are missing. Raised only for a config that names the fragment."""
 
     @classmethod
     def of(cls, registry: Registry) -> PluginFragments:
-        """Those of every plugin; of a name that several offer, the first."""
+        """Collect the fragments of all plugins in `registry`. If several offer the same name, the first is used."""
         files: dict[str, Path] = {}
         absent: dict[str, PluginLoadError] = {}
         for record in registry.providers(FragmentProvider):
@@ -41,19 +41,19 @@ class PluginFragments:
 
     @property
     def folders(self) -> list[Path]:
-        """Where they lie, each once."""
+        """Folders with fragments, without duplicates."""
         return list(dict.fromkeys(file.parent for file in self.files.values()))
 
     def name_of(self, file: Path) -> str:
-        """The name under which `file` is offered; empty for a file of the user's. Raises `ProviderConflictError` where
-        several packages offer one of that name."""
+        """Name of the fragment in `file`; empty for a user's file. Raises `ProviderConflictError` if several packages
+        offer the name."""
         if self.files.get(file.stem) != file:
             return ""
         self.registry.find(FragmentProvider, file.stem)
         return file.stem
 
     def why_not(self, name: str) -> str:
-        """What to say where there is no fragment `name`, if plugins have to do with it; else empty."""
+        """Why there is no fragment `name`, if the reason involves plugins; otherwise empty."""
         bare = name.rpartition("/")[2]
         if bare in self.absent:
             return str(self.absent[bare])

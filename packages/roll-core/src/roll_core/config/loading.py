@@ -1,4 +1,4 @@
-"""Loads a config: composed, validated, or refused with all its mistakes."""
+"""Loads a config: composes and validates it, or reports all its mistakes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A config that is valid as far as files and plugins can tell."""
+    """A config that is valid as far as files and plugins show."""
 
     config: RunConfig
-    """An instance of the pipeline's schema."""
+    """Instance of the pipeline's schema."""
     pipeline: PipelineProvider
     sources: tuple[Path, ...]
-    """The files it was composed of, the one that was asked for first."""
+    """Files of which it was composed; the requested file is first."""
     warnings: tuple[ConfigProblem, ...] = ()
-    """What is valid but probably not meant, see `RunConfig.warnings`."""
+    """Valid but probably unintended values, see `RunConfig.warnings`."""
 
 
 def load(
@@ -43,14 +43,14 @@ def load(
     *,
     needs: bool = False,
 ) -> LoadedConfig:
-    """Load the config at `path` with `key=value` overrides. Has no side effects and imports nothing heavy. `further`
-    looks for mistakes that schemas cannot find.
+    """Load the config at `path` with `key=value` overrides. Has no side effects and imports nothing heavy.
 
-    With `needs`, a requirement (`Provider.needs`) that this environment does not meet is a mistake as well, unless the
-    role has an environment of its own or its workers run on the hosts of a cluster.
+    `further` finds mistakes that schemas cannot detect. With `needs`, requirements (`Provider.needs`) that this
+    environment does not meet are mistakes as well. Roles with their own environment, and roles whose workers run on the
+    hosts of a cluster, are exempt.
 
-    Raises `ConfigError` with every mistake, each located where it was written, and `PluginError` if a plugin that is
-    needed to judge the config cannot be loaded.
+    Raises `ConfigError` with the position of every mistake, and `PluginError` if a plugin that is needed to validate
+    the config cannot be loaded.
     """
     composed = compose(Path(path), overrides, registry)
     config, pipeline = validate(composed, registry, further, needs=needs)
@@ -64,5 +64,5 @@ def load(
 
 
 def strategy_config(provider: TrainProvider | InferProvider, keys: dict[str, object], *, owner: str) -> StrategyConfig:
-    """`strategy_args.strategy_config` of a loaded config, as the schema that its strategy brings."""
+    """Validate `strategy_args.strategy_config` of a loaded config with its strategy's schema."""
     return schema_of(provider, StrategyConfig, owner=owner).model_validate(keys)

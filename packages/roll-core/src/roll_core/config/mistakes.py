@@ -1,9 +1,9 @@
-"""Every mistake in a value at once, by one schema.
+"""Finds every mistake in a value, by one schema, in one call.
 
     validate ─► mistakes ─► set them aside ─► validate the rest ─► further mistakes ─► ...
 
-pydantic asks a mapping's own rules only once all its fields are valid. So what is wrong is taken out and the rest
-validated again; what is then said about a key that was taken out is not repeated.
+pydantic runs a mapping's validators only if all its fields are valid. Therefore mistakes are removed and the rest is
+validated again. Messages about removed keys are not repeated.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ MAX_ROUNDS = 8
 def validate_all(
     schema: type[M], data: dict[Any, Any], owner: str, broken: Collection[KeyPath] = ()
 ) -> tuple[M | None, list[Finding]]:
-    """The validated config, or every mistake in it. Keys that are `broken` were taken out before. Raises
-    `PluginLoadError` where the schema itself is at fault, which is the `owner`'s."""
+    """The validated config, or every mistake in it. Keys in `broken` were removed before.
+
+    Raises `PluginLoadError` if the schema itself fails; `owner` names the plugin.
+    """
     rest = _copy(data)
     found: list[Finding] = []
     touched: set[str] = {path[-1] for path in broken}
@@ -42,7 +44,7 @@ def validate_all(
             valid = schema.model_validate(rest)
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        except Exception as error:  # a rule of a plugin's schema that raises anything but ValueError
+        except Exception as error:  # a validator of a plugin's schema that raises anything but ValueError
             if round_number:
                 return None, found
             reason = " ".join(str(error).split())
@@ -60,7 +62,7 @@ def validate_all(
         for each in prunable:
             touched.add(each.path[-1])
             if len(each.path) > 1 and schema_at(schema, each.path[:-1]) is None:
-                touched.add(each.path[-2])  # a mapping with free keys has fewer of them now
+                touched.add(each.path[-2])  # a mapping with free keys has one key less now
             if each.kind == "extra_forbidden" and suggestions < MAX_SUGGESTIONS:
                 suggestions += 1
                 touched.add(suggest_key(each.path, known, ())[1])
@@ -78,7 +80,7 @@ def _mentions(found: Finding, names: set[str]) -> bool:
 
 
 def _copy(data: Any) -> Any:
-    """A copy of mappings and lists; schema instances inside stay what they are."""
+    """Copy of mappings and lists. Schema instances inside are not copied."""
     if isinstance(data, dict):
         return {key: _copy(each) for key, each in data.items()}
     if isinstance(data, list):
@@ -111,7 +113,7 @@ def _key_of(data: dict[Any, Any], step: str) -> Any:
 
 
 def take_out(data: Any, path: KeyPath) -> None:
-    """Remove what is at `path`, with the list that it is an item of."""
+    """Remove the value at `path`. If it is an item of a list, remove the whole list."""
     parent: Any = None
     at = ""
     for step in path:
@@ -123,13 +125,14 @@ def take_out(data: Any, path: KeyPath) -> None:
 
 
 def _set_aside(schema: type[BaseModel], data: dict[Any, Any], found: Finding, taken: set[KeyPath]) -> bool:
-    """Take a mistake out of `data`, or put a stand-in where a required value is missing. False if neither can be."""
+    """Remove a mistake from `data`, or insert a placeholder for a missing required value. False if neither is
+    possible."""
     path = found.path
     parents: list[Any] = [data]
     for step in path[:-1]:
         parents.append(_child(parents[-1], step))
     while parents and not isinstance(parents[-1], dict):
-        parents.pop()  # an item of a list goes with its list
+        parents.pop()  # an item is removed together with its list
     if not parents:
         return False
     parent, step = parents[-1], path[len(parents) - 1]

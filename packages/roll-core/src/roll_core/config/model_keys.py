@@ -1,4 +1,4 @@
-"""What can be known of a role's model without loading anything: the keys of its transformers config."""
+"""Keys of a model's transformers config that are known without loading the model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 
 
 def is_hub_id(source: str) -> bool:
-    """True if `source`, where no such directory exists, can be an id of the Hugging Face Hub."""
+    """True if `source`, given that no such directory exists, can be an id of the Hugging Face Hub."""
     return source.count("/") == 1 and not source.startswith((".", "/", "~"))
 
 
 def model_keys(model_args: object, pretrain: object) -> Mapping[str, Any]:
-    """Of a raw `model_args` and the pipeline's `pretrain`. Empty for a model that is not here yet or not named."""
+    """Config keys for raw `model_args` and the pipeline's `pretrain`. Empty for a model that is not named or not
+    local."""
     given = model_args if isinstance(model_args, dict) else {}
     overrides = given.get("model_config_kwargs")
     keys = given.get("random_init")
@@ -30,6 +31,6 @@ def _stored(path: object) -> dict[str, Any]:
         return {}
     try:
         found = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # who builds the model says what is wrong with it
+    except (OSError, ValueError):  # reported when the model is built
         return {}
     return found if isinstance(found, dict) else {}

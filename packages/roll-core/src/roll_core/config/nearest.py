@@ -1,4 +1,4 @@
-"""For a key that does not exist: the one that was meant, on this level or another."""
+"""Suggestions for unknown keys: the most similar key on this level or another."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from roll_core.config.source import KeyPath
 
 MAX_SUGGESTIONS = 100
-"""Unknown keys of one config that get a suggestion, which takes most of a millisecond."""
+"""Maximum number of suggestions per config. One takes most of a millisecond."""
 MANY = 10
-"""So many keys are listed where none is near; more would bury the message."""
+"""Maximum number of keys to list if none is similar; more would obscure the message."""
 
 
 def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[KeyPath]) -> tuple[str, str]:
-    """A hint for the unknown key at `path`, and the name that was probably meant (empty if none was found)."""
+    """Hint for the unknown key at `path`, and the name of the probably intended key (empty if none was found)."""
     parent, name = path[:-1], path[-1]
     close = difflib.get_close_matches(name, siblings, 1, 0.75)
     if close:
@@ -40,7 +40,7 @@ def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[Key
 
 
 def best_place(places: list[KeyPath], parent: KeyPath) -> KeyPath:
-    """The place that shares most with `parent`, where a key stands; the shallowest of those."""
+    """The path with the longest common prefix with `parent`; of several, the shortest."""
 
     def shared(place: KeyPath) -> int:
         count = 0
@@ -57,5 +57,5 @@ def best_place(places: list[KeyPath], parent: KeyPath) -> KeyPath:
 
 
 def dotted(path: KeyPath) -> str:
-    """A path as a message shows it."""
+    """A path as shown in messages."""
     return ".".join("<name>" if step == "*" else step for step in path)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One override. `set` also adds a key that the file does not have: the schema knows which keys there are."""
+    """One override. `set` may also add a key that the file does not have; the schema decides which keys exist."""
 
     text: str
     key: str
@@ -26,16 +26,16 @@ class Override:
 
     @property
     def path(self) -> KeyPath:
-        """The key, step by step."""
+        """The key as a path."""
         return tuple(step for step in re.split(r"[.\[\]]+", self.key) if step)
 
 
 def parse_overrides(
     texts: Sequence[str], choices: Collection[str], problems: list[ConfigProblem]
 ) -> tuple[list[Override], list[str]]:
-    """Values to set, and choices of fragments, which Hydra makes: `choices` are the keys of its defaults list.
+    """Parse overrides into values to set and selections of fragments. Hydra handles the selections.
 
-    What cannot be read is added to `problems`.
+    `choices` are the keys of the config's defaults list. Unreadable overrides are added to `problems`.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -67,7 +67,7 @@ def parse_overrides(
 
 
 def _parse(parser: Any, text: str) -> Any:
-    """Hydra's override, or a `ConfigProblem`."""
+    """Hydra's parsed override, or a `ConfigProblem`."""
     from hydra.errors import HydraException
 
     key, equals, value = text.partition("=")
@@ -79,7 +79,7 @@ def _parse(parser: Any, text: str) -> Any:
         return ConfigProblem(COMMAND_LINE, text, "has no key", "an override is written key=value", code="ROLL-C025")
     candidates = [text]
     if key.endswith("device_mapping"):
-        # Hydra's grammar takes list(range(0,8)) for a call and range(0,8) for a sweep; ours reads it, as text.
+        # Hydra's grammar reads list(range(0,8)) as a call and range(0,8) as a sweep; our parser reads the text.
         quoted = value.replace("\\", "\\\\").replace("'", "\\'")
         candidates.append(f"{key}='{quoted}'")
     failure = ""
@@ -99,7 +99,7 @@ def _parse(parser: Any, text: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value without Hydra's own types."""
+    """Convert Hydra's own types to plain values."""
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Questions about pydantic schemas: which keys there are, where, and which of them are roles."""
+"""Queries on pydantic schemas: their keys, the paths of these, and the roles among them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Schema = type[BaseModel]
 
 
 def members(annotation: Any) -> Iterator[tuple[Schema, bool]]:
-    """Schemas that an annotation admits, each with whether it is a mapping's value: `X | None`, `dict[str, X]`."""
+    """Schemas that an annotation accepts, with True if it is the value of a mapping: `X | None`, `dict[str, X]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, False
         return
@@ -34,7 +34,7 @@ def members(annotation: Any) -> Iterator[tuple[Schema, bool]]:
 
 
 def roles(schema: Schema, data: dict[Any, Any]) -> Iterator[tuple[KeyPath, type[WorkerConfig], dict[Any, Any]]]:
-    """Every role that `data` describes: its path, its schema and what was written for it."""
+    """Every role in `data`: its path, its schema and its raw values."""
     for name, field in schema.model_fields.items():
         value = data.get(name)
         if not isinstance(value, dict):
@@ -51,7 +51,7 @@ def roles(schema: Schema, data: dict[Any, Any]) -> Iterator[tuple[KeyPath, type[
 
 
 def schema_at(schema: Schema, path: KeyPath) -> Schema | None:
-    """The schema of the mapping at `path`, or None where keys are free or there is none."""
+    """Schema of the mapping at `path`; None if its keys are free or there is no such mapping."""
     found: Schema = schema
     steps = list(path)
     while steps:
@@ -72,7 +72,7 @@ def schema_at(schema: Schema, path: KeyPath) -> Schema | None:
 
 @lru_cache
 def paths(schema: Schema) -> tuple[KeyPath, ...]:
-    """The path of every key of a schema; `*` stands for a key that is free."""
+    """Paths of all keys of a schema; `*` stands for a free key."""
     return tuple(_paths(schema, (), 6))
 
 

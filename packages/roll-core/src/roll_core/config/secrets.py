@@ -1,7 +1,7 @@
-"""Secrets stay out of everything that a run leaves behind: record, config, log and report.
+"""Redacts secrets from everything that a run writes: record, config, log and report.
 
-A value is a secret because of its key (`api_key`, `HF_TOKEN`), because of its form (`sk-…`,
-`https://user:password@…`), or because it was found under such a key elsewhere and turns up again in a message.
+A value is a secret because of its key (`api_key`, `HF_TOKEN`) or its form (`sk-…`, `https://user:password@…`). A value
+that appeared under such a key is also a secret anywhere else, for example in a message.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 REDACTED = "<redacted>"
-"""A plain scalar in YAML too, so that a config without its secrets still loads."""
+"""Replacement of secrets. A plain scalar in YAML, too, so that a redacted config still loads."""
 
 _MIN_KNOWN = 8
-"""Shorter values are not searched for in text: `test` as a password would blacken every other word."""
+"""Minimum length of known secrets to search for in text: with `test` as a password, every other word would be
+redacted."""
 
 _ALWAYS = re.compile("passw(or)?d|passphrase|pwd|secrets?|credentials?|apikey|authorization|bearer|cookie")
 _KEY_OF_A_LOCK = re.compile("api|access|account|private|secret|signing|encryption|ssh|auth|service|deploy")
@@ -30,7 +31,7 @@ _TOKEN_OF_TEXT = re.compile(
 )
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
-# Lengths are bounded, so that the time is linear in a text without blanks: base64 in a log line can be long.
+# Lengths are bounded, so that time is linear in a text without blanks: base64 in a log line can be long.
 _URL_CREDENTIALS = re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]{0,20}://)[^\s/@:?#]*(?::[^\s/@]*)?@")
 _FORMS = re.compile(
     r"\b(?:"
@@ -43,12 +44,12 @@ _BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE
 _ASSIGNMENT = re.compile(r"""(?<!\w)(?P<key>[A-Za-z_][\w.-]{0,100})(?P<sign>["']?\s{0,20}[=:]\s{0,20})""")
 _VALUE = re.compile(r"""(?P<quote>["'])(?P<quoted>[^"']*)(?P=quote)|(?P<bare>[^\s"',;&}\])]+)""")
 _MOST_JUDGED = 1000
-"""Characters of a value by which it is judged."""
+"""Maximum number of characters of a value that are examined."""
 _LIKE_A_SECRET = "0123abcd4567efgh"
 
 
 def is_secret(key: str, value: object) -> bool:
-    """Whether `key` (its last dotted part counts) says that `value` is a secret."""
+    """True if `key` (its last dotted part) indicates that `value` is a secret."""
     if value is None or isinstance(value, bool) or value == "":
         return False
     words = [word.lower() for word in _WORDS.findall(key.rsplit(".", 1)[-1])]
@@ -69,7 +70,7 @@ def is_secret(key: str, value: object) -> bool:
 
 
 def _looks_random(value: object) -> bool:
-    """A bare `key` is more often a column than a secret, so the value must look like one too."""
+    """True if a value looks like a secret. A bare `key` is more often a data column than a secret."""
     if not isinstance(value, str):
         return False
     return len(value) >= _MIN_KNOWN and " " not in value and bool(re.search(r"\d", value) and re.search(r"\D", value))
@@ -81,20 +82,20 @@ def _is_special_token(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Redactor:
-    """Removes secrets from values and text. `known` are secrets that were found before."""
+    """Removes secrets from values and text. `known` are secrets found before."""
 
     known: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, *sources: Mapping[str, Any]) -> Redactor:
-        """One that knows every secret in `sources`: the resolved config, the environment."""
+        """Redactor for every secret in `sources`, such as the resolved config and the environment."""
         found: set[str] = set()
         for source in sources:
             _collect(source, found)
         return cls(frozenset(found))
 
     def value(self, value: Any) -> Any:
-        """A copy of plain data (mappings, sequences, scalars) without its secrets."""
+        """Copy of plain data (mappings, sequences, scalars) without its secrets."""
         if isinstance(value, Mapping):
             return {k: REDACTED if is_secret(str(k), v) else self.value(v) for k, v in value.items()}
         if isinstance(value, str):
@@ -104,7 +105,7 @@ class Redactor:
         return value
 
     def text(self, text: str) -> str:
-        """`text` without known secrets, credentials in URLs, and what is written as `secret_key=value`."""
+        """`text` without known secrets, credentials in URLs, and values in assignments such as `secret_key=value`."""
         for secret in sorted(self.known, key=len, reverse=True):
             text = text.replace(secret, REDACTED)
         text = _URL_CREDENTIALS.sub(rf"\g<1>{REDACTED}@", text)
@@ -114,7 +115,7 @@ class Redactor:
 
 
 def _redact_assignments(text: str) -> str:
-    """What is no secret itself may hold one: `url=https://host?api_key=…`."""
+    """Redact assignments such as `api_key=…`, also inside other values: `url=https://host?api_key=…`."""
     parts, done, position = [], 0, 0
     while match := _ASSIGNMENT.search(text, position):
         position = match.end()
@@ -137,7 +138,8 @@ def _is_number(text: str) -> bool:
 
 
 def _is_everyday(value: str) -> bool:
-    """Words and paths (`SECRETS=disabled`, `SECRETS_DIR=/home/me`) would blacken half of a log."""
+    """True for words and paths (`SECRETS=disabled`, `SECRETS_DIR=/home/me`). Redacting them would hide half of a
+    log."""
     return (value.isalpha() and len(value) < 2 * _MIN_KNOWN) or (value[0] in "/~." and os.path.exists(value))
 
 

@@ -1,7 +1,7 @@
-"""Reads one YAML file into plain values, and remembers where each key and each value was written.
+"""Reads one YAML file into plain values and records the position of each key and value.
 
-Built on the parser's events, because only they carry positions, and because a file is foreign input: nesting, size and
-tags are bounded, and every mistake that allows it is collected instead of ending the reading.
+Uses the parser's events, because only these have positions. Files are untrusted input: nesting, size and tags are
+limited. Mistakes are collected; reading stops early only if it cannot continue.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KeyPath = tuple[str, ...]
-"""Where a value is in a config: keys and list positions, all as text."""
+"""Path of a value in a config: keys and list indices, all as text."""
 
 MAX_DEPTH = 64
 MAX_NODES = 200_000
@@ -35,12 +35,12 @@ _FLOAT = re.compile(
     |\.(?:nan|NaN|NAN))$""",
     re.VERBOSE,
 )
-"""Numbers such as 1e-6, which YAML 1.1 takes for text; the same that OmegaConf takes for numbers."""
+"""Matches floats such as 1e-6, which YAML 1.1 reads as text. Same rules as OmegaConf."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mark:
-    """A place in a file, counted from 1."""
+    """Position in a file; line and column start at 1."""
 
     line: int
     column: int
@@ -48,22 +48,22 @@ class Mark:
 
 @dataclass(slots=True)
 class Source:
-    """A file that was read."""
+    """Content of one file, with the positions of its keys and values."""
 
     name: str
-    """As people know it: the path that they gave, or one relative to where they are."""
+    """File name for messages: the path that the user gave, or one relative to the working directory."""
     data: Any = None
     keys: dict[KeyPath, Mark] = field(default_factory=dict)
     values: dict[KeyPath, Mark] = field(default_factory=dict)
     aliases: dict[KeyPath, KeyPath] = field(default_factory=dict)
-    """Where `*alias` or `<<` stands -> where its content was written."""
+    """Paths of `*alias` or `<<` -> path at which their content was written."""
 
     def key_mark(self, path: KeyPath) -> Mark | None:
-        """Where the key of `path` was written."""
+        """Position of the key of `path`."""
         return self._find(self.keys, path)
 
     def value_mark(self, path: KeyPath) -> Mark | None:
-        """Where the value of `path` was written."""
+        """Position of the value of `path`."""
         return self._find(self.values, path)
 
     def _find(self, marks: dict[KeyPath, Mark], path: KeyPath) -> Mark | None:
@@ -118,7 +118,7 @@ def _similar_file(path: Path) -> str:
     return f"did you mean {path.with_name(close[0])}?" if close else ""
 
 
-class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the C one where it was built
+class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the C loader if available
     """YAML as OmegaConf reads it: 1e-6 is a number and a date is text."""
 
 
@@ -130,11 +130,11 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+01234567
 
 
 class _Stop(Exception):
-    """Reading cannot go on; the problem is recorded."""
+    """Reading cannot continue; the problem is already recorded."""
 
 
 class _Reader:
-    """One document, event by event."""
+    """Reads one document event by event."""
 
     def __init__(self, source: Source, problems: list[ConfigProblem], *, fragment: bool) -> None:
         self.may_be_empty = fragment
@@ -169,7 +169,7 @@ class _Reader:
 
     def _document(self) -> None:
         loader = self.loader
-        loader.get_event()  # the stream's start
+        loader.get_event()  # stream start
         if loader.check_event(yaml.StreamEndEvent):
             self._empty()
             return
@@ -182,7 +182,7 @@ class _Reader:
             mark = _mark(first if first is not None else start)
             found = "a list" if isinstance(self.source.data, list) else "a single value"
             self._problem(mark, "", f"the file holds {found}, expected keys and values")
-        loader.get_event()  # the document's end
+        loader.get_event()  # document end
         if not loader.check_event(yaml.StreamEndEvent):
             self._problem(_mark(loader.get_event()), "", "a second document begins here; a config is one document")
 
@@ -331,7 +331,7 @@ def _mark(event: Any) -> Mark:
 
 
 def _short(tag: str) -> str:
-    """A tag as people write it."""
+    """A YAML tag in its short form, `!!name`."""
     return f"!!{tag.removeprefix('tag:yaml.org,2002:')}" if tag.startswith("tag:yaml.org,2002:") else tag
 
 

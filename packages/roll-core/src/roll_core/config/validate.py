@@ -1,7 +1,7 @@
-"""Validates a composed config against the schemas that plugins bring, and collects every mistake.
+"""Validates a composed config against the schemas of plugins, and collects every mistake.
 
-A part of the config that is wrong is set aside and the rest validated again, so that one mistake does not hide others:
-a misspelt key and an impossible batch size are reported together.
+Invalid parts are set aside and the rest is validated again, so that one mistake does not hide others: a misspelt key
+and an impossible batch size are reported together.
 """
 
 from __future__ import annotations
@@ -66,19 +66,20 @@ NAMED_PARTS: dict[str, type[Provider]] = {
     "pg_variant": PolicyLossProvider,
     "weight_transport": WeightTransportProvider,
 }
-"""Keys at the top whose value is the name of a part, where a pipeline's schema has them."""
+"""Top-level keys whose value names a part, with the kind of part. Used if the pipeline's schema has the key."""
 
 OPTIONS: dict[type[Provider], str] = {AdvantageProvider: "adv_options", PolicyLossProvider: "pg_options"}
-"""Keys at the top with the options of the part that another one of them names."""
+"""Top-level keys with the options of a part that another top-level key names."""
 
 Further = Callable[[type[RunConfig], "Mapping[Any, Any]"], Iterable[Finding]]
-"""Looks for further mistakes in what was written for a pipeline's schema, its rewards validated. Keys may be wrong."""
+"""Finds further mistakes in the values for a pipeline's schema; rewards are already validated, keys may be invalid."""
 
 
 def validate(
     composed: Composed, registry: Registry, further: Further | None = None, *, needs: bool
 ) -> tuple[RunConfig, PipelineProvider]:
-    """The pipeline's config. Raises `ConfigError` with all problems in the order in which they stand in the files."""
+    """The pipeline's validated config, and its provider. Raises `ConfigError` with all problems, in the order of the
+    files."""
     return _Validation(composed, registry, further, needs).run()
 
 
@@ -92,13 +93,13 @@ class _Validation:
     data: dict[Any, Any] = field(init=False)
     found: list[Finding] = field(default_factory=list)
     cause: BaseException | None = None
-    """Why a part that was asked for is not there, if a plugin failed to load."""
+    """Exception of a plugin that failed to load, if a requested part is missing because of it."""
     policy_role: str = ""
-    """Of the pipeline's schema."""
+    """Role of the pipeline's schema that is the policy."""
     suggestions: int = 0
-    """For unknown keys, so far."""
+    """Number of suggestions for unknown keys so far."""
     extra_paths: list[KeyPath] = field(default_factory=list)
-    """Keys of the schemas that strategies and rewards bring, for suggestions."""
+    """Keys in the schemas of strategies and rewards, for suggestions."""
 
     def __post_init__(self) -> None:
         self.data = deepcopy(self.composed.data)
@@ -131,8 +132,8 @@ class _Validation:
         return _restore_name(config, "pipeline", asked_for), provider
 
     def _blocks(self, schema: type[RunConfig]) -> None:
-        """What a fragment brings under its own name, to be referred to, is no key of the config; but somebody has to
-        refer to it."""
+        """Remove blocks of fragments that are not keys of the config. A block that no interpolation refers to is a
+        mistake."""
         for name in sorted(self.composed.blocks - schema.model_fields.keys()):
             self.data.pop(name, None)
             if name not in self.composed.referred:
@@ -143,7 +144,7 @@ class _Validation:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _pipeline(self) -> PipelineProvider | None:
-        """The pipeline that is asked for. Where its name is misspelt: the nearest, so that the rest is checked too."""
+        """The requested pipeline. If its name is misspelt, the most similar one, so that the rest is also checked."""
         available = ", ".join(self.registry.names(PipelineProvider)) or "none"
         if "pipeline" not in self.data:
             self.found.append(
@@ -168,8 +169,8 @@ class _Validation:
     def _find(
         self, kind: type[P], name: str, path: KeyPath, role: Mapping[Any, Any] = MappingProxyType({})
     ) -> P | None:
-        """The record of a name, or None after recording why there is none; and what would keep the part from working
-        in the processes of its role."""
+        """The record for a name; None after recording why there is none. Also records problems that would prevent the
+        part from working in the processes of its role."""
         try:
             provider = self.registry.find(kind, name)
         except PluginError as error:
@@ -180,7 +181,7 @@ class _Validation:
             return None
         if problem := signature_problem(provider):
             self.found.append(Finding(path, f"{self.registry.owner(provider)}: {problem}", code="ROLL-P003"))
-        # What defaults need is in roll-core[train], which `run` looks for.
+        # Requirements of defaults are in roll-core[train], which `run` checks.
         if path[0] in self.data and self._runs_here(role):
             try:
                 check_requirements(provider, owner=self.registry.owner(provider))
@@ -217,7 +218,7 @@ class _Validation:
                     self.found.append(Finding(("tracker_kwargs", key), message, at_key=True, code="ROLL-C015"))
 
     def _estimator(self, provider: AdvantageProvider, key: str, schema: type[RunConfig]) -> None:
-        """What an advantage estimator needs of the rest of the config."""
+        """Check the rest of the config against the requirements of an advantage estimator."""
         name, data = provider.name, self.data
         if provider.needs_critic and "critic" in schema.model_fields and data.get("critic") is None:
             message = f"{name} reads a critic's values, but there is no role critic"
@@ -234,14 +235,14 @@ class _Validation:
                 self.found.append(Finding((norm,), message, hint, code="ROLL-C014"))
 
     def _options(self, record: Provider, path: KeyPath, given: Any) -> None:
-        """The keys of a part that is no role are those of the schema that it brings; without one it takes none."""
+        """Validate the options of a part that is not a role by its schema. Without a schema, it takes no options."""
         given = {} if given is None else given
         if isinstance(given, dict) and (given or record.config):
             owner = self.registry.owner(record)
             self._by_schema(schema_of(record, Config, owner=owner), given, path, owner)
 
     def _by_schema(self, schema: type[M], given: dict[Any, Any], path: KeyPath, owner: str) -> M | None:
-        """What stands at `path`, by the schema of the part that it belongs to; None after recording its mistakes."""
+        """Validate the values at `path` by the schema of their part; None after recording mistakes."""
         self.extra_paths += [(*path, *each) for each in paths(schema)]
         valid, found = validate_all(schema, given, owner)
         for each in found:
@@ -251,7 +252,7 @@ class _Validation:
         return valid
 
     def _reward(self, path: KeyPath, role: dict[Any, Any]) -> None:
-        """Validate a reward by the schema of its provider, and put the result in its place."""
+        """Validate a reward by the schema of its provider, and replace its raw values by the result."""
         name = role.get("reward")
         schema: type[RewardConfig] = RewardConfig
         owner = "roll-core"
@@ -273,13 +274,13 @@ class _Validation:
         for each in found:
             unknown = each.kind == "extra_forbidden" and len(each.path) == 1
             if unknown and unjudged and any(finding.path == (*path, "reward") for finding in self.found):
-                continue  # the keys of a reward that does not exist cannot be judged
+                continue  # the schema of an unknown reward is unknown
             self.found.append(self._with_key_hint(each, sorted(known), path) if unknown else _under(path, each))
         replaced = schema.model_construct(reward="") if reward is None else _restore_name(reward, "reward", str(name))
         self.data[path[0]][self._key(self.data[path[0]], path[1])] = replaced
 
     def _strategy(self, path: KeyPath, worker: type[WorkerConfig], role: dict[Any, Any]) -> None:
-        """Look the strategy up, validate its `strategy_config`, and compute `num_gpus_per_worker`."""
+        """Look up the strategy, validate its `strategy_config`, and compute `num_gpus_per_worker`."""
         arguments = role.get("strategy_args")
         if not isinstance(arguments, dict) or not isinstance(arguments.get("strategy_name"), str):
             return
@@ -321,7 +322,7 @@ class _Validation:
     def _engine(
         self, path: KeyPath, role: dict[Any, Any], provider: TrainProvider | InferProvider, strategy: StrategyConfig
     ) -> None:
-        """It can take weights as its `strategy_config` says: the format, the adapters, the model."""
+        """Check that the engine can receive weights as its `strategy_config` says: format, adapters and model."""
         at_config = (*path, "strategy_args", "strategy_config")
         given, computed = role.get("weight_format"), strategy.weight_format()
         if isinstance(given, str) and given != computed:
@@ -347,7 +348,7 @@ class _Validation:
             self.found.append(Finding(at_config, str(error), kind="value_error"))
 
     def _longest_response(self, role: dict[Any, Any]) -> int:
-        """In tokens, of rollouts and of the validation."""
+        """Maximum response length in tokens, over rollouts and validation."""
         longest = []
         for each in (role, self.data.get("validation")):
             if isinstance(each, dict):
@@ -357,7 +358,7 @@ class _Validation:
         return max(longest)
 
     def _length(self, key: str) -> int:
-        """A number of tokens as it is written; its default where that is a mistake."""
+        """A number of tokens as written; the default if the value is invalid."""
         given, default = self.data.get(key), RunConfig.model_fields[key].default
         return given if type(given) is int else int(default)
 
@@ -370,20 +371,20 @@ class _Validation:
             return
         try:
             trainer = self.registry.find(TrainProvider, name)
-        except PluginError:  # said of the policy's own name
+        except PluginError:  # reported at the policy's own key
             return
         finding = weight_finding(self.registry, trainer, engine, self.data, at_name)
         if finding is not None:
             self.found.append(finding)
 
     def _model_args(self) -> Iterator[dict[Any, Any]]:
-        """As far as they are written, of all roles."""
+        """Raw `model_args` of all roles."""
         for role in self.data.values():
             if isinstance(role, dict) and isinstance(role.get("model_args"), dict):
                 yield role["model_args"]
 
     def _environment(self, path: KeyPath, role: dict[Any, Any]) -> None:
-        """An interpreter that is named by its path is there, unless workers run on the hosts of a cluster."""
+        """Check that an interpreter given by its path exists, unless workers run on the hosts of a cluster."""
         given = role.get("environment")
         at = (*path, "environment") if isinstance(given, str) else (*path, "environment", "python")
         python = given.get("python") if isinstance(given, dict) else given
@@ -399,7 +400,7 @@ class _Validation:
             )
 
     def _other_registry(self, worker: type[WorkerConfig], name: str, at_name: KeyPath) -> None:
-        """Say so if the name exists, but for roles of the other kind."""
+        """Improve the message if the name exists, but for roles of the other kind."""
         other: type[Provider] = TrainProvider if worker.kind == "generate" else InferProvider
         if name in self.registry.names(other) and self.found[-1].path == at_name:
             last = self.found.pop()
@@ -457,7 +458,8 @@ class _Validation:
     def _no_gradient_checkpointing(
         self, path: KeyPath, worker: type[WorkerConfig], role: dict[Any, Any], provider: TrainProvider
     ) -> None:
-        """`disable_gradient_checkpointing` is true for a strategy that has none; asking for it is an error."""
+        """Set `disable_gradient_checkpointing` for a strategy without gradient checkpointing; record a mistake if it is
+        false."""
         raw, key = role.get("model_args"), "disable_gradient_checkpointing"
         model = {} if raw is None else raw
         if worker.kind != "train" or not isinstance(model, dict):
@@ -478,7 +480,7 @@ class _Validation:
         provider: TrainProvider | InferProvider,
         strategy: StrategyConfig,
     ) -> None:
-        """`num_gpus_per_worker` is what the strategy computes; a value that contradicts it is an error."""
+        """Set `num_gpus_per_worker` to the value that the strategy computes; record a mistake if it contradicts."""
         given = role.get("num_gpus_per_worker")
         computed = strategy.slots_per_worker()
         self._nodes(path, role, computed or given)
@@ -501,13 +503,13 @@ class _Validation:
             role["num_gpus_per_worker"] = computed
 
     def _nodes(self, path: KeyPath, role: dict[Any, Any], per_worker: object) -> None:
-        """The slots of each worker lie on one node, where `num_gpus_per_node` is written."""
+        """Check that the slots of each worker are on one node, if `num_gpus_per_node` is given."""
         per_node, mapping = self.data.get("num_gpus_per_node"), role.get("device_mapping")
         if type(per_node) is not int or per_node < 1 or type(per_worker) is not int or per_worker < 2:
             return
         try:
             slots = parse_device_mapping(mapping)
-        except ValueError:  # found where the role itself is validated
+        except ValueError:  # reported when the role itself is validated
             return
         for rank, start in enumerate(range(0, len(slots), per_worker)):
             mine = slots[start : start + per_worker]
@@ -524,7 +526,8 @@ class _Validation:
     def _replicas(
         self, path: KeyPath, role: dict[Any, Any], provider: TrainProvider | InferProvider, strategy: StrategyConfig
     ) -> None:
-        """`ranks_per_replica` is what the strategy computes, and divides the number of the role's ranks."""
+        """Set `ranks_per_replica` to the value that the strategy computes; check that it divides the role's number of
+        ranks."""
         given, computed = role.get("ranks_per_replica"), strategy.ranks_per_replica()
         if type(given) is int and given > 0 and given != computed:
             message = f"found {given}, but {provider.name}'s strategy_config makes it {computed}"
@@ -544,8 +547,8 @@ class _Validation:
     def _explained(
         self, path: KeyPath, role: dict[Any, Any], provider: TrainProvider, strategy: StrategyConfig, ranks: int | None
     ) -> None:
-        """Every rank has a share of the work by a kind of parallelism that the strategy declares. Otherwise ranks would
-        train models of their own that nothing keeps equal."""
+        """Check that the strategy declares the parallelism that explains the number of ranks. Otherwise ranks would
+        train separate models that diverge."""
         can, sizes, replica = provider.capabilities, strategy.parallel_sizes(), strategy.ranks_per_replica()
         at_config = (*path, "strategy_args", "strategy_config")
         undeclared = [kind for kind, size in sizes.items() if size > 1 and not getattr(can, kind)]
@@ -564,7 +567,7 @@ class _Validation:
             )
 
     def _spread(self, path: KeyPath, role: dict[Any, Any], strategy: StrategyConfig) -> None:
-        """The model can be cut as the strategy is to cut it, as far as the model is known, and computed as it says."""
+        """Check that the model can be partitioned and computed as configured, as far as the model is known."""
         given = role.get("model_args")
         for check, keys in (
             (strategy.check_model, model_keys(given, self.data.get("pretrain"))),
@@ -579,8 +582,8 @@ class _Validation:
     def _architecture(
         self, path: KeyPath, role: dict[Any, Any], source: KeyPath, strategy: StrategyConfig, keys: Mapping[str, Any]
     ) -> None:
-        """The packages in this environment, if it is the role's, have the architecture of the model, which the role at
-        `source` names."""
+        """Check that the packages in this environment support the model's architecture, if the role's workers run in
+        it. The role at `source` names the model."""
         if not self._runs_here(role):
             return
         try:
@@ -594,14 +597,14 @@ class _Validation:
         return self.needs and role.get("environment") is None and not _on_a_cluster()
 
     def _model_at(self, path: KeyPath) -> KeyPath:
-        """The key that says which model the role at `path` has."""
+        """Key that names the model of the role at `path`."""
         for keys in (("random_init", "model_type"), ("model_name_or_path",)):
             if _is_written(self.data, found := (*path, "model_args", *keys)):
                 return found
         return ("pretrain",)
 
     def _router_replay(self, path: KeyPath, provider: TrainProvider | InferProvider, strategy: StrategyConfig) -> None:
-        """Engine and trainer of the policy can do their parts of it, with this model."""
+        """Check that engine and trainer of the policy support router replay with this model."""
         raw, policy = self.data.get("router_replay"), self.data.get(self.policy_role)
         if not isinstance(raw, dict) or raw.get("mode") != "R3" or not isinstance(policy, dict):
             return
@@ -650,18 +653,18 @@ class _Validation:
             interpolation, target = through
             source = f", written at {target}" if target is not None else ""
             if interpolation.from_environment and found.shown:
-                # What an environment variable holds is not for showing: it may be meant for another key.
+                # Do not show the value of an environment variable: it may be intended for another key.
                 message = message.replace(found.shown, "text" if found.shown[0] in "'\"" else "a value", 1)
                 found = replace(found, hint="${oc.decode:${oc.env:NAME}} reads a variable as a number, a list, …")
             message += f" (from {interpolation.text}{source})"
         *above, last = found.path or ("",)
         if found.kind == "invalid_key" and last in ("True", "False"):
-            last = last.lower()  # as YAML writes it
+            last = last.lower()  # as YAML spells it
         return ConfigProblem(str(place), ".".join((*above, last)), message, found.hint, code_of(found)), place
 
     def _subject(self, found: Finding) -> KeyPath:
-        """The path to point at. A rule about several keys concerns a whole mapping: the first key that it names and
-        that was written stands for it."""
+        """Path to point at. A rule about several keys concerns a whole mapping. It is located at the first key that the
+        message names and the config contains."""
         if found.kind != "value_error":
             return found.path
         for words in re.findall(r"[A-Za-z_][\w.]*", found.message):
@@ -695,7 +698,7 @@ class _Validation:
 
 
 def _place(problem: ConfigProblem) -> KeyLocation:
-    """The place that a problem's text names, for sorting."""
+    """Position in a problem's text, for sorting."""
     name, line, column = [*problem.where.rsplit(":", 2), "", ""][:3]
     if line.isdigit() and column.isdigit():
         return KeyLocation(0, int(line), int(column), name)
@@ -703,7 +706,7 @@ def _place(problem: ConfigProblem) -> KeyLocation:
 
 
 def _restore_name(config: M, key: str, name: str) -> M:
-    """The name as it was asked for: schemas know their part's bare name, a config may say `package/name`."""
+    """Restore the name as written: schemas use a part's bare name, a config may contain `package/name`."""
     return config if getattr(config, key) == name else config.model_copy(update={key: name})
 
 
@@ -716,44 +719,44 @@ def _is_written(data: Any, path: KeyPath) -> bool:
 
 
 def _on_a_cluster() -> bool:
-    """Whether workers run on the hosts of a Ray cluster, which may have other files and packages."""
+    """True if workers run on the hosts of a Ray cluster, which may have other files and packages."""
     return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
 
 
 def _num_ranks(role: Mapping[Any, Any]) -> int | None:
-    """Of a role that trains or scores, if what it says can be read; each takes one slot."""
+    """Number of ranks of a role that trains or scores, one per slot; None if its values are invalid."""
     mapping, size = role.get("device_mapping"), role.get("world_size")
     if mapping is None:
         return 1 if size is None else size if type(size) is int else None
     try:
         return len(parse_device_mapping(mapping))
-    except ValueError:  # told where the role itself is validated
+    except ValueError:  # reported when the role itself is validated
         return None
 
 
 def _spreads(schema: type[StrategyConfig]) -> bool:
-    """Whether a strategy's configuration can spread a replica over several ranks."""
+    """True if a strategy's configuration can spread a replica over several ranks."""
     base = StrategyConfig
     return schema.ranks_per_replica is not base.ranks_per_replica or schema.parallel_sizes is not base.parallel_sizes
 
 
 def _suppose_one_replica(role: dict[Any, Any]) -> None:
-    """Where nothing tells how many ranks share a replica: all of them. A batch that does not divide then divides for no
-    other number of replicas either, so that arithmetic reports no mistake that is none."""
+    """If the number of ranks per replica is unknown, assume that all ranks share one. A batch size that does not divide
+    then is wrong for any number of replicas, so no false mistake is reported."""
     ranks = _num_ranks(role)
     if ranks is not None and role.get("ranks_per_replica") is None:
         role["ranks_per_replica"] = ranks
 
 
 def _replaces(other: Provider, refused: Provider, platform: str) -> bool:
-    """Whether a strategy does on `platform` what another does not."""
+    """True if a strategy supports `platform` and can replace the rejected one."""
     platforms = getattr(other, "platforms", ())
     same = getattr(other, "forward_only", False) == getattr(refused, "forward_only", False)
     return same and (not platforms or platform in platforms)
 
 
 def _trains_adapters(model_args: dict[Any, Any]) -> bool:
-    """Whether `model_args` as written switch LoRA on."""
+    """True if `model_args` as written enable LoRA."""
     return bool(model_args.get("lora_target")) and bool(model_args.get("lora_rank", True))
 
 

@@ -1,4 +1,4 @@
-"""Where each value of a composed config was written: files are layers, laid over each other in the order of merging."""
+"""Source positions of the values of a composed config. Files are layers, in the order of merging."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True, slots=True, order=True)
 class KeyLocation:
-    """A place, in the order in which problems are reported."""
+    """A source position. The sort order is the order in which problems are reported."""
 
     layer: int
     line: int
@@ -31,18 +31,18 @@ class FileLayer:
     package: KeyPath
     source: Source
     inside: KeyPath = ()
-    """What of the file was merged, where that is not all of it."""
+    """Path of the merged part of the file; empty if all of it was merged."""
 
     @property
     def data(self) -> dict[Any, Any]:
-        """What was merged."""
+        """The merged content."""
         found: Any = self.source.data
         for step in self.inside:
             found = found[step]
         return found if isinstance(found, dict) else {}
 
     def place(self, index: int, path: KeyPath, *, key: bool) -> KeyLocation | None:
-        """Where this layer writes the key or the value of `path`, if it does."""
+        """Position at which this layer writes the key or the value of `path`; None if it does not."""
         depth = len(self.package)
         if path[:depth] != self.package:
             return None
@@ -62,7 +62,7 @@ class OverrideLayer:
     value: Any
 
     def place(self, index: int, path: KeyPath, *, key: bool) -> KeyLocation | None:
-        """The command line, if the override writes `path` or what it is part of."""
+        """The command line, if the override writes `path` or a mapping that contains it."""
         depth = len(self.path)
         if path[:depth] != self.path:
             return None
@@ -83,29 +83,29 @@ class Interpolation:
 
     text: str
     target: KeyPath | None
-    """What it refers to, if that is a place in the config."""
+    """Path that it refers to, if that is in the config."""
     from_environment: bool
 
 
 @dataclass(slots=True)
 class Written:
-    """Answers where a key or a value was written; the last layer that wrote it wins, as in merging."""
+    """Source positions of keys and values. As in merging, the last layer that writes a path wins."""
 
     name: str
-    """Of the config; stands for what was written nowhere."""
+    """Name of the config, used for values that were not written anywhere."""
     layers: list[FileLayer | OverrideLayer] = field(default_factory=list)
     interpolations: dict[KeyPath, Interpolation] = field(default_factory=dict)
 
     def value(self, path: KeyPath) -> KeyLocation:
-        """Where the value of `path` was written; of what contains it if it was written nowhere."""
+        """Position of the value of `path`; if it was not written, of the mapping that contains it."""
         return self._nearest(path, key=False)
 
     def key(self, path: KeyPath) -> KeyLocation:
-        """Where the key of `path` was written; of what contains it if it was written nowhere."""
+        """Position of the key of `path`; if it was not written, of the mapping that contains it."""
         return self._nearest(path, key=True)
 
     def through(self, path: KeyPath) -> tuple[Interpolation, KeyLocation | None] | None:
-        """The interpolation that gave `path` its value, and where what it refers to was written."""
+        """The interpolation that produced the value of `path`, and the position of its target."""
         layers = (each.path for each in self.layers if isinstance(each, OverrideLayer))
         overridden = max((len(each) for each in layers if path[: len(each)] == each), default=0)
         for length in range(len(path), overridden - 1, -1):
@@ -118,13 +118,13 @@ class Written:
     def _nearest(self, path: KeyPath, *, key: bool) -> KeyLocation:
         if path and self._exact(path, key=key) is None:
             for index, layer in enumerate(self.layers):
-                # Nobody wrote this, but somebody wrote what is in it.
+                # No layer wrote `path` itself, but one wrote a part of it.
                 if isinstance(layer, OverrideLayer) and layer.path[: len(path)] == path:
                     return KeyLocation(index, 0, 0, COMMAND_LINE)
                 if isinstance(layer, FileLayer) and layer.package[: len(path)] == path:
                     return KeyLocation(index, 1, 1, layer.source.name)
         for length in range(len(path), 0, -1):
-            # What contains a path is named by its key: its value begins a line further down.
+            # A mapping is located by its key: its value begins one line further down.
             place = self._exact(path[:length], key=key or length < len(path))
             if place is not None:
                 return place

@@ -1,6 +1,6 @@
-"""The contracts of advantage estimators and policy losses: pure functions on flat tensors.
+"""The interfaces of advantage estimators and policy losses: pure functions on flat tensors.
 
-T response and prompt tokens laid end to end, S sequences, G groups (see `roll_core.types`).
+Shapes: T tokens of prompts and responses, concatenated; S sequences; G groups (see `roll_core.types`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInput:
-    """What an estimator may read. All sequences of the batch that have a reward.
+    """Input of an advantage estimator: all sequences of the batch that have a reward.
 
-    `roll_core.algorithms.rewards.token_rewards` computes the reward of each token from it.
+    `roll_core.algorithms.rewards.token_rewards` computes per-token rewards from it.
     """
 
     scores_S: Tensor
-    """float32, the reward of each sequence: normalised as the config says, or as scored if the estimator normalises
+    """float32, reward of each sequence. Normalised as configured, or as scored if the estimator normalises by itself
     (`AdvantageProvider.normalise`)."""
     mask_T: Tensor
-    """bool, tokens that the policy generated."""
+    """bool, True for tokens that the policy generated."""
     segments_T: Tensor
     """int64, index of each token's sequence."""
     groups_S: Tensor
@@ -39,29 +39,29 @@ class AdvantageInput:
     gamma: float = 1.0
     lambd: float = 1.0
     kl_T: Tensor | None = None
-    """float32, KL to the reference of each token, if the config puts it into the reward."""
+    """float32, per-token KL to the reference policy, if the config adds it to the reward."""
     kl_coef: float = 0.0
     reward_clip: float | None = None
-    """Bound of a normalised reward, and of a token's reward."""
+    """Bound on the absolute value of a normalised reward, and of a token's reward."""
     whiten_rewards: bool = False
-    """Whiten the token rewards before credit is given."""
+    """Whiten token rewards before computing advantages."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """`adv_options` as they are written; the schema of the estimator's record has judged them."""
+    """`adv_options` as written in the config, already validated by the schema of the estimator's record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageOutput:
-    """Per token; 0 where the mask is false."""
+    """Per-token results; 0 where the mask is false."""
 
     advantages_T: Tensor
     returns_T: Tensor | None = None
-    """The critic's target, where there is one."""
+    """The critic's regression target, if there is a critic."""
     token_rewards_T: Tensor | None = None
-    """The token rewards that were credited; their mean is the metric `reward/normalised_mean`."""
+    """The token rewards that were used. Their mean is the metric `reward/normalised_mean`."""
 
 
 class AdvantageEstimator(Protocol):
-    """Credit for each token. Reads nothing but its input; never modifies it."""
+    """Computes the advantage of each token. Depends only on its input and does not modify it."""
 
     def __call__(self, batch: AdvantageInput) -> AdvantageOutput:
         """Advantages of a whole batch."""
@@ -70,23 +70,23 @@ class AdvantageEstimator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossParams:
-    """The knobs of policy losses; each is a config key of the same name."""
+    """Parameters of policy losses. Each is a config key of the same name."""
 
     pg_clip_low: float = 0.2
     pg_clip_high: float = 0.2
     dual_clip: float | None = None
     """Lower bound on the objective of negative advantages, as a factor > 1 of the advantage (arXiv:1912.09729)."""
     options: Mapping[str, float] = field(default_factory=dict)
-    """Keys of `pg_options`, for losses that plugins bring."""
+    """Keys of `pg_options`, for policy losses of plugins."""
 
 
 class PolicyLoss(Protocol):
-    """The per-token policy objective, to be *minimised*."""
+    """Per-token policy loss, to be *minimised*."""
 
     def __call__(
         self, logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """`(loss_T, per-token metrics)`; the runtime masks and aggregates both."""
+        """`(loss_T, per-token metrics)`. The runtime masks and aggregates both."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Buckets of tensors: both endpoints of a transport compute the same layout from the manifest alone."""
+"""Buckets of tensors for weight transports. Sender and receiver compute the same layout from the manifest."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from roll_core.types import TensorEntry, WeightManifest
 
 ALIGNMENT = 64
-"""Bytes; a cache line, and enough for every dtype."""
+"""Alignment of tensors in a bucket, in bytes: one cache line, and sufficient for every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSlice:
-    """A whole tensor in a bucket."""
+    """Position of one whole tensor within a bucket."""
 
     entry: TensorEntry
     offset: int
@@ -43,9 +43,9 @@ class Bucket:
 
 
 def plan_buckets(manifest: WeightManifest, bucket_bytes: int) -> list[Bucket]:
-    """The manifest's tensors in order, in buckets of at most `bucket_bytes`.
+    """Assign the manifest's tensors, in order, to buckets of at most `bucket_bytes`.
 
-    A tensor is never split: a larger one has a bucket of its own.
+    A tensor is never split: a larger tensor gets a bucket of its own.
     """
     buckets: list[Bucket] = []
     slices: list[BucketSlice] = []
@@ -64,7 +64,7 @@ def plan_buckets(manifest: WeightManifest, bucket_bytes: int) -> list[Bucket]:
 
 
 def views(memory: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a bucket that lies at the beginning of `memory` (flat uint8)."""
+    """Names and tensors of a bucket stored at the beginning of `memory` (flat uint8). The tensors are views."""
     for each in bucket.slices:
         yield each.entry.name, _view(memory, each)
 
@@ -100,7 +100,7 @@ def _view(memory: Tensor, part: BucketSlice) -> Tensor:
 
 
 def _next_tensor(entry: TensorEntry, exported: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor]:
-    """The next exported tensor, which must match `entry`."""
+    """The next exported tensor. Raises a `WeightSyncError` subclass unless name and shape match `entry`."""
     name, tensor = next(exported, ("", None))
     if tensor is None:
         raise MissingTensorError(f"the export ended before {entry.name}, which is in the manifest")

@@ -1,7 +1,7 @@
-"""The contract of checks, which `roll-core doctor` runs: each looks at one thing and says what to do about it.
+"""The interface of checks, which `roll-core doctor` runs. Each check examines one thing and suggests a remedy.
 
-A check is a function that a `CheckProvider` names. It may read files, ask drivers and start programs with a deadline;
-it changes nothing. What it raises is shown as its result.
+A check is a function that a `CheckProvider` refers to. It may read files, query drivers and start programs with a
+timeout; it must not change anything. An exception that it raises is shown as its result.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from roll_core.spec.platform import Platform
 
 Level = Literal["ok", "note", "warning", "error"]
-"""Good; good to know; runs may fail or be slow; runs will fail."""
+"""Severity: `ok`; `note`: worth knowing; `warning`: runs may fail or be slow; `error`: runs will fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """What a check saw."""
+    """Finding of a check."""
 
     level: Level
     found: str
     wanted: str = ""
     remedy: str = ""
-    """What to do. Warnings and errors have one."""
+    """What to do. Required for warnings and errors."""
     subject: str = ""
-    """What of several things it was, `cuda:1` or `rewards.math`; empty where there is but one."""
+    """Object that was examined if there are several, for example `cuda:1` or `rewards.math`; otherwise empty."""
 
     def __post_init__(self) -> None:
         if self.level in ("warning", "error") and not self.remedy:
@@ -39,12 +39,12 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What is examined."""
+    """Input of a check."""
 
     platform: Platform | None
-    """The one that a run would take; None if there is none."""
+    """Platform that a run would select; None if there is none."""
     config: RunConfig | None = None
-    """Of the run that shall start, if one was named."""
+    """Config of the run to start, if one was given."""
 
 
 Check = Callable[[Situation], Iterable[CheckResult]]

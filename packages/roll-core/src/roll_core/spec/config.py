@@ -1,10 +1,8 @@
-"""The configuration schema that all pipelines share, in the vocabulary of ROLL's users.
+"""The configuration schema shared by all pipelines, with ROLL's key names.
 
-A pipeline's own schema subclasses `RunConfig`; a strategy's subclasses `StrategyConfig`; a reward's `RewardConfig`.
-All are frozen
-and refuse unknown keys. Validation has no side effects: what a value means for the machine is decided when a run
-starts.
-Cross-field rules belong into `model_validator`s that raise `ValueError` with the arithmetic spelled out.
+A pipeline's schema subclasses `RunConfig`, a strategy's `StrategyConfig`, a reward's `RewardConfig`. All schemas are
+frozen and reject unknown keys. Validation has no side effects: values are applied to the machine when a run starts.
+Cross-field rules belong in `model_validator`s that raise `ValueError` and spell out the arithmetic.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 WeightFormat = Literal["dtype", "fp8"]
-"""In which an engine takes weights: in its `model_args.dtype`; or with the matrices of layers in 8 bits, E4M3 with a
-scale per row, and everything else in that dtype."""
+"""Format in which an engine receives weights. `dtype`: all tensors in its `model_args.dtype`. `fp8`: the layers'
+matrices in E4M3 with one scale per row, all other tensors in that dtype."""
 
 
 def _numbers_as_text(value: Any) -> Any:
@@ -55,14 +53,14 @@ def _numbers_as_text(value: Any) -> Any:
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.()-]*$")]
 EnvValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 EnvVars = Annotated[dict[EnvName, EnvValue], BeforeValidator(_numbers_as_text)]
-"""Environment variables; a number is taken for its text."""
+"""Environment variables. Numbers are converted to text."""
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
 MAX_NAME_BYTES = 255
-"""Of a directory, on file systems of today."""
+"""Maximum length of a directory name on common file systems."""
 
 
 class Config(BaseModel):
-    """Base of every schema: frozen, unknown keys refused, no silent conversion of strings to numbers."""
+    """Base of every schema: frozen, rejects unknown keys, does not convert strings to numbers."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -74,9 +72,9 @@ class Config(BaseModel):
 
 
 NAMES = re.compile(r"[\w.\s,-]*")
-"""Names of modules, separated by commas; a text with other characters is a regular expression."""
+"""Matches module names separated by commas. Text with other characters is a regular expression."""
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "additional_target", "lora_export")
-"""Keys that mean something only beside `lora_target`."""
+"""Keys that have an effect only together with `lora_target`."""
 
 
 def _names(value: str | list[str] | None) -> tuple[str, ...]:
@@ -85,112 +83,120 @@ def _names(value: str | list[str] | None) -> tuple[str, ...]:
 
 
 class StrategyConfig(Config):
-    """Base of the schemas that strategies bring for `strategy_args.strategy_config`."""
+    """Base of the schemas that strategies provide for `strategy_args.strategy_config`."""
 
     def slots_per_worker(self) -> int | None:
-        """Slots that one worker takes, where the configuration decides it (tensor × pipeline parallel); else None."""
+        """Slots per worker, if the configuration determines it (tensor × pipeline parallel size); otherwise None."""
         return None
 
     def serves_adapters(self) -> bool:
-        """Of an infer strategy: whether it takes trained adapters as they are, not merged into the weights."""
+        """Infer strategies: True if the engine loads trained adapters separately instead of weights with merged
+        adapters."""
         return False
 
     def weight_format(self) -> WeightFormat:
-        """Of an infer strategy: in which it takes weights. Those in 8 bits come as `roll_core.weights.eight_bits` has
-        them, and receipts are of these very tensors."""
+        """Infer strategies: the format in which the engine receives weights. `roll_core.weights.eight_bits` defines the
+        fp8 format; the digests in receipts are those of the fp8 tensors."""
         return "dtype"
 
     def worker_environment(self) -> tuple[EnvVar, ...]:
-        """Variables for its workers, besides the platform's and above them. What the driver's environment says is
-        handed on instead, unless they are required; `system_envs` win over both."""
+        """Environment variables for the strategy's workers, in addition to the platform's, which they override. A value
+        in the driver's environment takes precedence unless the variable is required. `system_envs` overrides both."""
         return ()
 
     def parallel_sizes(self) -> Mapping[ModelParallelism, int]:
-        """Of a train strategy: ranks over which each kind of model parallelism spreads a replica, as configured:
-        `{"tensor_parallel": 2}`. `check` refuses a size above 1 of a kind that the provider does not declare."""
+        """Train strategies: configured size of each kind of model parallelism, for example `{"tensor_parallel": 2}`.
+        `check` rejects a size above 1 of a kind that the provider does not declare."""
         return {}
 
     def ranks_per_replica(self) -> int:
-        """Of a train strategy: ranks over which it spreads one replica of the model, a divisor of the role's. The
-        product of `parallel_sizes`, without that of experts: these are spread over the same ranks."""
+        """Train strategies: number of ranks that hold one replica of the model, a divisor of the role's number of
+        ranks. The product of `parallel_sizes` without `expert_parallel`, which reuses the same ranks."""
         return prod(size for kind, size in self.parallel_sizes().items() if kind != "expert_parallel")
 
     def replica_arithmetic(self) -> str:
-        """The product that `ranks_per_replica` is, spelled out by keys, for error messages."""
+        """`ranks_per_replica` as a product spelled out by config keys, for error messages."""
         return str(self.ranks_per_replica())
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Raises `ValueError`, with the arithmetic where there is some, for a model that cannot be spread or computed
-        as configured. `keys` are those of its transformers config that are known before anything is loaded."""
+        """Raise `ValueError` if the model cannot be partitioned or computed as configured; spell out the arithmetic.
+
+        `keys` are the keys of its transformers config that are known before anything is loaded.
+        """
 
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for a model whose architecture the installed packages do not support; `keys` as for
-        `check_model`. Not called for a role with an `environment` of its own, nor by `check --no-files`. Reads files
-        rather than importing these packages: `roll_modeling.architectures` helps."""
+        """Raise `ValueError` if the installed packages do not support the model's architecture. `keys` as for
+        `check_model`.
+
+        Not called for a role with its own `environment`, nor by `check --no-files`. Reads the packages' files instead
+        of importing them; `roll_modeling.architectures` helps.
+        """
 
     def check_lengths(self, prompt: int, response: int) -> None:
-        """Of an infer strategy: raises `ValueError`, with the arithmetic, for a prompt and a response that are together
-        longer than its sequences may be. Both are numbers of tokens."""
+        """Infer strategies: raise `ValueError`, with the arithmetic, if prompt and response together exceed the
+        engine's maximum sequence length. Both are numbers of tokens."""
 
     def check_model_args(self, given: Mapping[str, Any]) -> None:
-        """Of a train strategy: raises `ValueError` for keys that mean nothing beside the role's `model_args`, as these
-        are written."""
+        """Train strategies: raise `ValueError` if keys of this config conflict with the role's `model_args`, or have no
+        effect next to them. `given` are the `model_args` as written."""
 
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:
-        """Of a strategy that returns or replays the experts of a model: raises `ValueError`, with what is needed, for a
-        model with which it cannot. `keys` as for `check_model`, empty where nothing is known."""
+        """Strategies with router replay: raise `ValueError`, with the requirements, if the strategy cannot return or
+        replay the experts of this model. `keys` as for `check_model`; empty if nothing is known."""
 
 
 class ModelArguments(Config):
-    """`model_args`: which model a role has, and how it is computed."""
+    """`model_args`: which model a role uses, and how it is computed."""
 
     model_name_or_path: str | None = None
-    """Directory or hub id; the pipeline's `pretrain` if neither this nor `random_init` is given."""
+    """Directory or hub id. Default: the pipeline's `pretrain`, unless `random_init` is set."""
     random_init: dict[str, Any] | None = None
-    """A model with random weights instead: keys of a transformers config, `model_type` among them."""
+    """Use a model with random weights. Keys of a transformers config, including `model_type`."""
     model_config_kwargs: dict[str, Any] = {}
-    """Keys set on the loaded model's config."""
+    """Keys to override in the loaded model's config."""
     dtype: Dtype = "bf16"
-    """Of the computation."""
+    """Dtype of the computation."""
     attn_implementation: str = "auto"
-    """`auto` takes what is fastest and exact here; or a name that transformers knows."""
+    """`auto` selects the fastest exact implementation available. Otherwise a name that transformers knows."""
     disable_gradient_checkpointing: bool = False
-    """Keep all activations: faster, more memory."""
+    """Keep all activations: faster, but uses more memory."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Run Python code that is stored with the model."""
     lora_target: str | list[str] | None = None
-    """Train low-rank adapters on these linear layers instead of the model's own weights: names, `all-linear`, or a
-    regular expression for whole paths."""
+    """Train low-rank adapters (LoRA) on these linear layers instead of the model's own weights. Names, `all-linear`, or
+    a regular expression that matches whole paths."""
     lora_rank: NonNegativeInt | None = 8
-    """Rank of the adapters; 0 trains the whole model whatever `lora_target` says."""
+    """Rank of the adapters. 0 trains the whole model, whatever `lora_target` is."""
     lora_alpha: PositiveFloat | None = None
-    """Adapters act with weight `lora_alpha / lora_rank`; twice `lora_rank` where not given."""
+    """The adapters' output is scaled by `lora_alpha / lora_rank`. Default: twice `lora_rank`."""
     lora_dropout: Fraction = 0.0
-    """Must be 0: dropout is off in training, so that logprobs before an update and in it come from one function."""
+    """Must be 0: dropout is off in training, so that logprobs before and during an update come from the same
+    function."""
     additional_target: str | list[str] | None = None
-    """Modules that are trained in full beside the adapters; value and reward heads always are."""
+    """Modules that are trained in full next to the adapters. Value and reward heads always are."""
     lora_export: Literal["merged", "adapter"] = "merged"
-    """`export/` holds a whole model with the adapters merged, or the adapters alone as peft loads them."""
+    """Content of `export/`: `merged`, the whole model with merged adapters; or `adapter`, only the adapters in peft's
+    format."""
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether LoRA is on."""
+        """True if LoRA is enabled."""
         return self.lora_target is not None and bool(self.lora_rank)
 
     def lora_targets(self) -> str | tuple[str, ...]:
-        """Names, or a regular expression for whole paths."""
+        """Module names, or a regular expression that matches whole paths."""
         if isinstance(self.lora_target, str) and not NAMES.fullmatch(self.lora_target):
             return self.lora_target
         return _names(self.lora_target)
 
     def extra_modules(self) -> tuple[str, ...]:
-        """Names of `additional_target`."""
+        """Module names of `additional_target`."""
         return _names(self.additional_target)
 
     @model_validator(mode="after")
     def _adapters_make_sense(self) -> ModelArguments:
         if self.lora_target is None:
-            # A saved config has every key, so only values that are not the defaults tell that somebody wants adapters.
+            # A saved config has every key, so only values other than the defaults show that adapters are intended.
             beside = [key for key in LORA_KEYS if getattr(self, key) != type(self).model_fields[key].default]
             if beside and self.lora_rank:
                 raise ValueError(f"{beside[0]} would not be used: LoRA is on where lora_target names modules")
@@ -224,94 +230,96 @@ class ModelArguments(Config):
 
 
 class TrainingArguments(Config):
-    """`training_args`: the optimizer's settings."""
+    """`training_args`: optimizer, schedule and batch sizes."""
 
     learning_rate: NonNegativeFloat = 5e-5
     """Peak learning rate."""
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
     ] = "linear"
-    """Schedule after warm-up, as transformers names it."""
+    """Learning rate schedule after warm-up; names as in transformers."""
     lr_scheduler_kwargs: dict[str, float] = {}
     """Further arguments of the schedule, for example `min_lr_rate`."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's; not applied to biases and norms."""
+    """AdamW weight decay. Not applied to biases and norms."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
+    """AdamW β₁, the decay of the first moment."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay of the second moment."""
+    """AdamW β₂, the decay of the second moment."""
     adam_epsilon: PositiveFloat = 1e-8
-    """Added to the denominator."""
+    """AdamW ε, added to the denominator."""
     per_device_train_batch_size: PositiveInt = 8
-    """Sequences of one microbatch on one data-parallel rank."""
+    """Sequences per microbatch on one data-parallel rank."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Microbatches of one optimizer step."""
+    """Microbatches per optimizer step."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the learning rate rises from 0, as in transformers' schedules: the first of them
-    changes no weight. Wins over `warmup_ratio`."""
+    """Optimizer steps over which the learning rate rises from 0. As in transformers' schedules, the first one has
+    learning rate 0. Takes precedence over `warmup_ratio`."""
     warmup_ratio: Fraction = 0.0
-    """Warm-up as a share of all optimizer steps."""
+    """Warm-up as a fraction of all optimizer steps."""
     num_train_epochs: PositiveFloat = 1.0
-    """Passes over the data; only pipelines that pass over data use it, and only if `max_steps` is not given."""
+    """Passes over the data. Used only if `max_steps` is not set, and only by pipelines that iterate over data."""
 
 
 class DataArguments(Config):
-    """`data_args`: where rows come from and what their columns mean."""
+    """`data_args`: data files, and the meaning of their columns."""
 
     file_name: str | list[str] | None = None
-    """A file or a list of files with one row per line or record. Names are literal, and relative to the working
+    """One or more files with one row per line or record. Names are literal (no globs) and relative to the working
     directory."""
     dataset_type: Literal["auto", "json", "parquet", "csv", "arrow"] = "auto"
-    """`auto` goes by the file's ending."""
+    """File format. `auto` uses the file's suffix."""
     prompt: str = "prompt"
     """Column with the prompt's text."""
     response: str = "response"
     """Column with the response's text (sft)."""
     messages: str | None = None
-    """Column with a list of chat messages (or its JSON) instead of prompt and response."""
+    """Column with a list of chat messages, or its JSON. Replaces prompt and response."""
     system: str | None = None
     """Column with a system message."""
     tag: str = "tag"
     """Column with the domain."""
     id: str = "id"
-    """Column with the row's id; the row's number where it is missing."""
+    """Column with the row's id. Default: the row number."""
     template: str = "native"
-    """Chat template: `native` is the tokenizer's own (without one, prompts stay as they are and chats are an error),
-    else a name from the docs. A named template is exported with the tokenizer."""
+    """Chat template. `native`: the tokenizer's own; if it has none, prompts are used as they are and chats are an
+    error. Otherwise a name from the docs. A named template is exported with the tokenizer."""
     domain_interleave_probs: dict[str, NonNegativeFloat] = {}
-    """Share of each domain in a batch, by tag or by the entry of `rewards` that judges its tags; equal to their shares
-    in the data where empty."""
+    """Fraction of each domain in a batch, by tag or by the key in `rewards` that scores its tags. Default: the
+    fractions in the data."""
     max_samples: PositiveInt | None = None
-    """Take only the first rows."""
+    """Use only the first `max_samples` rows."""
 
 
 class GeneratingArguments(Config):
-    """`generating_args`: how responses are drawn. Nothing is truncated unless you say so."""
+    """`generating_args`: sampling parameters. By default the distribution is not truncated."""
 
     temperature: NonNegativeFloat = 1.0
-    """0 takes the most likely token."""
+    """Sampling temperature; 0 is greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Smallest set of tokens whose probability reaches it."""
+    """Nucleus sampling: keep the smallest set of tokens whose total probability reaches this."""
     top_k: Annotated[int, Field(ge=-1)] = 0
-    """Most likely tokens kept; 0 and -1 keep all."""
+    """Keep the k most likely tokens; 0 and -1 keep all."""
     min_p: Fraction = 0.0
-    """Tokens at least this many times as likely as the most likely one."""
+    """Keep tokens whose probability is at least `min_p` times that of the most likely token."""
     repetition_penalty: PositiveFloat = 1.0
-    """1 is none."""
+    """Repetition penalty; 1 disables it."""
     max_new_tokens: PositiveInt | None = None
-    """`response_length` where it is not given."""
+    """Maximum length of a response in tokens. Default: `response_length`."""
     min_new_tokens: NonNegativeInt = 0
-    """No end before so many tokens."""
+    """Minimum length of a response in tokens."""
     num_return_sequences: PositiveInt = 1
-    """Responses per prompt; in rollouts `num_return_sequences_in_group` decides."""
+    """Responses per prompt. Rollouts use `num_return_sequences_in_group` instead."""
     stop_strings: list[str] = []
     """A response ends with the first of these."""
     seed: Seed | None = None
-    """For repeatable evaluation, below 2^64; rollouts are seeded by the run."""
+    """Sampling seed for repeatable evaluation, below 2^64. Rollouts derive their seeds from the run's `seed`."""
 
     def sampling_params(self, *, default_max_new_tokens: int) -> SamplingParams:
-        """The same as a request has it: what `Run.rollout`, `RolloutPlan` and `GenerateRequest` take.
-        `default_max_new_tokens`, such as `response_length`, where `max_new_tokens` is not given."""
+        """Convert to the type that `Run.rollout`, `RolloutPlan` and `GenerateRequest` take.
+
+        `default_max_new_tokens` applies if `max_new_tokens` is not set; pass `response_length`, for example.
+        """
         from roll_core.types import SamplingParams
 
         return SamplingParams(
@@ -331,9 +339,10 @@ class StrategyArguments(Config):
     """`strategy_args`: how a role computes."""
 
     strategy_name: str
-    """A train strategy, its `_infer` twin, or an infer strategy: see `roll-core plugins`."""
+    """Name of a train strategy, of its forward-only `_infer` variant, or of an infer strategy: see `roll-core
+    plugins`."""
     strategy_config: dict[str, Any] = {}
-    """The strategy's own keys, validated by the schema that it brings."""
+    """The strategy's own keys, validated by its schema."""
 
     @field_validator("strategy_config", mode="before")
     @classmethod
@@ -342,17 +351,18 @@ class StrategyArguments(Config):
 
 
 class EnvironmentConfig(Config):
-    """`environment`: the Python environment of a role's workers. `environment: PATH` is short for
-    `environment.python: PATH`."""
+    """`environment`: the Python environment of a role's workers. `environment: PATH` is short for `environment.python:
+    PATH`."""
 
     python: str | None = None
-    """An interpreter, or the folder of a virtual environment; beside `packages` the interpreter, or the version as in
-    `3.12`, that the environment is made from: the driver's where not given."""
+    """Python interpreter, or the folder of a virtual environment. With `packages`: the interpreter, or its version such
+    as `3.12`, for the new environment. Default: the driver's."""
     packages: list[str] = []
-    """What uv installs, once, into an environment that is kept by the digest of this list: requirements, paths, `-e
-    PATH`. roll-core and the plugin of the role's strategy come by themselves, as the driver has them."""
+    """Packages that uv installs into a new environment: requirements, paths, `-e PATH`. The environment is cached by
+    the digest of this list. roll-core and the plugin of the role's strategy are added automatically, in the driver's
+    versions."""
     exclude: list[str] = []
-    """Distributions that are left out although others among `packages` require them."""
+    """Distributions to exclude even if `packages` require them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -369,11 +379,11 @@ class EnvironmentConfig(Config):
 
 
 class WorkerConfig(Config):
-    """One role: its model, its strategy, and the slots it sits on. Schemas use the subclass of the role's kind."""
+    """One role: its model, its strategy and its slots. Schemas use the subclass for the role's kind."""
 
     kind: ClassVar[RoleKind]
-    """Decides in which registry `strategy_name` is looked up: train strategies for `train` and `score`, infer
-    strategies for `generate`, none for `reward`."""
+    """Registry in which `strategy_name` is looked up: train strategies for `train` and `score`, infer strategies for
+    `generate`, none for `reward`."""
 
     model_args: ModelArguments = ModelArguments()
     training_args: TrainingArguments = TrainingArguments()
@@ -381,35 +391,35 @@ class WorkerConfig(Config):
     generating_args: GeneratingArguments = GeneratingArguments()
     strategy_args: StrategyArguments | None = None
     device_mapping: tuple[int, ...] | None = None
-    """Slots: a list, or an expression such as `list(range(0,8))`. None for CPU roles, which have `world_size`
+    """Slots: a list, or an expression such as `list(range(0,8))`. None for CPU roles, which set `world_size`
     instead."""
     num_gpus_per_worker: PositiveInt | None = None
-    """Slots per worker; computed where the strategy decides it, 1 where nothing does."""
+    """Slots per worker. Default: determined by the strategy, otherwise 1."""
     world_size: PositiveInt | None = None
-    """Number of workers of a role without `device_mapping`; 1 where not given."""
+    """Number of workers of a role without `device_mapping`. Default: 1."""
     ranks_per_replica: PositiveInt | None = None
-    """Ranks that share one replica of a model that trains or scores; computed where the strategy decides it, 1 where
-    nothing does. Data parallel is the number of ranks divided by it."""
+    """Ranks that share one replica of a trained or scored model. Default: determined by the strategy, otherwise 1. The
+    data-parallel size is the number of ranks divided by it."""
     weight_format: WeightFormat = "dtype"
-    """In which the engine of a role that generates takes weights: all in `model_args.dtype`, or the matrices of layers
-    in 8 bits (`fp8`); computed from `strategy_config`."""
+    """Weight format of a role that generates: all tensors in `model_args.dtype`, or the layers' matrices in `fp8`.
+    Computed from `strategy_config`."""
     infer_batch_size: PositiveInt = 16
-    """Sequences of one microbatch where the role only computes logprobs or values."""
+    """Sequences per microbatch if the role only computes logprobs or values."""
     use_dynamic_batching_in_train: bool = False
-    """Fill microbatches by `max_tokens_per_microbatch_in_train` instead of by number of sequences."""
+    """Fill microbatches up to `max_tokens_per_microbatch_in_train` tokens instead of by number of sequences."""
     max_tokens_per_microbatch_in_train: PositiveInt | None = None
-    """Token budget of a microbatch that is trained on."""
+    """Maximum number of tokens of a training microbatch."""
     use_dynamic_batching_in_infer: bool = False
-    """Fill microbatches by `max_tokens_per_microbatch_in_infer` instead of by `infer_batch_size`."""
+    """Fill microbatches up to `max_tokens_per_microbatch_in_infer` tokens instead of by `infer_batch_size`."""
     max_tokens_per_microbatch_in_infer: PositiveInt | None = None
-    """Token budget of a microbatch that is only scored."""
+    """Maximum number of tokens of a microbatch that is only scored."""
     is_offload_states: bool | None = None
-    """Whether this role moves what it can to the host while others that share its slots work; the run's
-    `is_offload_states` where not given."""
+    """Offload this role's states to the host while other roles on the same slots work. Default: the run's
+    `is_offload_states`."""
     system_envs: EnvVars = {}
-    """Environment variables of this role's workers; they win over the pipeline's and the platform's."""
+    """Environment variables of this role's workers. They override the pipeline's and the platform's."""
     environment: EnvironmentConfig | None = None
-    """The Python environment of this role's workers; the driver's where not given. Needs the executor ray."""
+    """Python environment of this role's workers. Default: the driver's. Requires the executor `ray`."""
 
     @field_validator("device_mapping", mode="before")
     @classmethod
@@ -465,22 +475,22 @@ class InferWorkerConfig(WorkerConfig):
 
 
 class FilterArguments(Config):
-    """`query_filter_config.filter_args`: what a group must be like to be trained on."""
+    """`query_filter_config.filter_args`: conditions that a group must meet to be trained on."""
 
     threshold_down: float = 0.0
-    """`mean_filter`: the mean reward must be above this,"""
+    """`mean_filter`: lower bound (exclusive) of a group's mean reward."""
     threshold_up: float = 1.0
-    """and below this."""
+    """`mean_filter`: upper bound (exclusive) of a group's mean reward."""
     std_threshold: NonNegativeFloat = 0.0
-    """`std_filter`: the standard deviation of the rewards must be above this."""
+    """`std_filter`: lower bound (exclusive) of the standard deviation of a group's rewards."""
 
 
 class QueryFilterConfig(Config):
-    """`rewards.<domain>.query_filter_config`: which groups are worth training on (dynamic sampling)."""
+    """`rewards.<domain>.query_filter_config`: selects the groups to train on (dynamic sampling)."""
 
     type: Literal["no_filter", "mean_filter", "std_filter"] = "no_filter"
-    """By the mean or the standard deviation of a group's rewards. A group that is left out is replaced by the next
-    prompt of its domain."""
+    """Filter by the mean or the standard deviation of a group's rewards. The next prompt of the domain replaces a
+    filtered group."""
     filter_args: FilterArguments = FilterArguments()
     """Thresholds, exclusive."""
 
@@ -496,76 +506,76 @@ class QueryFilterConfig(Config):
 
 
 class RewardConfig(WorkerConfig):
-    """`rewards.<domain>`: one judge. Schemas of other rewards subclass this."""
+    """`rewards.<domain>`: one reward. Schemas of specific rewards subclass this."""
 
     kind: ClassVar[RoleKind] = "reward"
     zero_or_one: ClassVar[bool] = False
     """True if every value is 0 or 1, before `weight`."""
 
     reward: str
-    """Name of the reward, see `roll-core plugins`."""
+    """Name of the reward: see `roll-core plugins`."""
     tag_included: list[str] = []
-    """Domains (tags) that this entry judges; its own key where empty."""
+    """Domains (tags) that this reward scores. Default: its own key."""
     weight: float = 1.0
-    """Factor on the value."""
+    """Factor by which the value is multiplied."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds that scoring one sample may take. After that its process is killed, and the sample is a failure."""
+    """Maximum seconds to score one sample. After that its process is killed and the sample counts as failed."""
     processes: PositiveInt = 8
-    """Processes per worker at most, each with the reward loaded; more are started as responses queue up. A reward whose
-    provider declares `enforces_timeout` may do without."""
+    """Maximum number of processes per worker, each with the reward loaded. More are started as responses queue up. A
+    reward whose provider declares `enforces_timeout` may score without processes."""
     start_timeout_s: PositiveFloat = 300.0
-    """Seconds that loading the reward in a process may take."""
+    """Maximum seconds to load the reward in a process."""
     max_retries: NonNegativeInt = 2
-    """How often a judgement that failed is tried again, on another worker where there are several. What fails then is
+    """Retries after scoring a sample failed, on another worker if there are several. After the last retry the sample is
     excluded."""
     query_filter_config: QueryFilterConfig = QueryFilterConfig()
-    """Which of its groups are worth training on."""
+    """Which of its groups to train on."""
 
     def columns(self) -> Mapping[str, str]:
         """Columns that each row it scores must have, by the key of this config that names the column."""
         return {}
 
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
-        """What is wrong with code of the user's that scores rows with these columns (None: unknown), by the key of this
-        config that names the code.
+        """Problems in user code that scores rows with these columns, by the key of this config that names the code.
 
-        `roll-core check` and `run` call this before anything starts. Never imports the code into this process. Raises
-        `TimeoutError` if the answer takes longer than `timeout_s`.
+        `columns` is None if they are unknown. `roll-core check` and `run` call this before anything starts. Never
+        imports the code into this process. Raises `TimeoutError` if checking takes longer than `timeout_s`.
         """
         return {}
 
 
 Rewards = dict[str, SerializeAsAny[RewardConfig]]
-"""Reward configs by domain; saved with the keys of their own schemas."""
+"""Reward configs by domain. They are saved with the keys of their own schemas."""
 
 
 class TokenizerConfig(Config):
-    """`tokenizer`: one of ours, for models that are made from nothing. Otherwise the model's own is loaded."""
+    """`tokenizer`: create a tokenizer, for models trained from scratch. Otherwise the model's own is loaded."""
 
     kind: Literal["char", "byte", "bpe"]
-    """One token per character of `alphabet`; per byte; or byte-pair merges trained on the data."""
+    """`char`: one token per character of `alphabet`. `byte`: one token per byte. `bpe`: byte-pair merges learned from
+    the data."""
     alphabet: str | None = None
-    """Characters of a `char` tokenizer; those of the training data where not given."""
+    """Characters of a `char` tokenizer. Default: those of the training data."""
     vocab_size: Annotated[int, Field(ge=260)] = 1024
     """Size of a `bpe` tokenizer, special tokens included."""
 
 
 class ValidationConfig(Config):
-    """`validation`: held-out prompts that are answered and judged every `eval_steps`."""
+    """`validation`: held-out prompts. Every `eval_steps` steps, responses to them are generated and scored."""
 
     data_args: DataArguments
     generating_args: GeneratingArguments = GeneratingArguments()
-    """Sampling of the evaluation, independent of the rollouts'."""
+    """Sampling parameters of the evaluation, independent of the rollouts'."""
 
 
 GuardAction = Literal["error", "warn", "off"]
 
 
 class GuardConfig(Config):
-    """`guards.<id>`: what happens when it trips. `guards.<id>: warn` is short for `guards.<id>.action: warn`."""
+    """`guards.<id>`: action when the guard trips. `guards.<id>: warn` is short for `guards.<id>.action: warn`."""
 
     action: GuardAction = "error"
-    """`error` ends the run, `warn` says so and goes on, `off` looks away."""
+    """`error` ends the run, `warn` logs a warning and continues, `off` disables the guard."""
 
     @model_validator(mode="before")
     @classmethod
@@ -578,36 +588,36 @@ class GuardConfig(Config):
 
 
 class WarningGuardConfig(GuardConfig):
-    """A guard that only warns unless it is told otherwise."""
+    """A guard that only warns by default."""
 
     action: GuardAction = "warn"
-    """`error` ends the run, `warn` says so and goes on, `off` looks away."""
+    """`error` ends the run, `warn` logs a warning and continues, `off` disables the guard."""
 
 
 PROBE_BOUNDS: dict[WeightFormat, float] = {"dtype": 0.05, "fp8": 0.3}
-"""Of tokens at random, most of which are unlikely; nats. What was measured is in docs/guards.md."""
+"""Default thresholds for random tokens, most of which are unlikely, in nats. docs/guards.md has the measurements."""
 GAP_BOUNDS: dict[WeightFormat, float] = {"dtype": 0.05, "fp8": 0.1}
-"""Of tokens that were drawn; nats."""
+"""Default thresholds for sampled tokens, in nats."""
 
 
 class LogprobProbeConfig(GuardConfig):
     """`guards.logprob_probe`."""
 
     every: PositiveInt = 10
-    """Steps between two probes. The first publish and the first with changed weights are probed as well."""
+    """Steps between two probes. The first publish, and the first publish with changed weights, are also probed."""
     threshold: PositiveFloat | None = None
-    """Largest mean absolute difference of logprobs in nats; where not given 0.05, and 0.3 for an engine in 8
-    bits. bf16 engines differ by about 0.01, fp32 by less than 1e-4."""
+    """Maximum mean absolute difference of logprobs, in nats. Default: 0.05, or 0.3 for an fp8 engine. bf16 engines
+    differ by about 0.01, fp32 engines by less than 1e-4."""
     error_threshold: PositiveFloat = 0.5
-    """Above it the run ends even if the action is `warn`. The bound of the few sampled tokens. `threshold` if that is
-    larger."""
+    """Above this, the run ends even if the action is `warn`. Also the bound for the few sampled tokens. A larger
+    `threshold` replaces it."""
 
     def bound(self, weight_format: WeightFormat) -> float:
-        """The threshold for an engine that takes weights in this."""
+        """Threshold for an engine that receives weights in this format."""
         return PROBE_BOUNDS[weight_format] if self.threshold is None else self.threshold
 
     def error_bound(self, weight_format: WeightFormat) -> float:
-        """The threshold that ends the run whatever the action is."""
+        """Threshold above which the run ends, whatever the action is."""
         return max(self.error_threshold, self.bound(weight_format))
 
 
@@ -615,17 +625,16 @@ class LogprobGapConfig(WarningGuardConfig):
     """`guards.logprob_gap`."""
 
     threshold: PositiveFloat | None = None
-    """Largest mean absolute difference of logprobs in nats; where not given 0.05, and 0.1 for an engine in 8
-    bits."""
+    """Maximum mean absolute difference of logprobs, in nats. Default: 0.05, or 0.1 for an fp8 engine."""
     error_threshold: PositiveFloat = 0.3
-    """Above it the run ends even if the action is `warn`. `threshold` if that is larger."""
+    """Above this, the run ends even if the action is `warn`. A larger `threshold` replaces it."""
 
     def bound(self, weight_format: WeightFormat) -> float:
-        """The threshold for an engine that takes weights in this."""
+        """Threshold for an engine that receives weights in this format."""
         return GAP_BOUNDS[weight_format] if self.threshold is None else self.threshold
 
     def error_bound(self, weight_format: WeightFormat) -> float:
-        """The threshold that ends the run whatever the action is."""
+        """Threshold above which the run ends, whatever the action is."""
         return max(self.error_threshold, self.bound(weight_format))
 
 
@@ -633,142 +642,144 @@ class RewardFailuresConfig(GuardConfig):
     """`guards.reward_failures`."""
 
     threshold: Fraction = 0.2
-    """Largest share of the samples judged since the last step whose reward could not be computed, retries included."""
+    """Maximum fraction of the samples scored since the last step whose reward could not be computed, retries
+    included."""
 
 
 class GuardsConfig(Config):
-    """`guards`: what is watched while a run goes on. Pipelines with guards of their own use a subclass."""
+    """`guards`: checks while a run progresses. Pipelines with their own guards use a subclass."""
 
-    # The docstrings are the guards' meanings at run time. Elsewhere they are for readers: reading them costs start-up.
+    # Guards show these docstrings at run time. Other schemas keep this off: reading docstrings costs start-up time.
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     weights_unchanged: GuardConfig = GuardConfig()
-    """Optimizer steps with a gradient were published, but no weight differs from the version before."""
+    """Optimizer steps with a gradient were published, but no weight differs from the previous version."""
     zero_gradient: WarningGuardConfig = WarningGuardConfig()
-    """There were advantages to learn from, but the gradient was exactly zero."""
+    """There were non-zero advantages, but the gradient was exactly zero."""
     weight_manifest: GuardConfig = GuardConfig()
-    """A receiver does not hold exactly the tensors that were published to it."""
+    """A receiver does not have exactly the tensors that were published to it."""
     logprob_probe: LogprobProbeConfig = LogprobProbeConfig()
-    """On fixed probe tokens the engine and the trainer disagree although both should hold the same weights."""
+    """On fixed probe tokens, engine and trainer compute different logprobs although both should have the same
+    weights."""
     logprob_gap: LogprobGapConfig = LogprobGapConfig()
-    """On the tokens of a rollout the engine and the trainer disagree although both held the same weights."""
+    """On rollout tokens, engine and trainer compute different logprobs although both had the same weights."""
     reward_failures: RewardFailuresConfig = RewardFailuresConfig()
-    """Too many samples have no reward because judging them failed."""
+    """Too many samples have no reward because scoring failed."""
     non_finite: GuardConfig = GuardConfig()
     """A loss, gradient or logprob is NaN or infinite."""
     zero_steps: GuardConfig = GuardConfig()
-    """The run has nothing to do: it asks for no step, or a run from the checkpoint has finished all of them."""
+    """The run has no steps to do: none are configured, or the run in the checkpoint has finished all of them."""
     staleness: GuardConfig = GuardConfig()
-    """A group is trained on more steps after it was begun than `async_generation_ratio` allows."""
+    """A group is trained on more steps after it was started than `async_generation_ratio` allows."""
     token_round_trip: GuardConfig = GuardConfig()
-    """The tokens or the mask that go to the trainer are not those that the engine drew."""
+    """The tokens or the mask sent to the trainer differ from those that the engine generated."""
     all_groups_filtered: WarningGuardConfig = WarningGuardConfig()
-    """No group of a step is left to learn from: all were filtered, failed, or have equal rewards."""
+    """A step has no group with a learning signal: all were filtered, failed, or have equal rewards."""
     dead_worker: GuardConfig = GuardConfig()
-    """A worker's process is gone or has stopped answering."""
+    """A worker process exited or stopped responding."""
 
 
 class RouterArguments(Config):
-    """`router_args`: how requests are spread over the replicas of an engine."""
+    """`router_args`: how requests are distributed over an engine's replicas."""
 
     router_name: Literal["least_loaded", "prompt_affinity", "sticky"] = "least_loaded"
-    """`least_loaded`: where the fewest outputs run; `prompt_affinity`: where the prompt was before, unless that replica
-    is full or far busier than another; `sticky`: there, whatever else."""
+    """`least_loaded`: the replica with the fewest running outputs. `prompt_affinity`: the replica that had the prompt
+    before, unless it is full or much busier than another. `sticky`: always that replica."""
 
 
 class RunConfig(Config):
-    """What every run has. A pipeline's schema adds its roles and its algorithm."""
+    """Keys of every run. A pipeline's schema adds its roles and its algorithm."""
 
     policy_role: ClassVar[str] = ""
-    """The role that is trained on what an engine generates with its weights; empty where there is none."""
+    """Role that is trained on responses generated with its own weights; empty if there is none."""
     row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Keys of `data_args` that name a column which every row must have, by the key above `data_args`: `{"sft_train":
-    ("prompt", "response")}`. Rows without a response are prompts, which `rewards` score the responses of. `roll-core
-    check` looks at no column of other rows."""
+    """Keys of `data_args` that name a required column, by the key above `data_args`: `{"sft_train": ("prompt",
+    "response")}`. Rows without a response are prompts, whose responses `rewards` scores. `roll-core check` does not
+    check the columns of other rows."""
 
     pipeline: str
-    """Which pipeline runs: see `roll-core plugins`."""
+    """Pipeline to run: see `roll-core plugins`."""
     exp_name: str = Field(default="roll", pattern=r"^[\w.-]+$")
-    """Name of the experiment, at most 255 bytes; runs are written to `<output_dir>/<exp_name>/<number>`."""
+    """Name of the experiment, at most 255 bytes. Runs are written to `<output_dir>/<exp_name>/<number>`."""
     output_dir: str = "./output"
-    """Where run directories are made."""
+    """Parent folder of run directories."""
     seed: Seed = 42
-    """Of everything that is random; below 2^64."""
+    """Seed of all random numbers, below 2^64."""
     executor: Literal["auto", "local", "ray"] = "auto"
-    """`local`: everything in this process; `ray`: actors. `auto` is local where every role has one worker and weights
-    can travel within one process."""
+    """`local`: everything in this process. `ray`: Ray actors. `auto`: local if every role has one worker and weights
+    can be transferred within one process."""
     platform: str | None = None
-    """Hardware; found by probing where not given."""
+    """Hardware platform. Default: detected."""
     num_gpus_per_node: PositiveInt | None = None
-    """Slots per node; what the platform counts on this host where not given."""
+    """Slots per node. Default: the number that the platform detects on this host."""
     max_steps: PositiveInt | None = None
-    """Pipeline steps."""
+    """Number of pipeline steps."""
     save_steps: NonNegativeInt = 50
-    """A checkpoint every so many steps, and at the end; 0 writes none."""
+    """Steps between checkpoints; the last step is always saved. 0 writes one only after SIGTERM."""
     max_ckpt_to_keep: NonNegativeInt = 0
-    """Older checkpoints are removed; 0 keeps all."""
+    """Number of checkpoints to keep; older ones are deleted. 0 keeps all."""
     portable_checkpoints: bool = False
-    """Checkpoints hold, beside each strategy's own files, the state that all strategies read: to go on under another
-    one, or to convert to a model. 12 bytes per trained parameter."""
+    """Also write the training state in a format that all strategies load. Needed to continue under another strategy or
+    to convert a checkpoint to a model. 12 bytes per trained parameter."""
     eval_steps: NonNegativeInt = 10
-    """Validation every so many steps, before the first and after the last; 0 never."""
+    """Steps between validations; also before the first step and after the last. 0 disables validation."""
     logging_steps: PositiveInt = 1
-    """Trackers and the console get every so many steps' metrics; `metrics.jsonl` gets all."""
+    """Steps between metrics in trackers and on the console. `metrics.jsonl` always gets every step."""
     export_model: bool = True
-    """At the end write `export/`, a directory that transformers loads."""
+    """At the end, write `export/`, a directory that transformers loads."""
     resume_from_checkpoint: bool | str = False
-    """True: the newest good checkpoint of this experiment; `auto`: the same, or from the beginning where there is none;
-    or a path to a run or to a checkpoint."""
+    """`true`: resume from the newest valid checkpoint of this experiment. `auto`: the same, but start from the
+    beginning if there is none. Or a path to a run or a checkpoint."""
     preemption_timeout: NonNegativeFloat = 120.0
-    """Seconds that SIGTERM leaves the step in progress to end and its checkpoint to be written; 0 ends the run at once,
-    as Ctrl-C does."""
+    """Seconds after SIGTERM to finish the current step and write its checkpoint. 0 ends the run at once, as Ctrl-C
+    does."""
     track_with: list[str] = ["tensorboard"]
-    """Trackers, besides `metrics.jsonl` which is always written."""
+    """Metrics trackers. `metrics.jsonl` is always written as well."""
     tracker_kwargs: dict[str, dict[str, Any]] = {}
     """Options by tracker."""
     pretrain: str | None = None
-    """Model directory or hub id of every role that names no model of its own."""
+    """Model directory or hub id, for every role that does not set its own model."""
     tokenizer: TokenizerConfig | None = None
-    """Make a tokenizer; the model's own is loaded where not given."""
+    """Create a tokenizer. Default: load the model's own."""
     prompt_length: PositiveInt = 1024
-    """Longest prompt in tokens; longer rows are left out, and counted."""
+    """Maximum prompt length in tokens. Longer rows are dropped and counted."""
     response_length: PositiveInt = 1024
-    """Longest response in tokens."""
+    """Maximum response length in tokens."""
     max_grad_norm: NonNegativeFloat = 1.0
-    """Global 2-norm to which gradients are clipped; 0 does not clip."""
+    """Global 2-norm to which gradients are clipped; 0 disables clipping."""
     is_offload_states: bool = True
-    """Roles that share slots take turns: those that do not work move weights, gradients and optimizer state to the
-    host, and engines sleep. False keeps everything where it is: faster where it all fits."""
+    """Offload roles that share slots while they are idle: weights, gradients and optimizer state move to the host,
+    engines sleep. `false` keeps everything on the device, which is faster if it fits."""
     rpc_timeout: PositiveFloat = 3600.0
-    """Seconds until a worker that does not answer is an error. What an engine is asked to draw has no deadline: see
-    `replica_timeout`."""
+    """Timeout in seconds of calls to workers. Generation has no timeout: see `replica_timeout`."""
     replica_timeout: PositiveFloat = 900.0
-    """Seconds in which a replica of an engine that has work draws no token and answers nothing, after which it is given
-    up: killed, and replaced as one that died. Of an engine that does not tell what it has drawn the answers alone are
-    seen, and they may take `rpc_timeout`."""
+    """Seconds without new tokens or responses after which a busy engine replica is killed and replaced. If the engine
+    does not report progress, only responses count, and they may take `rpc_timeout`."""
     router_args: RouterArguments = RouterArguments()
-    """Which replica of an engine a request goes to."""
+    """How requests are distributed over an engine's replicas."""
     max_running_requests: PositiveInt | None = None
-    """Responses that one replica of an engine is given at once, each asked for by itself; the others wait, and go where
-    there is room first. All at once where not given: the engine queues them."""
+    """Maximum number of responses that one engine replica generates concurrently; each is a separate request. Further
+    requests wait for the first free replica. Default: no limit, the engine queues them."""
     is_num_return_sequences_expand: bool = False
-    """Ask for each response of a group by itself. With `router_name: least_loaded` a group then spreads over replicas,
-    each of which computes the prompt; with the others it stays on one."""
+    """Send one request per response of a group. With `router_name: least_loaded` a group is then distributed over
+    replicas, each of which computes the prompt. With the other routers it stays on one."""
     model_update_timeout: PositiveFloat = 120.0
-    """Seconds within which every engine must have proved that it holds the published weights."""
+    """Seconds within which every engine must confirm that it has the published weights."""
     model_update_buffer_size_mb: PositiveInt = 1024
-    """Largest bucket in which weights travel."""
+    """Maximum bucket size of weight transfers, in MiB."""
     model_update_dir: str | None = None
-    """Weights travel as files in this folder, or below this URL (`s3://…`, whatever fsspec reads), which trainer and
-    engines reach: the transport `disk`, for hosts between which no connection can be made."""
+    """Transfer weights as files in this folder, or below this URL (`s3://…`, anything that fsspec supports), with the
+    transport `disk`. For hosts that cannot connect to each other. Trainer and engines must be able to reach it."""
     weight_transport: str | None = None
-    """Weight transport between trainer and engines, `shm`. Without it the available one with the highest priority."""
+    """Weight transport between trainer and engines, for example `shm`. Default: the available one with the highest
+    priority."""
     system_envs: EnvVars = {}
-    """Environment variables of every role's workers."""
+    """Environment variables of all workers."""
     guards: GuardsConfig = GuardsConfig()
-    """What happens when a run goes wrong without failing, by id of the guard."""
+    """Actions when a run goes wrong without failing, by guard id."""
     deterministic: bool = True
-    """Ask the libraries for repeatable kernels, so that a resumed run equals an uninterrupted one bit for bit."""
+    """Request deterministic kernels from the libraries, so that a resumed run equals an uninterrupted one bit for
+    bit."""
 
     @field_validator("exp_name")
     @classmethod
@@ -799,19 +810,19 @@ class RunConfig(Config):
 
     @property
     def replays_experts(self) -> bool:
-        """Whether the routers of `policy_role` repeat, in training, what they chose in the engine."""
+        """True if router replay is enabled: in training, the routers of `policy_role` repeat the engine's choices."""
         return False
 
     def warnings(self, parts: Mapping[str, Provider]) -> Mapping[str, str]:
-        """Dotted keys of this config that are valid but probably not meant, each with the reason and the way out.
+        """Dotted keys whose values are valid but probably unintended, each with the reason and a remedy.
 
-        `parts` has the records of the parts that `adv_estimator` and `pg_variant` name, by key. `roll-core check`
-        prints the warnings with the place of the key, a run logs them. Called on a valid config.
+        `parts` has the provider records of `adv_estimator` and `pg_variant`, by key. `roll-core check` prints the
+        warnings with the key's position, a run logs them. Called on a valid config.
         """
         return {}
 
     def roles(self) -> dict[str, WorkerConfig]:
-        """Every role of this config by dotted name, `actor_train` or `rewards.math`, in the order of the schema."""
+        """All roles of this config by dotted name (`actor_train`, `rewards.math`), in the order of the schema."""
         found: dict[str, WorkerConfig] = {}
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -823,11 +834,11 @@ class RunConfig(Config):
 
 
 class RewardRunConfig(RunConfig):
-    """What pipelines share that generate responses and score them by `rewards`. Base of their schemas."""
+    """Keys of pipelines that generate responses and score them with `rewards`. Base of their schemas."""
 
     rewards: Rewards = Field(default_factory=dict)
-    """Judges by domain; a row's tag chooses its judge, and the only one there is judges every row."""
+    """Rewards by domain. A row's tag selects its reward; a single reward scores all rows."""
     validation: ValidationConfig | None = None
-    """Held-out prompts; none where not given."""
+    """Held-out prompts. Default: no validation."""
     val_batch_size: PositiveInt = 1024
-    """Prompts that are answered at once in an evaluation."""
+    """Prompts per batch in an evaluation."""

@@ -1,4 +1,4 @@
-"""`device_mapping`: a list of slots, or an expression over ranges, read by a small grammar and never evaluated.
+"""Parser for `device_mapping`: a list of slots, or an expression over ranges. Expressions are parsed, never evaluated.
 
 mapping := term ("+" term)*
 term    := "list" "(" (range | slots) ")" | range | slots
@@ -15,7 +15,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<int>-?[0-9]{1,9})|(?P<word>[A-Za-z_]\w*)|(?P<sig
 
 
 def parse_device_mapping(value: object) -> tuple[int, ...]:
-    """The slots of a mapping, in order. Raises `ValueError` that says what is wrong and where in the expression."""
+    """Slots of a mapping, in order. Raises `ValueError` with the reason and the position in the expression."""
     if isinstance(value, str):
         slots = _Parser(value).mapping()
     elif isinstance(value, (list, tuple)):
@@ -39,7 +39,7 @@ def parse_device_mapping(value: object) -> tuple[int, ...]:
 
 
 class _Parser:
-    """Recursive descent over the grammar above."""
+    """Recursive-descent parser of the grammar above."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -1,6 +1,6 @@
-"""The hooks of `roll.plugins`: this module is the reference of what a plugin can provide.
+"""The hooks of `roll.plugins`: the reference of what a plugin can provide.
 
-A plugin is a light module named by one entry point of its distribution:
+A plugin is a lightweight module, named by one entry point of its distribution:
 
     [project.entry-points."roll.plugins"]
     roll-infer-acme = "roll_infer_acme.plugin"
@@ -15,8 +15,8 @@ A plugin is a light module named by one entry point of its distribution:
     def roll_infer_strategies():
         yield InferProvider(name="acme", target="roll_infer_acme.strategy:AcmeStrategy", summary="Acme's engine")
 
-Hooks that offer parts are called when plugins are listed, so they import nothing heavy and yield records. No hook
-chooses between plugins: a part is chosen by its name in the config.
+Hooks that offer parts are called when plugins are listed. They yield records and must not import anything heavy. No
+hook chooses between plugins: the config selects parts by name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 PROJECT = "roll"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a plugin's function as the implementation of the hook whose name it bears."""
+"""Marks a plugin's function as the implementation of the hook with the same name."""
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def roll_platforms() -> Iterable[PlatformProvider]:
 
 @hookspec
 def roll_train_strategies() -> Iterable[TrainProvider]:
-    """Offer train strategies and their forward-only twins."""
+    """Offer train strategies and their forward-only variants."""
     yield from ()
 
 
@@ -74,37 +74,37 @@ def roll_infer_strategies() -> Iterable[InferProvider]:
 
 @hookspec
 def roll_pipelines() -> Iterable[PipelineProvider]:
-    """Offer pipelines, chosen by the config's `pipeline:` key."""
+    """Offer pipelines, selected by the config's `pipeline:` key."""
     yield from ()
 
 
 @hookspec
 def roll_rewards() -> Iterable[RewardProvider]:
-    """Offer rewards, chosen by `rewards.<domain>.reward`."""
+    """Offer rewards, selected by `rewards.<domain>.reward`."""
     yield from ()
 
 
 @hookspec
 def roll_trackers() -> Iterable[TrackerProvider]:
-    """Offer metrics trackers, chosen by `track_with`."""
+    """Offer metrics trackers, selected by `track_with`."""
     yield from ()
 
 
 @hookspec
 def roll_advantage_estimators() -> Iterable[AdvantageProvider]:
-    """Offer advantage estimators, chosen by `adv_estimator`."""
+    """Offer advantage estimators, selected by `adv_estimator`."""
     yield from ()
 
 
 @hookspec
 def roll_policy_losses() -> Iterable[PolicyLossProvider]:
-    """Offer policy losses, chosen by `pg_variant`."""
+    """Offer policy losses, selected by `pg_variant`."""
     yield from ()
 
 
 @hookspec
 def roll_weight_transports() -> Iterable[WeightTransportProvider]:
-    """Offer transports that bring a trainer's weights to engines; chosen by priority, or by `weight_transport`."""
+    """Offer transports from trainers to engines, selected by priority or by `weight_transport`."""
     yield from ()
 
 
@@ -122,7 +122,7 @@ def roll_checks() -> Iterable[CheckProvider]:
 
 @hookspec
 def roll_known_errors() -> Iterable[KnownErrorsProvider]:
-    """Offer lists of errors that people meet with this package's engine, each with what to do."""
+    """Offer known errors of this package's engine, each with a remedy."""
     yield from ()
 
 
@@ -133,12 +133,12 @@ def roll_importers() -> Iterable[ImporterProvider]:
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
-# Called in the driver, in order of registration. One that raises ends the run, and the error names its package.
+# Called in the driver, in order of registration. An exception ends the run; the error names the plugin's package.
 
 
 @hookspec
 def roll_run_started(run: Run) -> None:
-    """All roles have been built; the first step has not begun."""
+    """All roles have been built; the first step has not started."""
 
 
 @hookspec
@@ -148,4 +148,4 @@ def roll_step_finished(run: Run, step: int, metrics: Mapping[str, float]) -> Non
 
 @hookspec
 def roll_run_finished(run: Run, error: BaseException | None) -> None:
-    """The run is over; `error` is what ended it, or None."""
+    """The run is over; `error` is the exception that ended it, or None."""

@@ -1,7 +1,7 @@
-"""The contract of importers, which rewrite another framework's config for `roll-core import NAME FILE`.
+"""The interface of importers, which convert another framework's config for `roll-core import NAME FILE`.
 
-An importer is a function that an `ImporterProvider` names. It reads the file and says what became of each of its keys;
-the command writes the new config, checks it and shows the report.
+An importer is a function that an `ImporterProvider` refers to. It reads the file and reports what happened to each key.
+The command writes the new config, checks it and prints the report.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ImportStatus = Literal["kept", "differs", "renamed", "changed", "added", "not needed", "dead", "unsupported", "unknown"]
-"""What became of a key. `differs`: same name and value, another result. `added`: the other framework has another
-default. `dead`: no effect in the other framework. `unknown`: known to neither."""
+"""Result of importing one key. `differs`: same name and value, different effect. `added`: the other framework has a
+different default. `dead`: no effect in the other framework. `unknown`: neither framework has the key."""
 IMPORT_STATUSES: tuple[ImportStatus, ...] = get_args(ImportStatus)
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedKey:
-    """What became of one key."""
+    """Result of importing one key."""
 
     where: str
     """`file:line:column`; empty for an added key."""
     key: str
-    """Dotted, as the file has it."""
+    """Dotted key as in the imported file."""
     status: ImportStatus
     to: tuple[str, ...] = ()
     """Dotted keys of the new config that replace it."""
@@ -36,7 +36,7 @@ class ImportedKey:
 
 @dataclass(frozen=True, slots=True)
 class ImportedConfig:
-    """The new config, and every key of the old one."""
+    """The new config, and a report on every key of the old one."""
 
     pipeline: str
     config: dict[str, Any]
@@ -44,12 +44,13 @@ class ImportedConfig:
 
 
 class Importer(Protocol):
-    """Rewrites one file."""
+    """Function that converts one config file."""
 
     def __call__(self, path: Path, registry: Any) -> ImportedConfig:
-        """Raises `ConfigError` for a file that cannot be read, `UnsupportedError` for a pipeline without equivalent.
+        """Convert the file at `path`.
 
-        `registry` is the `roll_core.plugins.registry.Registry` of the installed parts.
+        `registry` is the `roll_core.plugins.registry.Registry` of the installed plugins. Raises `ConfigError` if the
+        file cannot be read, and `UnsupportedError` for a pipeline that has no equivalent.
         """
 
 

@@ -1,11 +1,11 @@
-"""The contract of infer strategies: token ids in, token ids and logprobs out, weights replaced while it runs.
+"""The interface of infer strategies: token ids in, token ids and logprobs out, weights replaceable at run time.
 
-Life of a strategy, all calls on one event loop:
+Order of calls, all on one event loop:
 
     __init__(config) -> start(model, mesh) -> { generate* | abort | update_weights | sleep | wake }* -> stop()
 
-`generate` may be called any number of times at once; the engine batches as it likes. Tokens drawn do not depend
-on what else is in the batch where `params.seed` is set.
+`generate` may be called concurrently any number of times; the engine chooses the batches. If `params.seed` is set,
+sampled tokens do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -26,85 +26,93 @@ if TYPE_CHECKING:
 
 
 MetricKind = Literal["sum", "mean", "max"]
-"""How an engine's metric becomes one number where a role has several replicas."""
+"""How to combine a metric over the replicas of a role."""
 
 
 class InferStrategy(ABC):
-    """One replica of an inference engine, in a worker of its own."""
+    """One replica of an inference engine, in its own worker."""
 
     capabilities: InferCapabilities
-    """The same that the provider's record declares."""
+    """Capabilities, equal to those in the provider record."""
 
     metric_kinds: ClassVar[Mapping[str, MetricKind]] = MappingProxyType({})
-    """Of those `metrics` that are no counts; what is not named here is added up over replicas."""
+    """How to combine `metrics` that are not counts. Metrics not listed here are summed over replicas."""
 
     def __init__(self, config: StrategyConfig) -> None:
-        """Keep the configuration; touch no device."""
+        """Keep the configuration; do not touch devices."""
         self.config = config
 
     @abstractmethod
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
-        """Make the engine ready to generate. Weights are those of `model`, at version 0, until the first update."""
+        """Start the engine. Until the first update it has the weights of `model`, at version 0."""
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Draw `request.n` outputs. Requests that enter in the same turn of the event loop are batched alike every
-        time."""
+        """Sample `request.n` outputs. Requests submitted in the same iteration of the event loop are always batched in
+        the same way."""
 
     @abstractmethod
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
-        """End requests now. Their partial outputs are returned here and by their `generate` calls, with
-        `finish_reason == "abort"`. Unknown and finished ids are ignored."""
+        """Stop requests now. This call and their `generate` calls return the partial outputs, with `finish_reason ==
+        "abort"`. Unknown and finished ids are ignored."""
 
     async def progress(self) -> list[Completion] | None:
-        """What running requests have drawn so far, cut short (`finish_reason == "abort"`) unless an output is complete;
-        nothing is ended. Asked every few seconds: it is what is left of them if this process dies, and tokens that are
-        new are its signs of life. None, as by default, from an engine that does not tell: what it was drawing is drawn
-        anew if it dies, and its answers alone show that it lives."""
+        """Partial outputs of running requests, with `finish_reason == "abort"` unless an output is complete. Stops
+        nothing.
+
+        Called every few seconds. New tokens count as a heartbeat. If the process exits, requests resume from the last
+        reported tokens. None (the default) if the engine does not report progress: its requests are then regenerated
+        after a crash, and only completed responses count as a heartbeat.
+        """
         return None
 
     @abstractmethod
     async def update_weights(
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
     ) -> WeightReceipt:
-        """Replace the weights in place and drop every cache that the old ones filled.
+        """Replace the weights in place and invalidate every cache computed with the old weights.
 
-        `tensors` is read once, in manifest order, possibly on another thread, and its memory is the sender's: copy,
-        unless `shared` (a transport within one process). Then the tensors themselves are used: live parameters of the
-        trainer, or new ones (merged adapters, another dtype) that belong to the engine.
-        `manifest` may lack digests (they are on their way); the receipt's digests are computed from what the engine
-        holds *after* the update.
+        `tensors` is read once, in manifest order, possibly on another thread. The sender owns their memory, so copy
+        them, unless `shared` is set (transport within one process). With `shared`, use the tensors themselves: live
+        parameters of the trainer, or new tensors (merged adapters, another dtype) that the engine then owns. `manifest`
+        may lack digests that are not computed yet. Compute the receipt's digests from the engine's weights *after* the
+        update.
 
-        With `capabilities.in_flight_update` requests go on under the new weights; otherwise the caller has none
-        running.
-        Raises `WeightSyncError` subclasses for what is missing, unexpected or of another shape, and whatever `tensors`
-        raises. What is refused before the first of `tensors` is read (an older version, a manifest of another model)
-        leaves the engine as it was. After that it may hold a part of each version: until an update succeeds, which the
-        caller must see to, it draws nothing. Running requests stay where they are, new ones wait beside them, and
-        `abort`, `progress`, `sleep` and `stop` work.
+        With `capabilities.in_flight_update`, running requests continue with the new weights. Otherwise the caller
+        ensures that none are running.
+
+        Raises `WeightSyncError` subclasses for missing or unexpected tensors and wrong shapes, and whatever `tensors`
+        raises. If the update is rejected before the first tensor is read (older version, manifest of another model),
+        the engine is unchanged. After that a failed update may leave weights of both versions. The engine then
+        generates nothing until an update succeeds, which is the caller's responsibility. Meanwhile running requests
+        stay, new requests queue, and `abort`, `progress`, `sleep` and `stop` work.
         """
 
     async def sleep(self) -> None:
-        """Give device memory back, that of tensors which were shared with it too: nothing of them may be referred to.
-        Called only if `capabilities.sleeps`, no request runs, and weights will be published before it is asked again;
-        a sleeping engine sleeps on."""
+        """Release device memory, including that of shared tensors: keep no reference to them. No effect if already
+        asleep.
+
+        Called only with `capabilities.sleeps` and while no request runs. Weights are published again before the next
+        request.
+        """
 
     async def wake(self) -> None:
-        """Take the memory again; weights need not survive: an update follows. Nothing to do for one that is awake."""
+        """Allocate device memory again. Weights may be lost, since an update follows. No effect if already awake."""
 
     def endpoint(self) -> str | None:
-        """URL of the OpenAI-compatible server, if `capabilities.endpoint`."""
+        """URL of the OpenAI-compatible server if `capabilities.endpoint`, otherwise None."""
         return None
 
     def metrics(self) -> Mapping[str, float]:
-        """What the engine did since the last call, by name; a run shows it as `engine/<role>/<name>`.
+        """Engine metrics since the last call, by name. A run reports them as `engine/<role>/<name>`.
 
-        Names that engines share: `prompt_tokens` and `generated_tokens` that were computed; `running/mean` and
-        `running/max`, sequences in a step; `waiting/max`; `kv_cache_usage/max`, from 0 to 1; `preemptions`;
-        `prefix_cache_queries` and `prefix_cache_hits`, in tokens. A name is there whether or not anything happened.
+        Names common to engines: `prompt_tokens` and `generated_tokens`, computed tokens; `running/mean` and
+        `running/max`, sequences per step; `waiting/max`; `kv_cache_usage/max`, from 0 to 1; `preemptions`;
+        `prefix_cache_queries` and `prefix_cache_hits`, in tokens. Every name is always present, also if nothing
+        happened.
         """
         return {}
 
     @abstractmethod
     async def stop(self) -> None:
-        """End everything. Called once or several times, also after an error."""
+        """Stop the engine and release everything. May be called more than once, also after an error."""

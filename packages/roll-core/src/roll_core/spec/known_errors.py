@@ -1,8 +1,8 @@
-"""Errors of libraries and machines that people meet, and what to do about each.
+"""Known errors of libraries and machines, each with a remedy.
 
-A plugin lists those of its engine in a tuple that a `KnownErrorsProvider` names. When a run ends by an exception that
-is not ROLL's own, its first cause is looked up there, and the remedy is told beside it. docs/troubleshooting.md has a
-section for each of the core's and of our plugins'.
+A plugin lists the errors of its engine in a tuple that a `KnownErrorsProvider` refers to. If a run ends with an
+exception that is not one of ROLL's own, the runtime looks up its first cause and prints the remedy.
+docs/troubleshooting.md has a section for each known error of the core and of the plugins in this repository.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from roll_core.field_docs import document_fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownError:
-    """One error, by the text that it comes with."""
+    """One known error, identified by its text."""
 
     id: str
-    """Its heading in the docs."""
+    """Heading of its section in the docs."""
     pattern: str
     """Regular expression, searched for in `Type: first line of the message` of the exception and of each of its
     causes."""
     cause: str
-    """What is wrong, in one sentence."""
+    """The cause, in one sentence."""
     remedy: str
-    """What to do, in the order in which to try it; keys of the config by their names."""
+    """Steps to try, in order. Config keys are given by name."""
     during: tuple[str, ...] = ()
-    """Methods of a worker in which it means this, `generate` or `forward_backward`; empty is anywhere. Of entries that
-    match alike, one with the method counts more."""
+    """Worker methods in which the error has this meaning, for example `generate` or `forward_backward`; empty means
+    anywhere. If several entries match, an entry that names the method takes precedence."""
 
     def __post_init__(self) -> None:
         re.compile(self.pattern)

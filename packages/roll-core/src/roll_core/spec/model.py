@@ -1,4 +1,4 @@
-"""What is computed, and where: the model of a role and the place of a worker among its peers."""
+"""The model of a role, and the place of one worker within its role."""
 
 from __future__ import annotations
 
@@ -17,84 +17,86 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """Low-rank adapters (arXiv:2106.09685): the weight W of a target acts as W + scale · B A, and only A and B are
+    """Low-rank adapters (arXiv:2106.09685). A target with weight W computes with W + scale · B A. Only A and B are
     trained."""
 
     targets: str | tuple[str, ...]
-    """Linear layers by their path or its end, `("q_proj", "v_proj")`; `("all-linear",)` is all of them but the head;
-    a string is a regular expression for whole paths."""
+    """Linear layers, named by their path or its end: `("q_proj", "v_proj")`. `("all-linear",)` selects all except the
+    head. A string is a regular expression that must match the whole path."""
     rank: int
-    """Rows of A and columns of B."""
+    """Rank of the adapters: rows of A, columns of B."""
     alpha: float
     extra_modules: tuple[str, ...] = ()
-    """Modules, named like targets, that are trained in full beside the adapters. A value or reward head always is."""
+    """Modules, named like `targets`, that are trained in full next to the adapters. Value and reward heads always
+    are."""
     export: Literal["merged", "adapter"] = "merged"
-    """What `export_model` writes: a whole model, or the adapters alone as peft stores them."""
+    """What `export_model` writes: the whole model with merged adapters, or only the adapters in peft's format."""
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
+        """Factor on B A: `alpha / rank`."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model: a Hugging Face directory or hub id, or random weights for an architecture. Exactly one of both is
-    given."""
+    """A model: a Hugging Face directory or hub id (`path`), or random weights for an architecture (`random_init`).
+    Exactly one of the two is set."""
 
     task: Task = "causal_lm"
     path: str = ""
     """Directory or hub id."""
     random_init: Mapping[str, Any] | None = None
-    """Keys of a transformers config, with `model_type`; weights are drawn from `seed`."""
+    """Keys of a transformers config, including `model_type`. The weights are initialised randomly from `seed`."""
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Keys set on the loaded config (`model_config_kwargs`)."""
+    """Keys to override in the loaded config (`model_config_kwargs`)."""
     dtype: str = "fp32"
-    """Of the computation: `fp32`, `bf16` or `fp16`."""
+    """Dtype of the computation: `fp32`, `bf16` or `fp16`."""
     attn_implementation: str = "auto"
     gradient_checkpointing: bool = False
     seed: int = 0
     tokenizer: str = ""
-    """Directory that `transformers.AutoTokenizer` loads; the model's embedding has at least its size."""
+    """Directory that `transformers.AutoTokenizer` loads. The model's embedding has at least as many rows as its
+    vocabulary."""
     trust_remote_code: bool = False
     lora: LoraSpec | None = None
-    """Train adapters instead of the weights, or serve those that another role trains. Given only to strategies with
-    `capabilities.lora`."""
+    """Train adapters instead of the weights, or serve the adapters that another role trains. Set only for strategies
+    with `capabilities.lora`."""
     router_replay: bool = False
-    """The experts that the engine chooses are replayed in training: an engine makes ready to return them, a trainer to
-    take them. Given only to strategies with `capabilities.routed_experts` and `capabilities.router_replay`. `start` and
-    `build` raise `UnsupportedError`, which names the architecture, where the model has no experts or its routers are
-    not known."""
+    """Prepare router replay: the engine returns the experts it chose, and the trainer uses the same experts. Set only
+    for strategies with `capabilities.routed_experts` or `capabilities.router_replay`. `start` and `build` raise
+    `UnsupportedError`, which names the architecture, if the model has no experts or its routers are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshInfo:
-    """Where a worker of a role stands. A strategy forms its own process groups from it."""
+    """Position of a worker within its role, and how to reach the other ranks. A strategy creates its process groups
+    from it."""
 
     role: str
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     device: str = "cpu"
-    """A torch device string."""
+    """Torch device string."""
     backend: str = "gloo"
     """Collective backend of the platform."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """Free port on rank 0's host, the same for all ranks; 0 where `world_size` is 1."""
+    """Free port on rank 0's host, the same for all ranks; 0 if `world_size` is 1."""
     open_store: Callable[[], Store] | None = field(default=None, compare=False, repr=False)
-    """Open the store from which `init_process_group` makes a group. It listens on `master_addr` at `master_port`, and
-    clients authenticate. Rank 0 hosts it; the others block until it does. Call it at most once, keep the store as long
-    as the group, then `close` it. None if no run started the ranks, as in tests."""
+    """Opens the store that `init_process_group` needs. The store listens on `master_addr:master_port` and authenticates
+    its clients. Rank 0 hosts it; the other ranks block until it is up. Call this at most once, keep the store as long
+    as the process group, then `close` it. None if no run started the ranks, as in tests."""
     num_slots: int = 1
     """Slots of this worker (`num_gpus_per_worker`)."""
     num_threads: int = 0
-    """Threads for computation on the host; 0 leaves the library's choice."""
+    """CPU threads for computation; 0 keeps the library's default."""
     timeout_s: float = 600.0
-    """Of collectives."""
+    """Timeout of collectives, in seconds."""
     sampling_seed: int = 0
-    """63 bits for what is drawn for requests without a seed: others for each worker that generates, and each time it
-    starts. With the same ones two replicas, or a resumed run and the one before it, would draw the same numbers."""
+    """63-bit seed for requests without a seed of their own. It differs between workers and between starts of a worker.
+    Otherwise two replicas, or a run before and after a resume, would use the same random numbers."""
 
 
 document_fields(__name__)

@@ -1,11 +1,11 @@
-"""The contract of pipelines, and what the runtime gives them: roles, rollouts, weight publishing, metrics.
+"""The interface of pipelines, and what the runtime provides to them: roles, rollouts, weight sync, metrics.
 
 A pipeline is a short program over roles. The runtime owns the loop:
 
     build roles -> setup -> [resume] -> evaluate? -> { step -> log -> evaluate? -> checkpoint? } * max_steps -> export
     -> close
 
-so `step` reads like the algorithm's pseudo-code and everything that pipelines share lives in the runtime.
+so `step` reads like the algorithm's pseudo-code, and everything that pipelines share is in the runtime.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class RoleSpec:
     """A role that a pipeline needs."""
 
     name: str
-    """Dotted name of its config, `actor_train` or `rewards.math`."""
+    """Dotted name of its config, for example `actor_train` or `rewards.math`."""
     kind: RoleKind
     """`train`, `score` (forward only), `generate` or `reward`."""
     task: Task = "causal_lm"
     num_steps: int = 0
     """Optimizer steps of the whole run, for roles that train: the length of the schedule."""
     model_from: str = ""
-    """Name of the role whose model this one has where its own `model_args` name none. An engine with this is taken to
-    get its weights by `publish_weights`, so that it may lose them while others use its slots."""
+    """Role whose model this role uses if its own `model_args` name none. An engine with this field receives weights by
+    `publish_weights`, so it may lose them while other roles use its slots."""
 
     def __post_init__(self) -> None:
-        """Raises `ContractError` for a kind or task that there is not."""
+        """Raises `ContractError` for an unknown kind or task."""
         for name, value, known in (("kind", self.kind, ROLE_KINDS), ("task", self.task, TASKS)):
             if value not in known:
                 raise ContractError(
@@ -72,36 +72,36 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredSequences:
-    """Per-token outputs of a scoring pass, one array of length L for each sequence, in their order."""
+    """Per-token outputs of a scoring pass: one array per sequence, of the sequence's length L, in the order of the
+    sequences."""
 
     logprobs: list[Floats] | None = None
     entropy: list[Floats] | None = None
     values: list[Floats] | None = None
     first_choices: list[TokenIds] | None = None
-    """The token to which the model gives the greatest probability in place of each one, given those before it; 0 for a
-    sequence's first."""
+    """Argmax token at each position, given the tokens before it; 0 for a sequence's first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """What one or more optimizer steps on a batch did."""
+    """Result of one or more optimizer steps on a batch."""
 
     metrics: Mapping[str, float]
-    """Of the loss, averaged over the steps; `grad_norm`, `lr`."""
+    """Metrics of the loss, averaged over the steps; `grad_norm`; `lr`."""
     num_steps: int
     num_skipped: int
     num_tokens: int
-    """Tokens that went through the model, prompts included, without padding."""
+    """Tokens that passed through the model, prompts included, without padding."""
     num_overflows: int = 0
-    """Of the skipped steps, those that only lowered the scale of the loss (float16)."""
+    """Skipped steps that only lowered the loss scale (float16)."""
 
     @property
     def num_not_finite(self) -> int:
-        """Steps that were skipped because something is wrong."""
+        """Steps skipped because of a non-finite gradient, loss scale overflows excluded."""
         return self.num_skipped - self.num_overflows
 
     def named(self, prefix: str) -> dict[str, float]:
-        """The metrics as `<prefix>/<name>`, with the number of steps that were skipped if there were any."""
+        """Metrics as `<prefix>/<name>`, with `skipped_steps` if any steps were skipped."""
         skipped = {f"{prefix}/skipped_steps": float(self.num_skipped)} if self.num_skipped else {}
         return {f"{prefix}/{name}": value for name, value in self.metrics.items()} | skipped
 
@@ -111,14 +111,14 @@ class RolloutPlan:
     """How a pipeline's batches of groups are made; see docs/rollouts.md."""
 
     counts: Mapping[str, int]
-    """Groups of a batch by tag, in the order in which the batch has them."""
+    """Groups per batch by tag, in batch order."""
     params: SamplingParams
     n: int
-    """Samples of a group."""
+    """Samples per group."""
     prompt: Callable[[str, int], Prompt]
-    """Returns the prompt at a position of a tag's endless order: the same in every call."""
+    """Returns the prompt at a position of a tag's endless sequence. Must be deterministic."""
     keep: Callable[[Group], bool] | None = None
-    """True if a scored group may be in a batch. Others are replaced by the tag's next prompts. None keeps every
+    """True if a scored group may be in a batch. Other groups are replaced by the tag's next prompts. None keeps every
     group."""
     max_tries: float = 10.0
     """Samples at most `max_tries` × batch size prompts per batch. The batch may then be smaller than requested."""
@@ -130,57 +130,57 @@ class RolloutPlan:
     keep_partials: bool = True
     """Resume paused responses from their last token. If false, regenerate them."""
     first_ready: bool = False
-    """A batch takes the groups that finish first, and the next batch the groups that were passed over. For an `ahead`
-    of less than 1."""
+    """A batch takes the groups that finish first, and the next batch takes the groups passed over. For an `ahead` below
+    1."""
     stale: Literal["drop", "reuse"] = "drop"
-    """Sample the prompts of groups again that are older than `ahead` allows, or train on them. Only a run that was
-    resumed with another config has such groups."""
+    """What to do with groups older than `ahead` allows: sample their prompts again (`drop`), or train on them
+    (`reuse`). Such groups exist only in a run resumed with a different config."""
     record: bool = False
     """Write the batches to the run directory."""
     routed_experts: bool = False
-    """Samples carry the experts to which the engine routed their tokens."""
+    """Samples include the experts to which the engine routed their tokens."""
     seeded: bool | None = None
-    """Seed each request, so that sampling is independent of batching. None: if the engine's capability `free_seeds`
-    declares that seeds cost nothing."""
+    """Seed each request, so that sampling is independent of batching. None: seed if the engine's capability
+    `free_seeds` declares that seeds cost nothing."""
     replay: str = ""
     """Directory of a run whose recorded batches are replayed. The generating role is then not among the pipeline's
     `roles`, and nothing is scored."""
     program: Callable[[], RolloutProgram] | None = None
-    """Makes the rollout program of each group; None for a single turn."""
+    """Creates the rollout program of each group; None for a single turn."""
 
 
 class Rollouts(ABC):
-    """Batches of scored groups, in prompt order. Which groups a batch has does not depend on the order in which they
-    finished, unless the plan has `first_ready`.
+    """Batches of scored groups, in prompt order. The groups of a batch do not depend on the order in which they finish,
+    unless the plan has `first_ready`.
 
-    Coroutines, to be awaited: `batch`.
+    Coroutines: `batch`.
     """
 
     @abstractmethod
     async def batch(self) -> list[Group]:
-        """The next batch. Call `publish_weights` first, so that the engine has the current weights. Has fewer groups
-        than planned, possibly none, only after `max_tries`."""
+        """The next batch. Call `publish_weights` first, so that the engine has the current weights. A batch is smaller
+        than planned, possibly empty, only after `max_tries`."""
 
     @abstractmethod
     def state(self) -> Mapping[str, Any]:
-        """Plain values (JSON) for the pipeline's own `state`: positions in the prompts, and groups that are not trained
+        """Plain JSON values for the pipeline's own `state`: positions in the prompts, and groups that are not trained
         on yet."""
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from a value that `state` returned."""
 
 
 class TrainRole(ABC):
-    """A role with a train strategy: it trains, or (kind `score`) only computes.
+    """A role with a train strategy: it trains, or only computes forward passes (kind `score`).
 
-    Coroutines, to be awaited: `score`, `update`.
+    Coroutines: `score`, `update`.
     """
 
     name: str
     config: WorkerConfig
     capabilities: TrainCapabilities
-    """Of its strategy."""
+    """Capabilities of its strategy."""
 
     @abstractmethod
     async def score(
@@ -194,8 +194,11 @@ class TrainRole(ABC):
         base: bool = False,
         first_choices: bool = False,
     ) -> ScoredSequences:
-        """Forward passes over all data-parallel ranks. `base`: by the model without the adapters that the role trains;
-        raises `UnsupportedError` where it trains none. `first_choices` needs `capabilities.topk`."""
+        """Run forward passes on all data-parallel ranks; returns the selected outputs.
+
+        `base`: use the model without the adapters that the role trains. Raises `UnsupportedError` if it trains none.
+        `first_choices` needs `capabilities.topk`.
+        """
 
     @abstractmethod
     async def update(
@@ -207,28 +210,28 @@ class TrainRole(ABC):
         max_length: int = 1,
         shuffle_seed: int | None = None,
     ) -> UpdateResult:
-        """Optimizer steps over `sequences`, `sequences_per_step` at a time, `epochs` times.
+        """Run optimizer steps over `sequences`, at most `sequences_per_step` at a time, for `epochs` epochs.
 
-        `max_length` is `Totals.max_length`. A last step takes what is left over. Steps go through `sequences` in order.
-        With `shuffle_seed` each epoch goes through their groups in a random order of its own instead: the same order
-        for the same seed. An epoch of one step is the same with any seed.
+        An epoch has as few steps as possible, of nearly equal size. `max_length` is `Totals.max_length`. Without
+        `shuffle_seed`, steps follow the order of `sequences`. With it, each epoch has its own random order of their
+        groups, the same for the same seed. An epoch of a single step is the same with any seed.
         """
 
     @property
     @abstractmethod
     def sequences_per_step(self) -> int:
-        """gradient_accumulation_steps × per_device_train_batch_size × data parallel."""
+        """gradient_accumulation_steps × per_device_train_batch_size × data-parallel size."""
 
     @property
     @abstractmethod
     def weight_version(self) -> int:
-        """Optimizer steps done so far, skipped ones not counted."""
+        """Number of optimizer steps so far, without skipped steps and without warm-up steps of learning rate 0."""
 
 
 class InferRole(ABC):
-    """A role with an infer strategy: requests are spread over its replicas.
+    """A role with an infer strategy. Requests are distributed over its replicas.
 
-    Coroutines, to be awaited: `generate`.
+    Coroutines: `generate`.
     """
 
     name: str
@@ -240,18 +243,19 @@ class InferRole(ABC):
         requests: Sequence[GenerateRequest],
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Answers in the order of `requests`; `on_completion` is called on the event loop as each is ready."""
+        """Generate completions, returned in the order of `requests`. `on_completion` is called on the event loop as
+        each one finishes."""
 
     @property
     @abstractmethod
     def weight_version(self) -> int:
-        """Of the weights it holds; 0 before the first publish."""
+        """Version of its weights; 0 before the first publish."""
 
 
 class Run(ABC):
     """A run, as its pipeline and the event hooks see it.
 
-    Coroutines, to be awaited: `publish_weights`, `rollout`. Everything else returns at once.
+    Coroutines: `publish_weights`, `rollout`. All other methods return at once.
     """
 
     config: RunConfig
@@ -263,16 +267,15 @@ class Run(ABC):
 
     @abstractmethod
     def train_role(self, name: str) -> TrainRole:
-        """A role that trains or scores."""
+        """The role of this name that trains or scores."""
 
     @abstractmethod
     def infer_role(self, name: str) -> InferRole:
-        """A role that generates."""
+        """The role of this name that generates."""
 
     @abstractmethod
     def stage(self, name: str) -> AbstractContextManager[Any]:
-        """Account what happens inside to `name` in the ledger of where the time went. Stages nest; time is counted
-        once."""
+        """Context manager that attributes time to `name` in the time ledger. Stages nest; time is counted once."""
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -284,30 +287,37 @@ class Run(ABC):
 
     @abstractmethod
     def guard(self, guard_id: str, ok: bool, message: str, *, fatal: bool = False) -> None:
-        """Trip a guard unless `ok`: raise, warn or do nothing, as the config says. `fatal`: raise where it says `warn`.
+        """Trip a guard unless `ok`: raise, warn or do nothing, as configured. `fatal`: raise even if the action is
+        `warn`.
 
-        `{steps}` in `message` stands for the consecutive steps at which it has tripped: `step 3`, or `steps 3–7`."""
+        `{steps}` in `message` is replaced by the consecutive steps at which the guard tripped: `step 3`, or `steps
+        3–7`.
+        """
 
     @abstractmethod
     async def publish_weights(self, source: str, target: str) -> None:
-        """Bring the infer role `target` to the weights of the train role `source`, and prove that it holds them. Costs
-        nothing where it does already: call it before every rollout."""
+        """Send the weights of train role `source` to infer role `target`, and verify that it loaded them. Returns at
+        once if they are up to date: call it before every rollout."""
 
     @abstractmethod
     async def rollout(
         self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
     ) -> list[Group]:
-        """Sample `n` responses to each prompt, and score each group when it is complete. Groups are in prompt order; a
-        sample's `reward` is a value or a failure. Call `publish_weights` first, so that the engine has the current
-        weights. Requests of `val` are seeded, those of `train` if seeds cost the engine nothing (`free_seeds`)."""
+        """Sample `n` responses to each prompt, and score each group when it is complete.
+
+        Groups are in prompt order. A sample's `reward` is a value or a failure. Call `publish_weights` first, so that
+        the engine has the current weights. Requests of `val` are seeded; those of `train` only if seeds cost the engine
+        nothing (`free_seeds`).
+        """
 
     @abstractmethod
     def rollouts(self, role: str, plan: RolloutPlan) -> Rollouts:
-        """Batches of groups, generated by `role` and scored, or replayed. Called once for a role, in `setup`."""
+        """Batches of groups, generated by `role` and scored, or replayed. Called once per role, in `setup`."""
 
     @abstractmethod
     def prompts(self, data: DataArguments) -> Sequence[Prompt]:
-        """Rows as prompts: template applied, tokenised, those longer than `prompt_length` left out and counted."""
+        """Rows as prompts: template applied and tokenised. Prompts longer than `prompt_length` are dropped and
+        counted."""
 
     @abstractmethod
     def sequences(
@@ -318,8 +328,8 @@ class Run(ABC):
         on_prompt: bool = False,
         require_response: bool = True,
     ) -> Sequence[TrainSequence]:
-        """Rows with prompt and response as sequences to learn; `on_prompt` also learns the prompt's tokens. A row
-        without a response raises `DataError`, or is left out if `require_response` is false."""
+        """Rows with prompt and response as training sequences; `on_prompt` also trains on the prompt's tokens. A row
+        without a response raises `DataError`, or is skipped if `require_response` is false."""
 
     @abstractmethod
     def columns(self, data: DataArguments) -> Sequence[str]:
@@ -331,52 +341,52 @@ class Run(ABC):
 
     @abstractmethod
     def advantage_provider(self, name: str) -> AdvantageProvider:
-        """The record of that estimator: what it needs, and what it does itself."""
+        """Provider record of that estimator: its requirements and its own normalisation."""
 
     @abstractmethod
     def policy_loss(self, name: str) -> str:
-        """`"module:attribute"` of the policy loss that a plugin offers under this name: it travels to the workers."""
+        """`"module:attribute"` of the policy loss that a plugin offers under this name. Workers import it."""
 
 
 class Pipeline(ABC, Generic[ConfigT]):
-    """The algorithmic program of a run. Everything stateful that a resumed run needs is in `state`.
+    """The algorithm of a run. Everything stateful that a resumed run needs is in `state`.
 
         prepare -> roles -> setup -> [load_state] -> { step, evaluate?, state? } * prepare's result
 
-    Coroutines, awaited by the runtime: `setup`, `step`, `evaluate`.
+    Coroutines: `setup`, `step`, `evaluate`.
     """
 
     def __init__(self, config: ConfigT) -> None:
-        """Keep the config; touch nothing."""
+        """Keep the config; do nothing else."""
         self.config = config
 
     @abstractmethod
     def prepare(self, run: Run) -> int:
-        """Read the data and build what needs no role (order of rows, sampling, objective); return the number of steps
+        """Read the data and build what needs no role (order of rows, sampling, objective); returns the number of steps
         of the whole run. Called once, first, with the tokenizer loaded and no role built."""
 
     @abstractmethod
     def roles(self) -> Sequence[RoleSpec]:
         """The roles to build, trained ones first. Called once, after `prepare`. If `PipelineProvider.plan` names a
-        function, its plan has the same roles."""
+        function, its plan must have the same roles."""
 
     async def setup(self, run: Run) -> None:
-        """All roles are built. Runs before a resumed run's state is loaded."""
+        """Set up the pipeline. All roles are built; a resumed run's state is loaded afterwards."""
 
     @abstractmethod
     async def step(self, run: Run) -> None:
-        """One step: `run.step` counts the ones done before it."""
+        """Run one step. `run.step` counts the steps done before it."""
 
     async def evaluate(self, run: Run) -> Mapping[str, float]:
-        """Metrics of held-out data, recorded under the names given here (`val/score/mean`)."""
+        """Metrics of held-out data, recorded under the returned names, for example `val/score/mean`."""
         return {}
 
     def state(self) -> Mapping[str, Any]:
-        """Plain values (JSON) that a resumed run needs besides the roles' own state."""
+        """Plain JSON values that a resumed run needs besides the roles' own state."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from a value that `state` returned."""
 
     def export_role(self) -> str:
         """Name of the role whose model is exported at the end; empty for none."""

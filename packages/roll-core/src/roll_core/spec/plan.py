@@ -1,7 +1,7 @@
-"""What `roll-core plan` asks of plugins: the memory that a strategy takes, and what a pipeline's roles do when.
+"""The interface of `roll-core plan`: memory estimates of strategies, and the phases of pipelines.
 
-Plain data in, plain data out, and nothing heavy is imported: a formula is arithmetic on the sizes of a model. Where
-each formula comes from is written in docs/plan.md.
+Inputs and outputs are plain data, and nothing heavy is imported: an estimate is arithmetic on the sizes of a model.
+docs/plan.md gives the source of each formula.
 
     PipelineProvider.plan    "module:function"   (RunConfig) -> PipelinePlan
     TrainProvider.memory     "module:function"   (MemoryQuestion) -> MemoryAnswer
@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from roll_core.spec.providers import Task
 
 Act = Literal["start", "score", "backward", "step", "publish", "save", "generate", "receive", "wait"]
-"""What a role does at a time: come into being; forward passes; gradients of a microbatch; adding them up over ranks and
-the optimizer's step; send weights; write a checkpoint; an engine draws tokens; it takes weights; others work."""
+"""Activity of a role in a phase.
+
+`start`: construction. `score`: forward passes. `backward`: gradients of a microbatch. `step`: reduction of gradients
+over ranks, and the optimizer step. `publish`: sending weights. `save`: writing a checkpoint. `generate`: sampling by an
+engine. `receive`: an engine receiving weights. `wait`: idle while other roles work.
+"""
 UPDATE: tuple[Act, ...] = ("backward", "step")
-"""What training consists of."""
+"""Activities of training."""
 LATER: tuple[Act, ...] = ("score", "backward", "step", "publish", "save", "generate", "receive", "wait")
-"""Whenever it does not start: what is made by the first step, or by the first request, and stays."""
+"""All activities except `start`: for memory that the first step or the first request allocates and never frees."""
 
 Memory = Literal["device", "host"]
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -39,23 +43,23 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A part of a run in which the same roles work."""
+    """A part of a step in which the same roles work."""
 
     name: str
     acts: Mapping[str, Act]
-    """What each of them does, by role; the other roles wait."""
+    """Activity of each working role, by name; the other roles wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """What a pipeline will do, known before anything is loaded."""
+    """Roles and phases of a pipeline, known before anything is loaded."""
 
     roles: tuple[RoleSpec, ...]
-    """As the pipeline's `roles()` gives them; the optimizer steps of a schedule may still be 0."""
+    """As returned by the pipeline's `roles()`. The optimizer steps of schedules may still be 0."""
     phases: tuple[Phase, ...]
-    """Of one step, in order."""
+    """Phases of one step, in order."""
     outputs: int = 0
-    """Sequences that the role that generates draws in one phase, over all of its workers."""
+    """Sequences that the generating role samples in one phase, over all its workers."""
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -63,53 +67,53 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A matrix of a layer."""
+    """A weight matrix of a layer."""
 
     path: str
-    """Within the layer, `self_attn.q_proj`."""
+    """Path within the layer, for example `self_attn.q_proj`."""
     outputs: int
     inputs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSize:
-    """A decoder layer, in numbers of elements."""
+    """Sizes of one decoder layer, in numbers of elements."""
 
     parameters: int
     linears: tuple[Linear, ...] = ()
-    """Its matrices but for experts and their router; empty where only the total is known."""
+    """Its matrices, except experts and their router; empty if only the total is known."""
     active_width: int = 0
-    """Hidden units of the feed-forward part that one token goes through: of a mixture, those of its chosen experts."""
+    """Hidden units of the feed-forward block per token. In a mixture of experts: those of the chosen experts."""
     experts: int = 0
-    """Parameters that belong to experts."""
+    """Number of parameters of all experts."""
     chosen: int = 0
-    """Experts that one token goes through."""
+    """Number of experts per token (top-k)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """A causal language model, or one with a scalar head, by its sizes."""
+    """Sizes of a causal language model, or of one with a scalar head."""
 
     model_type: str
     vocab_size: int
     hidden_size: int
     query_width: int
-    """Query heads × their size."""
+    """Number of query heads × head size."""
     key_width: int
-    """Key heads × their size."""
+    """Number of key heads × head size."""
     num_heads: int
     normed_heads: bool
-    """Queries and keys are normed."""
+    """True if queries and keys are normalised."""
     max_positions: int
     layers: tuple[LayerSize, ...]
     embedding: int
     head: int
-    """Parameters of the output layer; 0 where it is the embedding."""
+    """Parameters of the output layer; 0 if it is tied to the embedding."""
     final_norm: int
 
     @property
     def parameters(self) -> int:
-        """All of them, tied ones once."""
+        """Number of parameters; tied ones count once."""
         return self.embedding + self.head + self.final_norm + sum(each.parameters for each in self.layers)
 
     @property
@@ -119,7 +123,7 @@ class ModelSize:
 
     @property
     def tied(self) -> bool:
-        """The output layer is the embedding."""
+        """True if the output layer is tied to the embedding."""
         return self.head == 0
 
 
@@ -128,80 +132,81 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryQuestion:
-    """What a strategy is asked: how much memory does one worker take, the one that takes most?"""
+    """Input of a memory estimate. The estimate is for the worker of the role that needs the most memory."""
 
     model: ModelSize
     config: StrategyConfig
-    """Its own configuration, validated by its schema."""
+    """The strategy's own configuration, validated by its schema."""
     task: Task = "causal_lm"
     dtype: str = "bf16"
-    """Of the computation."""
+    """Dtype of the computation."""
     trains: bool = False
     trained_parameters: int = 0
-    """Those that have gradients: all, or those of adapters."""
+    """Parameters with gradients: all of them, or those of adapters."""
     added_parameters: int = 0
-    """Adapters, which stand beside the model's own."""
+    """Parameters of adapters, in addition to the model's own."""
     gradient_checkpointing: bool = False
     on_host: bool = False
-    """The device is the host (`slots_share_cores`)."""
+    """True if the device is the host (`slots_share_cores`)."""
     slot_bytes: int | None = None
-    """Memory of a slot, as far as it is known: some engines take a share of it."""
+    """Memory of a slot, if known. Some engines allocate a fraction of it."""
     world_size: int = 1
     num_slots: int = 1
-    """Of one worker (`num_gpus_per_worker`)."""
+    """Slots of one worker (`num_gpus_per_worker`)."""
     train_tokens: int = 0
-    """Of the largest microbatch that is trained on."""
+    """Tokens of the largest training microbatch."""
     train_sequences: int = 1
-    """In it."""
+    """Sequences of that microbatch."""
     num_micro_batches: int = 1
-    """Of an optimizer step, on each data-parallel rank."""
+    """Microbatches per optimizer step on each data-parallel rank."""
     score_tokens: int = 0
-    """Of the largest microbatch that is only scored."""
+    """Tokens of the largest microbatch that is only scored."""
     longest: int = 0
-    """Tokens of the longest sequence, prompt and response."""
+    """Tokens of the longest sequence, prompt and response together."""
     prompt_tokens: int = 0
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     outputs: int = 0
-    """Sequences that one worker draws in a phase."""
+    """Sequences that one worker samples in a phase."""
     random_weights: bool = False
-    """The model is drawn, not read."""
+    """True if the weights are initialised randomly instead of loaded."""
     borrows_weights: bool = False
-    """An engine that computes with the very weights of a trainer in its process, once they are published."""
+    """True for an engine that, once weights are published, computes with the tensors of a trainer in its process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """Memory that one worker takes."""
+    """One item of a worker's memory."""
 
     what: str
-    """`weights`, `gradients`, `optimizer`, `activations`, `logits`, `kv cache`, `buffers`, `libraries`."""
+    """`weights`, `gradients`, `optimizer`, `activations`, `logits`, `kv cache`, `buffers` or `libraries`."""
     num_bytes: int
     formula: str
-    """How it comes about, with the numbers: `16 bits × 494 M parameters / 8 ranks`."""
+    """The calculation with its numbers, for example `16 bits × 494 M parameters / 8 ranks`."""
     during: tuple[Act, ...] = ()
-    """While the role does one of these; empty: as long as it lives."""
+    """Activities during which the memory is allocated; empty: for the whole life of the worker."""
     on: Memory = "device"
     leaves: bool = False
-    """It goes to the host while others use the slots (`is_offload_states`); of an engine: it is given up."""
+    """True if it moves to the host while other roles use the slots (`is_offload_states`). An engine frees it
+    instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """A change of a role's own strategy that takes less memory."""
+    """A change to a role's `strategy_config` that saves memory."""
 
     keys: Mapping[str, Any]
     """Dotted keys below `strategy_config`, and their values."""
     costs: str
-    """What is lost by it, for people."""
+    """Disadvantage of the change, as text for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryAnswer:
-    """What a strategy says of one worker."""
+    """Memory estimate of one worker."""
 
     uses: tuple[Use, ...]
     levers: tuple[Lever, ...] = field(default=())
-    """The least painful first."""
+    """Suggestions to save memory, least costly first."""
 
 
 document_fields(__name__)

@@ -1,4 +1,4 @@
-"""The contract of hardware platforms: what is there, how it is addressed, which environment it wants."""
+"""The interface of hardware platforms: devices, their addresses, and environment variables for workers."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 RoleKind = Literal["train", "score", "generate", "reward"]
-"""What a role does: trains a model, computes forward passes of one, generates, scores samples."""
+"""Kind of a role: train a model, score (forward passes only), generate, or compute rewards."""
 ROLE_KINDS: tuple[RoleKind, ...] = get_args(RoleKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a platform found when it looked for its hardware."""
+    """Result of probing for a platform's hardware."""
 
     found: bool
     why: str
-    """What was looked at and seen, for people."""
+    """What was examined and found, as text for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvVar:
-    """One environment variable for a worker process, with the reason for it."""
+    """One environment variable for a worker process, and the reason for it."""
 
     name: str
     value: str
     reason: str
     required: bool = False
-    """Workers do not work otherwise: it also replaces what the environment of the driver says. A variable that is not
-    required gives way to it. `system_envs` of the config win over both."""
+    """True if workers fail without it: it then also overrides the driver's environment. Otherwise the driver's
+    environment takes precedence. `system_envs` of the config override both."""
 
 
 class Platform(ABC):
     """One kind of hardware.
 
-    Constructing it and asking it anything is cheap and has no side effects: no device is opened for longer than the
-    question takes, and the environment stays as it is. `PlatformConformance` of `roll_testing` holds that.
+    Constructing a platform and calling its methods is cheap and has no side effects: no device stays open after a call,
+    and the environment does not change. `PlatformConformance` of `roll_testing` checks this.
     """
 
     name: str
     device_type: str
-    """Of torch devices, `cpu` or `cuda`."""
+    """Torch device type, `cpu` or `cuda`."""
     ray_resource: str
-    """Ray's name for a slot, `CPU`, `GPU`, `NPU`."""
+    """Ray resource name of a slot: `CPU`, `GPU`, `NPU`."""
     visible_devices: str
     """Environment variable that restricts a process to some devices; empty if there is none."""
     also_visible_devices: tuple[str, ...] = ()
-    """Other names of the same, for libraries that read those: they are set to the same value."""
+    """Further variables with the same meaning, for libraries that read those. They are set to the same value."""
     collective_backend: str
-    """`gloo`, `nccl`, `hccl`."""
+    """`gloo`, `nccl` or `hccl`."""
     slots_share_cores: bool = False
-    """Slots are shares of the host's cores rather than accelerators: a config may name more of them than there are
-    cores, and roles without `device_mapping` compute there too."""
+    """True if slots are shares of the host's CPU cores rather than accelerators. A config may then use more slots than
+    there are cores, and roles without `device_mapping` run on this platform, too."""
 
     @abstractmethod
     def probe(self) -> Probe:
-        """Whether the hardware is there."""
+        """Detect the hardware."""
 
     @abstractmethod
     def device_count(self) -> int:
-        """Slots on this host."""
+        """Number of slots on this host."""
 
     @abstractmethod
     def device(self, local_index: int) -> str:
@@ -73,17 +73,20 @@ class Platform(ABC):
 
     @abstractmethod
     def supports(self, dtype: str) -> str:
-        """Empty if `dtype` works here, else why not and what to use. It is one of models, or `fp8`: products of
-        matrices and activations in E4M3. Where no device is here, as on the head of a cluster, it is answered for the
-        devices that the software is made for."""
+        """Empty if `dtype` is supported; otherwise the reason, and what to use instead.
+
+        `dtype` is a model dtype, or `fp8`: matrix products and activations in E4M3. On a host without devices, such as
+        the head node of a cluster, the result refers to the devices that the installed software targets.
+        """
 
     def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
-        """Variables for a worker of this kind on these slots."""
+        """Environment variables for a worker of this kind on these slots."""
         return ()
 
     @abstractmethod
     def memory(self, local_index: int) -> Mapping[str, int]:
-        """Bytes `total` and `used` of a slot, by whatever process. Raises `UnsupportedError` where nobody counts."""
+        """Memory of a slot in bytes, `total` and `used`, where `used` includes all processes. Raises `UnsupportedError`
+        if the platform cannot measure it."""
 
 
 document_fields(__name__)

@@ -1,8 +1,7 @@
-"""The frozen records by which plugins offer their parts.
+"""Provider records: frozen dataclasses by which plugins offer their parts.
 
-A record is data: strings, numbers and tuples. It can be listed, compared and pickled without importing what it points
-at;
-`target` and `config` are `"module:attribute"` strings that are imported by the process that uses them, and only there.
+A record is data: strings, numbers and tuples. It can be listed, compared and pickled without importing its target.
+`target` and `config` are `"module:attribute"` strings, imported only by the process that uses them.
 """
 
 from __future__ import annotations
@@ -13,93 +12,93 @@ from typing import Literal, get_args
 from roll_core.field_docs import document_fields
 
 Task = Literal["causal_lm", "value", "reward"]
-"""What a model computes: next-token logprobs, a value per token, a score per sequence, a velocity field."""
+"""What a model computes: next-token logprobs, a value per token, or a score per sequence."""
 TASKS: tuple[Task, ...] = get_args(Task)
 
 ModelParallelism = Literal["tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"]
-"""Ways to spread one replica of a model over ranks; each is a capability of train strategies by the same name."""
+"""Kinds of model parallelism within one replica. Each is a capability flag of train strategies with the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCapabilities:
-    """What a train strategy can do. The runtime asks here, never for a name."""
+    """Capabilities of a train strategy. The runtime checks these flags, never a strategy's name."""
 
     tasks: tuple[Task, ...] = ("causal_lm",)
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     gradient_checkpointing: bool = False
-    """Computes activations again in the backward pass: honours `ModelSpec.gradient_checkpointing`. Without it the
-    runtime sets `disable_gradient_checkpointing`, and `check` refuses a config that asks for checkpointing."""
+    """Recomputes activations in the backward pass: honours `ModelSpec.gradient_checkpointing`. Otherwise the runtime
+    sets `disable_gradient_checkpointing`, and `check` rejects a config that enables checkpointing."""
     data_parallel: bool = False
-    """Adds gradients up over replicas. Without it `check` refuses a role with more ranks than one replica has."""
+    """Sums gradients over replicas. Otherwise `check` rejects a role with more ranks than one replica has."""
     tensor_parallel: bool = False
-    """Each kind of model parallelism: `check` refuses a `strategy_config` whose `parallel_sizes` has a kind above 1
-    that is not declared."""
+    """Supports this kind of model parallelism, like the flags below. `check` rejects a `strategy_config` whose
+    `parallel_sizes` has a size above 1 of an undeclared kind."""
     pipeline_parallel: bool = False
     context_parallel: bool = False
     expert_parallel: bool = False
     lora: bool = False
     """Trains adapters: honours `ModelSpec.lora` and `Want.base`."""
     adapter_export: bool = False
-    """Yields them apart from the model beneath: `TrainStrategy.export_adapters`."""
+    """Exports adapters separately from the base model: `TrainStrategy.export_adapters`."""
     offload: bool = False
     topk: bool = False
-    """Returns the top-k logprobs: what SFT's token accuracy and distillation need."""
+    """Returns top-k logprobs, which SFT's token accuracy and distillation need."""
     portable_state: bool = False
     """Exports its training state for other strategies, and continues from theirs: `TrainStrategy.export_state`,
     `import_state`."""
     router_replay: bool = False
-    """Sends tokens to the experts that it is given: honours `ModelSpec.router_replay` and
-    `MicroBatch.routed_experts_TMK`."""
+    """Routes tokens to given experts: honours `ModelSpec.router_replay` and `MicroBatch.routed_experts_TMK`."""
     any_world_size: bool = False
-    """`load` continues from what another number of ranks saved."""
+    """`load` accepts checkpoints saved by a different number of ranks."""
     weight_transports: tuple[str, ...] = ()
-    """Names of the weight transports by which its weights can be sent; empty: it cannot feed an engine."""
+    """Names of the weight transports that can send its weights. Empty: it cannot publish weights to an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferCapabilities:
-    """What an infer strategy can do."""
+    """Capabilities of an infer strategy."""
 
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     sleeps: bool = False
-    """`sleep` gives the device's memory back and `wake` takes it again."""
+    """`sleep` releases device memory, `wake` allocates it again."""
     lora: bool = False
-    """Serves a trained adapter on a model that stays as it is: honours `ModelSpec.lora`, and updates bring A and B
-    alone. A strategy whose configuration does not ask for it (`StrategyConfig.serves_adapters`) gets merged weights."""
+    """Serves a trained adapter on top of a fixed base model: honours `ModelSpec.lora`, and updates carry only A and B.
+    If the strategy's configuration does not enable this (`StrategyConfig.serves_adapters`), it gets merged weights."""
     prompt_logprobs: bool = False
     routed_experts: bool = False
-    """Returns the experts that a mixture of experts chose: honours `ModelSpec.router_replay` and
+    """Returns the experts chosen in a mixture-of-experts model: honours `ModelSpec.router_replay` and
     `GenerateRequest.routed_experts`."""
     free_seeds: bool = False
-    """A request with a seed takes no longer than one without: rollouts are seeded unless `seeded_rollouts` says
-    otherwise."""
+    """Seeding a request costs nothing. Rollouts are then seeded by default; `seeded_rollouts` overrides this."""
     in_flight_update: bool = False
-    """`update_weights` may be called while requests run: they go on with the new weights."""
+    """`update_weights` may be called while requests run. They continue with the new weights."""
     endpoint: bool = False
     """Serves an OpenAI-compatible HTTP endpoint."""
     tensor_parallel: bool = False
-    """One worker spreads the model over several slots. Without it `check` refuses more than one slot per worker."""
+    """One worker can partition the model over several slots. Otherwise `check` rejects more than one slot per
+    worker."""
     device_weights: bool = False
-    """`update_weights` takes tensors that lie on the worker's own device; otherwise they are always on the host."""
+    """`update_weights` accepts tensors on the worker's own device. Otherwise they are always on the host."""
     weight_transports: tuple[str, ...] = ()
-    """Names of the weight transports from which it takes weights; empty: its weights cannot be updated."""
+    """Names of the weight transports that can deliver weights to it. Empty: its weights cannot be updated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
-    """What every record says."""
+    """Common fields of all provider records."""
 
     name: str
     """User-facing name, used in configs and error messages."""
     target: str
-    """`"module:attribute"` of the class (or function) that does the work."""
+    """`"module:attribute"` of the class (or function) that implements the part."""
     summary: str
     """One line for `roll-core plugins -v`."""
     config: str = ""
-    """`"module:attribute"` of the pydantic schema of its own configuration; empty if it takes none."""
+    """`"module:attribute"` of the pydantic schema of its configuration; empty if it has none."""
     needs: tuple[str | tuple[str, ...], ...] = ()
-    """Requirements (PEP 508, `"vllm>=0.30,<0.34"`) that must be installed where it runs. A tuple among them is met by
-    any one of its own, where the same engine is published under several names; the first is the one to advise."""
+    """Requirements (PEP 508, `"vllm>=0.30,<0.34"`) that must be installed where the part runs. A nested tuple lists
+    alternatives, for an engine published under several names: any of them suffices, and the first one is
+    recommended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,7 @@ class PlatformProvider(Provider):
     """Offers a hardware platform; `target` is a subclass of `roll_core.spec.platform.Platform`."""
 
     priority: int = 0
-    """Among the platforms whose probe succeeds the highest priority is chosen; `cpu` has 0."""
+    """Of the platforms whose probe succeeds, the one with the highest priority is used; `cpu` has 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +117,10 @@ class TrainProvider(Provider):
     platforms: tuple[str, ...] = ()
     """Names of the platforms it runs on; empty means every platform."""
     forward_only: bool = False
-    """A twin without optimizer, for roles that only score."""
+    """True for a variant without optimizer, for roles that only score."""
     memory: str = ""
-    """`"module:function"` that says how much memory a worker takes: `roll_core.spec.plan`; empty if nobody knows."""
+    """`"module:function"` that estimates a worker's memory, see `roll_core.spec.plan`; empty if there is no
+    estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +131,12 @@ class InferProvider(Provider):
     platforms: tuple[str, ...] = ()
     """Names of the platforms it runs on; empty means every platform."""
     memory: str = ""
-    """`"module:function"` that says how much memory a worker takes: `roll_core.spec.plan`; empty if nobody knows."""
+    """`"module:function"` that estimates a worker's memory, see `roll_core.spec.plan`; empty if there is no
+    estimate."""
 
 
 def replays_experts(provider: TrainProvider | InferProvider) -> bool:
-    """True if the strategy does its part of router replay: an engine returns experts, a trainer follows them."""
+    """True if the strategy supports router replay: an engine returns experts, or a trainer replays them."""
     can = provider.capabilities
     return can.routed_experts if isinstance(can, InferCapabilities) else can.router_replay
 
@@ -150,8 +151,8 @@ class PipelineProvider(Provider):
     """Offers a pipeline; `target` is a subclass of `roll_core.spec.pipeline.Pipeline`, `config` of `RunConfig`."""
 
     plan: str = ""
-    """`"module:function"` that says which roles it has and what they do in a step, see `roll_core.spec.plan`; where it
-    is empty every role of the config is taken to work by itself."""
+    """`"module:function"` that returns its roles and what they do in a step, see `roll_core.spec.plan`. Empty:
+    `roll-core plan` assumes that each role of the config works on its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +160,8 @@ class RewardProvider(Provider):
     """Offers a reward; `target` is a subclass of `roll_core.spec.reward.RewardFunction`, `config` of `RewardConfig`."""
 
     enforces_timeout: bool = False
-    """`score` raises `RewardFailure` at `timeout_s` by itself, whatever the response makes it do; it is called on
-    threads of the worker. Otherwise it is called in child processes of the worker, which are killed at `timeout_s`."""
+    """True if `score` itself raises `RewardFailure` at `timeout_s`, for any response; it then runs on threads of the
+    worker. Otherwise it runs in child processes of the worker, which are killed at `timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,11 +176,11 @@ class AdvantageProvider(Provider):
     needs_critic: bool = False
     """True if it reads the critic's values."""
     needs_groups: bool = False
-    """True if it compares the samples of one prompt: each prompt then needs at least two."""
+    """True if it compares the samples of one prompt. Each prompt then needs at least two samples."""
     normalise: Literal["config", "group", "batch"] = "config"
-    """Who normalises rewards. `config`: the pipeline, by `norm_mean_type` and `norm_std_type`. `group` or `batch`: the
-    estimator itself, by mean and deviation of these; it then receives rewards as scored, and a config may set the two
-    keys to this value only."""
+    """Where rewards are normalised. `config`: by the pipeline, as `norm_mean_type` and `norm_std_type` say. `group` or
+    `batch`: by the estimator itself, with the mean and deviation of groups or of the batch. It then receives rewards as
+    scored, and a config may set the two keys only to this value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,7 @@ class PolicyLossProvider(Provider):
     """Offers a policy loss; `target` is a function, see `roll_core.spec.algorithms.PolicyLoss`."""
 
     off_policy: bool = True
-    """False if it has no importance ratio: `check` then warns of several optimizer steps per batch."""
+    """False if it has no importance ratio. `check` then warns about several optimizer steps per batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,24 +196,26 @@ class WeightTransportProvider(Provider):
     """Offers a weight transport; `target` is a subclass of `roll_core.spec.transport.WeightTransport`."""
 
     priority: int = 0
-    """The available transport with the highest priority is used. With 0 it is used only if `weight_transport` of the
-    config names it."""
+    """The available transport with the highest priority is used. A transport with priority 0 is used only if
+    `weight_transport` in the config names it."""
     in_process: bool = False
-    """Hands the exported tensors themselves to engines in the trainer's process. Otherwise it copies tensors between
-    processes."""
+    """True if it passes the exported tensors themselves to engines in the trainer's process. Otherwise it copies
+    tensors between processes."""
     any_strategy: bool = False
-    """Strategies need not list it in their `weight_transports`: it wants nothing of them but tensors on the host."""
+    """True if strategies need not list it in their `weight_transports`: it requires only tensors on the host."""
     uses_directory: bool = False
-    """Travels through `model_update_dir`. With that key no other transport is used."""
+    """True if it transfers weights through `model_update_dir`. If that key is set, no other transport is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentProvider(Provider):
-    """Offers a YAML file that configs name in `defaults:`. `target` is `"package:NAME.yaml"`, the file in the folder of
-    that package, which needs no `__init__.py` and is never imported; `name` is NAME.
+    """Offers a YAML file that configs can name in `defaults:`.
 
-    The file holds one block, under its own name: `${NAME}` then refers to it wherever a config wants it. Files that say
-    `../config/NAME`, as ROLL's do, find it where the folder is called `config`.
+    `target` is `"package:NAME.yaml"`, a file in the folder of that package. The package needs no `__init__.py` and is
+    never imported. `name` is NAME.
+
+    The file contains one block, under its own name, so that configs refer to it as `${NAME}`. ROLL's configs say
+    `../config/NAME`; they find the file if its folder is called `config`.
     """
 
 
@@ -221,19 +224,19 @@ class CheckProvider(Provider):
     """Offers a check for `roll-core doctor`; `target` is a function, see `roll_core.spec.checks.Check`."""
 
     platform: str = ""
-    """It is of use only where a run would take this platform; empty means everywhere."""
+    """Run the check only if a run would select this platform; empty means always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownErrorsProvider(Provider):
-    """Offers errors that people meet, with remedies; `target` is a tuple of `roll_core.spec.known_errors.KnownError`,
-    imported when a run has failed."""
+    """Offers known errors with remedies. `target` is a tuple of `roll_core.spec.known_errors.KnownError`, imported only
+    after a run failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImporterProvider(Provider):
-    """Offers an importer of another framework's configs; `target` is a `roll_core.spec.importing.Importer`, and `name`
-    is what `roll-core import NAME FILE` calls it."""
+    """Offers an importer of another framework's configs. `target` is a `roll_core.spec.importing.Importer`, and `name`
+    is NAME in `roll-core import NAME FILE`."""
 
 
 document_fields(__name__)

@@ -1,4 +1,4 @@
-"""What every infer strategy refuses in a request, in the same words."""
+"""Validation of generation requests, shared by all infer strategies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 def check_request(
     request: GenerateRequest, *, vocab_size: int, max_tokens: int, limit: str, routed_experts: bool = False
 ) -> None:
-    """Raise `DataError` for what makes no sense to any engine, before the request waits; `UnsupportedError` where it
-    asks for `routed_experts` and the engine was not started to return them.
+    """Validate a request before it is queued.
 
-    `max_tokens` is how long prompt and response may be together, and `limit` whose limit that is, for the message:
-    "the model's 4096 positions".
+    `max_tokens` is the maximum length of prompt and response together. `limit` describes it in the message, for example
+    "the model's 4096 positions". `routed_experts`: the engine was started to return the experts it chose.
+
+    Raises `DataError` for a request that is invalid for every engine. Raises `UnsupportedError` if the request needs
+    `routed_experts` and the engine does not return them.
     """
     params, prompt, name = request.params, np.asarray(request.prompt_ids), f"request {request.id!r}"
     if prompt.ndim != 1 or len(prompt) == 0:

@@ -1,4 +1,4 @@
-"""The contract of rewards: a judged sample is a value, or a failure to find one."""
+"""The interface of reward functions. Scoring a sample returns a value or fails explicitly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
-    """A sample to judge, with its text decoded once. The text is for judging only: it is never tokenised again."""
+    """A sample to score, with its text decoded once. The text is only for scoring: it is never tokenised again."""
 
     sample: Sample
     prompt: str
@@ -26,15 +26,15 @@ class RewardRequest:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The row's other columns."""
+        """Other columns of the row."""
         return self.sample.metadata
 
 
 class RewardFunction(ABC):
-    """Scores samples, in child processes of its role's worker: one instance in each, which scores one sample at a time.
+    """Scores samples in child processes of its role's worker: one instance per process, one sample at a time.
 
-    A process that takes longer than `timeout_s` for a sample is killed. If the provider declares `enforces_timeout`,
-    there is one instance in the worker itself, and `score` is called from several threads at once.
+    If scoring a sample takes longer than `timeout_s`, its process is killed. If the provider declares
+    `enforces_timeout`, the worker itself has one instance, and several threads call `score` concurrently.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -42,17 +42,17 @@ class RewardFunction(ABC):
         self.config = config
 
     def start(self) -> None:
-        """Load what is needed; called once, in the process that calls `score`."""
+        """Load resources. Called once, in the process that calls `score`."""
 
     @abstractmethod
     def score(self, request: RewardRequest) -> Reward:
-        """Judge one sample. Raise `RewardFailure` if no value can be found: it is never the same as 0.
+        """Score one sample. Raise `RewardFailure` if no value can be computed: a failure is never a reward of 0.
 
         The text is a model's output: treat it as data, never evaluate it.
         """
 
     def close(self) -> None:
-        """Release everything; called once or several times. A process that is killed does not call it."""
+        """Release all resources. May be called more than once; not called if the process is killed."""
 
 
 document_fields(__name__)

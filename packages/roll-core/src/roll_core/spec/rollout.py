@@ -1,13 +1,12 @@
-"""The contract of rollout programs: how the samples of one group come about.
+"""The interface of rollout programs, which produce the samples of one group.
 
     class TwoTurns(RolloutProgram):
         async def run(self, context, prompt):
             first = await context.generate(prompt.tokens, key="turn-0")
             ...
 
-The scheduler runs one program for each prompt and knows nothing else of it. A `generate` call returns complete
-responses: weight updates, restarted replicas and pauses between two batches happen below it, and the program never sees
-them.
+The scheduler runs one program per prompt and knows nothing else about it. A `generate` call returns complete responses.
+Weight updates, replica restarts and pauses between batches are handled by the runtime and are invisible to the program.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A row, ready to be answered."""
+    """A row of the data, tokenised and ready to generate from."""
 
     id: str
     """Stable id of the row and the pass over the data, `<row>/<epoch>`."""
     row: str = ""
-    """Id of the row alone, the same in every pass; empty where `id` is that."""
+    """Id of the row, the same in every pass; empty if equal to `id`."""
     tokens: TokenIds
     text: str
     tag: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other columns."""
+    """Other columns of the row."""
 
 
 class RolloutContext(ABC):
-    """What the runtime gives to a running program. Coroutines, to be awaited: `generate`, `score`."""
+    """Services of the runtime for a running program. Coroutines: `generate`, `score`."""
 
     n: int
-    """Samples that the group must have."""
+    """Number of samples that the group must have."""
     params: SamplingParams
     """Sampling parameters of the plan."""
 
@@ -53,26 +52,28 @@ class RolloutContext(ABC):
     ) -> Completion:
         """Sample `n` responses to a prompt, by default with the plan's `params`.
 
-        `key` names the call within its group, `<trajectory>/<turn>` for instance: seeds derive from it, and a program
-        that is restored and repeats a call gets the tokens back that were sampled for the same key.
+        `key` identifies the call within its group, for example `<trajectory>/<turn>`. Seeds derive from it. If a
+        restored program repeats a call with the same key, it gets the tokens that were already sampled for it.
         """
 
     @abstractmethod
     async def score(self, group: Group) -> Group:
-        """The group with its samples' rewards, by the reward worker that its tag selects."""
+        """Score the group with the reward worker selected by its tag; returns the group with the samples' rewards."""
 
 
 class RolloutProgram(ABC):
-    """Produces the samples of one group. Each group has a program of its own, used once."""
+    """Produces the samples of one group. Each group gets a new instance, which is used once."""
 
     @abstractmethod
     async def run(self, context: RolloutContext, prompt: Prompt) -> Group:
-        """Generate and score the group of `prompt`. A cancelled program must release what it holds."""
+        """Generate and score the group of `prompt`. If the program is cancelled, it must release its resources."""
 
     def snapshot(self) -> Mapping[str, Any] | None:
-        """Plain values (JSON) from which `restore` continues; None if the program cannot be saved now. Sampled tokens
-        are saved with them, by the keys of their `generate` calls. A program that cannot be saved starts again in the
-        resumed run, which counts it in `rollout/restarted_groups`."""
+        """State from which `restore` continues, as plain JSON values; None if the program cannot be saved now.
+
+        The runtime saves sampled tokens separately, by the keys of their `generate` calls. A program that cannot be
+        saved starts again in the resumed run, which counts it in the metric `rollout/restarted_groups`.
+        """
         return None
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which torch is installed, and what it was built for, without importing it."""
+"""Which torch build is installed (CPU, CUDA, HIP), read without importing torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from roll_core.field_docs import document_fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """What torch's own `version.py` says."""
+    """Version of the installed torch, from its `version.py`."""
 
     version: str
-    """As `torch.__version__`, `2.13.0+cu130`."""
+    """Same as `torch.__version__`, for example `2.13.0+cu130`."""
     cuda: str = ""
-    """CUDA that it was built with, `13.0`; empty if none."""
+    """CUDA version of the build, for example `13.0`; empty without CUDA."""
     hip: str = ""
-    """HIP that it was built with, `7.0.51831`; empty if none."""
+    """HIP version of the build, for example `7.0.51831`; empty without HIP."""
 
     def __str__(self) -> str:
         made_for = f"CUDA {self.cuda}" if self.cuda else f"HIP {self.hip}" if self.hip else "no GPU of NVIDIA or AMD"
@@ -27,7 +27,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild | None:
-    """The torch that would be imported; None if there is none, or one that does not say."""
+    """Build of the torch that `import torch` would load. None if torch is missing or its version cannot be read."""
     try:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
@@ -42,7 +42,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def _strings(tree: ast.Module) -> dict[str, str]:
-    """Names at the top of a module to which a string is assigned."""
+    """String constants assigned to names at the top level of a module."""
     found: dict[str, str] = {}
     for node in tree.body:
         targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])

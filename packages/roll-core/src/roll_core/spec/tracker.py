@@ -1,4 +1,4 @@
-"""The contract of metrics trackers."""
+"""The interface of metrics trackers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Tracker(ABC):
-    """Receives a run's metrics in the driver. Several may be active at once."""
+    """Receives the metrics of a run, in the driver. Several trackers may be active at once."""
 
     def __init__(self, run_dir: Path, run_name: str, options: Mapping[str, Any]) -> None:
         """Open the tracker; `options` are `tracker_kwargs.<name>`."""
@@ -21,8 +21,8 @@ class Tracker(ABC):
         """Record the metrics of one step."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Record the resolved configuration, secrets already removed."""
+        """Record the resolved configuration, with secrets removed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left. Called exactly once, also after an error."""
+        """Flush and close. Called exactly once, also after an error."""

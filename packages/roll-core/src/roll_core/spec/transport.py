@@ -1,14 +1,15 @@
-"""The contract of weight transports: how the tensors of a publish travel from train workers to infer workers.
+"""The interface of weight transports, which send published tensors from train workers to infer workers.
 
     driver        WeightTransport.available(sender, receiver) -> reason | None       once, when two roles are connected
     train rank    SenderEndpoint.send(manifest, exported, deadline)    == bytes ==>
     infer rank    ReceiverEndpoint.receive(manifest, deadline) -> (name, tensor), ... -> InferStrategy.update_weights
 
-A transport moves bytes and reports lost endpoints. Digests, receipts and the comparison of both are the runtime's, so
-every transport is proven alike. `roll_core.spec.buckets` lays tensors out in buckets and digests them while copying.
+A transport moves bytes and reports lost endpoints. The runtime computes digests and compares receipts, so every
+transport is verified in the same way. `roll_core.spec.buckets` lays tensors out in buckets and digests them while
+copying.
 
-Endpoints live from publish to publish, so that memory stays allocated and connections stay open. An endpoint that
-failed is closed; the next publish opens a new one.
+Endpoints are reused by later publishes, so that memory stays allocated and connections stay open. If an endpoint fails,
+it is closed, and the next publish opens a new one.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """The device of one worker, as its own process reports it."""
+    """Device of one worker, as reported by its own process."""
 
     device: str = "cpu"
-    """Torch device string on which it exports, or takes, weights."""
+    """Torch device string on which the worker exports or receives weights."""
     backend: str = "gloo"
     """Collective backend between such devices."""
     uuid: str = ""
-    """UUID of the device; empty if its memory cannot be opened by another process."""
+    """UUID of the device; empty if other processes cannot open its memory."""
     leads: bool = True
-    """Train workers: `export_weights` yields whole tensors on this rank."""
+    """Train workers: True if `export_weights` yields whole tensors on this rank."""
     replica: int = 0
     """Train workers: index of the model replica that this rank belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """One running worker of a role."""
+    """Location and device of one running worker."""
 
     host: str
     pid: int
@@ -64,11 +65,11 @@ class RoleFacts:
 
     role: str
     workers: tuple[WorkerFacts, ...]
-    """By rank."""
+    """Ordered by rank."""
     weight_transports: tuple[str, ...] = ()
-    """Capability of its strategy."""
+    """Weight transports that its strategy supports (a capability)."""
     directory: str = ""
-    """`model_update_dir` of the run: folder or URL that both sides reach; empty if not configured."""
+    """`model_update_dir` of the run: folder or URL that both sides can reach; empty if not configured."""
 
 
 def one_host(*sides: RoleFacts) -> bool:
@@ -86,26 +87,27 @@ class Route:
     """One way in which a transport can connect two roles."""
 
     label: str = ""
-    """Name in messages where a transport has several routes, such as the collective backend."""
+    """Name in messages if a transport has several routes, for example the collective backend."""
     sources: tuple[int, ...] = ()
-    """Train rank that sends to each receiver, by receiver rank; empty: the leader of the first replica sends to all."""
+    """Sending train rank of each receiver, by receiver rank. Empty: the leader of the first replica sends to all
+    receivers."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Passed to both endpoints; their meaning belongs to the transport."""
+    """Options for both endpoints; their meaning is defined by the transport."""
     self_test: bool = False
-    """Send a few numbers before the first publish; if that fails, the next route or transport is used."""
+    """Send a small test tensor before the first publish. If that fails, the next route or transport is used."""
     note: str = ""
     """Why no better route is possible, for the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSizes:
-    """Sizes of the published weights, for estimates of memory."""
+    """Sizes of the published weights, for memory estimates."""
 
     total_bytes: int
     largest_bytes: int
     """Bytes of the largest tensor."""
     bucket_bytes: int
-    """`model_update_buffer_size_mb` of the run."""
+    """`model_update_buffer_size_mb` of the run, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +125,14 @@ class BufferSizes:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point in time of this process."""
+    """A deadline on this process's monotonic clock."""
 
     seconds: float
     begun: float = field(default_factory=time.monotonic)
 
     @property
     def left(self) -> float:
-        """Seconds until it passes, never negative."""
+        """Remaining seconds, never negative."""
         return max(0.0, self.begun + self.seconds - time.monotonic())
 
 
@@ -141,7 +143,7 @@ class SenderSetup:
     receivers: tuple[int, ...]
     """Ranks of the receivers that this worker sends to."""
     bucket_bytes: int
-    """Upper bound of a bucket; a larger tensor has a bucket of its own."""
+    """Maximum size of a bucket; a larger tensor gets a bucket of its own."""
     host: str = "127.0.0.1"
     """IP address at which receivers reach this worker; the loopback address if all workers are on one host."""
     device: str = "cpu"
@@ -158,18 +160,18 @@ class ReceiverSetup:
     """`SenderEndpoint.address` of its sender."""
     rank: int
     num_receivers: int
-    """Receivers of all senders together."""
+    """Number of receivers of all senders together."""
     bucket_bytes: int
     deadline: Deadline
-    """For connecting."""
+    """Deadline for connecting."""
     device: str = "cpu"
-    """Device on which the engine wants tensors; the host unless it declares `device_weights`."""
+    """Device on which the engine expects tensors: the host unless it declares `device_weights`."""
     options: Mapping[str, str] = field(default_factory=dict)
     """`Route.options`."""
 
 
 class ReceiversLostError(WeightSyncError):
-    """Receivers timed out or hung up while the tensor `at` was sent. Raised by `SenderEndpoint.send`."""
+    """Receivers timed out or disconnected while the tensor `at` was being sent. Raised by `SenderEndpoint.send`."""
 
     def __init__(self, at: str, silent: tuple[int, ...] = (), gone: tuple[int, ...] = ()) -> None:
         """`silent`: ranks that missed the deadline. `gone`: ranks that closed their connection."""
@@ -178,23 +180,23 @@ class ReceiversLostError(WeightSyncError):
 
 
 class SenderLostError(WeightSyncError):
-    """The sender timed out or hung up. Raised by `WeightTransport.receiver` and `ReceiverEndpoint.receive`."""
+    """The sender timed out or disconnected. Raised by `WeightTransport.receiver` and `ReceiverEndpoint.receive`."""
 
 
 class SenderEndpoint(ABC):
     """The sending side, in a train worker. Called on the strategy's thread."""
 
     address: str
-    """Where receivers connect; sent to them by the driver."""
+    """Address to which receivers connect. The driver sends it to them."""
 
     @abstractmethod
     def send(
         self, manifest: WeightManifest, exported: Iterator[tuple[str, Tensor]], deadline: Deadline
     ) -> list[TensorEntry]:
-        """Send `exported`, which `manifest` describes, and return once every receiver has read everything.
+        """Send `exported`, as described by `manifest`; return once every receiver has read all of it.
 
-        Returns the entries with digests of the bytes that were sent. Raises `ReceiversLostError`; raises another
-        `WeightSyncError` if the export differs from the manifest.
+        Returns the entries with digests of the bytes that were sent. Raises `ReceiversLostError` if receivers are lost,
+        and another `WeightSyncError` if the export differs from the manifest.
         """
 
     @abstractmethod
@@ -206,11 +208,11 @@ class ReceiverEndpoint(ABC):
     """The receiving side, in an infer worker."""
 
     address: str
-    """Of the sender that it is connected to."""
+    """Address of the connected sender."""
 
     @abstractmethod
     def receive(self, manifest: WeightManifest, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `manifest` in order. A tensor is valid until the next one is requested.
+        """Yield the tensors of `manifest` in order. A tensor is valid until the next one is requested.
 
         The sender blocks until the iterator is exhausted. Raises `SenderLostError`.
         """
@@ -221,35 +223,37 @@ class ReceiverEndpoint(ABC):
 
 
 class WeightTransport(ABC):
-    """One way for weights to travel. Constructed without arguments, in the driver and in every worker that uses it.
+    """A method to transfer weights. Constructed without arguments, in the driver and in every worker that uses it.
 
-    The module must import torch lazily: `roll-core plan` calls `available` and `buffers` too.
+    The module must import torch lazily: `roll-core plan` also calls `available` and `buffers`.
     """
 
     @abstractmethod
     def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:
-        """Reason why it cannot connect these roles; None if it can.
+        """Reason why the transport cannot connect these roles; None if it can.
 
-        The caller has already compared the record: `in_process` against the workers' processes, and the strategies'
-        `weight_transports`.
+        The caller has already checked the provider record: `in_process` against the workers' processes, and the
+        strategies' `weight_transports`.
         """
 
     def routes(self, sender: RoleFacts, receiver: RoleFacts) -> Sequence[Route]:
-        """Ways to connect these roles, the best first. Called only if it is available."""
+        """Routes between these roles, best first. Called only if the transport is available."""
         return (Route(),)
 
     def sender(self, setup: SenderSetup) -> SenderEndpoint:
-        """A new endpoint in a train worker. Required unless its record says `in_process`."""
+        """Create an endpoint in a train worker. Required unless the provider record sets `in_process`."""
         raise NotImplementedError(f"{type(self).__qualname__} has no sender")
 
     def receiver(self, setup: ReceiverSetup) -> ReceiverEndpoint:
-        """A new endpoint in an infer worker, connected to its sender. Required unless its record says `in_process`."""
+        """Create an endpoint in an infer worker and connect it to its sender. Required unless the provider record sets
+        `in_process`."""
         raise NotImplementedError(f"{type(self).__qualname__} has no receiver")
 
     def call_off(self, address: str, options: Mapping[str, str]) -> None:
         """Release endpoints that would otherwise block until their deadline, after a worker failed.
 
-        Called by the driver, on a thread. Nothing to do where a closed connection already unblocks the other side.
+        Called by the driver, on a thread. The default does nothing: it suffices if a closed connection unblocks the
+        other side.
         """
         return
 

@@ -1,13 +1,13 @@
-"""What a variable such as `CUDA_VISIBLE_DEVICES` leaves of a host's devices."""
+"""Parser for `CUDA_VISIBLE_DEVICES` and similar variables."""
 
 from __future__ import annotations
 
 
 def visible_devices(value: str | None, num_devices: int) -> tuple[str, ...]:
-    """The devices that a process sees, in its order: their numbers on the host, or ids such as `GPU-8a44…`.
+    """Devices visible to a process, in the process's order: indices on the host, or ids such as `GPU-8a44…`.
 
-    `value` is the variable's; None where it is not set, which leaves all. As the drivers read it: entries behind the
-    first that is no device of this host do not count, and one that comes twice leaves nothing.
+    `value` is the variable's value; None (not set) makes all `num_devices` devices visible. The rules are those of the
+    drivers: entries after the first invalid one are ignored, and a duplicate entry hides all devices.
     """
     if value is None:
         return tuple(str(index) for index in range(num_devices))

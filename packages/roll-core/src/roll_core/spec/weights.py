@@ -1,16 +1,15 @@
-"""Digests of tensors, and the entries and receipts made of them: how both ends of a weight sync say what they hold.
+"""Digests of tensors, and the entries and receipts of a weight sync that contain them.
 
-The digest of a tensor, exactly, so that another implementation can reproduce it:
+Exact definition of a tensor's digest, so that other implementations can reproduce it:
 
 1. Take the tensor's elements in row-major order, whatever its strides, as little-endian bytes: N bytes, N >= 0.
-2. Cut them into chunks of 256 KiB (`CHUNK_BYTES`), the last one shorter, none for N = 0.
+2. Cut them into chunks of 256 KiB (`CHUNK_BYTES`). The last one may be shorter; N = 0 has none.
 3. `leaf[k]` is the XXH3 128-bit hash (seed 0) of chunk k, as 16 big-endian bytes (xxHash's canonical form).
 4. The digest is the XXH3 128-bit hash (seed 0) of `leaf[0] + leaf[1] + ...`, as 32 lower-case hex digits.
 
-Shape and dtype are not part of it: an entry carries them beside it. Every byte counts, and so does its place. Chunks
-fit into a core's cache, so a chunk that has just been copied is digested without going to memory again, and chunks can
-be digested in any order or at once.
-XXH3 finds accidents, not attackers.
+Shape and dtype are not part of the digest: an entry has them as separate fields. Every byte and its position count.
+Chunks fit into a core's cache: a chunk that was just copied is digested without reading memory again. Chunks can be
+digested in any order and in parallel. XXH3 detects accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 256 * 1024
 """Bytes of one leaf of a digest."""
 SPAN_BYTES = 4 << 20
-"""Bytes that a thread takes at a time."""
+"""Bytes that a thread processes at a time."""
 
 MEMORY = "memory:"
-"""How the entry of a tensor begins that is handed over as it is, see `memory_token`; digests are bare hex digits."""
+"""Prefix of an entry's digest if the tensor itself is shared, see `memory_token`. Real digests are bare hex digits."""
 
 _DTYPE_NAMES = {
     "float64": "F64",
@@ -60,12 +59,12 @@ _DTYPE_NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""torch's names of dtypes, and safetensors'."""
+"""safetensors' dtype names by torch's."""
 _TORCH_NAMES = {name: torch_name for torch_name, name in _DTYPE_NAMES.items()}
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """The tensor's dtype as safetensors spells it, `BF16`."""
+    """The tensor's dtype as safetensors spells it, for example `BF16`. Raises `TypeError` for an unsupported dtype."""
     torch_name = str(tensor.dtype).removeprefix("torch.")
     if torch_name not in _DTYPE_NAMES:
         raise TypeError(f"weights of dtype {tensor.dtype} cannot be synchronised; convert them first")
@@ -73,7 +72,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`."""
+    """Inverse of `dtype_name`. Raises `TypeError` if this torch lacks the dtype."""
     import torch
 
     found = getattr(torch, _TORCH_NAMES[name])
@@ -88,7 +87,8 @@ def entry_bytes(entry: TensorEntry) -> int:
 
 
 def digest(tensor: Tensor) -> str:
-    """The tensor's digest: the same for every device, stride and storage that holds the same values."""
+    """Digest of a tensor. Depends only on its elements, not on device, strides or storage. Raises `TypeError` for a
+    tensor that is not dense."""
     import torch
 
     if tensor.layout is not torch.strided:
@@ -97,10 +97,10 @@ def digest(tensor: Tensor) -> str:
 
 
 def copy_digested(target: Tensor, source: Tensor) -> str:
-    """Copy `source` into `target` (same shape and dtype) and return the digest of what `target` then holds.
+    """Copy `source` into `target` (same shape and dtype); returns the digest of `target` after the copy.
 
-    Costs less than a copy and a digest: each chunk is digested while it is in cache. Large tensors take as many threads
-    as torch does.
+    Faster than a copy followed by a digest: each chunk is digested while it is in cache. Large tensors use as many
+    threads as torch does. Raises `ValueError` if shapes or dtypes differ.
     """
     import torch
 
@@ -118,7 +118,7 @@ def copy_digested(target: Tensor, source: Tensor) -> str:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether its elements lie on the host one after the other, as they are."""
+    """True if the tensor is contiguous on the host, without lazy conjugation or negation."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -130,8 +130,8 @@ def _bytes(tensor: Tensor) -> Bytes:
 
 
 def leaves_of(held: Bytes, source: Bytes | None) -> bytes:
-    """The leaves of `held`, which begins with a chunk, one after the other; `source` is copied into it first, chunk by
-    chunk, if there is one."""
+    """Concatenated leaves of `held`, which starts at a chunk boundary. If `source` is given, copies it into `held`
+    first, chunk by chunk."""
     found = []
     for at in range(0, len(held), CHUNK_BYTES):
         chunk = held[at : at + CHUNK_BYTES]
@@ -145,14 +145,14 @@ _leaves_of: Callable[[Bytes, Bytes | None], bytes] = leaves_of
 
 
 def take_leaves_from(function: Callable[[Bytes, Bytes | None], bytes]) -> None:
-    """Let `function` do in this process what `leaves_of` does, with the same result: `roll_core.weights.digests` has a
-    compiled one. It is called from several threads at once."""
+    """Replace `leaves_of` in this process by an equivalent `function`, such as the compiled one in
+    `roll_core.weights.digests`. Several threads call it concurrently."""
     global _leaves_of
     _leaves_of = function
 
 
 def _digest_of(held: Bytes, source: Bytes | None = None) -> str:
-    """The digest of `held`, into which `source` is copied first if there is one."""
+    """Digest of `held`, after copying `source` into it if given."""
     import torch
 
     def leaves(start: int) -> bytes:
@@ -168,7 +168,8 @@ def _digest_of(held: Bytes, source: Bytes | None = None) -> str:
 
 
 def tensor_entry(name: str, tensor: Tensor, known_digest: str | None = None) -> TensorEntry:
-    """A manifest's entry for `tensor`, digested here unless the digest is known or, as an empty string, yet to come."""
+    """Manifest entry of `tensor`. The digest is computed unless `known_digest` is given; an empty string means that it
+    is computed later."""
     return TensorEntry(
         name=name,
         dtype=dtype_name(tensor),
@@ -178,27 +179,30 @@ def tensor_entry(name: str, tensor: Tensor, known_digest: str | None = None) -> 
 
 
 def make_manifest(version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightManifest:
-    """The manifest of `tensors`, every byte digested."""
+    """Manifest of `tensors`, with digests of all bytes."""
     return WeightManifest(version=version, tensors=tuple(tensor_entry(name, tensor) for name, tensor in tensors))
 
 
 def memory_token(tensor: Tensor) -> str:
-    """Names the memory that a tensor shows, and how. Within a process two tensors with equal tokens are always equal,
-    because a write to one is a write to the other: the proof of the transport `shared`."""
+    """Token that identifies the memory and layout of a tensor.
+
+    Within a process, tensors with equal tokens are always equal: a write to one is a write to the other. The transport
+    `shared` verifies weights by these tokens.
+    """
     layout = "x".join(map(str, tensor.shape)), ".".join(map(str, tensor.stride()))
     return f"{MEMORY}{tensor.device}:{tensor.data_ptr():x}:{dtype_name(tensor)}:{layout[0]}:{layout[1]}"
 
 
 def held_digest(tensor: Tensor, expected: str) -> str:
-    """What a receiver answers for a tensor that it holds, where the manifest says `expected`; see `make_receipt`."""
+    """Digest or memory token of a receiver's tensor, if the manifest says `expected`; see `make_receipt`."""
     if expected.startswith(MEMORY) and memory_token(tensor) == expected:
         return expected
     return digest(tensor)
 
 
 def refuse_stale(who: str, version: int, held: int, manifest: WeightManifest) -> None:
-    """Raise `StaleWeightsError` where an engine that holds version `held` is sent an older one, or one whose manifest
-    is of another version. `who` is the engine, as its errors name it."""
+    """Raise `StaleWeightsError` if `version` is older than the engine's version `held`, or differs from the manifest's.
+    `who` names the engine in the message."""
     if version < held or version != manifest.version:
         raise StaleWeightsError(
             f"{who}: was sent version {version} with a manifest of version {manifest.version}"
@@ -207,8 +211,8 @@ def refuse_stale(who: str, version: int, held: int, manifest: WeightManifest) ->
 
 
 def refuse_misfit(who: str, entry: TensorEntry, arrived: Tensor, room: Sequence[int]) -> None:
-    """Raise `CorruptTensorError` unless a tensor has the dtype and shape of the manifest, and the shape that the model
-    has `room` for."""
+    """Raise `CorruptTensorError` unless the tensor has the manifest's dtype and shape, and the shape `room` of the
+    model's parameter."""
     shape, has = list(arrived.shape), list(room)
     if shape != list(entry.shape) or shape != has:
         raise CorruptTensorError(
@@ -223,10 +227,10 @@ def refuse_misfit(who: str, entry: TensorEntry, arrived: Tensor, room: Sequence[
 def make_receipt(
     manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, role: str = "", rank: int = 0
 ) -> WeightReceipt:
-    """The receipt of an engine that holds `tensors`, by their Hugging Face names, after it has taken in `manifest`.
+    """Receipt of an engine that has loaded `tensors` (by Hugging Face names) from `manifest`.
 
-    Each tensor is answered in the manifest's own terms: by the memory that it shows where the manifest names memory and
-    the tensor still shows just that, otherwise by the digest of what is there.
+    If the manifest has a memory token for a tensor and the tensor still has the same token, the receipt has that token.
+    Otherwise it has the digest of the tensor.
     """
     expected = {entry.name: entry.digest for entry in manifest.tensors}
     digests = {name: held_digest(tensor, expected.get(name, "")) for name, tensor in tensors}
