@@ -101,11 +101,13 @@ class WorkerGroup(ABC):
         return False
 
     async def replace(self, rank: int) -> None:
-        """Start a replacement worker for a lost rank. It has the state of a new worker. """
+        """Start a replacement worker for a lost rank, in its place. It has the state of a new worker."""
         raise UnsupportedError(f"{self.role}: this executor's workers do not die")
 
     async def give_up(self, rank: int, cause: str) -> WorkerDiedError:
-        """Kill an unresponsive worker and treat it as exited. Returns the error, with the worker's stack if available.
+        """Kill an unresponsive worker and treat it as exited.
+
+        Returns the error, with the worker's stack if available.
         """
         trace = await self._stacks([rank])
         log.info("%s rank %d hangs:\n%s", self.role, rank, trace or "and does not say where")

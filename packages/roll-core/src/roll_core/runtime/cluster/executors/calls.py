@@ -27,8 +27,7 @@ log = logging.getLogger(__name__)
 GRACE_S = 1.0
 """Seconds that the other ranks have to return after one has failed."""
 ECHO_GRACE_S = 15.0
-"""The same grace period if all failures so far look like echoes: the exit that caused them is noticed within seconds.
-"""
+"""Grace period if all failures so far look like echoes: the exit that caused them is noticed within seconds."""
 SAME_MOMENT_S = 0.1
 _ECHO = re.compile(
     r"connection (was )?(reset|closed|refused|aborted|lost)|closed by (the )?(remote )?peer|broken pipe|end of file"
@@ -155,8 +154,7 @@ def raise_first_cause(role: str, method: str, futures: Mapping[Member, asyncio.F
 
 
 def located(role: str, member: Member, method: str, failure: Failure) -> RollError:
-    """Error to raise in the driver for a worker's failure: the same class for a `RollError`, otherwise `WorkerError`.
-    """
+    """Error for the driver after a worker's failure: the same class for a `RollError`, otherwise `WorkerError`."""
     where = f"{role} rank {member.rank} on {member.host}"
     if isinstance(failure.error, RollError):
         try:
