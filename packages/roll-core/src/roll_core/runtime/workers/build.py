@@ -124,8 +124,8 @@ def kept_apart(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry)
 def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> LoraSpec | None:
     """LoRA adapters that a generating role receives unmerged; None if it receives whole weights.
 
-    Raises `UnsupportedError` if the config requests unmerged adapters, but their role trains none or cannot export only
-    them.
+    Raises `UnsupportedError` if the config requests unmerged adapters that no role trains, or that their strategy
+    cannot export without the other weights.
     """
     worker = role_config(config, role.name)
     provider = provider_of(role, worker, registry)
@@ -229,7 +229,7 @@ def _with_wanted_threads(places: Sequence[Place], env: Mapping[str, str]) -> tup
 def _survives(role: RoleSpec) -> Survival:
     """Worker exits that a role survives.
 
-    An engine that another role publishes to can be restarted without any replica.
+    An engine that another role publishes to can be restarted even if no replica is left.
     """
     if role.kind == "generate" and role.model_from:
         return "always"
@@ -264,7 +264,7 @@ def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Reg
 
 
 def makes_room(role: RoleSpec, config: RunConfig, registry: Registry, platform: Platform) -> bool:
-    """True if a role offloads what it can while other roles use its slots.
+    """True if a role offloads its movable parts while other roles use its slots.
 
     If slots have no memory of their own, engines still sleep, which frees memory. Offloading there would only copy.
     """
@@ -382,7 +382,7 @@ def check_gradient_checkpointing(role: RoleSpec, provider: TrainProvider | Infer
 
 
 def _check_weight_format(role: RoleSpec, wanted: WeightFormat, platform: Platform) -> None:
-    """Raise `UnsupportedError` for weights that the platform cannot compute with, or that no role publishes."""
+    """Raise `UnsupportedError` for a format that the platform does not support, or if no role publishes weights."""
     asks = f"{role.name}: strategy_config asks for weights in {wanted}"
     if why := platform.supports(wanted):
         raise UnsupportedError(f"{asks}: {why}")

@@ -102,8 +102,9 @@ class InferWorker:
         await self.strategy.start(self.model, self.mesh)
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Start `requests` together in one iteration of the event loop, so that the engine batches them the same way
-        every time.
+        """Start `requests` together in one iteration of the event loop, so that their batching is reproducible.
+
+        Raises `RollError` if a request with the same id is running.
         """
         for request in requests:
             if request.id in self.running:
@@ -156,7 +157,7 @@ class InferWorker:
     async def sleep(self) -> None:
         """Put the engine to sleep, which frees the device's memory.
 
-        First aborts requests without a waiting caller, for example those of a cancelled evaluation.
+        First aborts all running requests, for example those of a cancelled evaluation, which no caller awaits.
         """
         async with self.turning:
             await self.strategy.abort(list(self.running))

@@ -45,10 +45,10 @@ class JudgePool:
         owner: str = "",
         close_s: float = 0.0,
     ) -> None:
-        """`owner` names in failures whose code raised.
+        """`owner` names the package whose code raised, in failures.
 
-        If `close_s` is given, the `close` method of the job handler, if it has one, is called on `close`, and may take
-        that many seconds.
+        If `close_s` is given, `close` lets idle processes call their job handler's `close` method, if it has one. This
+        may take at most `close_s` seconds.
         """
         here = os.getcwd()
         self._hello = {

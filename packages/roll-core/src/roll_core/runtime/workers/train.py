@@ -175,14 +175,14 @@ class TrainWorker:
     def save(self, path: str) -> bool:
         """Write this rank's share of the state into `path`.
 
-        Returns True if `finish_save` has something left to write.
+        Returns True if `finish_save` must write the rest.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
         self._left_to_write = self.strategy.save(Path(path))
         return self._left_to_write is not None
 
     async def finish_save(self) -> None:
-        """Write what the last `save` left, in parallel with calls on the worker's own thread."""
+        """Write the remaining part of the last `save`, in parallel with calls on the worker's own thread."""
         write, self._left_to_write = self._left_to_write, None
         if write is not None:
             await in_daemon_thread(write, name=f"{self.role}[{self.place.rank}] writes")

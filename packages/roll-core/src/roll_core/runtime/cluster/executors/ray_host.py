@@ -132,7 +132,7 @@ class SlotHolder:
 
 
 class CallOrder:
-    """Order of calls: they begin in the order of their numbers, whatever the order of their arrival."""
+    """Lets calls begin in the order of their numbers, independent of the order of their arrival."""
 
     def __init__(self) -> None:
         self._next = 0

@@ -34,7 +34,7 @@ DEATH_NEWS_S = 10.0
 
 
 class RayWorkerOwner(Protocol):
-    """What a worker needs of the executor that started it."""
+    """Interface of the executor that a `RayWorker` uses."""
 
     @property
     def death(self) -> WorkerDiedError | None:
@@ -138,7 +138,7 @@ class RayWorker:
         """Kill its process.
 
         Also drops the handle. The handle may survive in a reference cycle. When the cycle is collected, Ray releases a
-        reference of the actor with this id, which may then belong to the next Ray instance of this process.
+        reference of the actor with this id. The id may then belong to the next Ray instance of this process.
         """
         import ray
 
