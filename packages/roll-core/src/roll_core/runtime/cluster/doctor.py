@@ -161,8 +161,8 @@ def _requirements(
 ) -> Iterator[DoctorFinding]:
     """Check the requirements of every provider.
 
-    An unmet requirement is an error if the config uses the provider. It is a note if the config does not use it, or if
-    the platform is not on this host. Without a config it is a warning.
+    An unmet requirement is an error if the config uses the provider. It is a note if the config does not use it, or for
+    a platform that is not selected. Otherwise, without a config, it is a warning.
     """
     used = set() if config is None else _names_used(config)
     told: set[tuple[str, object]] = set()
@@ -200,7 +200,7 @@ def _names_used(config: RunConfig) -> set[str]:
 
 
 def _environments(registry: Registry, config: RunConfig | None, deadline_s: float) -> Iterator[DoctorFinding]:
-    """Check the Python environments of roles that already exist; packages to install are reported as a note."""
+    """Check roles' existing Python environments. Environments that uv will install are reported as a note."""
     for name, role in config.roles().items() if config is not None else ():
         if role.environment is None:
             continue

@@ -47,15 +47,12 @@ class Place:
     num_threads: int = 1
     """CPU threads for computation. Roles that share slots alternate, so each gets the full share of its slots."""
     slots_in_use: int = 0
-    """Slots of its node that any role uses and that share the host's cores; 0 for a worker that needs only one thread.
-    """
+    """Used slots of its node, which share the host's cores; 0 for a worker that needs only one thread."""
     wanted_threads: int = 0
     """The user's `OMP_NUM_THREADS`; 0 for the share of the host's cores."""
 
     def threads_of(self, cores: int) -> int:
-        """CPU threads of this worker on a host with `cores` cores: at least 1, or the user's `OMP_NUM_THREADS` on every
-        host.
-        """
+        """CPU threads of this worker on a host with `cores` cores, at least 1; the user's `OMP_NUM_THREADS` wins."""
         if self.wanted_threads and self.slots_in_use:
             return self.wanted_threads
         return max(1, cores * max(1, len(self.slots)) // self.slots_in_use) if self.slots_in_use else 1

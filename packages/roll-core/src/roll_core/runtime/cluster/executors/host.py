@@ -68,8 +68,9 @@ class WorkerHost:
         return self._thread.run(bound, *args)
 
     def stack(self) -> str:
-        """Current stacks of the worker's thread, its running async methods, and the process's other threads (of
-        engines).
+        """Current stacks of the worker's thread, its running async methods, and all other threads of the process.
+
+        The other threads include those of engines.
         """
         frames = [self._thread.stack()]
         for task in self._tasks:

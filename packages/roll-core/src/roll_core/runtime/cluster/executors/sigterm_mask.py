@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def children_deaf_to(number: signal.Signals) -> Iterator[None]:
-    """Block the signal in processes that this thread starts in the block, and in their descendants.
+    """Block the signal in processes that this thread starts within the `with` statement, and in their descendants.
 
     Such processes end by SIGKILL or by themselves.
     """
@@ -33,7 +33,7 @@ def children_deaf_to(number: signal.Signals) -> Iterator[None]:
 
 
 def be_deaf_to(number: signal.Signals) -> None:
-    """Ignore the signal in this process. It still ends child processes that this thread, or threads it starts, start.
+    """Ignore the signal in this process. Children of this thread, and of threads that it starts, still receive it.
 
     Python lets only the main thread set a handler, and Ray owns that thread. faulthandler sets its handler from any
     thread; it writes a traceback, here to the null device.

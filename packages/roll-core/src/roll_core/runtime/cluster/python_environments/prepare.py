@@ -43,7 +43,7 @@ Old interpreters can run it too, to report their version.
 
 
 def prepare(spec: EnvironmentSpec, role: str) -> Path:
-    """Interpreter for `role`, which error messages name.
+    """Interpreter of a role's environment. `role` names the role in error messages.
 
     May install packages first, which takes minutes, or wait for another process that installs them. Raises
     `PythonEnvironmentError` with the role, the problem, and the command that fixes it.
