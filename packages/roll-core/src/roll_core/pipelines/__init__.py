@@ -1,1 +1,1 @@
-"""The pipelines that come with the core."""
+"""Built-in pipelines: supervised fine-tuning and reinforcement learning from verifiable rewards."""

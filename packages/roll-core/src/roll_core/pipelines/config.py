@@ -1,4 +1,4 @@
-"""The configuration of the core's pipelines, in ROLL's vocabulary. Light: nothing here imports torch."""
+"""Configuration schemas of the built-in pipelines, with ROLL's keys. Light: imports no torch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Level = Literal["token", "segment", "geometric", "sequence"]
 
 
 def num_workers(role: WorkerConfig) -> int:
-    """Workers of a role: from its `device_mapping`, else its `world_size`, else one."""
+    """Number of workers of a role: from its `device_mapping`, else its `world_size`, else 1."""
     if role.device_mapping is not None:
         return len(role.device_mapping) // (role.num_gpus_per_worker or 1)
     return role.world_size or 1
 
 
 def sequences_per_step(role: WorkerConfig) -> tuple[int, str]:
-    """Sequences of one optimizer step of a role that trains, and the product spelled out."""
+    """Sequences per optimizer step of a training role, and the product as text for messages."""
     args, ranks, replica = role.training_args, num_workers(role), role.ranks_per_replica or 1
     product = args.gradient_accumulation_steps * args.per_device_train_batch_size * (ranks // replica)
     spelled = f"{ranks}" if replica == 1 else f"({ranks} ranks / {replica} per replica = {ranks // replica})"
@@ -56,15 +56,21 @@ class SFTConfig(RewardRunConfig):
     row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"sft_train": ("prompt", "response"), "validation": ("prompt",)}
 
     sft_train: TrainWorkerConfig
-    """The model that is trained."""
+    """The trained model."""
     actor_infer: InferWorkerConfig | None = None
-    """Generates answers for an evaluation by `rewards`; without it the evaluation is the held-out loss alone."""
+    """Engine that generates responses for an evaluation by `rewards`.
+
+    Without it, evaluation only computes the held-out loss.
+    """
     train_on_prompt: bool = False
-    """Also learn the prompts' tokens."""
+    """Train on the prompts' tokens too."""
     shuffle: bool = True
-    """Visit the rows of each epoch in a random order; false visits them in the order of the files."""
+    """Shuffle the rows of each epoch. If false, rows keep the order of the files."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """Rows longer than prompt_length + response_length: leave them out, or cut the response. Both are counted."""
+    """Handling of rows longer than prompt_length + response_length: drop them, or truncate the response.
+
+    Both are counted.
+    """
 
     @model_validator(mode="after")
     def _evaluation_is_complete(self) -> SFTConfig:
@@ -78,71 +84,81 @@ class SFTConfig(RewardRunConfig):
 
 
 class ImportanceWeightConfig(Config):
-    """`train_infer_correction.is_weight`: advantages are multiplied by how much likelier the trainer finds a token than
-    the engine that drew it."""
+    """`train_infer_correction.is_weight`: truncated importance sampling (TIS).
+
+    Multiplies advantages by the ratio of the trainer's to the engine's probability of a token, up to `upper_bound`.
+    """
 
     enabled: bool | None = None
-    """Whether they are; where not given, wherever generation runs ahead of training or the engine computes in 8 bits,
-    and the old policy's logprobs are computed again. Without it the gradient on answers of older weights, or of rounded
-    ones, is biased, and nothing clips it: the ratio of PPO compares with the policy at the start of the update, not
-    with the one that drew."""
+    """Enable importance weights.
+
+    Default: on if generation runs ahead of training or the engine uses fp8 weights, and the old policy's logprobs are
+    recomputed. Without the weights, the gradient on stale responses or on responses of fp8 engines is biased, and no
+    clipping limits it. PPO's ratio compares with the policy at the start of the update, not with the policy that
+    sampled.
+    """
     weight_type: Level = "token"
-    """Ratio of the token, of its segment or sequence as a geometric mean (`segment`, `geometric`), or of its whole
-    sequence."""
+    """Level of the ratio: `token` is the token's own ratio.
+
+    `segment` and `geometric` are the geometric mean over the token's segment or sequence. `sequence` is the product
+    over the sequence.
+    """
     upper_bound: PositiveFloat = 1.2
-    """Largest weight."""
+    """Maximum weight."""
 
 
 class CorrectionFilterConfig(Config):
-    """`train_infer_correction.filters`: tokens outside of a band take no part in the loss."""
+    """`train_infer_correction.filters`: removes tokens outside of a range from the loss."""
 
     enabled: bool = False
-    """Whether this filter is applied."""
+    """Apply this filter."""
     agg_type: Level = "token"
-    """What the band looks at, as `weight_type`."""
+    """Level at which the ratio and the difference are computed, as in `weight_type`."""
     ratio_enabled: bool = True
-    """Compare the ratio of the trainer's probability to the engine's."""
+    """Filter by the ratio of the trainer's probability to the engine's."""
     ratio_low: NonNegativeFloat = 0.8
-    """Smallest ratio that is kept."""
+    """Minimum ratio of kept tokens."""
     ratio_high: PositiveFloat = 1.2
-    """Largest ratio that is kept."""
+    """Maximum ratio of kept tokens."""
     diff_enabled: bool = False
-    """Compare the difference of the probabilities, averaged over what `agg_type` spans."""
+    """Filter by the trainer's probability minus the engine's, averaged over the span of `agg_type`."""
     diff_low: float = -0.2
-    """Smallest difference that is kept."""
+    """Minimum difference of kept tokens."""
     diff_high: float = 0.2
-    """Largest difference that is kept."""
+    """Maximum difference of kept tokens."""
 
 
 class TrainInferCorrectionConfig(Config):
-    """`train_infer_correction`: for tokens that the trained policy itself would have drawn with another probability."""
+    """`train_infer_correction`: corrects tokens that the trained policy would sample with a different probability."""
 
     is_weight: ImportanceWeightConfig = ImportanceWeightConfig()
     """Importance weights."""
     filters: list[CorrectionFilterConfig] = Field(default_factory=list)
-    """Bands; a token must be inside all of them."""
+    """Ranges of ratios or differences. A token is kept only if all filters keep it."""
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is corrected."""
+        """True if weights or a filter are enabled."""
         return bool(self.is_weight.enabled) or any(each.enabled for each in self.filters)
 
 
 class RouterReplayConfig(Config):
-    """`router_replay`: whether the policy's routers repeat, in training, what they chose in generation."""
+    """`router_replay`: repeats in training the experts that the engine's routers chose for the policy's tokens."""
 
     mode: Literal["disable", "R3"] = "disable"
-    """`R3`, rollout routing replay: each token goes through the experts that the engine sent it through, while the old
-    policy's logprobs are computed and in the update."""
+    """`R3` is rollout routing replay: each token is routed to the experts that the engine chose for it.
+
+    It applies to the old policy's logprobs and to the update.
+    """
 
     @property
     def enabled(self) -> bool:
-        """Whether they do."""
+        """True if router replay is enabled."""
         return self.mode != "disable"
 
 
 class RLVRConfig(RewardRunConfig):
-    """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and their kin)."""
+    """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and variants)."""
 
     policy_role: ClassVar[str] = "actor_train"
     row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"actor_train": ("prompt",), "validation": ("prompt",)}
@@ -150,148 +166,177 @@ class RLVRConfig(RewardRunConfig):
     actor_train: TrainWorkerConfig
     """The policy."""
     actor_infer: InferWorkerConfig
-    """Generates the rollouts with the policy's weights."""
+    """Engine that generates rollouts with the policy's weights."""
     reference: ScoreWorkerConfig | None = None
-    """The policy at the start of the run, for KL penalties. Not needed where `actor_train` trains adapters
-    (`lora_target`): the policy without them is its own reference."""
+    """Frozen copy of the initial policy, for KL penalties.
+
+    Not needed if `actor_train` trains adapters (`lora_target`): the policy without its adapters is then the reference.
+    """
     critic: TrainWorkerConfig | None = None
-    """Predicts values, for estimators that need them (gae)."""
+    """Value model, for estimators that need values (gae)."""
     max_steps: PositiveInt = 500
     """Pipeline steps: one batch of rollouts each."""
 
     rollout_batch_size: PositiveInt = 128
-    """Prompts of one step."""
+    """Prompts per step."""
     num_return_sequences_in_group: PositiveInt = 8
-    """Answers per prompt: a group."""
+    """Responses per prompt (group size)."""
     ppo_epochs: PositiveInt = 1
-    """Passes over a batch."""
+    """Passes over each batch."""
 
     async_generation_ratio: NonNegativeFloat = 0.0
-    """Batches that are generated while earlier ones are trained on: 0 is synchronous, 0.5 half a batch, 2 two. No group
-    is trained on more steps after it was begun than this, rounded up. `actor_infer` needs slots of its own."""
+    """Batches that are generated while earlier ones are trained on.
+
+    0 is synchronous, 0.5 is half a batch, 2 is two batches. Rounded up, it is the maximum number of steps between a
+    group's first token and its training. `actor_infer` needs its own slots.
+    """
     is_use_additional_prompts: bool = False
-    """In synchronous training keep the engine full with prompts of the next batch while the last answers of this one
-    are drawn."""
+    """In synchronous training, fill the engine with prompts of the next batch.
+
+    It generates responses to them while the last responses of this batch are generated.
+    """
     max_additional_running_prompts: PositiveInt = 16
-    """So many."""
+    """Maximum number of extra prompts in flight, with `is_use_additional_prompts`."""
     take_first_ready: bool = False
-    """Of more prompts than a batch needs take those whose groups are ready first; whatever is passed over is in the
-    next batch. For less than a batch ahead of training."""
+    """Fill a batch with the groups that finish first.
+
+    The next batch takes the groups that were passed over. Requires that generation runs ahead of training by less than
+    one batch.
+    """
     partial_rollout: bool = True
-    """What is unfinished when a batch is complete goes on in the next step from its last token; otherwise it is drawn
-    anew."""
+    """Resume responses that are unfinished when a batch is complete from their last token in the next step.
+
+    If false, regenerate them.
+    """
     stale_groups: Literal["drop", "reuse"] = "drop"
-    """Groups of a resumed run that are older than `async_generation_ratio` allows now: ask their prompts again, or
-    train on them nevertheless."""
+    """Handling of groups of a resumed run that are older than `async_generation_ratio` now allows.
+
+    `drop` samples their prompts again, `reuse` trains on them.
+    """
     seeded_rollouts: bool | Literal["auto"] = "auto"
-    """Give each request of a rollout a seed of its own, so that a synchronous run draws the same answers again where
-    the engine computes the same logits again. `auto` does where seeds cost nothing (`hf_infer`); `vllm` and `sglang`
-    have quicker ways to draw, which know none. Validation is seeded in any case."""
+    """Seed each request of a rollout.
+
+    A synchronous run then repeats its responses if the engine computes the same logits. `auto` enables seeds if they
+    cost nothing (`hf_infer`). `vllm` and `sglang` have faster sampling without seeds. Validation is always seeded.
+    """
     record_rollouts: bool = False
-    """Write each step's rollouts to `rollouts/` of the run directory, exactly."""
+    """Write each step's rollouts to `rollouts/` of the run directory, without loss."""
     replay_rollouts: str | None = None
-    """Directory of a run that recorded its rollouts: train on these, step by step. No engine and no judge is
-    started."""
+    """Directory of a run that recorded its rollouts: train on these, step by step.
+
+    Starts no engine and no reward workers.
+    """
     dynamic_sampling_max_tries: Annotated[float, Field(ge=1)] = 10.0
-    """With a `query_filter_config`: for one batch at most this times `rollout_batch_size` prompts are asked. What is
-    left then is trained on."""
+    """With a `query_filter_config`, samples at most this times `rollout_batch_size` prompts per batch.
+
+    The batch may then be smaller than `rollout_batch_size`.
+    """
     train_infer_correction: TrainInferCorrectionConfig = TrainInferCorrectionConfig()
-    """For tokens that were drawn under older weights, or by an engine that computes a little differently."""
+    """Correction for tokens that older weights sampled, or an engine that computes slightly differently."""
     router_replay: RouterReplayConfig = RouterReplayConfig()
-    """For a mixture of experts, whose routers choose otherwise in the trainer than in the engine now and then."""
+    """Router replay for mixture-of-experts models.
+
+    Their routers sometimes choose different experts in trainer and engine.
+    """
 
     adv_estimator: str = "grpo"
-    """How credit is given: grpo, reinforce, rloo, gae, or a plugin's."""
+    """Advantage estimator: grpo, reinforce, rloo, gae, or a plugin's."""
     adv_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of a plugin's advantage estimator."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lambd: Fraction = 0.95
-    """GAE's trade-off of bias and variance."""
+    """Lambda of GAE: trade-off between bias and variance."""
     norm_mean_type: NormType | None = None
-    """Whose mean reward is subtracted. An estimator that normalises itself (`grpo`: by the group) accepts only its own
-    value."""
+    """Samples whose mean reward is subtracted: the batch, the group, or all batches so far.
+
+    Null subtracts nothing. An estimator with its own normalisation (`grpo`: by group) accepts only its own value.
+    """
     norm_std_type: NormType | None = None
-    """By whose standard deviation rewards are divided. An estimator that normalises itself (`grpo`: by the group)
-    accepts only its own value."""
+    """Samples whose standard deviation divides rewards: the batch, the group, or all batches so far.
+
+    Null divides by nothing. An estimator with its own normalisation (`grpo`: by group) accepts only its own value.
+    """
     reward_clip: PositiveFloat | None = None
-    """Rewards are clamped to ± this after normalisation."""
+    """Clamp rewards to ± this value after normalisation."""
     whiten_rewards: bool = False
-    """Shift and scale the batch's token rewards to mean 0 and variance 1, before advantages are computed."""
+    """Whiten the batch's token rewards to mean 0 and variance 1 before advantages are computed."""
     whiten_advantages: bool = False
-    """Shift and scale the batch's advantages to mean 0 and variance 1 over tokens."""
+    """Whiten the batch's advantages to mean 0 and variance 1 over tokens."""
     advantage_clip: PositiveFloat | None = None
-    """Advantages are clamped to ± this."""
+    """Clamp advantages to ± this value."""
 
     pg_variant: str = "ppo"
     """Policy loss: ppo, vanilla, or a plugin's."""
     pg_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """PPO's clip range, to both sides."""
+    """PPO's clip range in both directions."""
     use_pg_clip_range: bool = False
-    """Take `pg_clip_low` and `pg_clip_high` instead of `pg_clip` (clip-higher)."""
+    """Use `pg_clip_low` and `pg_clip_high` instead of `pg_clip` (clip-higher)."""
     pg_clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Ratios below 1 - this are clipped."""
+    """Clip ratios below 1 - this value."""
     pg_clip_high: PositiveFloat = 0.2
-    """Ratios above 1 + this are clipped."""
+    """Clip ratios above 1 + this value."""
     dual_clip_loss: bool = False
-    """Bound the objective of negative advantages from below (arXiv:1912.09729)."""
+    """Use dual-clip PPO: bound the objective of negative advantages from below (arXiv:1912.09729)."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
-    """That bound, as a factor of the advantage."""
+    """Bound of dual-clip PPO, as a factor of the advantage."""
     pg_options: dict[str, float] = Field(default_factory=dict)
-    """Further knobs of a plugin's policy loss."""
+    """Further options of a plugin's policy loss."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "seq-mean-token-mean"
     )
-    """How per-token losses become one number."""
+    """Aggregation of per-token losses into a scalar."""
     entropy_loss_coef: float = 0.0
     """Weight of the entropy bonus."""
 
     use_kl_loss: bool = False
-    """Penalise the distance to the reference in the loss."""
+    """Add a KL penalty to the reference to the loss."""
     kl_loss_coef: NonNegativeFloat = 0.001
-    """Its weight."""
+    """Weight of the KL loss."""
     add_token_level_kl: bool = False
-    """Penalise the distance to the reference in the reward of each token."""
+    """Subtract a KL penalty to the reference from each token's reward."""
     kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Estimator of the KL in the reward."""
     kl_loss_penalty: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimator of the KL in the loss."""
     init_kl_coef: NonNegativeFloat = 0.2
-    """Weight of the KL in the reward; its start where `target_kl` adapts it."""
+    """Weight of the KL in the reward. Its initial value if `target_kl` is given."""
     target_kl: PositiveFloat | None = None
-    """KL that the weight is adapted to; it is fixed where this is not given."""
+    """Target KL of the adaptive controller. If it is not given, the weight is fixed."""
     target_kl_agg_mode: Literal["seq-mean-token-mean", "token-mean"] = "seq-mean-token-mean"
-    """The KL that is compared with `target_kl`: mean over sequences of the mean over tokens, or mean over all tokens.
-    The metric `kl/mean` is the same number."""
+    """Aggregation of the KL for `target_kl`: mean over sequences of the mean over tokens, or mean over all tokens.
+
+    The metric `kl/mean` is the same number.
+    """
     kl_horizon: PositiveInt = 10000
-    """Samples over which the weight adapts."""
+    """Horizon of the adaptive KL controller, in samples."""
 
     log_ratio_clamp: PositiveFloat = 20.0
-    """Largest |log-ratio| that a KL estimator exponentiates."""
+    """Maximum |log-ratio| that a KL estimator exponentiates."""
     k3_clamp: PositiveFloat = 10.0
-    """The estimator k3 is clamped to ± this."""
+    """Clamp the k3 estimator to ± this value."""
 
     value_clip: PositiveFloat | None = None
     """Clip range of the critic's update."""
     critic_epochs: PositiveInt | None = None
-    """The critic's passes over a batch; `ppo_epochs` where not given."""
+    """The critic's passes over each batch. Default: `ppo_epochs`."""
     critic_warmup: NonNegativeInt = 0
-    """Steps in which only the critic is trained."""
+    """Number of initial steps that train only the critic."""
     force_disable_old_logprobs_recompute: bool = False
-    """Take the engine's logprobs as the old policy's instead of computing them again in the trainer."""
+    """Use the engine's logprobs as the old policy's, instead of recomputing them in the trainer."""
 
     max_len_mask: bool = False
-    """Leave answers that hit the length limit out of the loss."""
+    """Exclude responses that reach the length limit from the loss."""
     error_max_len_clip: bool = False
-    """Leave wrong answers that are too long out of the loss; right ones are kept at any length."""
+    """Exclude wrong responses that are too long from the loss. Correct responses are kept at any length."""
     error_max_len_threshold: PositiveInt | None = None
-    """Tokens from which a wrong answer is too long; `response_length` where not given."""
+    """Number of tokens from which a wrong response is too long. Default: `response_length`."""
     difficulty_mask: bool = False
     """Keep only groups whose mean reward lies between the two thresholds."""
     difficulty_low_threshold: float = 0.0
-    """Exclusive."""
+    """Lower bound of a group's mean reward, exclusive."""
     difficulty_high_threshold: float = 1.0
-    """Exclusive."""
+    """Upper bound of a group's mean reward, exclusive."""
 
     @model_validator(mode="after")
     def _batches_divide(self) -> RLVRConfig:
@@ -345,7 +390,7 @@ class RLVRConfig(RewardRunConfig):
     @field_validator("critic_epochs")
     @classmethod
     def _has_a_critic(cls, value: int | None, info: ValidationInfo) -> int | None:
-        # A critic with mistakes of its own is missing from `data`.
+        # An invalid critic is missing from `data`.
         if value is not None and "critic" in info.data and info.data["critic"] is None:
             raise ValueError("no critic is configured; leave this key out, or configure critic")
         return value
@@ -353,7 +398,7 @@ class RLVRConfig(RewardRunConfig):
     @field_validator("replay_rollouts")
     @classmethod
     def _follow_links(cls, value: str | None) -> str | None:
-        """`latest` will mean another run as soon as this one begins."""
+        """Resolve links: `latest` points to another run as soon as this one begins."""
         return None if value is None else str(Path(value).expanduser().resolve())
 
     @model_validator(mode="after")
@@ -371,7 +416,8 @@ class RLVRConfig(RewardRunConfig):
             num_return_sequences_in_group=self.num_return_sequences_in_group,
             temperature=self.actor_infer.generating_args.temperature,
         )
-        # A resumed run asks for steps from where its checkpoint was written: it is told then if one is missing.
+        # A resumed run starts at its checkpoint's step, which is not known here. If a later step is missing, it raises
+        # then.
         first = self.max_steps if self.resume_from_checkpoint else 1
         Recording(Path(self.replay_rollouts)).check(terms, range(first, self.max_steps + 1))
         return self
@@ -432,14 +478,14 @@ class RLVRConfig(RewardRunConfig):
 
     @property
     def ahead(self) -> float:
-        """Batches that may be generated beyond the one that is trained on next."""
+        """Number of batches that may be generated ahead of the next batch to train on."""
         if self.is_use_additional_prompts:
             return self.max_additional_running_prompts / self.rollout_batch_size
         return self.async_generation_ratio
 
     @property
     def correction(self) -> TrainInferCorrectionConfig:
-        """`train_infer_correction`, and whether it weighs tokens where the config leaves that open."""
+        """`train_infer_correction` with `is_weight.enabled` resolved to True or False."""
         given = self.train_infer_correction
         if given.is_weight.enabled is not None:
             return given
@@ -449,22 +495,22 @@ class RLVRConfig(RewardRunConfig):
 
     @property
     def generates(self) -> bool:
-        """Whether an engine draws answers: not where recorded ones are replayed."""
+        """True if an engine generates responses; False if recorded rollouts are replayed."""
         return self.replay_rollouts is None
 
     @property
     def filters(self) -> bool:
-        """Whether groups are left out by their rewards."""
+        """True if groups are filtered by their rewards."""
         return any(reward.query_filter_config.type != "no_filter" for reward in self.rewards.values())
 
     @property
     def stays_close(self) -> bool:
-        """Whether the distance to a reference is penalised."""
+        """True if a KL penalty to a reference is enabled."""
         return self.use_kl_loss or self.add_token_level_kl
 
     @property
     def recomputes_logprobs(self) -> bool:
-        """Whether the trainer computes the old policy's logprobs before it trains."""
+        """True if the trainer computes the old policy's logprobs before it trains."""
         if self.force_disable_old_logprobs_recompute:
             return False
         several_steps = self.steps_per_batch(self.actor_train) > 1
@@ -472,19 +518,19 @@ class RLVRConfig(RewardRunConfig):
         return several_steps or self.add_token_level_kl or older_tokens
 
     def clip_range(self) -> tuple[float, float]:
-        """PPO's clip range, downwards and upwards."""
+        """PPO's clip range as (low, high)."""
         return (self.pg_clip_low, self.pg_clip_high) if self.use_pg_clip_range else (self.pg_clip, self.pg_clip)
 
     def steps_per_batch(self, role: WorkerConfig) -> int:
-        """Optimizer steps of `role` in one pipeline step."""
+        """Optimizer steps of `role` per pipeline step."""
         samples = self.rollout_batch_size * self.num_return_sequences_in_group
         return self.epochs(role) * samples // sequences_per_step(role)[0]
 
     def epochs(self, role: WorkerConfig) -> int:
-        """Passes of `role` over a batch."""
+        """Passes of `role` over each batch."""
         return self.critic_epochs or self.ppo_epochs if role is self.critic else self.ppo_epochs
 
     def sampling_defaults(self) -> dict[str, Any]:
-        """`generating_args` of the rollouts with the length filled in."""
+        """`generating_args` of the rollouts with `max_new_tokens` resolved."""
         args = self.actor_infer.generating_args
         return args.model_dump() | {"max_new_tokens": args.max_new_tokens or self.response_length}

@@ -1,4 +1,4 @@
-"""`train_infer_correction` applied to a batch: weights into the advantages, bands into the mask."""
+"""Applies `train_infer_correction` to a batch: weights multiply advantages, filters reduce the loss mask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple[Experience, dict[str, float]]:
-    """The batch to train on, and how much was changed. What is left without a token is left out."""
+    """Corrected batch and metrics of the correction. Samples without any remaining token are dropped."""
     old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
     advantages_T = experience.flat("advantages")
     if old_T is None or behaviour_T is None or advantages_T is None:

@@ -1,7 +1,7 @@
-"""The samples of one batch on their way from rewards to advantages.
+"""Samples of one batch on their way from rewards to advantages.
 
-S samples, T their tokens laid end to end (prompts included). Arrays of the sequences are numpy; credit is computed on
-flat tensors.
+S samples; T tokens of all sequences, concatenated (prompts included). Arrays of the sequences are numpy; advantages are
+computed on flat tensors.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ class Experience:
 
     @classmethod
     def of(cls, groups: Sequence[Group], *, routed_experts: bool = False) -> Experience:
-        """The samples of `groups` that have a reward and at least one token; failures take no part in anything.
-        `routed_experts`: their sequences have those that the engine chose."""
+        """Samples of `groups` that have a reward and at least one response token. Failed samples are dropped.
+
+        With `routed_experts`, their sequences keep the experts that the engine chose.
+        """
         samples: list[Sample] = []
         sequences: list[TrainSequence] = []
         for index, group in enumerate(groups):
@@ -47,23 +49,23 @@ class Experience:
 
     @property
     def scores_S(self) -> Tensor:
-        """Rewards as the judges gave them, float64."""
+        """Rewards before normalisation, float64 `[S]`."""
         values = [sample.reward.value for sample in self.samples if sample.reward is not None]
         return torch.tensor(values, dtype=torch.float64)
 
     @property
     def groups_S(self) -> Tensor:
-        """Index of each sample's group."""
+        """Index of each sample's group, int64 `[S]`."""
         return torch.tensor([sequence.group for sequence in self.sequences], dtype=torch.int64)
 
     @property
     def mask_T(self) -> Tensor:
-        """Tokens that the model drew."""
+        """True for sampled tokens, bool `[T]`."""
         return torch.from_numpy(np.concatenate([sequence.loss_mask for sequence in self.sequences]))
 
     @property
     def segments_T(self) -> Tensor:
-        """Index of each token's sequence."""
+        """Index of each token's sequence, int64 `[T]`."""
         lengths = torch.tensor([len(sequence) for sequence in self.sequences])
         return torch.repeat_interleave(torch.arange(len(self.sequences)), lengths)
 
@@ -74,12 +76,12 @@ class Experience:
         return advantages_T is not None and bool((advantages_T[self.mask_T] != 0).any())
 
     def flat(self, name: str) -> Tensor | None:
-        """A per-token field of all sequences end to end; None where they do not have it."""
+        """Concatenated per-token field of all sequences, `[T]`; None if a sequence lacks it."""
         rows = [getattr(sequence, name) for sequence in self.sequences]
         return None if any(row is None for row in rows) else torch.from_numpy(np.concatenate(rows))
 
     def with_rows(self, **fields: Sequence[Floats] | None) -> Experience:
-        """Set per-token fields, one array of length L per sequence; fields given as None stay as they are."""
+        """Set per-token fields, one array of length L per sequence. Fields given as None are unchanged."""
         given = {name: rows for name, rows in fields.items() if rows is not None}
         sequences = tuple(
             replace(sequence, **{name: rows[i] for name, rows in given.items()})  # type: ignore[arg-type]
@@ -88,7 +90,7 @@ class Experience:
         return replace(self, sequences=sequences)
 
     def with_flat(self, **fields: Tensor | None) -> Experience:
-        """Set per-token fields from flat tensors."""
+        """Set per-token fields from flat tensors `[T]`. Fields given as None are unchanged."""
         bounds = np.cumsum([len(sequence) for sequence in self.sequences])[:-1]
         rows = {
             name: None if flat_T is None else np.split(flat_T.float().numpy(), bounds)
@@ -97,7 +99,7 @@ class Experience:
         return self.with_rows(**rows)
 
     def keep(self, kept_S: Tensor) -> Experience:
-        """Only the samples where `kept_S` is true."""
+        """Keep only the samples where `kept_S` is True."""
         chosen = [i for i, kept in enumerate(kept_S.tolist()) if kept]
         return Experience(
             samples=tuple(self.samples[i] for i in chosen), sequences=tuple(self.sequences[i] for i in chosen)
@@ -105,16 +107,16 @@ class Experience:
 
 
 def without_experts(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
-    """For models that choose their experts themselves."""
+    """Sequences without `routed_experts`, for models that route by themselves."""
     return tuple(each if each.routed_experts is None else replace(each, routed_experts=None) for each in sequences)
 
 
 def logprob_gaps(experience: Experience, version: int) -> tuple[float | None, float | None]:
-    """Means over drawn tokens of |old logprob - engine's logprob|: of those that the weights of `version`, which the
-    trainer has, drew from their answer's beginning on, and of all others. None where there are none.
+    """Mean |old logprob - engine's logprob| over sampled tokens: of current tokens, and of all other tokens.
 
-    A token that follows those of older weights attends to keys that these computed, as a rule: its logprob under the
-    weights alone is another, though the engine does nothing wrong.
+    Current tokens have the weight version `version`, and so have all earlier tokens of their response. The trainer has
+    the same weights. A mean is None if it has no tokens. A token after older tokens usually attends to keys that older
+    weights computed. Its logprob differs from that of the current weights, although the engine is correct.
     """
     old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
     if old_T is None or behaviour_T is None:
@@ -136,7 +138,7 @@ def logprob_gaps(experience: Experience, version: int) -> tuple[float | None, fl
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What the rollouts were like: scores, lengths, and how many groups were solved, failed or mixed."""
+    """Rollout metrics: scores, lengths, failed rewards, and the share of groups with different rewards."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.response_ids) for sample in samples]
     metrics = {

@@ -1,5 +1,4 @@
-"""Which domain a tag belongs to, and which groups are worth training on: dynamic sampling by the mean or the spread of
-their rewards."""
+"""Dynamic sampling: filters groups by the mean or the spread of their rewards, and maps tags to domains."""
 
 from __future__ import annotations
 
@@ -14,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def domains(rewards: Mapping[str, RewardConfig], tags: Iterable[str]) -> dict[str, str]:
-    """The entry of `rewards` that judges each of `tags`, where one does; a single judge judges every tag."""
+    """Map each of `tags` to the entry of `rewards` that scores it.
+
+    Tags without an entry are missing. If `rewards` has only one entry, it scores every tag.
+    """
     if len(rewards) == 1:
         return dict.fromkeys(tags, next(iter(rewards)))
     by_tag = {tag: domain for domain, reward in rewards.items() for tag in (domain, *reward.tag_included)}
@@ -22,7 +24,10 @@ def domains(rewards: Mapping[str, RewardConfig], tags: Iterable[str]) -> dict[st
 
 
 def group_filter(rewards: Mapping[str, RewardConfig]) -> Callable[[Group], bool]:
-    """By the filter of the domain that judges the group's tag; a single judge judges every tag."""
+    """Filter for groups, according to the domain that scores the group's tag.
+
+    If `rewards` has only one entry, it scores every tag.
+    """
     only = next(iter(rewards.values())) if len(rewards) == 1 else None
     by_tag = dict(rewards) | {tag: reward for reward in rewards.values() for tag in reward.tag_included}
 
@@ -33,10 +38,10 @@ def group_filter(rewards: Mapping[str, RewardConfig]) -> Callable[[Group], bool]
 
 
 def passes(group: Group, config: QueryFilterConfig) -> bool:
-    """Whether the rewards are within the filter's bounds, which are exclusive.
+    """True if the group's rewards are within the filter's bounds, which are exclusive.
 
-    A failure is no reward: it takes no part, and a group of failures alone is left out by every filter. The standard
-    deviation is the unbiased one; a single response has none and is kept, if it has a reward.
+    Failed rewards are ignored. A group without any reward fails both filters. The standard deviation is the unbiased
+    one. A group of one response is kept if it has a reward.
     """
     if config.type == "no_filter":
         return True

@@ -1,4 +1,4 @@
-"""What pipelines say alike when a guard trips."""
+"""Guard messages that several pipelines share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def skipped(run: Run, update: UpdateResult) -> str:
-    """Optimizer steps were skipped because the gradient was not finite."""
+    """Message for optimizer steps that were skipped because the gradient was not finite."""
     return (
         f"step {run.step + 1}: {update.num_not_finite} of {update.num_steps} optimizer steps had a gradient that is NaN"
         " or infinite and changed nothing; lower the learning rate, clip the gradient, or look at the rewards"

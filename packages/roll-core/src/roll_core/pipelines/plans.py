@@ -1,6 +1,6 @@
-"""The roles of the core's pipelines and what they do in a step, from the config alone.
+"""Roles and phases of the built-in pipelines, computed only from the config.
 
-For the pipelines themselves, and for `roll-core plan`. Light: nothing here imports torch.
+Used by the pipelines and by `roll-core plan`. Light: imports no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def sft(config: SFTConfig) -> PipelinePlan:
-    """The optimizer steps of the schedule are known once the data are read: 0 here."""
+    """Plan of the SFT pipeline.
+
+    The number of optimizer steps is 0 here: it is known only after the data are read.
+    """
     roles = [RoleSpec(name="sft_train", kind="train")]
     phases = _training("train", "sft_train")
     if config.save_steps:
@@ -31,7 +34,7 @@ def sft(config: SFTConfig) -> PipelinePlan:
 
 
 def rlvr(config: RLVRConfig) -> PipelinePlan:
-    """As the stages of `RLVRPipeline.step` follow each other."""
+    """Plan of the RLVR pipeline, in the order of `RLVRPipeline.step`."""
     steps = config.max_steps
     roles = [
         RoleSpec(
@@ -66,5 +69,5 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
 
 
 def _training(name: str, role: str) -> list[Phase]:
-    """Its microbatches, and then its step."""
+    """Phases of one optimizer step: its microbatches, then the step itself."""
     return [Phase(name=name, acts={role: "backward"}), Phase(name=f"{name}: step", acts={role: "step"})]

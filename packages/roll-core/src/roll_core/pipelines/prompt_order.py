@@ -1,6 +1,6 @@
-"""Which prompts come when: each domain has its share of a batch, and its rows an order drawn anew every epoch.
+"""Order of training prompts: each domain has its share of a batch, and its rows are reshuffled every epoch.
 
-The prompt at a position is a pure function of it, so a resumed run goes on exactly where the other one would have.
+The prompt at a position is a pure function of the position. A resumed run therefore continues with the same prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PromptOrder:
-    """The prompts of a run. `counts` are each domain's of a batch of `size`."""
+    """Prompts of a run. `counts` is the number of prompts per tag in a batch of `size`."""
 
     def __init__(
         self,
@@ -32,10 +32,9 @@ class PromptOrder:
         seed: int,
         domains: Mapping[str, str] | None = None,
     ) -> None:
-        """`shares` by tag, or by one of the `domains` that tags belong to; empty takes each tag in proportion to its
-        rows.
+        """`shares` maps tags, or the `domains` that tags belong to, to their share of a batch.
 
-        Raises `DataError` for a share without rows.
+        If `shares` is empty, each tag's share is proportional to its rows. Raises `DataError` for a share without rows.
         """
         by_tag: defaultdict[str, list[Prompt]] = defaultdict(list)
         for prompt in prompts:
@@ -55,7 +54,7 @@ class PromptOrder:
         }
 
     def prompt(self, tag: str, position: int) -> Prompt:
-        """At a position of the endless order of a tag's rows, counted from 0; ids are unique, `<row>/<epoch>`."""
+        """Prompt at a position, from 0, of the endless sequence of a tag's rows. Ids are unique: `<row>/<epoch>`."""
         rows = self.rows[tag]
         (index,) = self.orders[tag].rows(position, 1)
         row = rows[index].id
@@ -63,7 +62,10 @@ class PromptOrder:
 
 
 def apportion(size: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """`size` as whole numbers in proportion to `weights` (largest remainders), those that get nothing left out."""
+    """Split `size` into integers in proportion to `weights` (largest remainders). Tags with 0 are omitted.
+
+    Raises `DataError` if all weights are 0.
+    """
     total = math.fsum(weights.values())
     if total <= 0:
         raise DataError("domain_interleave_probs are all 0: at least one domain needs a share")

@@ -1,11 +1,11 @@
-"""Reinforcement learning from verifiable rewards: GRPO, PPO, RLOO, REINFORCE and what is composed of their parts.
+"""Reinforcement learning from verifiable rewards: GRPO, PPO, RLOO, REINFORCE and combinations of their parts.
 
 for step in steps:
     publish the policy's weights to the engine
-    groups      = answer each prompt n times, judge every answer; some of it may have been done while others were
-                  trained on (`async_generation_ratio`), which is all that makes a run asynchronous
-    experience  = answers that were judged, with logprobs of policy and reference, values of the critic
-    advantages  = estimator(rewards, normalised by group, batch or history, less the KL to the reference)
+    groups      = generate n responses per prompt and score them; with `async_generation_ratio`, part of this
+                  runs while earlier batches are trained on, which is the only difference of an asynchronous run
+    experience  = scored responses, with logprobs of policy and reference, and values of the critic
+    advantages  = estimator(rewards, normalised by group, batch or history, minus the KL to the reference)
     update the critic, then the policy, on mini-batches of the experience
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class RLVRPipeline(Pipeline[RLVRConfig]):
-    """A policy, the engine that samples it, judges; a reference and a critic where the algorithm needs them."""
+    """Trains a policy with an engine and rewards, and with a reference and a critic if the algorithm needs them."""
 
     @override
     def prepare(self, run: Run) -> int:
@@ -50,7 +50,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return self.config.max_steps
 
     def _read_prompts(self, run: Run) -> None:
-        """The training prompts and the order in which they are sampled."""
+        """Read the training prompts and set up their order."""
         config = self.config
         data = config.actor_train.data_args
         prompts = run.prompts(data)
@@ -63,7 +63,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         )
 
     def _set_up_sampling(self, run: Run) -> None:
-        """Sampling parameters of rollouts, and validation."""
+        """Set up the sampling parameters of rollouts, and validation."""
         config = self.config
         self.sampling = config.actor_infer.generating_args.sampling_params(
             default_max_new_tokens=config.response_length
@@ -82,7 +82,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             )
 
     def _set_up_objective(self, run: Run) -> None:
-        """From rewards to the loss: normaliser, estimator, KL controller, policy objective."""
+        """Set up the reward normaliser, advantage estimator, KL controller and policy objective."""
         config = self.config
         self.estimator: AdvantageEstimator = run.advantage_estimator(config.adv_estimator)
         normalises = run.advantage_provider(config.adv_estimator).normalise != "config"
@@ -164,7 +164,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     # -- the stages of a step ------------------------------------------------------------------------------------------
 
     async def _score(self, run: Run, experience: Experience) -> Experience:
-        """Logprobs under the policy as it is now, logprobs under the reference, values under the critic."""
+        """Add logprobs of the current policy, logprobs of the reference, and values of the critic."""
         config = self.config
         sequences = experience.sequences
         if config.force_disable_old_logprobs_recompute:
@@ -177,10 +177,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             run.log({"actor/logprob_lag": lag} if lag is not None else {})
             self._check_gap(run, gap)
         if config.stays_close:
-            # Adapters leave the policy that the run began with in place, beneath them: no second copy of it is needed.
+            # A policy with adapters still contains the initial policy, so it needs no second copy.
             own = config.reference is None
             role = run.train_role("actor_train" if own else "reference")
-            # It is asked what it would say by itself: no policy's experts are replayed in it.
+            # The reference routes by itself: the policy's experts are not replayed in it.
             scored = await role.score(without_experts(sequences), logprobs=True, temperature=self.temperature, base=own)
             experience = experience.with_rows(ref_logprobs=scored.logprobs)
         if config.critic is not None:
@@ -189,13 +189,16 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return experience
 
     def _credit(self, run: Run, experience: Experience) -> Experience:
-        """From scores to advantages; samples that the masks leave out still count in their group's statistics."""
+        """Compute advantages from scores.
+
+        Samples that a mask excludes later still count in their group's statistics.
+        """
         config = self.config
         groups_S, mask_T = experience.groups_S, experience.mask_T
         tags = [sample.tag for sample in experience.samples]
         entries = domains(config.rewards, set(tags))
         scores_S = self.normaliser(experience.scores_S.float(), groups_S, [entries.get(tag, tag) for tag in tags])
-        kl_coef = self.kl.coef  # of this step: `_penalty` adapts the next one's
+        kl_coef = self.kl.coef  # for this step: `_penalty` adapts the next one's
         found = self.estimator(
             AdvantageInput(
                 scores_S=scores_S,
@@ -233,7 +236,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return experience.with_flat(advantages=advantages_T, returns=found.returns_T)
 
     def _chosen(self, run: Run, experience: Experience) -> Experience:
-        """What the policy learns from: the samples and tokens that masks and corrections keep."""
+        """Samples and tokens of the policy's loss, after masks and corrections."""
         chosen = experience.keep(self._kept(experience))
         if not self.config.correction.enabled or not chosen.sequences:
             return chosen
@@ -242,9 +245,12 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return corrected
 
     def _penalty(self, run: Run, experience: Experience) -> torch.Tensor:
-        """Per-token KL of the policy to the reference, and the controller's next coefficient."""
+        """Per-token KL of the policy to the reference, `[T]`.
+
+        Also adapts the controller's coefficient for the next step.
+        """
         policy_T, reference_T = experience.flat("old_logprobs"), experience.flat("ref_logprobs")
-        if policy_T is None or reference_T is None:  # the schema asks for the reference, `_score` computes both
+        if policy_T is None or reference_T is None:  # the schema requires the reference, `_score` computes both
             raise AssertionError("the KL in the reward needs logprobs of policy and reference")
         mask_T = experience.mask_T
         config = self.config
@@ -262,7 +268,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return kl_T
 
     def _kept(self, experience: Experience) -> torch.Tensor:
-        """Which samples take part in the policy's loss."""
+        """Mask of the samples in the policy's loss, bool `[S]`."""
         config = self.config
         kept_S = torch.ones(len(experience.samples), dtype=torch.bool)
         if config.max_len_mask:
@@ -281,9 +287,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return kept_S
 
     async def _train(self, run: Run, experience: Experience, chosen: Experience) -> None:
-        """The critic learns the returns of the whole experience, the policy from what was chosen of it."""
+        """Update the critic on the whole experience, and the policy on the chosen part."""
         config = self.config
-        # Prompts of one domain come in random order; several domains come one after the other.
+        # Prompts of one domain are already in random order, but several domains follow one another in a batch.
         several = len(self.order.counts) > 1
         shuffle_seed = stable_seed(config.seed, "optimizer steps", run.step) if several else None
         num_tokens = 0
@@ -320,7 +326,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         run.log({"tokens/trained": num_tokens})
 
     def _check_gap(self, run: Run, gap: float | None) -> None:
-        """Engine and trainer hold the same weights, so they should give the drawn tokens the same logprobs."""
+        """Check that engine and trainer, with the same weights, give the sampled tokens similar logprobs."""
         if gap is None:
             return
         guard, weight_format = self.config.guards.logprob_gap, self.config.actor_infer.weight_format

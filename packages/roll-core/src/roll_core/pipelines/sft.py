@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: learn the responses, look at held-out rows now and then.
+"""Supervised fine-tuning on responses, with periodic evaluation on held-out rows.
 
-for batch in rows, in a random order of each epoch, or as they stand in the files (`shuffle: false`):
+for batch in rows, shuffled in each epoch, or in the order of the files (`shuffle: false`):
     one optimizer step on the masked negative log-likelihood
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SFTPipeline(Pipeline[SFTConfig]):
-    """One model that learns rows of prompt and response."""
+    """Trains one model on rows of prompt and response."""
 
     @override
     def prepare(self, run: Run) -> int:
@@ -71,7 +71,11 @@ class SFTPipeline(Pipeline[SFTConfig]):
         return "sft_train"
 
     def _read_held_out(self, run: Run) -> None:
-        """Held-out rows that have a response give a loss; with an engine and judges, prompts are answered too."""
+        """Read the held-out rows.
+
+        Rows with a response are used for the loss. With an engine and rewards, responses to the prompts are generated
+        too.
+        """
         config = self.config
         self.held_out: Sequence[TrainSequence] = ()
         self.validation: Validation | None = None
@@ -87,8 +91,11 @@ class SFTPipeline(Pipeline[SFTConfig]):
             )
 
     async def _held_out_metrics(self, run: Run) -> dict[str, float]:
-        """Negative log-likelihood per learnt token, in nats, and the share of them that are the model's first choice
-        where the strategy tells."""
+        """Held-out metrics: negative log-likelihood per trained token, in nats, and token accuracy.
+
+        Token accuracy is the share of trained tokens that equal the model's argmax token. It requires a strategy that
+        returns argmax tokens.
+        """
         model = run.train_role("sft_train")
         scored = await model.score(self.held_out, logprobs=True, first_choices=model.capabilities.topk)
         num_learnt = max(sum(int(row.loss_mask.sum()) for row in self.held_out), 1)

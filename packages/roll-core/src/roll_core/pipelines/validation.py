@@ -1,4 +1,4 @@
-"""Validation: held-out prompts are answered, judged and averaged. Shared by every pipeline that generates."""
+"""Validation: generates responses to held-out prompts, scores them and averages. Used by every generating pipeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """The held-out prompts of a run, and how they are answered."""
+    """Held-out prompts of a run and their sampling parameters."""
 
     def __init__(
         self, run: Run, config: RunConfig, validation: ValidationConfig, *, role: str, source: str, batch_size: int
@@ -27,7 +27,7 @@ class Validation:
         self.prompts = run.prompts(validation.data_args)
 
     async def evaluate(self, run: Run) -> Mapping[str, float]:
-        """`val/score/mean` over all samples whose reward is a value, the same per tag, and the answers' lengths."""
+        """Publish the weights, generate responses and score them. Returns the metrics of `score_metrics`."""
         await run.publish_weights(self.source, self.role)
         samples: list[Sample] = []
         for start in range(0, len(self.prompts), self.batch_size):
@@ -39,7 +39,10 @@ class Validation:
 
 
 def score_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Averages over samples; a failed reward counts in `val/reward_failures` and nowhere else."""
+    """Averages over samples: `val/score/mean`, the same per tag, response length, and the number of failed rewards.
+
+    A failed reward counts only in `val/reward_failures`.
+    """
     by_tag: defaultdict[str, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.reward is not None and sample.reward.value is not None:

@@ -1,1 +1,1 @@
-"""Where workers run: executors, placement, leases of slots, Python environments, facts of a host."""
+"""Where workers run: executors, placement, slot leases, Python environments, host information."""

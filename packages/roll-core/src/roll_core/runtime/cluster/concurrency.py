@@ -1,7 +1,9 @@
-"""Tasks and threads whose failures are seen: the first one by who awaits several, and that of a task nobody awaits.
+"""asyncio tasks and daemon threads whose exceptions are always reported.
 
-background(work) ──┐
-call_soon, done ───┴─ raises ─► the loop's exception handler ─► `end_on_failure`: the run ends with the exception
+`gather` raises the first exception of several tasks. An exception in a `background` task ends the run:
+
+    background(work) ──┐
+    call_soon, done ───┴─ raises ─► the loop's exception handler ─► `end_on_failure`: the run ends with the exception
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _UNAWAITED = "roll_unawaited"
-"""Marks the context that a failed background task gives to the loop's exception handler."""
+"""Key that marks the exception-handler context of a failed `background` task."""
 
 
 def background(work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-    """Start a task that nobody awaits. The caller keeps it, to cancel it; an exception in it ends the run."""
+    """Start a task that no caller awaits.
+
+    The caller keeps the task in order to cancel it. An exception in it ends the run.
+    """
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_report)
     return task
@@ -39,9 +44,10 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 def end_on_failure(end: Callable[[BaseException], None]) -> None:
-    """Call `end` with the exception of a `background` task, or of a callback of ROLL's, that fails on this loop.
+    """Call `end` with the exception of a failed `background` task, or of a failed loop callback of ROLL, on this loop.
 
-    Other contexts, as of an engine's own tasks, are logged as asyncio does it.
+    Every other context, for example a failed task of an inference engine, goes to asyncio's default handler, which logs
+    it.
     """
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -61,7 +67,10 @@ def _is_ours(error: BaseException) -> bool:
 
 
 async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order. When one fails the others are cancelled, awaited, and the first failure is raised as it is."""
+    """Results in the order of `coroutines`.
+
+    If one fails, cancels the others, awaits them, and raises the first exception unchanged.
+    """
     tasks = [asyncio.create_task(each) for each in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -73,14 +82,17 @@ async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def in_daemon_thread(function: Callable[[], T], *, name: str) -> T:
-    """What it returns. Who is cancelled leaves it to itself, and the process does not wait for it to end."""
+    """Run `function` in a daemon thread and return its result, or raise its exception.
+
+    Cancelling the caller does not stop the function. The process does not wait for the thread at exit.
+    """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
             result = function()
-        except BaseException as error:  # whatever it is, the one who waits learns it
+        except BaseException as error:  # SystemExit included: the awaiting caller receives it
             done.set_exception(error)
         else:
             done.set_result(result)

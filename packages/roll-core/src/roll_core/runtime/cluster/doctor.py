@@ -1,7 +1,7 @@
-"""What `roll-core doctor` finds: plugins, their requirements, platforms, and every check that plugins offer.
+"""Checks of `roll-core doctor`: plugins, their requirements, platforms, and every check that a plugin provides.
 
-Each check runs behind a wall of its own, with a deadline: one that raises, hangs or answers nonsense is a finding about
-that check, and no other notices.
+Each check runs in its own thread with a deadline. A check that raises, hangs or returns an invalid result becomes a
+finding about that check. The other checks are not affected.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEADLINE_S = 20.0
-"""Of one check. A driver that hangs keeps its thread, which ends with the process."""
+"""Deadline of one check, in seconds. A check that hangs in a driver keeps its daemon thread until the process exits."""
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorFinding:
-    """One line of the doctor."""
+    """One line of the doctor's report."""
 
     check: str
     package: str
-    """Whose check it is."""
+    """Package that provides the check."""
     result: CheckResult
 
     @property
     def title(self) -> str:
-        """The check, and what it looked at."""
+        """Name of the check and the subject that it examined."""
         return f"{self.check.replace('_', ' ')} {self.result.subject}".rstrip()
 
 
 class CheckFailedError(Exception):
-    """A check raised, did not answer in time, or answered something else than results."""
+    """A check raised, missed its deadline, or returned something other than check results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """A platform, and what its probe said."""
+    """A platform and the result of its probe."""
 
     record: PlatformProvider
     package: str
@@ -75,7 +75,7 @@ class _Seen:
 
 
 def examine(registry: Registry, config: RunConfig | None, *, deadline_s: float = DEADLINE_S) -> Iterator[DoctorFinding]:
-    """Every finding, one after the other as it is made. Raises nothing but `KeyboardInterrupt`."""
+    """Yield every finding as soon as it is available. Raises only `KeyboardInterrupt`."""
     seen = [_look(record, plugin, deadline_s) for plugin, record in _records(registry, PlatformProvider)]
     chosen = _choose(seen, config)
     yield from _platforms(seen, chosen, config)
@@ -99,7 +99,7 @@ def _look(record: PlatformProvider, plugin: Plugin, deadline_s: float) -> _Seen:
 
     try:
         platform, said = guarded(probe, deadline_s)
-        # What is not text, or found, fails here and not where it is shown.
+        # A malformed probe result fails here instead of where it is displayed.
         problem = "" if isinstance(said.found, bool) and isinstance(said.why, str) else f"its probe said {said!r}"
     except (CheckFailedError, AttributeError) as error:
         return _Seen(record=record, package=plugin.package, platform=None, probe=None, problem=str(error))
@@ -109,7 +109,7 @@ def _look(record: PlatformProvider, plugin: Plugin, deadline_s: float) -> _Seen:
 
 
 def _choose(seen: list[_Seen], config: RunConfig | None) -> _Seen | None:
-    """What a run would take: as `select_platform`, but where two tie the first."""
+    """Platform that a run would select: like `select_platform`, except that the first one wins a tie."""
     wanted = config.platform if config is not None else None
     if wanted is not None:
         named = [each for each in seen if wanted in (each.record.name, f"{each.package}/{each.record.name}")]
@@ -159,11 +159,14 @@ def _plugins(registry: Registry) -> Iterator[DoctorFinding]:
 def _requirements(
     registry: Registry, config: RunConfig | None, chosen: _Seen | None, deadline_s: float
 ) -> Iterator[DoctorFinding]:
-    """What the parts need: an error where the config uses one, of no importance where it does not, and for a platform
-    that is not here."""
+    """Check the requirements of every provider.
+
+    An unmet requirement is an error if the config uses the provider. It is a note if the config does not use it, or for
+    a platform that is not selected. Otherwise, without a config, it is a warning.
+    """
     used = set() if config is None else _names_used(config)
     told: set[tuple[str, object]] = set()
-    # Parts of the config first: twins that need the same are told of once.
+    # Providers that the config uses come first, because equal requirements of one package are reported once.
     records = sorted(_every_record(registry), key=lambda pair: pair[1].name not in used)
     for plugin, record in records:
         if not record.needs or (plugin.package, record.needs) in told:
@@ -190,14 +193,14 @@ def _requirements(
 
 def _names_used(config: RunConfig) -> set[str]:
     names = {config.platform, *config.track_with}
-    # What a role of another Python environment needs, it needs there.
+    # A role with its own Python environment needs its requirements there, not here.
     here = [role for role in config.roles().values() if role.environment is None]
     names |= {role.strategy_args.strategy_name for role in here if role.strategy_args is not None}
     return {name.rpartition("/")[2] for name in names if name}
 
 
 def _environments(registry: Registry, config: RunConfig | None, deadline_s: float) -> Iterator[DoctorFinding]:
-    """Python environments of roles, as far as they are there already."""
+    """Check roles' existing Python environments. Environments that uv will install are reported as a note."""
     for name, role in config.roles().items() if config is not None else ():
         if role.environment is None:
             continue
@@ -224,7 +227,7 @@ def _prepared(registry: Registry, name: str, role: WorkerConfig, environment: En
 
 
 def _provider(registry: Registry, role: WorkerConfig) -> Provider:
-    """What a role's config names."""
+    """Provider that a role's config names."""
     if isinstance(role, RewardConfig):
         return registry.find(RewardProvider, role.reward)
     kind = InferProvider if role.kind == "generate" else TrainProvider
@@ -253,18 +256,21 @@ def _check(record: CheckProvider, package: str, situation: Situation, deadline_s
 
 
 def guarded(function: Callable[[], T], deadline_s: float) -> T:
-    """What it returns. Raises `CheckFailedError` for whatever it raises, and where it does not return in time."""
+    """Run `function` in a daemon thread and return its result.
+
+    Raises `CheckFailedError` if the function raises, or if it does not return within `deadline_s` seconds.
+    """
     answers: list[T] = []
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
             answers.append(function())
-        except BaseException as error:  # foreign code: SystemExit is a finding too
+        except BaseException as error:  # plugin code: SystemExit is a finding too
             errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True, name="doctor")
-    # What a check prints must not end up in `--json`.
+    # Prints of a check must not end up in the output of `--json`.
     with contextlib.redirect_stdout(sys.stderr):
         thread.start()
         thread.join(deadline_s)
@@ -277,7 +283,7 @@ def guarded(function: Callable[[], T], deadline_s: float) -> T:
 
 
 def _nonsense(result: Any) -> str:
-    """Why a result cannot be shown; empty if it can."""
+    """Reason why a result cannot be displayed; empty if it can."""
     if type(result) is not CheckResult:
         return f"it yielded {type(result).__name__}, expected CheckResult"
     odd = [each.name for each in fields(result) if not isinstance(getattr(result, each.name), str)]
@@ -291,7 +297,7 @@ def _one_line(error: BaseException) -> str:
         return " ".join(str(error).split())
     try:
         text = " ".join(str(error).split())
-    except Exception:  # an exception whose own words fail
+    except Exception:  # a third-party exception whose __str__ raises
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -1,12 +1,12 @@
-"""Roles that share slots take turns: whoever works has the memory, and the others have moved what they can to the host.
+"""Leases of device slots: roles that share slots use their memory in turn, and offload to the host in between.
 
-    publish    take(actor_train: weights, actor_infer: engine)    optimizer state and gradients leave, the engine wakes
-    rollout    take(actor_infer: engine)                          the trainer's weights leave, unless they are lent
-    logprobs   take(reference: weights)                           the engine sleeps, the reference comes back
-    train      take(actor_train: weights, grads, optimizer)       the reference leaves, the trainer comes back
+    publish    take(actor_train: weights, actor_infer: engine)    optimizer and gradients offload, the engine wakes up
+    rollout    take(actor_infer: engine)                          the trainer's weights offload, unless they are shared
+    logprobs   take(reference: weights)                           the engine sleeps, the reference model onloads
+    train      take(actor_train: weights, grads, optimizer)       the reference model offloads, the trainer onloads
 
-Nothing moves before somebody else needs the slots, so roles that share none are never called, and neither is a role
-that works twice in a row. Turns of roles that share slots exclude each other; others run side by side.
+A role offloads only when another role needs its slots. Roles that share no slots are therefore never offloaded, and
+neither is a role that takes two leases in a row. Leases of roles that share slots exclude each other; others overlap.
 """
 
 from __future__ import annotations
@@ -22,69 +22,75 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 Parts = frozenset[str]
-"""Names of what a role has on its slots: `weights`, `grads`, `optimizer`; `engine`."""
+"""Names of the parts that a role keeps on its slots: `weights`, `grads`, `optimizer`; `engine`."""
 
 
 class SlotUser(Protocol):
-    """A role on slots, as turn-taking sees it. Parts that are where they shall go already may be named again."""
+    """A role that occupies slots, as `SlotLeases` sees it.
+
+    `leave` and `enter` are idempotent: parts that are already in place may be named again.
+    """
 
     name: str
 
     @property
     def slots(self) -> frozenset[int]:
-        """Which it sits on."""
+        """Global numbers of the slots that the role occupies."""
 
     @property
     def movable(self) -> Parts:
-        """What it can move; empty for a role that keeps everything where it is."""
+        """Parts that can be offloaded; empty for a role that keeps everything on its slots."""
 
     async def start(self) -> None:
-        """Come into being, with every part on the slots."""
+        """Start the role, with every part on the slots."""
 
     async def leave(self, parts: Parts) -> None:
-        """Give the slots' memory back."""
+        """Offload these parts: release the slots' memory."""
 
     async def enter(self, parts: Parts) -> None:
-        """Take it again."""
+        """Onload these parts: allocate the slots' memory again."""
 
 
 @dataclass(slots=True)
 class _Stay:
-    """Where a tenant's parts are: on the slots, unless they are in one of the sets."""
+    """State of one role's parts: on the slots, unless a part is in one of the two sets."""
 
     tenant: SlotUser
     away: set[str] = field(default_factory=set)
     unsettled: set[str] = field(default_factory=set)
-    """On their way; for good where that was cut short."""
+    """Parts that are moving. A part stays here if its move was interrupted."""
 
 
 @dataclass(eq=False, slots=True)
 class _Turn:
-    """What is done in it may go on in tasks that outlive it: these see that it is over."""
+    """One active lease. Tasks that started within the lease may outlive it; they see from `over` that it ended."""
 
     roles: frozenset[str]
     over: bool = False
 
 
 class SlotLeases:
-    """Whose turn it is on every slot. Lives on the driver's event loop.
+    """Leases of slots to roles. Lives on the driver's event loop.
 
-    A turn ends when what is done in it ends, and every call to a worker has a deadline: so has every wait for a turn.
+    A lease ends when its `take` block ends. Every worker call has a deadline, so the wait for a lease is bounded too.
     """
 
     def __init__(self, stage: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()) -> None:
-        """`stage` accounts for the time that moving takes: `offload` and `onload`."""
+        """`stage` is a context manager factory that records the time of each move: `offload` and `onload`."""
         self._stage = stage
         self._stays: dict[str, _Stay] = {}
         self._loans: dict[str, tuple[str, Parts]] = {}
-        """By borrower."""
+        """Shared parts by borrower: the lender and its parts."""
         self._turns: list[_Turn] = []
         self._ended = asyncio.Event()
         self._moving = asyncio.Lock()
         self._around: ContextVar[tuple[_Turn, ...]] = ContextVar("turns around this", default=())
 
     async def admit(self, tenant: SlotUser) -> None:
-        """Start a role with the slots that it shares to itself. Later ones are not there to be moved yet."""
+        """Start a role while the roles that share its slots are offloaded.
+
+        Roles that are admitted later have not started yet, so they occupy no memory.
+        """
         async with self._moving:
             for stay in self._borrowers_first():
                 if stay.tenant.slots & tenant.slots:
@@ -93,14 +99,18 @@ class SlotLeases:
             self._stays[tenant.name] = _Stay(tenant)
 
     def lend(self, lender: str, parts: Collection[str], borrower: str) -> None:
-        """`borrower` works with these very `parts` of `lender`, which stay until it has left."""
+        """Let `borrower` use these `parts` of `lender` directly.
+
+        They stay on the slots until the borrower has offloaded.
+        """
         self._loans[borrower] = lender, frozenset(parts)
 
     @asynccontextmanager
     async def take(self, needs: Mapping[str, Collection[str]]) -> AsyncIterator[None]:
-        """A turn of the roles in `needs`, with these parts of each on the slots.
+        """Hold a lease for the roles in `needs`, with the named parts of each role on the slots.
 
-        A turn inside of another sends nobody away whose turn the other is.
+        Blocks until no conflicting lease is active. A nested lease does not offload roles of the leases around it,
+        unless it names them in `needs`.
         """
         around = tuple(turn for turn in self._around.get() if not turn.over)
         keep = frozenset().union(*(turn.roles for turn in around))
@@ -123,7 +133,7 @@ class SlotLeases:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _exclude(self, roles: frozenset[str], others: frozenset[str]) -> bool:
-        """Whether a turn of `roles` has to wait for one of `others`. A role does not exclude itself."""
+        """True if a lease of `roles` conflicts with a lease of `others`. A role does not conflict with itself."""
         return any(self._share(role, other) for role in roles for other in others - roles)
 
     def _share(self, role: str, other: str) -> bool:
@@ -132,7 +142,7 @@ class SlotLeases:
         return bool(self._stays[role].tenant.slots & self._stays[other].tenant.slots)
 
     async def _make_room(self, needs: Mapping[str, Parts], keep: frozenset[str]) -> None:
-        """Who has no turn leaves the slots that are needed; of those who have one together, what nobody needs."""
+        """Offload roles without a lease on these slots. Roles in `needs` offload only the parts that are not needed."""
         for stay in self._borrowers_first():
             name = stay.tenant.name
             if (name in needs or name not in keep) and any(self._share(name, other) for other in needs):
@@ -142,7 +152,7 @@ class SlotLeases:
                 await self._enter(self._stays[name], parts & self._stays[name].tenant.movable)
 
     def _borrowers_first(self) -> list[_Stay]:
-        """What they have borrowed is free to leave once they have left."""
+        """All roles, borrowers first: their offload releases the parts that they borrowed."""
         return sorted(self._stays.values(), key=lambda stay: stay.tenant.name not in self._loans)
 
     async def _leave(self, stay: _Stay, parts: Parts) -> None:

@@ -1,7 +1,7 @@
-"""How much memory a worker's process has taken at most, over what it held before it built anything.
+"""Peak memory of a worker's process, compared with its memory before the worker was built.
 
-Counted is memory that somebody wrote to: anonymous and shared pages. Pages of files, which are the libraries' code as
-it comes to be used, are not: the kernel can drop them, and they say nothing of the model.
+Only anonymous and shared pages count. Pages of files, such as the code of libraries, do not count: the kernel can drop
+them, and their number does not depend on the model.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from pathlib import Path
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""Makes the kernel count the peak from now on (proc(5))."""
+"""Value that resets the kernel's peak counter (proc(5))."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Of one worker's process; workers of one process say the same of it."""
+    """Memory of one worker's process. Workers that share a process report the same numbers."""
 
     host: str
     pid: int
     begun_bytes: int
-    """When the worker began to build."""
+    """Anonymous and shared memory before the worker was built."""
     peak_bytes: int
-    """At most since then."""
+    """Peak of the anonymous and shared memory since then."""
     device_bytes: int | None = None
-    """At most on the worker's accelerator, by torch's allocator; None on the host."""
+    """Peak on the worker's accelerator, as measured by torch's allocator; None on the host."""
 
 
 class MemoryWatch:
-    """Begun before a worker builds anything."""
+    """Measures a process from before its worker is built."""
 
     def __init__(self, device: str) -> None:
         self._device, self._begun = device, _now()[0]
 
     def use(self) -> MemoryUse | None:
-        """Until now; None where the system does not count."""
+        """Memory use until now; None if the system does not report it."""
         anonymous, peak = _now()
         if not peak:
             return None
@@ -52,15 +52,15 @@ class MemoryWatch:
 
 
 def forget_peak() -> None:
-    """Count the peak of this process from now on: a run before this one had its own."""
+    """Reset the kernel's peak counter of this process, so that an earlier run in it does not count."""
     try:
         CLEAR.write_text(RESET_PEAK)
     except OSError:
-        return  # it is not the kernel's, or not ours: the peak is then that of all runs of this process
+        return  # not Linux, or no permission: the peak is then that of all runs of this process
 
 
 def _now() -> tuple[int, int]:
-    """Bytes that are anonymous or shared, and the most that they have been; 0 where nobody counts them."""
+    """Anonymous plus shared bytes now, and their approximate peak; 0 if the system does not report them."""
     try:
         lines = STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -77,5 +77,5 @@ def _on_device(device: str) -> int | None:
 
     try:
         return int(torch.accelerator.max_memory_allocated(device))
-    except (AttributeError, RuntimeError):  # a torch that does not count, or a device that was never opened
+    except (AttributeError, RuntimeError):  # a torch without this counter, or a device that was never initialized
         return None

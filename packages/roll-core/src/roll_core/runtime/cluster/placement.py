@@ -1,8 +1,8 @@
-"""Who sits where: from each role's `device_mapping` to a place for each of its workers.
+"""Placement of workers: from each role's `device_mapping` to the node, slots and device of each of its workers.
 
 Slots are numbered over all nodes: slot `s` is local slot `s % slots_per_node` of node `s // slots_per_node`. Worker `r`
-of a role takes the `r`-th run of `num_gpus_per_worker` slots of its mapping. Roles may share slots. Pure arithmetic: no
-device is touched, no cluster asked, so `roll-core plan` shows what a run would do.
+of a role takes the `r`-th run of `num_gpus_per_worker` slots of its mapping. Roles may share slots. The module only
+computes: it touches no device and contacts no cluster, so `roll-core plan` can show the placement of a run.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
 HOST_DEVICE = "cpu"
 """Torch device of workers without slots."""
 HOST_BACKEND = "gloo"
-"""Collective backend among them: a platform's own may carry only what lies on its devices."""
+"""Collective backend of workers without slots. A platform's own backend may support only tensors on its devices."""
 
 Overlap = Literal["colocated", "disaggregated", "partial"]
-"""Of two roles' slots: the same, none in common, or some."""
+"""Relation of two roles' slots: equal, disjoint, or partly shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one worker sits, and its share of what is there."""
+    """Placement of one worker: its rank, node, slots, device and CPU threads."""
 
     rank: int
     world_size: int
     local_rank: int = 0
-    """Counted over the ranks of its role on its node."""
+    """Rank among the workers of its role on its node."""
     node: int = 0
-    """Index of the node, 0 up."""
+    """Index of the node, from 0."""
     slots: tuple[int, ...] = ()
-    """Global numbers; none for workers that hold no slot."""
+    """Global slot numbers; empty for a worker without slots."""
     local_indices: tuple[int, ...] = ()
-    """The same slots, counted on their node."""
+    """The same slots, numbered on their node."""
     device: str = HOST_DEVICE
-    """Torch device string, as the worker's own process sees it."""
+    """Torch device string, as seen by the worker's own process."""
     num_threads: int = 1
-    """Host threads for computation. Roles that share slots take turns, so each gets the full share of its slots."""
+    """CPU threads for computation. Roles that share slots alternate, so each gets the full share of its slots."""
     slots_in_use: int = 0
-    """Slots of its node that some role uses, which share the host's cores; 0 for a worker that needs but one thread."""
+    """Used slots of its node, which share the host's cores; 0 for a worker that needs only one thread."""
     wanted_threads: int = 0
-    """`OMP_NUM_THREADS` where the user gives it; 0 for the share of the host's cores."""
+    """The user's `OMP_NUM_THREADS`; 0 for the share of the host's cores."""
 
     def threads_of(self, cores: int) -> int:
-        """Its share of a host with so many cores, at least 1; on every host what the user wants."""
+        """CPU threads of this worker on a host with `cores` cores, at least 1; the user's `OMP_NUM_THREADS` wins."""
         if self.wanted_threads and self.slots_in_use:
             return self.wanted_threads
         return max(1, cores * max(1, len(self.slots)) // self.slots_in_use) if self.slots_in_use else 1
@@ -67,12 +67,12 @@ def place_roles(
     slots_per_worker: Mapping[str, int] | None = None,
     cores: int | None = None,
 ) -> dict[str, tuple[Place, ...]]:
-    """A place for each worker of each role, by rank.
+    """Place every worker of every role; placements are ordered by rank.
 
-    `num_nodes` is given where the nodes that exist are known: a slot beyond them is an error now; otherwise the
-    executor finds out when it starts. `slots_per_worker` is what a role's strategy computes from its configuration.
-    `cores` are those of this host, counted where not given; other nodes are taken to be alike.
-    Raises `PlacementError`.
+    `num_nodes` is given if the number of nodes is known: a slot beyond them then raises here. Otherwise the executor
+    raises when it starts. `slots_per_worker` has the numbers that strategies compute from their configurations. `cores`
+    are the CPU cores of a node; by default those of this host, and other nodes are assumed to be alike. Raises
+    `PlacementError`.
     """
     per_node = slots_per_node(platform, num_gpus_per_node)
     host_cores = cores or usable_cores()
@@ -91,7 +91,7 @@ def place_roles(
 
 
 def slots_per_node(platform: Platform, num_gpus_per_node: int | None) -> int:
-    """Slots of a node: `num_gpus_per_node`, or what the platform counts on this host. Raises `PlacementError`."""
+    """Slots of a node: `num_gpus_per_node`, or the number of devices on this host. Raises `PlacementError`."""
     slots = num_gpus_per_node or platform.device_count()
     if not slots:
         raise PlacementError(
@@ -102,7 +102,7 @@ def slots_per_node(platform: Platform, num_gpus_per_node: int | None) -> int:
 
 
 def overlap(first: Iterable[Place], second: Iterable[Place]) -> Overlap:
-    """How the slots of two roles lie. Roles without slots share none."""
+    """Relation of the slots of two roles. Roles without slots share none."""
     a, b = slots_of(first), slots_of(second)
     if a and a == b:
         return "colocated"
@@ -110,13 +110,15 @@ def overlap(first: Iterable[Place], second: Iterable[Place]) -> Overlap:
 
 
 def slots_of(places: Iterable[Place]) -> frozenset[int]:
-    """All slots of a role."""
+    """Global numbers of all slots of a role."""
     return frozenset(slot for place in places for slot in place.slots)
 
 
 def check_local(role: str, kind: RoleKind, places: Sequence[Place], platform: Platform, per_node: int) -> None:
-    """Whether the local executor, one process on this host, can have the workers of a role. Raises `UnsupportedError`,
-    `PlacementError`."""
+    """Check that the local executor, one process on this host, can run the workers of a role.
+
+    Raises `UnsupportedError` or `PlacementError`.
+    """
     if kind in ("train", "score") and len(places) > 1:
         raise UnsupportedError(
             f"{role} has {len(places)} workers, but the local executor has one process, and so one worker for a role"
@@ -132,7 +134,7 @@ def check_local(role: str, kind: RoleKind, places: Sequence[Place], platform: Pl
 def _slots_of_workers(
     name: str, worker: WorkerConfig, platform: Platform, computed: int | None
 ) -> list[tuple[int, ...]]:
-    """The slots of each worker, by rank; empty tuples for a role on the host."""
+    """Slots of each worker, by rank; empty tuples for a role without slots."""
     per_worker = _slots_per_worker(name, worker, computed)
     mapping = worker.device_mapping
     if mapping is None:
@@ -176,7 +178,7 @@ def _check_slots(
 
 
 def no_such_slot(name: str, slot: int, platform: Platform, per_node: int, num_nodes: int) -> str:
-    """What to say of a slot that is not there: the role, the slot, what exists, the way out."""
+    """Error message for a slot that does not exist: the role, the slot, the slots that exist, and what to change."""
     total = per_node * num_nodes
     there = f"are {total} slots (0 to {total - 1})" if total > 1 else "is one slot (0)" if total else "is none"
     where = f"{num_nodes} nodes with {per_node} slots each" if num_nodes != 1 else "one node"

@@ -1,5 +1,7 @@
-"""Which hardware a run is on: what the config names, else what is found, the platform of highest priority first; and
-what it wants of the environment of workers."""
+"""Selection of a run's platform, and the environment variables that it needs in workers.
+
+The config may name the platform. Otherwise the found platform with the highest priority is selected.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool = False) -> Platform:
-    """The platform of this run. Raises `PlacementError` where it is not there, or where two found ones tie.
+    """Select the platform of this run.
 
-    With `elsewhere` the workers sit on other hosts: what is asked for need not be here, where only the driver is.
+    Raises `PlacementError` if the platform is not found, or if two found platforms have the same highest priority. With
+    `elsewhere`, workers run on other hosts, so a platform that the config names need not be found on the driver's host.
     """
     if wanted is not None:
         platform = make_platform(registry.find(PlatformProvider, wanted))
@@ -43,7 +46,7 @@ def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool =
         try:
             platform = make_platform(provider)
             probe = _probe(platform, provider.name)
-        except PluginError as error:  # one that is broken stops no run that can do without it
+        except PluginError as error:  # a broken plugin does not stop a run that can use another platform
             log.warning("%s", error)
             looked.append(str(error))
             continue
@@ -60,7 +63,7 @@ def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool =
 
 
 def make_platform(provider: PlatformProvider) -> Platform:
-    """An instance of what the record points at. Raises `PluginLoadError`."""
+    """Create the platform of a provider. Raises `PluginLoadError`."""
     made: Platform = load_target(provider.target, owner=f"platform {provider.name}")()
     return made
 
@@ -68,17 +71,21 @@ def make_platform(provider: PlatformProvider) -> Platform:
 def _probe(platform: Platform, name: str) -> Probe:
     try:
         return platform.probe()
-    except Exception as error:  # foreign code, and the driver below it
+    except Exception as error:  # plugin code, and the driver below it
         raise PluginError(f"platform {name}: its probe failed: {type(error).__name__}: {error}") from error
 
 
 def environment_of(
     platform: Platform, kind: RoleKind, local_indices: Sequence[int], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """What the platform wants for a worker, see `values_of`."""
+    """Environment variables that the platform sets for a worker. See `values_of`."""
     return values_of(platform.environment(kind, local_indices), environ)
 
 
 def values_of(variables: Iterable[EnvVar], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What the user has set in the driver's environment is handed on instead, unless workers would not work with it."""
+    """Values by name.
+
+    A variable that the user set in the driver's environment keeps the user's value, unless the platform requires its
+    own.
+    """
     return {each.name: each.value if each.required else environ.get(each.name, each.value) for each in variables}

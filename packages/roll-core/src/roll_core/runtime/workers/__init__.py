@@ -1,1 +1,1 @@
-"""What runs in a worker: one rank of a role, around the strategy that a plugin brings."""
+"""Workers: one rank of a role each, around the strategy or reward that a plugin provides."""

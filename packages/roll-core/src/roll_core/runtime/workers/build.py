@@ -1,6 +1,6 @@
-"""From a config to what the executor starts: the model, the optimizer's settings and the places of each role.
+"""Converts a config into the executor's `GroupSpec`s: each role's model, optimizer settings, places and environment.
 
-What the workers need is imported where it is made: `roll-core plan` asks here too, and loads nothing heavy.
+Imports of heavy modules are local to functions: `roll-core plan` uses this module too and loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COLLECTIVE_TIMEOUT_S = 600.0
 
 
 def role_config(config: RunConfig, name: str) -> WorkerConfig:
-    """The config of a role by its dotted name. Raises `ContractError` for a role that the config does not have."""
+    """Config of a role by its dotted name. Raises `ContractError` for a role that the config does not have."""
     roles = config.roles()
     if name not in roles:
         raise ContractError(f"the pipeline's roles() has {name!r}, but the config's roles are {', '.join(roles)}")
@@ -60,7 +60,10 @@ def role_config(config: RunConfig, name: str) -> WorkerConfig:
 
 
 def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
-    """The model of a role: its own, that of `model_from`, or the run's `pretrain`."""
+    """Model of a role: its own, that of its `model_from` role, or the run's `pretrain`.
+
+    Raises `ConfigError` if none of them names a model.
+    """
     own = role_config(config, role.name).model_args
     source = own
     if not _names_a_model(own) and role.model_from:
@@ -95,13 +98,13 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
 
 
 def _is_policy(role: RoleSpec, config: RunConfig) -> bool:
-    """Whether it trains the policy, or generates with its weights."""
+    """True if the role trains the policy or generates with its weights."""
     generates = role.kind == "generate" and role.model_from == config.policy_role
     return generates or role.name == config.policy_role
 
 
 def kept_apart(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> str:
-    """Why some engine cannot take its trainer's weights within one process; empty if all can."""
+    """Reason why some engine cannot receive its trainer's weights within one process; empty if all can."""
     by_name = {role.name: role for role in roles}
     for role in roles:
         if role.kind != "generate" or role.model_from not in by_name:
@@ -119,9 +122,10 @@ def kept_apart(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry)
 
 
 def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> LoraSpec | None:
-    """The adapters that an infer role is sent as they are; None where it gets whole weights.
+    """LoRA adapters that a generating role receives unmerged; None if it receives whole weights.
 
-    Raises `UnsupportedError` where its configuration asks for adapters that nobody trains, or that cannot be had alone.
+    Raises `UnsupportedError` if the config requests unmerged adapters that no role trains, or that their strategy
+    cannot export without the other weights.
     """
     worker = role_config(config, role.name)
     provider = provider_of(role, worker, registry)
@@ -146,7 +150,7 @@ def _settings(worker: WorkerConfig, provider: TrainProvider | InferProvider) -> 
 
 
 def lora_spec(args: ModelArguments) -> LoraSpec | None:
-    """The adapters that a role trains; None where it trains the model itself."""
+    """LoRA adapters that a role trains; None if it trains the full model."""
     if not args.trains_adapters or not args.lora_rank:
         return None
     return LoraSpec(
@@ -159,7 +163,7 @@ def lora_spec(args: ModelArguments) -> LoraSpec | None:
 
 
 def training_spec(args: TrainingArguments, num_steps: int, max_grad_norm: float) -> TrainingSpec:
-    """The optimizer's settings, warm-up in steps."""
+    """Optimizer settings of a role, with the warm-up in steps."""
     from roll_core.spec.train import TrainingSpec
 
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * num_steps)
@@ -185,7 +189,7 @@ def group_specs(
     places: Mapping[str, tuple[Place, ...]],
     tokenizer: Path,
 ) -> list[GroupSpec]:
-    """What the executor starts, one entry per role."""
+    """Specifications of all roles for the executor, one per role."""
     from roll_core.runtime.cluster.executors.base import GroupSpec
 
     specs = []
@@ -215,7 +219,7 @@ def group_specs(
 
 
 def _with_wanted_threads(places: Sequence[Place], env: Mapping[str, str]) -> tuple[Place, ...]:
-    """Places with `OMP_NUM_THREADS` of their workers' variables or the user's environment as their threads."""
+    """Copies of `places` that use `OMP_NUM_THREADS` as thread count, if the role or the user's environment sets it."""
     if not (wanted := wanted_threads(os.environ | env)):
         return tuple(places)
     changed = [replace(place, wanted_threads=wanted) for place in places]
@@ -223,28 +227,31 @@ def _with_wanted_threads(places: Sequence[Place], env: Mapping[str, str]) -> tup
 
 
 def _survives(role: RoleSpec) -> Survival:
-    """An engine that another role publishes to can be brought back even where no replica is left."""
+    """Worker exits that a role survives.
+
+    An engine that another role publishes to can be restarted even if no replica is left.
+    """
     if role.kind == "generate" and role.model_from:
         return "always"
     return "while_others_live" if role.kind in ("generate", "reward") else "never"
 
 
 def _variables(worker: WorkerConfig, provider: Provider) -> dict[str, str]:
-    """What a role's strategy wants for its workers."""
+    """Environment variables that a role's strategy sets for its workers."""
     if not isinstance(provider, TrainProvider | InferProvider):
         return {}
     return values_of(_settings(worker, provider).worker_environment())
 
 
 def _environment(worker: WorkerConfig, provider: Provider, registry: Registry) -> EnvironmentSpec | None:
-    """The Python environment of a role's workers, where it is not the driver's."""
+    """Python environment of a role's workers; None if it is the driver's."""
     if worker.environment is None:
         return None
     return environment_spec(worker.environment, provider, registry.package(provider))
 
 
 def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> dict[str, int]:
-    """What strategies compute from their configuration (tensor × pipeline parallel), for those that do."""
+    """Slots per worker (tensor × pipeline parallel), for strategies that compute them from their configuration."""
     found: dict[str, int] = {}
     for role in roles:
         worker = role_config(config, role.name)
@@ -257,10 +264,9 @@ def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Reg
 
 
 def makes_room(role: RoleSpec, config: RunConfig, registry: Registry, platform: Platform) -> bool:
-    """Whether a role moves what it can off its slots while others that share them work.
+    """True if a role offloads its movable parts while other roles use its slots.
 
-    Where slots have no memory of their own engines sleep, which gives memory back; what moves to the host would only be
-    copied.
+    If slots have no memory of their own, engines still sleep, which frees memory. Offloading there would only copy.
     """
     worker = role_config(config, role.name)
     wanted = config.is_offload_states if worker.is_offload_states is None else worker.is_offload_states
@@ -271,7 +277,7 @@ def makes_room(role: RoleSpec, config: RunConfig, registry: Registry, platform: 
 
 
 def provider_of(role: RoleSpec, worker: WorkerConfig, registry: Registry) -> TrainProvider | InferProvider:
-    """The strategy that a role's config names."""
+    """Provider of the strategy that a role's config names. Raises `ConfigError` if it names none."""
     if worker.strategy_args is None:
         raise ConfigError(
             [
@@ -336,7 +342,7 @@ def _reward_args(worker: RewardConfig, registry: Registry) -> dict[str, Any]:
 def _check_support(
     role: RoleSpec, provider: TrainProvider | InferProvider, model: ModelSpec, platform: Platform
 ) -> None:
-    """Refuse what the strategy or the platform declares that it cannot do, before anything starts."""
+    """Raise `UnsupportedError` before anything starts if the strategy or the platform does not support the model."""
     if provider.platforms and platform.name not in provider.platforms:
         supported = ", ".join(provider.platforms)
         raise UnsupportedError(
@@ -367,7 +373,7 @@ def _check_support(
 
 
 def check_gradient_checkpointing(role: RoleSpec, provider: TrainProvider | InferProvider, model: ModelSpec) -> None:
-    """Raise `UnsupportedError` where a strategy that has no gradient checkpointing is asked for it."""
+    """Raise `UnsupportedError` if gradient checkpointing is enabled but the strategy does not support it."""
     if model.gradient_checkpointing and not getattr(provider.capabilities, "gradient_checkpointing", False):
         raise UnsupportedError(
             f"{role.name}: strategy {provider.name} does not checkpoint gradients; set"
@@ -376,7 +382,7 @@ def check_gradient_checkpointing(role: RoleSpec, provider: TrainProvider | Infer
 
 
 def _check_weight_format(role: RoleSpec, wanted: WeightFormat, platform: Platform) -> None:
-    """Refuse weights that the platform cannot compute with, or that nobody would send."""
+    """Raise `UnsupportedError` for a format that the platform does not support, or if no role publishes weights."""
     asks = f"{role.name}: strategy_config asks for weights in {wanted}"
     if why := platform.supports(wanted):
         raise UnsupportedError(f"{asks}: {why}")

@@ -1,4 +1,4 @@
-"""The process in which judging happens: started by path, it imports nothing but the standard library and its target.
+"""Child process that computes rewards: started by path, it imports only the standard library and its target.
 
     parent (JudgePool)                       child (this file)
        hello: sys.path, target, options  ->  load the target
@@ -7,10 +7,12 @@
                 number, pid, result | error <-
        end of file                       ->  close the target, exit
 
-What crosses the socket is JSON. A reply carries the number of its job and the process id: if a target forks and both
-processes return, only the first one replies. A child ends with its parent in three ways, each for a case that the
-others miss: idle, it reads an end of file; busy in Python, a thread sees that the parent is gone; busy in C code that
-never lets go of Python's lock, the kernel's timer kills it a little after its job's deadline.
+Messages on the socket are JSON. A reply has the number of its job and the process id: if a target forks and both
+processes return, only the first one replies. A child exits with its parent in each state:
+
+- idle: it reads an end of file
+- busy in Python: a thread detects that the parent is gone
+- busy in C code that holds the GIL: a kernel timer kills it shortly after its job's deadline
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 READY = -1
-"""Number of the reply that says whether the target is loaded."""
+"""Number of the reply that reports whether the target is loaded."""
 GRACE_S = 2.0
-"""Between the deadline that the parent keeps and the one that the kernel keeps for it."""
+"""Seconds between the parent's deadline and the kernel timer that backs it up."""
 
 
 def main() -> None:
-    """Serve jobs from the socket whose number is the only argument, until the parent closes it."""
-    os.dup2(2, 1)  # what a function prints must not look like the run's own output
+    """Serve jobs from the socket whose descriptor is the only argument, until the parent closes it."""
+    os.dup2(2, 1)  # prints of a function must not appear as the run's own output
     connection = socket.socket(fileno=int(sys.argv[1]))
     parent = os.getppid()
     hello = receive(connection)
@@ -51,8 +53,8 @@ def main() -> None:
     sys.path[:] = hello["sys_path"]
     limit_mb = hello["memory_mb"]
     if limit_mb:
-        # Heap and other private memory. Unlike RLIMIT_AS it leaves out what libraries reserve and never use, as CUDA
-        # does. Not every system enforces it (macOS does not): judging is then only limited in time.
+        # Limits heap and other private memory. Unlike RLIMIT_AS it ignores memory that libraries such as CUDA reserve
+        # but never use. Some systems (macOS) do not enforce it: then only the time is limited.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_DATA, (limit_mb << 20,) * 2)
     pid = os.getpid()
@@ -61,10 +63,10 @@ def main() -> None:
         try:
             found = {"result": act()}
             json.dumps(found)
-        except BaseException as error:  # foreign code: the parent tells the user
+        except BaseException as error:  # third-party code: the parent reports it
             found = failure_of(error, limit_mb)
         if os.getpid() != pid:
-            os._exit(0)  # the target forked and returned here as well: the job is the first process's
+            os._exit(0)  # the target forked and also returned here: only the first process replies
         return encode({"number": number, "pid": pid, **found})
 
     def load() -> Callable[..., Any]:
@@ -88,13 +90,13 @@ def main() -> None:
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """One frame: four bytes of length, then JSON. ASCII, so that any text passes, lone surrogates too."""
+    """Encode one frame: four bytes of length, then JSON. ASCII supports any text, including lone surrogates."""
     payload = json.dumps(message).encode("ascii")
     return struct.pack("!I", len(payload)) + payload
 
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """The next frame; None if the other side has closed."""
+    """Receive the next frame; None if the other side has closed."""
     header = _read(connection, 4)
     if header is None:
         return None
@@ -106,7 +108,10 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: no such unit (rewards.py:12 in score)`; a `RewardFailure` speaks for itself."""
+    """One-line description: `ValueError: no such unit (rewards.py:12 in score)`.
+
+    A `RewardFailure` gives only its message.
+    """
     text = " ".join(str(error).split())[:500]
     if type(error).__name__ == "RewardFailure":
         return text or "the function gave no reason"
@@ -116,7 +121,7 @@ def describe(error: BaseException) -> str:
 
 
 def failure_of(error: BaseException, limit_mb: int | None) -> dict[str, str]:
-    """An exception of the target as a reply: the reason, and the traceback unless the target failed on purpose."""
+    """Reply for an exception of the target: the reason, and the traceback unless it is a `RewardFailure`."""
     reason = describe(error)
     if limit_mb and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
         reason += f"; its process may take memory_limit_mb = {limit_mb} MB"
@@ -136,9 +141,9 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes | None:
 
 
 def _end_with_parent(connection: socket.socket, parent: int) -> None:
-    """Kill this process and all that it started once the parent has closed the socket or is gone."""
+    """Kill this process group once the parent has closed the socket or exited."""
     poll = select.poll()
-    poll.register(connection, 0)  # hang-ups are always reported; jobs are none of this thread's business
+    poll.register(connection, 0)  # only hang-ups, which are always reported; this thread reads no jobs
     while os.getppid() == parent and not poll.poll(1000):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A plugin's reward in child processes of its worker, which are killed at `timeout_s`.
+"""Runs a plugin's reward in child processes of its worker, which are killed at `timeout_s`.
 
 worker: HostedReward.score ── JudgePool ──► child: Hosted(request) ─► RewardFunction.score
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from roll_core.spec.reward import RewardRequest
 
 CLOSE_S = 5.0
-"""Seconds that `RewardFunction.close` may take in a process."""
+"""Seconds that `RewardFunction.close` may take in a child process."""
 
 
 class HostedReward(RewardFunction):
-    """The worker's side."""
+    """Reward function in the worker that forwards requests to child processes."""
 
     def __init__(self, config: RewardConfig, provider: RewardProvider, owner: str) -> None:
         super().__init__(config)
@@ -69,7 +69,7 @@ class HostedReward(RewardFunction):
 
 
 class Hosted:
-    """The child's side: what `JudgePool` calls with each job."""
+    """Job handler in the child process: `JudgePool` calls it once per request."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         owner = options["owner"]
@@ -79,7 +79,10 @@ class Hosted:
         self._reward.start()
 
     def __call__(self, request: str) -> dict[str, Any]:
-        """The reward of a packed `RewardRequest` as plain values. Raises `TypeError` if it is not a `Reward`."""
+        """Reward of a serialized `RewardRequest`, as plain values.
+
+        Raises `TypeError` if `score` does not return a `Reward`.
+        """
         found = self._reward.score(wire.loads(base64.b64decode(request)))
         if not isinstance(found, Reward):
             raise TypeError(f"score returned {type(found).__name__}, expected roll_core.types.Reward")
@@ -90,5 +93,5 @@ class Hosted:
         }
 
     def close(self) -> None:
-        """Let the reward release everything."""
+        """Let the reward release its resources."""
         self._reward.close()

@@ -1,4 +1,4 @@
-"""One replica of a role that generates: an infer strategy, and the requests that it is working on."""
+"""Worker of one replica of a generating role: an infer strategy and its running requests."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """One replica's metrics, and how they join those of others."""
+    """Metrics of one replica, and how to aggregate them over replicas."""
 
     values: Mapping[str, float]
     kinds: Mapping[str, MetricKind]
 
 
 def join_readings(readings: Sequence[EngineReading]) -> dict[str, float]:
-    """The metrics of a role's replicas as one; a mean is over the replicas that have it."""
+    """Aggregate the metrics of a role's replicas. A mean is over the replicas that report it."""
     found: dict[str, list[float]] = {}
     kinds: dict[str, MetricKind] = {}
     for reading in readings:
@@ -57,7 +57,10 @@ def join_readings(readings: Sequence[EngineReading]) -> dict[str, float]:
 
 
 class InferWorker:
-    """Constructed by the executor in the worker's process; methods run on its event loop and may overlap."""
+    """Worker of one replica.
+
+    The executor constructs it in the worker's process; methods run on its event loop and may overlap.
+    """
 
     def __init__(
         self,
@@ -85,18 +88,24 @@ class InferWorker:
         self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.takes_weights_on[0])
         self.owner, self.vocab_size = owner, model_vocab_size(model)
         self.requests: dict[str, GenerateRequest] = {}
-        """Those in `running`, by id."""
+        """Requests of the tasks in `running`, by id."""
         self.running: dict[str, asyncio.Task[Completion]] = {}
         self.turning = asyncio.Lock()
-        """A call that the driver gave up on may still be on its way to sleep when the next one is to wake it."""
+        """Serializes `sleep` and `wake`.
+
+        A call that the driver gave up on may still be putting the engine to sleep when the next call wakes it.
+        """
 
     async def start(self) -> None:
-        """Make the engine ready."""
+        """Start the engine."""
         self.watch = MemoryWatch(self.mesh.device)
         await self.strategy.start(self.model, self.mesh)
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Admit `requests` together, in this turn of the event loop, so that they are batched alike every time."""
+        """Start `requests` together in one iteration of the event loop, so that their batching is reproducible.
+
+        Raises `RollError` if a request with the same id is running.
+        """
         for request in requests:
             if request.id in self.running:
                 raise RollError(f"request {request.id} is already running")
@@ -104,7 +113,10 @@ class InferWorker:
             self.running[request.id] = asyncio.create_task(self.strategy.generate(request))
 
     async def result(self, request_id: str) -> Completion:
-        """Wait for one of the admitted requests and hand its answer out, once."""
+        """Wait for a submitted request and return its completion.
+
+        The request is then removed: call this once per request.
+        """
         request = self.requests[request_id]
         try:
             return self._checked(await self.running[request_id], request)
@@ -112,12 +124,12 @@ class InferWorker:
             self._drop(request_id)
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
-        """End requests now; their `result` has what there is."""
-        await asyncio.sleep(0)  # what was admitted in this turn of the event loop reaches the engine first
+        """Abort requests. Their `result` returns the partial completion."""
+        await asyncio.sleep(0)  # requests submitted in this iteration of the event loop reach the engine first
         return await self.strategy.abort(ids)
 
     async def progress(self) -> list[Completion] | None:
-        """Partial completions of running requests; None from an engine that does not report them."""
+        """Partial completions of running requests; None if the engine does not report them."""
         found = await self.strategy.progress()
         if found is None:
             return None
@@ -126,7 +138,7 @@ class InferWorker:
         return [self._checked(each, self.requests[each.id]) for each in found if each.id in self.requests]
 
     async def forget(self, ids: Sequence[str]) -> None:
-        """End requests whose `result` nobody will ask for."""
+        """Cancel requests whose `result` will not be awaited."""
         for id in ids:
             task = self._drop(id)
             if task is not None:
@@ -143,8 +155,10 @@ class InferWorker:
         return self.running.pop(request_id, None)
 
     async def sleep(self) -> None:
-        """Give the device's memory back. Requests that nobody waits for any more, as those of an evaluation that was
-        called off, are ended first."""
+        """Put the engine to sleep, which frees the device's memory.
+
+        First aborts all running requests, for example those of a cancelled evaluation, which no caller awaits.
+        """
         async with self.turning:
             await self.strategy.abort(list(self.running))
             await asyncio.gather(*self.running.values(), return_exceptions=True)
@@ -153,32 +167,32 @@ class InferWorker:
             await self.strategy.sleep()
 
     async def wake(self) -> None:
-        """Take it again."""
+        """Wake the engine, which allocates the device's memory again."""
         async with self.turning:
             await self.strategy.wake()
 
     async def device_facts(self) -> DeviceFacts:
-        """Where it takes weights."""
+        """Device and backend on which the engine receives weights."""
         return device_facts(*self.takes_weights_on)
 
     async def receive_weights(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
-        """Take published weights and answer with what the engine holds."""
+        """Load published weights. Returns what the engine holds afterwards."""
         return await self.receiver.receive(plan, handle)
 
     async def endpoint(self) -> str | None:
-        """URL of the engine's OpenAI-compatible server, if it has one."""
+        """URL of the engine's OpenAI-compatible server; None if it has none."""
         return self.strategy.endpoint()
 
     async def metrics(self) -> EngineReading:
-        """What the engine did since the last call."""
+        """Metrics of the engine since the last call."""
         return EngineReading(values=dict(self.strategy.metrics()), kinds=dict(self.strategy.metric_kinds))
 
     async def memory_use(self) -> MemoryUse | None:
-        """Of its process, since `start`; engines that compute in processes of their own have more in those."""
+        """Memory of this process since `start`. Engines with processes of their own use more memory there."""
         return self.watch.use()
 
     async def close(self) -> None:
-        """End the engine and whatever it was working on."""
+        """Stop the engine and cancel its running requests."""
         for task in self.running.values():
             task.cancel()
         await asyncio.gather(*self.running.values(), return_exceptions=True)
@@ -187,9 +201,9 @@ class InferWorker:
 
 
 def completion_problem(completion: object, request: GenerateRequest, *, vocab_size: int | None) -> str:
-    """What is wrong with an engine's completion of `request`, partial or not; empty if nothing is.
+    """Problem with an engine's completion of `request`, partial or not; empty if it is valid.
 
-    `vocab_size` is the model's, which may exceed the tokenizer's; None where it is not known.
+    `vocab_size` is the model's, which may exceed the tokenizer's; None if unknown.
     """
     if not isinstance(completion, Completion):
         return f"it is {_shown(completion)}, expected a Completion"
@@ -253,7 +267,7 @@ def _shown(value: object) -> str:
 
 
 def model_vocab_size(model: ModelSpec) -> int | None:
-    """The vocabulary of a model whose config says it and lies here; None otherwise."""
+    """Vocabulary size of a model whose config has it and is on this host; None otherwise."""
     path = model.path
     if path and not Path(path).expanduser().is_dir():
         from huggingface_hub import try_to_load_from_cache

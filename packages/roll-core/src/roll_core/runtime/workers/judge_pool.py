@@ -1,4 +1,4 @@
-"""Judging in processes that can be killed: a deadline that holds inside C code, whatever the judged text does."""
+"""Pool of reward processes that can be killed: deadlines hold even inside C code, whatever the scored text contains."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 0.1
-"""How long a job waits for a process to become free before one more is started."""
+"""Seconds that a job waits for a free process before another one is started."""
 
 
 class JudgePool:
-    """Up to `size` child processes with one target loaded in each; `call` may be used from any thread.
+    """Pool of up to `size` child processes that each load one target. `call` may be used from any thread.
 
     The target is `"module:attribute"` of a function that takes `options` and returns the function that handles jobs.
-    Arguments, options and results are JSON. A process that misses a deadline or dies is replaced when it is next
+    Arguments, options and results are JSON. A process that misses a deadline or exits is replaced when it is next
     needed.
     """
 
@@ -45,8 +45,11 @@ class JudgePool:
         owner: str = "",
         close_s: float = 0.0,
     ) -> None:
-        """`owner` names in failures whose code raised. What the target returns may have a `close`, which is called if
-        `close_s` is given: so many seconds it may take."""
+        """`owner` names the package whose code raised, in failures.
+
+        If `close_s` is given, `close` lets idle processes call their job handler's `close` method, if it has one. This
+        may take at most `close_s` seconds.
+        """
         here = os.getcwd()
         self._hello = {
             "target": target,
@@ -65,7 +68,10 @@ class JudgePool:
         self._closed = False
 
     def start(self, *, wait: bool) -> None:
-        """Start the first process; with `wait`, until its target is loaded. Raises `RewardFailure` if that fails."""
+        """Start the first process; with `wait`, block until its target is loaded.
+
+        Raises `RewardFailure` if that fails.
+        """
         child = self._take()
         try:
             if wait:
@@ -76,9 +82,9 @@ class JudgePool:
         self._give_back(child)
 
     def call(self, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-        """What the target says to `arguments`. Blocks until a process is free, and then for at most `timeout_s`.
+        """Call the target with `arguments`. Blocks until a process is free, and then for at most `timeout_s` seconds.
 
-        Raises `RewardFailure` if the target raised, the deadline passed, or the process died.
+        Raises `RewardFailure` if the target raised, the deadline passed, or the process exited.
         """
         number = next(self._numbers)
         job = encode({"number": number, "arguments": dict(arguments), "seconds": timeout_s})
@@ -92,13 +98,13 @@ class JudgePool:
         if trace is not None:
             if self._owner:
                 reason = f"{self._owner}: {reason}"
-            if reason != self._logged:  # a bug fails alike for every sample
+            if reason != self._logged:  # a bug fails in the same way for every sample
                 self._logged = reason
                 log.info("%s\n%s", reason, trace)
         raise RewardFailure(reason)
 
     def close(self) -> None:
-        """Kill the processes. Calls that are under way fail."""
+        """Kill the processes. Running calls fail."""
         with self._changed:
             self._closed = True
             children, self._children = self._children, set()
@@ -121,14 +127,14 @@ class JudgePool:
             child.await_ready(self._start_timeout_s)
             reply = child.ask(number, job, timeout_s)
         except BaseException:
-            # Whatever the process is at, its next words would belong to this job.
+            # The process may still reply to this job. No other job can use it.
             self._discard(child)
             raise
         self._give_back(child)
         return reply
 
     def _take(self) -> _Child:
-        """A process of which no one else makes use; the first one may still be loading its target."""
+        """Take a process that no other caller uses. The first process may still be loading its target."""
         started_waiting = time.monotonic()
         with self._changed:
             while True:
@@ -152,10 +158,10 @@ class JudgePool:
                 self._changed.wait(PATIENCE_S)
 
     def _make_ready(self, child: _Child) -> None:
-        """One more process loads its target; no job waits for it meanwhile."""
+        """Wait until an additional process has loaded its target. No job waits for it."""
         try:
             child.await_ready(self._start_timeout_s)
-        except Exception as failure:  # jobs go on with the other processes
+        except Exception as failure:  # jobs continue with the other processes
             if not self._closed:
                 log.warning("one of %d judging processes: %s", self._size, failure)
             self._discard(child)
@@ -178,11 +184,11 @@ class JudgePool:
 
 
 class _NeverBegan(RewardFailure):
-    """The process was dead before it had read the job: another may do it."""
+    """The process exited before it read the job, so another process can run it."""
 
 
 class _Child:
-    """The parent's end of one judging process. Used by one thread at a time, but for `kill`."""
+    """Parent's side of one reward process. Used by one thread at a time, except `kill`."""
 
     def __init__(self, hello: Mapping[str, Any]) -> None:
         self.ready = False
@@ -190,8 +196,8 @@ class _Child:
         self._killed = False
         self._connection, theirs = socket.socketpair()
         with theirs:
-            # A session of its own: Ctrl-C is the parent's to handle, and killing the group takes what a function
-            # started along. `-P` keeps this package's directory out of the child's module path.
+            # A session of its own: only the parent handles Ctrl-C, and killing the process group also ends what a
+            # function started. `-P` keeps this package's directory out of the child's module path.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(__file__).with_name("child.py")), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -199,11 +205,11 @@ class _Child:
                 start_new_session=True,
             )
         self._connection.settimeout(30.0)
-        with contextlib.suppress(OSError):  # if it is dead already, `await_ready` says how
+        with contextlib.suppress(OSError):  # if it has already exited, `await_ready` reports how
             self._connection.sendall(encode(hello))
 
     def await_ready(self, timeout_s: float) -> None:
-        """Returns when the target is loaded."""
+        """Return once the target is loaded. Raises `RewardFailure` if that fails."""
         if self.ready:
             return
         reply = self._receive(READY, time.monotonic() + timeout_s, timeout_s, "starting")
@@ -213,7 +219,7 @@ class _Child:
         self.ready = True
 
     def ask(self, number: int, job: bytes, timeout_s: float) -> Mapping[str, Any]:
-        """The reply to job `number`. Refuses one with another number, or of another process."""
+        """Reply to job `number`. Raises `RewardFailure` for a reply with another number or from another process."""
         deadline = time.monotonic() + timeout_s
         self._connection.settimeout(timeout_s)
         try:
@@ -225,12 +231,12 @@ class _Child:
         return self._receive(number, deadline, timeout_s, "judging")
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """True if the process runs."""
         return self._process.poll() is None
 
     def retire(self) -> None:
-        """Let an idle process close its target and exit."""
-        with contextlib.suppress(OSError):  # it is dead already
+        """Close the sending side: an idle process then closes its target and exits."""
+        with contextlib.suppress(OSError):  # it has already exited
             self._connection.shutdown(socket.SHUT_WR)
 
     def await_exit(self, deadline: float) -> None:
@@ -239,16 +245,16 @@ class _Child:
             self._process.wait(timeout=max(deadline - time.monotonic(), 1e-3))
 
     def kill(self) -> None:
-        """End the process and all that it started; it is gone when this returns. May be called by any thread."""
+        """Kill the process and all that it started, and wait for its exit. May be called from any thread."""
         with self._killing:
             if not self._killed:
                 self._killed = True
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # already exited
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
 
     def close(self) -> None:
-        """Kill it and let go of the connection; only for the thread that uses it."""
+        """Kill the process and close the connection. Only for the thread that uses it."""
         self.kill()
         self._connection.close()
 
@@ -258,7 +264,7 @@ class _Child:
             reply = receive(self._connection)
         except TimeoutError:
             raise _silent(timeout_s, doing) from None
-        except ConnectionResetError as error:  # it left the job unread
+        except ConnectionResetError as error:  # it exited without reading the job
             raise _NeverBegan(str(self._died(doing))) from error
         except OSError as error:
             raise self._died(doing) from error

@@ -1,4 +1,4 @@
-"""Where a worker stands among its peers, as its strategy is told."""
+"""Position of a worker among its peers, as its strategy receives it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s: float) -> MeshInfo:
-    """From what the executor knows. `timeout_s` is that of collectives."""
+    """`MeshInfo` from the executor's place and peers. `timeout_s` is the timeout of collectives."""
     where = (place.rank, peers.master_addr, peers.master_port, peers.secret, timeout_s)
     return MeshInfo(
         role=role,
@@ -33,7 +33,7 @@ def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s:
 
 
 def _open_store(*where: Any) -> Store:
-    """Import torch only where a strategy opens the store."""
+    """Open the store. Imports torch only when a strategy does so."""
     from roll_core.runtime.weights.transports.store import open_store
 
     return open_store(*where)

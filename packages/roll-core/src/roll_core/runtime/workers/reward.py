@@ -1,4 +1,4 @@
-"""One worker of a reward role: a reward function behind threads, so that a slow sample delays no other.
+"""Worker of a reward role: a reward function behind threads, so that a slow sample does not delay others.
 
 score ─► thread ─┬─ the reward enforces `timeout_s` itself ──► RewardFunction.score
                  └─ otherwise: HostedReward ── a process ──► RewardFunction.score; killed at `timeout_s`
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class RewardWorker:
-    """Constructed by the executor in the worker's process."""
+    """Worker of a reward role. The executor constructs it in the worker's process."""
 
     def __init__(
         self, *, place: Place, peers: Peers, role: str, provider: RewardProvider, owner: str, config: Mapping[str, Any]
@@ -49,11 +49,11 @@ class RewardWorker:
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"{role}-{place.rank}")
 
     async def start(self) -> None:
-        """Let the function load what it needs."""
+        """Let the reward function load what it needs."""
         await asyncio.get_running_loop().run_in_executor(self.threads, self.function.start)
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """Judge samples; a judgement that raises is a failure with its cause, never a value."""
+        """Score samples. An exception becomes a failed reward with its cause, never a value."""
         loop = asyncio.get_running_loop()
         return list(await asyncio.gather(*(loop.run_in_executor(self.threads, self._judge, each) for each in requests)))
 
@@ -62,7 +62,7 @@ class RewardWorker:
             reward = self.function.score(request)
         except RewardFailure as failure:
             return Reward(value=None, failure=str(failure) or "no reason given")
-        except Exception as error:  # a reward is foreign code: whatever it raises concerns this sample only
+        except Exception as error:  # a reward is third-party code: its exception concerns only this sample
             log.warning("%s: sample %s: %s: %s", self.role, request.sample.id, type(error).__name__, error)
             return Reward(value=None, failure=f"{self.owner}: {type(error).__name__}: {error}")
         if reward.value is None:
@@ -72,6 +72,6 @@ class RewardWorker:
         return Reward(value=reward.value * self.config.weight, detail=reward.detail)
 
     async def close(self) -> None:
-        """Give everything back."""
+        """Stop the threads and close the reward function."""
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.function.close()

@@ -1,4 +1,4 @@
-"""One rank of a role that trains or scores: a train strategy, and the microbatches that it computes on."""
+"""Worker of one rank of a training or scoring role: a train strategy and its microbatches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """How sequences are cut into microbatches: by number, or by tokens where a budget is given."""
+    """Limits of microbatches: a number of sequences, or a number of tokens if a token budget is given."""
 
     train_sequences: int
     infer_sequences: int
@@ -54,7 +54,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredShare:
-    """Outputs of one rank's share, one array of length L per sequence."""
+    """Outputs of one rank's share of the sequences, one array of length L per sequence."""
 
     logprobs: list[Floats] | None
     entropy: list[Floats] | None
@@ -64,14 +64,17 @@ class ScoredShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateShare:
-    """What one optimizer step did on one rank."""
+    """Result of one optimizer step on one rank."""
 
     metrics: LossMetrics
     stats: StepStats
 
 
 class TrainWorker:
-    """Constructed by the executor in the worker's process; every method runs on the worker's own thread."""
+    """Worker of one rank.
+
+    The executor constructs it in the worker's process; sync methods run on the worker's own thread.
+    """
 
     def __init__(
         self,
@@ -101,18 +104,18 @@ class TrainWorker:
         self._left_to_write: Callable[[], None] | None = None
 
     def start(self) -> DataRank:
-        """Build the model; collective over the role's ranks."""
+        """Build the model. Collective over the role's ranks."""
         import torch
 
         torch.use_deterministic_algorithms(self.deterministic)
         self.watch = MemoryWatch(self.place.device)
-        # Filling fresh memory guards against reading it uninitialised, at a cost; nothing here does.
+        # Filling new memory guards against uninitialised reads, at a cost. No code here reads uninitialised memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.strategy.build(self.model, self.mesh)
         return self.strategy.data_rank
 
     def score(self, sequences: Sequence[TrainSequence], want: Want) -> ScoredShare:
-        """Forward passes over this rank's share."""
+        """Run forward passes over this rank's share."""
         micros = self._micros(sequences, self.limits.infer_sequences, self.limits.infer_tokens)
         found: dict[str, dict[str, Any]] = {"logprobs": {}, "entropy": {}, "values": {}, "first_choices": {}}
         for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
@@ -133,7 +136,7 @@ class TrainWorker:
         )
 
     def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> UpdateShare:
-        """One optimizer step; collective over the role's ranks, so a rank without sequences takes part as well."""
+        """Take one optimizer step. Collective over the role's ranks: a rank without sequences takes part too."""
         micros = self._micros(sequences, self.limits.train_sequences, self.limits.train_tokens, totals)
         metrics = combine(self.strategy.forward_backward(micros, loss))
         return UpdateShare(metrics=metrics, stats=self.strategy.optimizer_step())
@@ -141,76 +144,82 @@ class TrainWorker:
     def _micros(
         self, sequences: Sequence[TrainSequence], most: int, budget: int | None, totals: Totals | None = None
     ) -> list[MicroBatch]:
-        """Of at most so many sequences, or of so many tokens where there is a budget."""
+        """Microbatches of at most `most` sequences, or of at most `budget` tokens if a budget is given."""
         if budget is None:
             return pack(sequences, max_sequences=most, totals=totals)
         return pack_evenly(sequences, max_tokens=budget, multiple=self.strategy.microbatch_multiple, totals=totals)
 
     def device_facts(self) -> DeviceFacts:
-        """What it computes on."""
+        """Device, backend and data-parallel rank of this worker."""
         return device_facts(self.mesh.device, self.mesh.backend, self.strategy.data_rank)
 
     def prepare_send(self, plan: SyncPlan) -> SendHandle | None:
-        """First half of a publish: what this rank has ready."""
+        """First half of a weight sync: this rank's manifest and address. None if this rank does not send."""
         return self.sender.prepare(plan)
 
     def send_weights(self, plan: SyncPlan) -> SendOutcome | None:
-        """Second half of a publish, while the receivers take them."""
+        """Second half of a weight sync: send the weights while the receivers load them.
+
+        None if this rank does not send.
+        """
         return self.sender.send(plan)
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """Move parts of the state to the host."""
+        """Offload parts of the state to the host."""
         self.strategy.offload(parts)
 
     def onload(self, parts: Sequence[Part]) -> None:
-        """Move them back."""
+        """Onload parts of the state to the device."""
         self.strategy.onload(parts)
 
     def save(self, path: str) -> bool:
-        """Write this rank's share of the state into `path`; whether something is left for `finish_save`."""
+        """Write this rank's share of the state into `path`.
+
+        Returns True if `finish_save` must write the rest.
+        """
         Path(path).mkdir(parents=True, exist_ok=True)
         self._left_to_write = self.strategy.save(Path(path))
         return self._left_to_write is not None
 
     async def finish_save(self) -> None:
-        """Write what the last save has left, beside whatever the worker's own thread does."""
+        """Write the remaining part of the last `save`, in parallel with calls on the worker's own thread."""
         write, self._left_to_write = self._left_to_write, None
         if write is not None:
             await in_daemon_thread(write, name=f"{self.role}[{self.place.rank}] writes")
 
     def load(self, path: str) -> None:
-        """Continue from what `save` wrote."""
+        """Load the state that `save` wrote."""
         self.strategy.load(Path(path))
 
     def save_portable(self, path: str) -> None:
-        """Write what every strategy continues from into `path`."""
+        """Write the state into `path` in the format that every strategy can load."""
         leads = self.place.rank == 0
         if leads:
             Path(path).mkdir(parents=True, exist_ok=True)
         write_portable_state(self.strategy.export_state(), self.model, Path(path), leads=leads)
 
     def load_portable(self, path: str) -> None:
-        """Continue from what `save_portable` of any strategy wrote."""
+        """Load the state that `save_portable` of any strategy wrote."""
         with opened_portable_state(Path(path)) as state:
             self.strategy.import_state(state)
 
     def export(self, path: str) -> None:
-        """Write a directory that transformers loads."""
+        """Write a model directory that transformers can load."""
         Path(path).mkdir(parents=True, exist_ok=True)
         self.strategy.export_model(Path(path))
 
     def memory_use(self) -> MemoryUse | None:
-        """Of its process, since `start`."""
+        """Memory of this process since `start`."""
         return self.watch.use()
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         self.sender.close()
         self.strategy.close()
 
 
 def combine(shares: Sequence[LossMetrics]) -> LossMetrics:
-    """Metrics of several microbatches or ranks as one: sums, except `/max` and `/min`."""
+    """Combine the metrics of several microbatches or ranks: sums, except for `/max` and `/min`."""
     total: LossMetrics = {}
     for share in shares:
         for name, value in share.items():

@@ -1,4 +1,4 @@
-"""Executors: where workers run. `local` keeps them in this process, `ray` makes them actors on one machine or many."""
+"""Executors: `local` runs workers in this process; `ray` runs them as Ray actors on one machine or many."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ ExecutorName = Literal["local", "ray"]
 
 
 def choose_executor(config: RunConfig, places: Mapping[str, tuple[Place, ...]], *, apart: bool = False) -> ExecutorName:
-    """What the config names; for `auto` local where every role has one worker, on this host and in this Python
-    environment, else ray. `apart`: weights cannot reach an engine within one process (`build.kept_apart`)."""
+    """Executor that the config names. For `auto`: `local` if every role fits into this process, otherwise `ray`.
+
+    `local` requires that every role has one worker, on node 0, and that no role has its own Python environment. It also
+    requires that `apart` is false: true means that weights cannot reach an engine within one process
+    (`build.kept_apart`).
+    """
     if config.executor != "auto":
         return config.executor
     alone = all(len(workers) == 1 and workers[0].node == 0 for workers in places.values())
@@ -28,9 +32,9 @@ def choose_executor(config: RunConfig, places: Mapping[str, tuple[Place, ...]], 
 
 
 def make_executor(name: ExecutorName, platform: Platform, *, slots_per_node: int) -> Executor:
-    """An executor that has not been started. `slots_per_node` is what `placement.slots_per_node` gives.
+    """Create an executor; the caller starts it. `slots_per_node` is the result of `placement.slots_per_node`.
 
-    Raises `MissingRequirementError` for `ray` where Ray is not installed.
+    Raises `MissingRequirementError` for `ray` if Ray is not installed.
     """
     if name == "local":
         from roll_core.runtime.cluster.executors.local import LocalExecutor

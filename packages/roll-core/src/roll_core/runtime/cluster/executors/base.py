@@ -1,10 +1,10 @@
-"""What pipelines know of workers: groups of them that are called as one. They cannot tell the executors apart.
+"""Worker groups and executors as pipelines see them: a group is called as one, and all executors behave alike.
 
     Executor.start([GroupSpec, ...]) -> {role: WorkerGroup} -> WorkerStub(group)(Worker.method).all(...) -> close()
 
-A worker is an object of the class that `GroupSpec.target` names, made as `Class(place=..., peers=..., **args)`. Its
-sync methods, and its making, all run on one thread of its own, in the order of the calls; its async methods run on an
-event loop and may overlap. `close()`, sync or async, is called once at the end if it has one.
+A worker is an object of the class that `GroupSpec.target` names, constructed as `Class(place=..., peers=..., **args)`.
+Its constructor and its sync methods run on one dedicated thread, in call order. Its async methods run on an event loop
+and may overlap. `close()`, sync or async, is called once at the end if the worker has one.
 """
 
 from __future__ import annotations
@@ -32,47 +32,51 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Survival = Literal["never", "while_others_live", "always"]
-"""Which deaths among its workers a role survives; `always`: also that of the last one."""
+"""Worker exits that a role survives: none, those that leave another worker alive, or all, including the last one."""
 
 STACK_S = 3.0
-"""How long a worker that missed a deadline may take to say what it is doing."""
+"""Seconds that workers have to return their stacks after a missed deadline."""
 
 __all__ = ["Executor", "GroupSpec", "Member", "Peers", "Place", "WorkerCall", "WorkerGroup", "WorkerStub"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """One role, as an executor starts it."""
+    """Specification of one role's workers, for an executor."""
 
     role: str
     kind: RoleKind
     target: str
-    """`"module:Class"` of the worker, imported in its own process."""
+    """The worker class as `"module:Class"`. It is imported in the worker's process."""
     places: tuple[Place, ...]
-    """One per rank."""
+    """One place per rank."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class: picklable plain data."""
+    """Keyword arguments of the class: plain picklable data."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of its processes: the run's, with the role's own on top. The executor puts the platform's
-    below them."""
+    """Environment variables of the role's processes: those of the run, overridden by the role's own.
+
+    They take precedence over the variables that the executor sets for the platform.
+    """
     environment: EnvironmentSpec | None = None
-    """The Python environment of its workers; the driver's where not given."""
+    """Python environment of the role's workers. Default: the driver's."""
     timeout_s: float = 3600.0
-    """Deadline of calls that state none, and of starting."""
+    """Deadline in seconds for starting the workers, and for calls without a deadline of their own."""
     survives: Survival = "never"
-    """A death that the role survives leaves its other workers as they are, and `WorkerGroup.replace` makes it anew. Any
-    other ends everything."""
+    """Worker exits that the role survives. After such an exit the other workers continue.
+
+    `WorkerGroup.replace` starts a replacement. Any other exit ends the run.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """Where the ranks of a role meet to form process groups."""
+    """Rendezvous data with which the ranks of a role form process groups."""
 
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """A port that was free on rank 0's host; 0 where the role has one worker."""
+    """Port that was free on rank 0's host; 0 if the role has one worker."""
     secret: str = field(default="", repr=False)
-    """Known to the ranks of the role alone; their store admits no other client."""
+    """Secret that only the ranks of the role know. Their store accepts no client without it."""
 
 
 class WorkerGroup(ABC):
@@ -84,24 +88,27 @@ class WorkerGroup(ABC):
         self.world_size = len(spec.places)
         self.members = tuple(members)
         self.replaced = 0
-        """Workers that were made anew: connections to those before are no good."""
+        """Number of workers replaced so far. Connections to the replaced workers are invalid."""
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks that have died, of a group that survives it."""
+        """Ranks whose worker exited, in a group that survives exits."""
         return frozenset()
 
     @property
     def outlives_all(self) -> bool:
-        """Whether workers can be made anew even where none is left."""
+        """True if workers can be replaced even after all of them exited."""
         return False
 
     async def replace(self, rank: int) -> None:
-        """Make the worker of a lost rank anew, in its place; it is as it was before its first call."""
+        """Start a replacement worker for a lost rank, in its place. It has the state of a new worker."""
         raise UnsupportedError(f"{self.role}: this executor's workers do not die")
 
     async def give_up(self, rank: int, cause: str) -> WorkerDiedError:
-        """End a worker that shows no sign of life, as if it had died. Returns its death, with where it hung."""
+        """Kill an unresponsive worker and treat it as exited.
+
+        Returns the error, with the worker's stack if available.
+        """
         trace = await self._stacks([rank])
         log.info("%s rank %d hangs:\n%s", self.role, rank, trace or "and does not say where")
         death = WorkerHungError(self.role, rank, self.members[rank].host, "", cause, trace)
@@ -109,7 +116,7 @@ class WorkerGroup(ABC):
         return death
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
-        """Call every rank that lives with the same arguments; results by rank. See `call_each` for errors."""
+        """Call every living rank with the same arguments; results ordered by rank. See `call_each` for errors."""
         arguments = self._encode(method, args)
         living = [rank for rank in range(self.world_size) if rank not in self.lost]
         return await self._collect(method, dict.fromkeys(living, arguments), deadline_s)
@@ -117,11 +124,14 @@ class WorkerGroup(ABC):
     async def call_each(
         self, method: str, args_by_rank: Sequence[tuple[Any, ...]], deadline_s: float | None = None
     ) -> list[Any]:
-        """Call rank `r` with `args_by_rank[r]`; results by rank.
+        """Call rank `r` with `args_by_rank[r]`; results ordered by rank.
 
-        Raises the first cause: a worker's own `RollError` as the class that it is, any other exception as
-        `WorkerError`, a dead worker (of whatever role) as `WorkerDiedError`, each with role, rank and host in front;
-        and `WorkerTimeoutError` when the deadline passes, naming the ranks that did not answer.
+        Raises the error that came first. Each error names the role, rank and host:
+
+        - a worker's own `RollError`: the same class
+        - any other exception in a worker: `WorkerError`
+        - an exited worker, of any role: `WorkerDiedError`
+        - a missed deadline: `WorkerTimeoutError`, which names the ranks that did not return
         """
         if len(args_by_rank) != self.world_size:
             raise ValueError(f"{self.role}.{method}: {len(args_by_rank)} sets of arguments for {self.world_size} ranks")
@@ -129,7 +139,7 @@ class WorkerGroup(ABC):
         return await self._collect(method, encoded, deadline_s)
 
     async def call_rank(self, rank: int, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        """Call one rank. See `call_each` for errors; `math.inf` is no deadline."""
+        """Call one rank. See `call_each` for errors. `math.inf` means no deadline."""
         return (await self._collect(method, {rank: self._encode(method, args)}, deadline_s))[0]
 
     async def _collect(self, method: str, arguments: Mapping[int, Any], deadline_s: float | None) -> list[Any]:
@@ -138,7 +148,7 @@ class WorkerGroup(ABC):
         return await collect(self.role, method, futures, seconds, self._stacks)
 
     async def _stacks(self, ranks: Sequence[int]) -> str:
-        """Where these ranks are right now, as far as they say so soon."""
+        """Current stacks of these ranks, as far as they arrive within `STACK_S` seconds."""
         asked = [asyncio.ensure_future(self._stack(rank)) for rank in ranks]
         await asyncio.wait(asked, timeout=STACK_S)
         told = [task for task in asked if task.done() and not task.cancelled() and not task.exception()]
@@ -147,20 +157,20 @@ class WorkerGroup(ABC):
         return "\n".join(task.result() for task in told)
 
     async def _stack(self, rank: int) -> str:
-        """Where a rank is right now. May raise, or not return, where that cannot be known."""
+        """Current stack of a rank. May raise or block if the stack cannot be read."""
         return ""
 
     def _end(self, rank: int, death: WorkerDiedError) -> None:
-        """Kill its process: calls to it, and those to others that cannot do without it, raise this."""
+        """Kill the rank's process. Calls to it, and calls to ranks that cannot continue without it, raise `death`."""
         raise UnsupportedError(f"{self.role}: this executor's workers cannot be ended one by one")
 
     def _encode(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Arguments in the form in which `_begin` takes them; the same form may go to several ranks."""
+        """Encode arguments for `_begin`. The encoded form may be sent to several ranks."""
         return args
 
     @abstractmethod
     def _begin(self, rank: int, method: str, arguments: Any) -> asyncio.Future[Any]:
-        """Begin a call, in order with others to this rank. The future raises `CallFailed` or `WorkerDiedError`."""
+        """Begin a call; calls to one rank keep their order. The future raises `CallFailed` or `WorkerDiedError`."""
 
 
 W = TypeVar("W")
@@ -169,9 +179,10 @@ R = TypeVar("R")
 
 
 class WorkerStub(Generic[W]):
-    """Calls of a worker class that mypy checks: `await WorkerStub[TrainWorker](group)(TrainWorker.save).all(path)`.
+    """Typed calls of a worker class: `await WorkerStub[TrainWorker](group)(TrainWorker.save).all(path)`.
 
-    Everything but tests calls workers through it. `WorkerGroup.call_each` says what a call raises.
+    mypy checks the arguments. All code except tests calls workers through this class. `WorkerGroup.call_each` documents
+    the errors.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -186,66 +197,71 @@ class WorkerStub(Generic[W]):
     def __call__(self, method: Callable[Concatenate[W, P], R], deadline_s: float | None = None) -> WorkerCall[P, R]: ...
 
     def __call__(self, method: Callable[..., Any], deadline_s: float | None = None) -> WorkerCall[..., Any]:
-        """A method of the worker class, sync or async; None is the group's own deadline, `math.inf` is none."""
+        """Select a method of the worker class, sync or async.
+
+        `deadline_s`: None is the group's own; `math.inf` is none.
+        """
         return WorkerCall(self._group, method.__name__, deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCall(Generic[P, R]):
-    """One method of a worker class, to be called on all ranks or on one."""
+    """One method of a worker class, ready to be called on all ranks or on one."""
 
     group: WorkerGroup
     method: str
     deadline_s: float | None
 
     async def all(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Every living rank with the same arguments; results by rank."""
+        """Call every living rank with the same arguments; results ordered by rank."""
         return await self.group.call(self.method, *args, deadline_s=self.deadline_s)
 
     async def each(self, args_by_rank: Sequence[tuple[Any, ...]]) -> list[R]:
-        """Every rank with arguments of its own, made by `args`; results by rank."""
+        """Call every rank with its own arguments, created by `args`; results ordered by rank."""
         return await self.group.call_each(self.method, args_by_rank, deadline_s=self.deadline_s)
 
     async def at(self, rank: int, *args: P.args, **kwargs: P.kwargs) -> R:
-        """One rank."""
+        """Call one rank."""
         result: R = await self.group.call_rank(rank, self.method, *args, deadline_s=self.deadline_s)
         return result
 
     @staticmethod
     def args(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
-        """One rank's arguments for `each`."""
+        """Typed arguments of one rank, for `each`."""
         return args
 
 
 class Executor(ABC):
-    """Starts workers, watches them, and leaves nothing behind. Use it from one event loop; `close` it in any case."""
+    """Starts workers, monitors them, and cleans up. Use it from one event loop, and always `close` it."""
 
     name: ClassVar[str]
     shares_memory: ClassVar[bool]
-    """Workers live in this process: arguments and results are passed by reference."""
+    """True if workers run in this process: arguments and results are passed by reference."""
 
     fingerprints: Mapping[str, Mapping[str, str]] = MappingProxyType({})
-    """By role, of the Python environments that are not the driver's: the interpreter and versions. Once started."""
+    """Interpreter and package versions of each role that has its own Python environment. Available after `start`."""
 
     @abstractmethod
     async def start(self, specs: Sequence[GroupSpec]) -> dict[str, WorkerGroup]:
-        """Start every role; called once. When one fails nothing stays.
+        """Start every role; call it once. If one role fails, no worker is left running.
 
-        Raises `PlacementError` where a place does not exist or is not free in time, and what `call_each` raises.
+        Raises `PlacementError` if a slot does not exist or is not free in time, and the errors of `call_each`.
         """
 
     @abstractmethod
     def check_alive(self) -> None:
-        """Raise `WorkerDiedError` if a worker is known to have died."""
+        """Raise `WorkerDiedError` if a worker is known to have exited."""
 
     @abstractmethod
     async def watch(self) -> NoReturn:
-        """Wait until a worker dies, then raise `WorkerDiedError`."""
+        """Wait until a worker exits, then raise `WorkerDiedError`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the workers and give everything back. May be called several times, and after any error; raises none
-        of the workers' errors, but logs them."""
+        """Close the workers and release all resources.
+
+        May be called several times and after any error. Errors of workers are logged, not raised.
+        """
 
     async def __aenter__(self) -> Self:
         return self

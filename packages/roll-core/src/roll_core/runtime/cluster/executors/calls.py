@@ -1,8 +1,9 @@
-"""One call to several workers: wait for all, and when it goes wrong say what went wrong first.
+"""Collects the results of one call to several workers, and selects the root cause if ranks fail.
 
-A failure on one rank breaks its peers' collectives a moment later ("connection reset by peer"), and the news of a dead
-process may come later still. So when a rank fails, the others get a moment to answer, and the cause is chosen:
-a dead worker before an error, an error of its own before one that looks like the echo of another's, the earliest first.
+A failure on one rank breaks its peers' collectives a moment later ("connection reset by peer"). The exit of a process
+may be noticed later still. So when a rank fails, the other ranks get a grace period to return. Then the cause is
+chosen: an exited worker before an exception, an original error before one that looks like a consequence ("echo") of
+another rank's failure, the earliest first.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""How long the other ranks may still answer after one has failed."""
+"""Seconds that the other ranks have to return after one has failed."""
 ECHO_GRACE_S = 15.0
-"""The same where all failures so far look like echoes: the death that caused them is noticed within seconds."""
+"""Grace period if all failures so far look like echoes: the exit that caused them is noticed within seconds."""
 SAME_MOMENT_S = 0.1
 _ECHO = re.compile(
     r"connection (was )?(reset|closed|refused|aborted|lost)|closed by (the )?(remote )?peer|broken pipe|end of file"
@@ -37,7 +38,7 @@ _ECHO = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A worker that runs."""
+    """A running worker: its rank, host and process."""
 
     rank: int
     host: str
@@ -53,22 +54,22 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An exception in a worker, in a form that can be sent."""
+    """An exception in a worker, in a form that can be sent to the driver."""
 
     error: BaseException | None
-    """The exception itself where it can be sent."""
+    """The exception itself if it can be sent, otherwise None."""
     summary: str
-    """Its type and message."""
+    """Type and message of the exception."""
     trace: str
     at: float
-    """Seconds since the epoch on the worker's clock."""
+    """Time of the failure on the worker's clock, in seconds since the epoch."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Record an exception that was just caught."""
         try:
             message = str(error)
-        except Exception:  # foreign code: its __str__ raises
+        except Exception:  # a third-party __str__ that raises
             message = ""
         name = type(error).__name__
         return cls(
@@ -80,12 +81,12 @@ class Failure:
 
     @property
     def is_echo(self) -> bool:
-        """Whether it looks like the consequence of another rank's failure."""
+        """True if it looks like the consequence of another rank's failure."""
         return isinstance(self.error, ConnectionError) or bool(_ECHO.search(self.summary))
 
 
 class CallFailed(Exception):
-    """A worker's method raised. A signal between an executor and `collect`, never seen by a person."""
+    """A worker's method raised. Internal to executors: `collect` converts it, so users never see it."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -99,10 +100,10 @@ async def collect(
     seconds: float,
     stacks: Callable[[Sequence[int]], Awaitable[str]] | None = None,
 ) -> list[Any]:
-    """Results in the order of `futures`; none where nobody was asked. Futures that are not done when it returns or
-    raises are cancelled.
+    """Results in the order of `futures`; an empty list if there are none.
 
-    `stacks` tells where ranks hang that did not answer in time: that becomes the trace of the error.
+    Futures that are still pending when the function returns or raises are cancelled. After a missed deadline, `stacks`
+    returns the stacks of the ranks that did not return; they become the error's trace.
     """
     if not futures:
         return []
@@ -127,7 +128,7 @@ async def collect(
 
 
 def raise_first_cause(role: str, method: str, futures: Mapping[Member, asyncio.Future[Any]]) -> None:
-    """Raise the error of the rank that failed first, if one did. See this module's text for the choice."""
+    """Raise the error of the rank that failed first, if any. The module docstring describes the choice."""
     failures: list[tuple[bool, float, Member, Failure]] = []
     for member, future in futures.items():
         if not _failed(future):
@@ -139,7 +140,7 @@ def raise_first_cause(role: str, method: str, futures: Mapping[Member, asyncio.F
             raise error
     if failures:
         echo, _, _, first = min(failures, key=lambda each: each[:2])
-        # Ranks that fail alike do so at about the same time: the lowest of them speaks for all.
+        # Ranks with the same error fail at about the same time: report the lowest of them.
         _, _, member, failure = next(
             each for each in failures if each[0] == echo and (each[3] is first or _alike(each[3], first))
         )
@@ -147,13 +148,13 @@ def raise_first_cause(role: str, method: str, futures: Mapping[Member, asyncio.F
             if other is not member:
                 log.debug("%s %s: %s also failed: %s", role, other, method, secondary.summary)
         told = located(role, member, method, failure)
-        if told is failure.error:  # which must not become its own cause
+        if told is failure.error:  # an exception must not become its own cause
             raise told
         raise told from failure.error
 
 
 def located(role: str, member: Member, method: str, failure: Failure) -> RollError:
-    """The error to raise here for a failure there: its own class if it is ours, else `WorkerError`."""
+    """Error for the driver after a worker's failure: the same class for a `RollError`, otherwise `WorkerError`."""
     where = f"{role} rank {member.rank} on {member.host}"
     if isinstance(failure.error, RollError):
         try:
@@ -190,6 +191,6 @@ def _alike(one: Failure, other: Failure) -> bool:
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark the exception as seen, so that asyncio does not report the ones that were not the first cause."""
+    """Mark the exception as retrieved, so that asyncio does not log failures other than the first cause."""
     if not future.cancelled():
         future.exception()

@@ -1,5 +1,7 @@
-"""How arguments and results of a call become bytes: pickled within one Python environment, by our own schema between
-two. Answers are `(True, result)` or `(False, failure)`."""
+"""Serialization of arguments and results: pickle within one Python environment, the `wire` schema between two.
+
+Serialized results are `(True, result)` or `(False, failure)`.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Codec(Protocol):
-    """A module or object with these two functions."""
+    """Serializer: a module or object with these two functions."""
 
     def dumps(self, value: Any, /) -> bytes:
-        """May raise whatever."""
+        """Serialize a value. May raise any exception."""
 
     def loads(self, data: bytes, /) -> Any:
-        """May raise whatever."""
+        """Deserialize a value. May raise any exception."""
 
 
 class Pickled:
-    """Any object; what is made in `__main__` travels by value."""
+    """Pickle codec for any object. Definitions of `__main__` are pickled by value (cloudpickle)."""
 
     def dumps(self, value: Any, /) -> bytes:
         """See `Codec`."""
@@ -41,7 +43,7 @@ class Pickled:
 
 
 class Wire:
-    """What `roll_core.runtime.cluster.executors.wire` has a place for."""
+    """Codec for the values that the schema of `roll_core.runtime.cluster.executors.wire` supports."""
 
     def dumps(self, value: Any, /) -> bytes:
         """See `Codec`."""
@@ -57,7 +59,7 @@ WIRE: Codec = Wire()
 
 
 async def answer(codec: Codec, call: Awaitable[Any]) -> bytes:
-    """The answer to a call that was begun."""
+    """Await a call and serialize its result or its failure."""
     try:
         return encode_result(codec, await call)
     except CallFailed as failed:
@@ -70,28 +72,28 @@ async def answer(codec: Codec, call: Awaitable[Any]) -> bytes:
 
 
 def encode_result(codec: Codec, value: Any) -> bytes:
-    """Of a call that worked."""
+    """Serialize the result of a successful call."""
     return codec.dumps((True, value))
 
 
 def encode_failure(codec: Codec, failure: Failure) -> bytes:
-    """Of a call that failed. The exception itself travels if it survives the journey."""
+    """Serialize the failure of a call. Includes the exception itself if it survives a round trip."""
     try:
         error = codec.dumps(failure.error)
         codec.loads(error)
-    except Exception:  # whatever a foreign exception's pickling raises
+    except Exception:  # any exception of a third-party pickling
         error = b""
     return codec.dumps((False, (error, failure.summary, failure.trace, failure.at)))
 
 
 def decode(codec: Codec, answer: bytes) -> Any:
-    """The result. Raises `CallFailed`."""
+    """Deserialize the result of a call. Raises `CallFailed`."""
     worked, value = codec.loads(answer)
     if worked:
         return value
     encoded, summary, trace, at = value
     try:
         error = codec.loads(encoded) if encoded else None
-    except Exception:  # a class that exists only over there
+    except Exception:  # its class exists only in the worker's environment
         error = None
     raise CallFailed(Failure(error=error, summary=summary, trace=trace, at=at))

@@ -1,4 +1,4 @@
-"""Environment variables that are set for a while."""
+"""Temporary changes of this process's environment variables."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 class EnvironmentChange:
-    """Of this process, until it is undone."""
+    """Environment variables of this process, set until `undo`."""
 
     def __init__(self) -> None:
         self._before: dict[str, str | None] = {}
 
     def make(self, variables: Mapping[str, str]) -> None:
-        """Set them. What was there comes back with `undo`."""
+        """Set the variables. `undo` restores their previous values."""
         self._before = {name: os.environ.get(name) for name in variables} | self._before
         os.environ.update(variables)
 
     def undo(self) -> None:
-        """As it was. May be called again."""
+        """Restore the previous values. Idempotent."""
         before, self._before = self._before, {}
         for name, value in before.items():
             if value is None:

@@ -1,10 +1,10 @@
-"""What holds one worker: makes it, runs its sync methods on its one thread and its async methods on the event loop.
+"""Runs one worker: constructs it, runs sync methods on its dedicated thread and async methods on the event loop.
 
     event loop ── begin("forward") ──► queue ──► the worker's thread: object.forward(...) ──► future on the loop
                └─ begin("generate") ─► task on the loop: await object.generate(...)
 
-Strategies are single-threaded (some libraries insist on the thread that loaded them), so making the worker, its sync
-methods and a sync `close` share the one thread, first come first served.
+Strategies are single-threaded: some libraries require the thread that loaded them. The constructor, the sync methods
+and a sync `close` therefore share one thread, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WorkerHost:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def make(self, target: str, place: Place, peers: Peers, args: Mapping[str, Any]) -> None:
-        """Import the class and construct the worker, on its thread. Raises `CallFailed`."""
+        """Import the class and construct the worker on its thread. Raises `CallFailed`."""
 
         def construct() -> Any:
             worker_class = load_target(target, owner="worker class")
@@ -52,9 +52,9 @@ class WorkerHost:
         self._worker = await self._thread.run(construct)
 
     def begin(self, method: str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
-        """Begin a call; the future gives its result or raises `CallFailed`.
+        """Begin a call. The future returns its result or raises `CallFailed`.
 
-        Cancelling the future cancels an async method; a sync one goes on, and its result is dropped.
+        Cancelling the future cancels an async method. A sync method continues, and its result is dropped.
         """
         try:
             bound = getattr(self._worker, method)
@@ -68,8 +68,10 @@ class WorkerHost:
         return self._thread.run(bound, *args)
 
     def stack(self) -> str:
-        """Where the worker's thread is right now, what its async methods wait for, and where the other threads of its
-        process are, as those of engines."""
+        """Current stacks of the worker's thread, its running async methods, and all other threads of the process.
+
+        The other threads include those of engines.
+        """
         frames = [self._thread.stack()]
         for task in self._tasks:
             frames += [f"{task.get_name()}:\n{''.join(traceback.format_stack(frame))}" for frame in task.get_stack()]
@@ -77,7 +79,7 @@ class WorkerHost:
         return "\n".join(frames + [_stack_of(each) for each in threading.enumerate() if each.ident not in mine])
 
     async def close(self, timeout_s: float) -> None:
-        """Close the worker and end its thread. Errors are logged. Gives up on a thread that is busy for so long."""
+        """Close the worker and stop its thread. Errors are logged. Stops waiting after `timeout_s` seconds."""
         for task in list(self._tasks):
             task.cancel()
         close = getattr(self._worker, "close", None)
@@ -99,7 +101,7 @@ class WorkerHost:
 
 
 class WorkerThread:
-    """Runs functions one after the other. A daemon thread, so that Ctrl-C need not wait for a long function."""
+    """Runs functions one after the other. A daemon thread, so Ctrl-C does not wait for a long function."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -107,18 +109,18 @@ class WorkerThread:
         self._thread.start()
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Run it after everything asked for before. The future raises `CallFailed`."""
+        """Run a function after all earlier ones. The future raises `CallFailed`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
         def answer(settle: Callable[[Any], None], outcome: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everyone who waited
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is left
                 loop.call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
 
         def work() -> None:
             try:
                 result = function(*args)
-            except BaseException as error:  # whatever it is, SystemExit included: the caller learns it
+            except BaseException as error:  # SystemExit included: the caller receives it
                 answer(future.set_exception, CallFailed(Failure.of(error)))
             else:
                 answer(future.set_result, result)
@@ -128,15 +130,15 @@ class WorkerThread:
 
     @property
     def ident(self) -> int | None:
-        """As Python knows it."""
+        """Python's identifier of the thread."""
         return self._thread.ident
 
     def stop(self) -> None:
-        """End after what was asked for so far."""
+        """Stop the thread after the functions that are already queued."""
         self._queue.put(None)
 
     def stack(self) -> str:
-        """Where it is right now."""
+        """Current stack of the thread."""
         return _stack_of(self._thread)
 
     def _serve(self) -> None:
@@ -146,7 +148,7 @@ class WorkerThread:
             if self._queue.empty():
                 try:
                     openmp.rest()
-                except Exception:  # the thread must go on serving
+                except Exception:  # the thread must continue to serve
                     log.exception("%s: OpenMP's threads could not be put to rest", self._thread.name)
 
 
@@ -156,7 +158,10 @@ def _stack_of(thread: threading.Thread) -> str:
 
 
 async def _awaited(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:
-    """Calls the method itself: of a task that is cancelled before it begins no coroutine must be left over."""
+    """Await a method and convert its exception to `CallFailed`.
+
+    Calls the method inside the task: a task that is cancelled before it begins then leaves no unawaited coroutine.
+    """
     try:
         return await method(*args)
     except asyncio.CancelledError as error:

@@ -1,6 +1,6 @@
-"""Entry of a worker's process under an interpreter of its own: `foreign_main.py <socket's descriptor> <settings>`.
+"""Entry point of a worker process under its own interpreter: `isolated_env_main <socket descriptor> <settings>`.
 
-Until the first frame is sent only the standard library is imported, so that what this environment lacks can be said.
+Imports only the standard library until the first frame is sent. A broken environment can then be reported.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def main() -> None:
     settings = json.loads(sys.argv[2])
     try:
         from roll_core.runtime.cluster.executors.isolated_env_worker import serve
-    except BaseException as error:  # whatever a broken environment raises, SystemExit included: the starter learns it
+    except BaseException as error:  # SystemExit included: any failure of the environment is reported
         said = f"importing roll-core failed: {type(error).__name__}: {error}"
         connection.sendall(frame(HELLO, 0, json.dumps({"error": said}).encode()))
         sys.exit(1)
     serve(connection, settings)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # an engine may have left threads that do not end
+    os._exit(0)  # an engine may have left non-daemon threads that do not end
 
 
 if __name__ == "__main__":

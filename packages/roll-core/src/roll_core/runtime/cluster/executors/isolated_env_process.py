@@ -1,6 +1,6 @@
-"""Starts a worker's process under an interpreter of its own, and speaks with it in frames of bytes.
+"""Starts a worker process under its own interpreter, and exchanges frames of bytes with it.
 
-The bytes of arguments and results are made and read by the two ends that know what they mean: here they pass through.
+This module passes serialized arguments and results through; it never decodes them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 START_S = 120.0
-"""How long a process may take until it says hello, by when it has imported nothing that is heavy."""
+"""Seconds until the process must send `HELLO`. Until then it imports no heavy module."""
 END_S = 5.0
-"""How long it may take to end once it has closed its worker, or has hung up."""
+"""Seconds until the process must exit after it has closed its worker or its socket."""
 
 
 class ProcessEndedError(Exception):
-    """The process is gone: `was killed by SIGKILL`, `ended with code 1`. A signal between an actor and the driver."""
+    """The process exited: `was killed by SIGKILL`, `ended with code 1`. Internal to the actor and the driver."""
 
 
 class IsolatedEnvProcess:
-    """One process, from one event loop. It ends with the socket to it, so with this process at the latest."""
+    """One worker process, used from one event loop.
+
+    It exits when its socket closes, so it does not outlive this process.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """`settings`: `role`, `rank`, `level`, `crash_file`, and `reported`, distributions for its fingerprint."""
+        """`settings` has `role`, `rank`, `level`, `crash_file` and `reported` (distributions for the fingerprint)."""
         self._settings = settings
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -50,7 +53,7 @@ class IsolatedEnvProcess:
         self._ended = asyncio.Event()
 
     async def start(self, python: Path, env: Mapping[str, str]) -> dict[str, Any]:
-        """What it says of itself: `pid`, `host`, `fingerprint`. Raises `PythonEnvironmentError`."""
+        """Start the process. Returns its `HELLO`: `pid`, `host`, `fingerprint`. Raises `PythonEnvironmentError`."""
         ours, theirs = socket.socketpair()
         command = [
             str(python),
@@ -92,11 +95,11 @@ class IsolatedEnvProcess:
         return hello
 
     async def make(self, payload: bytes) -> bytes:
-        """Make the worker; the answer of `codecs.answer`."""
+        """Construct the worker. Returns the serialized result of `codecs.answer`."""
         return await self._ask(MAKE, payload)
 
     def begin(self, method: str, payload: bytes) -> asyncio.Future[bytes]:
-        """Begin a call, after those begun before. Cancelling the future ends the call if its method is async."""
+        """Begin a call after the earlier ones. Cancelling the future cancels the call if its method is async."""
         number = next(self._numbers)
         future = self._ask(CALL, method.encode() + b"\0" + payload, number)
 
@@ -108,16 +111,16 @@ class IsolatedEnvProcess:
         return future
 
     async def stack(self) -> str:
-        """Where the worker is right now."""
+        """Current stacks of the worker's threads."""
         return (await self._ask(STACK)).decode()
 
     async def ended(self) -> str:
-        """Wait for its end; how it ended."""
+        """Wait until the process exits. Returns how it exited."""
         await self._ended.wait()
         return await self._cause()
 
     async def close(self, timeout_s: float) -> None:
-        """Close the worker, and end the process, if it was started."""
+        """Close the worker and end the process, if it was started."""
         if self._reading is None:
             return
         with contextlib.suppress(ProcessEndedError):
@@ -144,7 +147,7 @@ class IsolatedEnvProcess:
                     future = self._waiting.get(number)
                     if kind == ANSWER and future is not None and not future.done():
                         future.set_result(body)
-        except Exception:  # whatever it sent: without its answers the process is of no use
+        except Exception:  # unreadable data: without results the process is useless
             log.exception("%s: an answer cannot be read, so its process is killed", self._settings["role"])
             self._process.kill()
         self._ended.set()
@@ -155,7 +158,7 @@ class IsolatedEnvProcess:
                 future.set_exception(ProcessEndedError(cause))
 
     async def _cause(self) -> str:
-        """How it ended; one that has hung up and does not end is killed."""
+        """How the process exited. Kills a process that closed its socket but does not exit."""
         try:
             code = await asyncio.to_thread(self._process.wait, END_S)
         except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
-"""A worker's process under an interpreter of its own: what `RayHost` is to workers of the driver's environment.
+"""Server in a worker process under its own interpreter; the counterpart of `RayHost`.
 
     IsolatedEnvProcess ══ socket ══► Served ─► WorkerHost ─► worker
 
-The process ends when the other end of its socket does, whatever the worker is doing then.
+The process exits when the other end of its socket closes, even while the worker is busy.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ log = logging.getLogger(__name__)
 
 
 def serve(connection: socket.socket, settings: Mapping[str, Any]) -> None:
-    """Answer what comes through `connection` until it says close or closes."""
+    """Handle the frames from `connection` until a `CLOSE` frame arrives or the connection closes."""
     name = f"{settings['role']}[{settings['rank']}]"
     logging.basicConfig(level=settings["level"], format=f"%(levelname)s {name} %(name)s: %(message)s", force=True)
     be_deaf_to(signal.SIGTERM)
     if Path(settings["crash_file"]).parent.is_dir():
-        # Open for the life of the process: a crash is written by the signal handler.
+        # The file stays open for the life of the process: the signal handler writes the crash report to it.
         faulthandler.enable(Path(settings["crash_file"]).open("w"))  # noqa: SIM115
     threading.Thread(target=_end_with, args=(connection.fileno(),), name="end-with-starter", daemon=True).start()
     asyncio.run(Served(settings).run(connection))
 
 
 class Served:
-    """One worker behind a socket. Calls begin in the order in which they arrive."""
+    """One worker behind a socket. Calls begin in the order of their arrival."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
@@ -69,8 +69,11 @@ class Served:
         self._writer: asyncio.StreamWriter
 
     async def run(self, connection: socket.socket) -> None:
-        """Say hello, then answer until told to close. An answer that cannot be sent ends the process: the driver then
-        learns of its death instead of waiting for the answer."""
+        """Send `HELLO`, then handle frames until `CLOSE`.
+
+        A result that cannot be sent ends the process. The driver then detects the exit instead of waiting for the
+        result.
+        """
         end_on_failure(_end_with_failure)
         reader, self._writer = await asyncio.open_connection(sock=connection)
         fingerprint = {"executable": sys.executable, **versions(self._settings["reported"])}
@@ -133,8 +136,8 @@ def _end_with_failure(error: BaseException) -> None:
 
 
 def _end_with(descriptor: int) -> None:
-    """End this process as soon as the other end is closed: the event loop may be busy, and for long."""
+    """Exit as soon as the other end of the socket closes, without the event loop: it may be blocked for long."""
     waiting = select.poll()
-    waiting.register(descriptor, 0)  # a hang-up is reported unasked
+    waiting.register(descriptor, 0)  # poll always reports a hang-up
     waiting.poll()
     os._exit(1)

@@ -1,8 +1,8 @@
-"""The local executor: every worker in this process, arguments and results by reference, a debugger works.
+"""Local executor: every worker in this process, arguments and results by reference; debuggers work.
 
-Environment variables belong to the process, so all roles see the union of theirs from `start` to `close`; two roles
-that want different values of one variable cannot run here. Variables that tell a worker who it is (`RANK` and so on)
-are not set: they would be the driver's too.
+Environment variables belong to the process. From `start` to `close`, all roles see the union of their variables. Two
+roles that need different values of one variable cannot run here. Variables of a worker's identity (`RANK` and others)
+are not set, because the driver would see them too.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from roll_core.spec.platform import Platform
 
 CLOSE_S = 10.0
-"""How long a worker that is busy may keep `close` waiting."""
+"""Seconds that `close` waits for a busy worker."""
 
 
 class LocalExecutor(Executor):
-    """Workers are objects here, each with a thread for its sync methods; async ones run on the caller's event loop."""
+    """Executor whose workers are objects of this process.
+
+    Each worker has a thread for its sync methods. Async methods run on the caller's event loop.
+    """
 
     name = "local"
     shares_memory = True
@@ -46,7 +49,7 @@ class LocalExecutor(Executor):
         self._environment = EnvironmentChange()
 
     async def start(self, specs: Sequence[GroupSpec]) -> dict[str, WorkerGroup]:
-        """See `Executor.start`. Roles are made one after the other, in order."""
+        """See `Executor.start`. Roles are started one after the other, in order."""
         for spec in specs:
             self._check_places(spec)
         self._environment.make(environment_of_all(specs, self._platform))
@@ -57,7 +60,7 @@ class LocalExecutor(Executor):
             raise
 
     def check_alive(self) -> None:
-        """Workers live exactly as long as this process."""
+        """Do nothing: workers live exactly as long as this process."""
 
     async def watch(self) -> NoReturn:
         """Never returns: workers live exactly as long as this process."""
@@ -65,7 +68,7 @@ class LocalExecutor(Executor):
             await asyncio.sleep(3600)
 
     async def close(self) -> None:
-        """See `Executor.close`. A worker that is busy is waited for, up to `CLOSE_S`."""
+        """See `Executor.close`. Waits up to `CLOSE_S` seconds for busy workers."""
         hosts, self._hosts = self._hosts, []
         await asyncio.gather(*(host.close(CLOSE_S) for host in hosts))
         self._environment.undo()
@@ -94,13 +97,13 @@ class LocalExecutor(Executor):
 
 
 class LocalGroup(WorkerGroup):
-    """Workers of this process."""
+    """Workers in this process."""
 
     def __init__(self, spec: GroupSpec, members: Sequence[Member], hosts: Sequence[WorkerHost]) -> None:
         super().__init__(spec, members)
         self._hosts = tuple(hosts)
         self._death: WorkerDiedError | None = None
-        """Of a worker that was given up. Its thread cannot be killed, so that no call is made here any more."""
+        """Error of a worker that was given up. Its thread cannot be killed, so all later calls raise this error."""
 
     async def _stack(self, rank: int) -> str:
         return self._hosts[rank].stack()
@@ -111,15 +114,16 @@ class LocalGroup(WorkerGroup):
     def _begin(self, rank: int, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
         if self._death is not None:
             raise type(self._death)(*self._death.args)
-        # The caller waits now, and the worker computes.
+        # The caller's thread is idle while the worker computes.
         openmp.rest()
         return self._hosts[rank].begin(method, arguments)
 
 
 def environment_of_all(specs: Sequence[GroupSpec], platform: Platform) -> dict[str, str]:
-    """The variables of all roles together. Raises `UnsupportedError` where two roles contradict each other.
+    """Environment variables of all roles together. Raises `UnsupportedError` if two roles contradict each other.
 
-    What a platform wants gives way to what the config says; two platform values may differ, the first counts.
+    Values of the config take precedence over those of the platform. If two platform values differ, the first one is
+    used.
     """
     union: dict[str, str] = {}
     wanted_by: dict[str, str] = {}

@@ -1,12 +1,12 @@
-"""What leaves nothing behind: a process that outlives the driver, and cleans up after it if nobody else did.
+"""Cleanup after the driver: a separate process that outlives the driver and cleans up if the driver could not.
 
-    driver ──(pipe, its parent)── reaper, in a session of its own: neither Ctrl-C nor a killed group takes it along
-       ╳                             └─► driver gone: kill every process that bears the run's mark, unlink its shared
+    driver ──(pipe, its parent)── reaper, in its own session: neither Ctrl-C nor a killed process group ends it
+       ╳                             └─► driver gone: kill every process with the run's mark, unlink its shared
                                          memory, remove its scratch directory
 
-A process bears the mark if it was started with `ROLL_INSTANCE=<mark>` in its environment, which children inherit: our
-own Ray instance, its workers, and whatever they started. Nobody else's processes have it. Some of Ray's write their
-title over their environment; those are known by the files that they have open in the run's scratch directory.
+A process has the mark if it was started with `ROLL_INSTANCE=<mark>` in its environment, which children inherit. These
+are the run's own Ray instance, its workers, and the processes that they started. Some of Ray's processes write their
+title over their environment. They are recognized by the files that they have open in the run's scratch directory.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MARK = "ROLL_INSTANCE"
-"""Environment variable whose value says to which executor a process belongs."""
+"""Environment variable whose value identifies the executor that a process belongs to."""
 SHM = Path("/dev/shm")
 POLL_S = 0.5
 KILL_S = 10.0
-"""How long processes may take to vanish after SIGKILL."""
+"""Seconds until the processes must be gone after SIGKILL."""
 TRACKERS = ("resource_tracker", "torch_shm_manager")
-"""Processes of Python and torch that unlink the shared memory of dead owners, and then end by themselves."""
+"""Processes of Python and torch that unlink the shared memory of exited owners, and then exit by themselves."""
 TRACKERS_S = 3.0
-"""How long they may take."""
+"""Seconds that the trackers have to exit by themselves."""
 
 
 def shm_prefix(mark: str) -> str:
-    """Names of a run's shared memory begin with this; what is left of them is unlinked at the end."""
+    """Name prefix of a run's shared memory. Segments that are left are unlinked at the end."""
     return f"roll-{mark}-"
 
 
@@ -53,13 +53,16 @@ def watch_over(mark: str, scratch: Path) -> subprocess.Popen[bytes]:
 
 
 def dismiss(reaper: subprocess.Popen[bytes]) -> None:
-    """Everything is cleaned up: the reaper is not needed any more."""
+    """End the reaper after everything is cleaned up."""
     with contextlib.suppress(BrokenPipeError):
         reaper.communicate(b"done", timeout=KILL_S)
 
 
 def sweep(mark: str, scratch: Path) -> int:
-    """Kill what bears the mark, unlink its shared memory, remove its files. Returns how many processes there were."""
+    """Kill processes with the mark, unlink their shared memory and remove the scratch directory.
+
+    Returns the number of killed processes.
+    """
     segments: set[str] = set()
     killed: set[int] = set()
     started = time.monotonic()
@@ -104,7 +107,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _mapped_segments(process: psutil.Process) -> Iterable[str]:
-    """Shared memory that a process has open, by the names that Python and torch give. Only Linux gives it names."""
+    """Names of the shared memory segments that a process has mapped, as Python and torch name them. Only on Linux."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
             path = Path(line.split(maxsplit=5)[-1])
@@ -113,19 +116,19 @@ def _mapped_segments(process: psutil.Process) -> Iterable[str]:
 
 
 def _wait_for_end_of(driver: int) -> bool:
-    """Wait until the driver is gone (true) or says that all is done (false)."""
+    """Wait until the driver exits (True) or reports that it has cleaned up (False)."""
     stdin = sys.stdin.fileno()
     while True:
         readable, _, _ = select.select([stdin], [], [], POLL_S)
         if readable:
             return os.read(stdin, 16) != b"done"
-        # A child that the driver forked may hold the pipe open: the driver's death also shows in our parent.
+        # A child that the driver forked may keep the pipe open. The driver's exit also changes our parent process.
         if os.getppid() != driver:
             return True
 
 
 def main() -> None:
-    """Entry of the reaper process: `reaper.py <mark> <driver's pid> <scratch directory>`."""
+    """Entry point of the reaper process: `orphan_cleanup <mark> <driver's pid> <scratch directory>`."""
     mark, driver, scratch = sys.argv[1:]
     if _wait_for_end_of(int(driver)):
         sweep(mark, Path(scratch))

@@ -1,4 +1,4 @@
-"""Why a worker's process is gone, from what is left of it: Ray's words, its own last ones, the kernel's count."""
+"""Cause of a worker process's exit, from Ray's error, the process's crash report and the kernel's OOM count."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ _EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?)(Some common causes|There a
 
 
 def cause_of_death(error: BaseException, *, pid: int, trace: str, oom_kills: int) -> str:
-    """On one line. `error` is what Ray raised, or the worker of a dead engine; `pid` is 0 for a process that never said
-    who it is; `trace` is what it wrote itself when it crashed; `oom_kills` are processes that the kernel of its host
-    has killed meanwhile for want of memory."""
+    """Cause of a worker's exit, in one line.
+
+    `error` is the exception that Ray raised, or the `EngineDiedError` of the worker. `pid` is 0 if the process never
+    reported one. `trace` is the crash report that the process wrote. `oom_kills` is the number of processes that the
+    kernel of its host has killed for lack of memory since the worker started.
+    """
     process = f"process {pid}"
     if isinstance(error, EngineDiedError):
         return str(error)
@@ -34,7 +37,7 @@ def cause_of_death(error: BaseException, *, pid: int, trace: str, oom_kills: int
 
 
 def _first_words(error: BaseException) -> str:
-    """The part of Ray's message that says what happened."""
+    """Part of Ray's message that describes the event."""
     text = str(error).strip() or type(error).__name__
     detail = _EXIT_DETAIL.search(text)
     words = " ".join((detail[1] if detail else text).split())

@@ -1,12 +1,12 @@
-"""The Ray executor: every worker in a process of its own, on one machine or many.
+"""The Ray executor: every worker in its own process, on one machine or many.
 
     driver                                    worker's process (one actor for each rank)
     RayGroup.call ─► RayWorker.begin ── Ray ──► RayHost.call ─► WorkerHost ─► worker
                      future ◄─────────────────── bytes
     RayWorker.lifeline ◄── ends when the process does ──► every pending call, of any role, raises WorkerDiedError
 
-After a death all calls raise: whatever a role does next, it may wait for the dead worker in a collective. Groups that
-survive a death (replicas of an engine) are an exception: only calls to that worker raise, until it is replaced.
+After a worker exits, all calls raise, because any role may block on the exited worker in a collective. Groups that
+survive an exit (replicas of an engine) are an exception: only calls to that worker raise, until it is replaced.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLACEMENT_S = 120.0
-"""How long slots may be taken by others before that is an error."""
+"""Seconds that the executor waits for slots that other jobs occupy."""
 ENVIRONMENT_S = 3600.0
-"""How long it may take to install the Python environment of a role."""
+"""Seconds for the installation of a role's Python environment."""
 GREETING_S = 300.0
-"""How long Ray may take to start the processes, which by then have loaded nothing of ours that is heavy."""
+"""Seconds for Ray to start the processes. Until then they import no heavy module of ROLL."""
 CLOSE_S = 10.0
-"""How long workers may take to close before they are killed."""
+"""Seconds that workers have to close before they are killed."""
 SHARED_BYTES = 100_000
-"""Arguments at least as large that go to several ranks are put into Ray's object store once."""
+"""Arguments of at least this size that go to several ranks are put into Ray's object store once."""
 MAX_CONCURRENCY = 100_000
-"""Calls that one worker may have begun: more than a rollout has requests."""
+"""Maximum number of concurrent calls of one worker: more than a rollout has requests."""
 
 
 class RayExecutor(Executor):
-    """Workers are Ray actors in one placement group."""
+    """Executor whose workers are Ray actors in one placement group."""
 
     name = "ray"
     shares_memory = False
@@ -68,10 +68,10 @@ class RayExecutor(Executor):
         self._death: WorkerDiedError | None = None
         self._died = asyncio.Event()
         self.is_closing = False
-        """Nobody wants news of the workers any more."""
+        """True once the executor ignores exits of its workers."""
 
     async def start(self, specs: Sequence[GroupSpec]) -> dict[str, WorkerGroup]:
-        """See `Executor.start`. All roles are made at the same time."""
+        """See `Executor.start`. All roles are started at the same time."""
         try:
             self._instance.open()
             await self._reservation.take(specs)
@@ -97,7 +97,7 @@ class RayExecutor(Executor):
         raise again(self._death)
 
     async def close(self) -> None:
-        """See `Executor.close`. Workers that are busy are killed."""
+        """See `Executor.close`. Busy workers are killed."""
         self.is_closing = True
         workers, self._workers = self._workers, []
         try:
@@ -112,14 +112,16 @@ class RayExecutor(Executor):
             self._instance.close()
 
     def death_of(self, worker: RayWorker, error: BaseException) -> None:
-        """A worker's process is gone, or of no use any more: fail every call that is pending, and all later ones; only
-        those to it where its group survives that."""
+        """Handle a worker whose process exited or is unusable: all pending and later calls fail.
+
+        If its group survives the exit, only calls to this worker fail.
+        """
         if not self._is_news(worker):
             return
         self._has_died(worker, worker.describe_death(error))
 
     def give_up(self, worker: RayWorker, death: WorkerDiedError) -> None:
-        """Kill a worker that shows no sign of life; the rest is as for one that died."""
+        """Kill an unresponsive worker and treat it as exited."""
         if self._is_news(worker):
             self._has_died(worker, death)
             worker.kill()
@@ -144,8 +146,10 @@ class RayExecutor(Executor):
             each.fail_pending(self._death)
 
     async def replace(self, dead: RayWorker) -> RayWorker:
-        """Start another process in the place of one that has died, and make the worker in it; no process is left
-        where that fails."""
+        """Replace an exited worker: start another process in its place and construct the worker in it.
+
+        If that fails, the new process is killed.
+        """
         if dead in self._workers:
             self._workers.remove(dead)
             dead.kill()
@@ -164,11 +168,11 @@ class RayExecutor(Executor):
 
     @property
     def death(self) -> WorkerDiedError | None:
-        """The first death that ends everything."""
+        """Error of the first exit that ends the run, or None."""
         return self._death
 
     def _host(self, spec: GroupSpec, place: Place) -> RayWorker:
-        """Start the process of one worker. It holds no worker yet."""
+        """Start the process of one worker. The worker itself is constructed later."""
         import ray
 
         from roll_core.runtime.cluster.executors.ray_host import RayHost
@@ -191,8 +195,8 @@ class RayExecutor(Executor):
             "scheduling_strategy": self._reservation.strategy(place.node),
         }
         if configured:
-            # Some variables are read when a process begins (LD_PRELOAD): Ray starts it with them, which takes twice as
-            # long as to set them in `RayHost`, before anything heavy is imported.
+            # Some variables take effect only when a process starts (LD_PRELOAD), so Ray starts it with them. That takes
+            # twice as long as setting them in `RayHost` before the first heavy import.
             options["runtime_env"] = {"env_vars": env}
         level = logging.getLogger().getEffectiveLevel()
         known = (spec.role, place.rank, env, level, str(crash_file))
@@ -205,7 +209,7 @@ class RayExecutor(Executor):
         return worker
 
     def _identity(self, spec: GroupSpec, place: Place, devices: Sequence[str]) -> dict[str, str]:
-        """What tells a worker who it is and what it may see; no configuration changes that."""
+        """Variables that identify a worker and select its devices. The configuration cannot override them."""
         env = {
             "WORKER_NAME": f"{spec.role}-{place.rank}",
             "CLUSTER_NAME": spec.role,
@@ -220,7 +224,7 @@ class RayExecutor(Executor):
         return env
 
     async def _prepare(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> None:
-        """Let every worker's host find or install the role's Python environment."""
+        """Find or install the role's Python environment on every worker's host."""
         futures = {worker.member: worker.prepare() for worker in workers}
         await collect(spec.role, "preparation of its environment", futures, ENVIRONMENT_S)
 
@@ -238,7 +242,7 @@ class RayExecutor(Executor):
         return greetings
 
     async def _make(self, spec: GroupSpec, workers: Sequence[RayWorker], first: Greeting) -> None:
-        """Make the workers of a role, now that it is known where rank 0 is."""
+        """Construct the workers of a role, once the address of rank 0 is known."""
         alone = len(workers) == 1
         peers = Peers(
             master_addr=workers[0].member.address,
@@ -249,14 +253,14 @@ class RayExecutor(Executor):
         for worker in workers:
             place = worker.place
             if place.slots and self._platform.visible_devices:
-                # Its process sees only its own devices, and counts them from 0.
+                # The process sees only its own devices, numbered from 0.
                 place = replace(place, device=self._platform.device(0))
             futures[worker.member] = worker.make(place, peers)
         await collect(spec.role, "start", futures, spec.timeout_s)
 
 
 class RayGroup(WorkerGroup):
-    """The actors of a role."""
+    """The Ray actors of a role."""
 
     def __init__(self, executor: RayExecutor, spec: GroupSpec, workers: Sequence[RayWorker]) -> None:
         super().__init__(spec, [worker.member for worker in workers])
@@ -288,7 +292,7 @@ class RayGroup(WorkerGroup):
 
         try:
             payload = codec_of(self.spec).dumps(args)
-        except Exception as error:  # whatever a foreign object's pickling raises
+        except Exception as error:  # any exception of a third-party pickling
             raise UnsupportedError(
                 f"{self.role}.{method}: its arguments cannot be sent to another process: {error}"
             ) from error

@@ -1,7 +1,7 @@
-"""What runs inside Ray's processes: one generic actor for each worker, and one that holds the slots of a node.
+"""Ray actors: a generic one for each worker, and one that holds the devices of a node.
 
-Arguments and results cross as bytes that are pickled here, not by Ray: arrays arrive writable, and what cannot be
-pickled is an error of the call that can be attributed.
+Arguments and results are pickled here, not by Ray. Arrays therefore arrive writable, and a value that cannot be pickled
+raises an error that names its call.
 """
 
 from __future__ import annotations
@@ -33,52 +33,55 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.placement import Place
 
 PORTS = range(20_000, 32_000)
-"""Below the range from which systems take ports for outgoing connections, so that none takes ours meanwhile."""
+"""Below the usual ranges of ephemeral ports, so that no outgoing connection takes a chosen port."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""gloo's variable. Without it gloo takes the address of the host's own name, which is 127.0.1.1 on many hosts."""
+"""Environment variable of gloo for its network interface.
+
+Without it gloo resolves the host's own name, which is 127.0.1.1 on many hosts.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """What a worker's process says of itself."""
+    """Identity and address of a worker's process."""
 
     host: str
     address: str
     pid: int
     port: int
-    """Free on its host just now."""
+    """A port that was free on its host at that time."""
     interface: str = ""
-    """The network interface with this address; empty where the user names one for gloo, or none has it."""
+    """Network interface with this address; empty if the user sets one for gloo, or if none has the address."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    """Of its Python environment, where that is not the driver's: the interpreter and versions."""
+    """Interpreter and package versions of its Python environment; empty if it uses the driver's environment."""
 
 
 class RayHost:
-    """Actor that holds one worker. All methods are async: they run on the actor's event loop and may overlap."""
+    """Actor with one worker. All methods are async: they run on the actor's event loop and may overlap."""
 
     def __init__(self, role: str, rank: int, env: Mapping[str, str], level: int, crash_file: str) -> None:
         self._name = settle(role, rank, env, level)
         if Path(crash_file).parent.is_dir():
-            # Open for the life of the process: a crash is written by the signal handler.
+            # The file stays open for the life of the process: the signal handler writes the crash report to it.
             faulthandler.enable(Path(crash_file).open("w"))  # noqa: SIM115
         self._host = WorkerHost(role, rank)
         self._turns = CallOrder()
         self._running: dict[int, asyncio.Future[Any]] = {}
 
     def __repr__(self) -> str:
-        """What Ray puts in front of each line that the worker prints."""
+        """Prefix that Ray puts in front of each line that the worker prints."""
         return self._name
 
     async def greet(self) -> bytes:
-        """Say who is here: a `Greeting`."""
+        """Return the pickled `Greeting` of this process."""
         return encode_result(PICKLED, greeting(hostname(), os.getpid()))
 
     async def lifeline(self) -> None:
-        """Never answers: the caller learns of the death of this process by the end of this call."""
+        """Never returns. The pending call fails when this process exits, which notifies the caller."""
         await asyncio.Event().wait()
 
     async def make(self, payload: bytes) -> bytes:
-        """Make the worker. Answers as `call` does."""
+        """Construct the worker. Returns bytes as `call` does."""
         return await answer(PICKLED, self._make(payload))
 
     async def _make(self, payload: bytes) -> None:
@@ -91,7 +94,7 @@ class RayHost:
         await self._host.make(target, _with_threads_of_this_host(place), peers, args)
 
     async def call(self, number: int, method: str, payload: bytes) -> bytes:
-        """Call `number` of this worker, begun after all before it. Answers with `codecs.PICKLED`."""
+        """Run call `number` of this worker, in order of the numbers. Returns bytes of `codecs.PICKLED`."""
         await self._turns.wait_for(number)
         try:
             future = self._host.begin(method, PICKLED.loads(payload))
@@ -106,12 +109,12 @@ class RayHost:
             del self._running[number]
 
     async def cancel(self, number: int) -> None:
-        """Nobody waits for this call any more: end it if its method is async."""
+        """Cancel a call without a waiting caller, if its method is async."""
         if number in self._running:
             self._running[number].cancel()
 
     async def stack(self) -> str:
-        """Where the worker is right now."""
+        """Current stacks of the worker's threads."""
         return self._host.stack()
 
     async def close(self, timeout_s: float) -> None:
@@ -120,39 +123,42 @@ class RayHost:
 
 
 class SlotHolder:
-    """Actor that holds a node's slots, so that roles can share them, and knows which devices they are."""
+    """Actor that reserves a node's devices, so that roles can share them, and knows their ids."""
 
     def device_ids(self, resource: str) -> list[str]:
-        """What the node calls its slots, by local index."""
+        """Ids of the devices on the node, by local slot index."""
         held: Mapping[str, Sequence[str]] = ray.get_runtime_context().get_accelerator_ids()
         return [str(device) for device in held.get(resource, ())]
 
 
 class CallOrder:
-    """Calls begin in the order of their numbers, however they arrive."""
+    """Lets calls begin in the order of their numbers, independent of the order of their arrival."""
 
     def __init__(self) -> None:
         self._next = 0
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     async def wait_for(self, number: int) -> None:
-        """Return when all calls before this one have begun."""
+        """Wait until all calls before this one have begun."""
         if number != self._next:
             turn = self._waiting[number] = asyncio.get_running_loop().create_future()
             await turn
 
     def done(self, number: int) -> None:
-        """This one has begun: the next may."""
+        """Mark this call as begun, and let the next one begin."""
         self._next = number + 1
         if self._next in self._waiting:
             self._waiting.pop(self._next).set_result(None)
 
 
 def settle(role: str, rank: int, env: Mapping[str, str], level: int) -> str:
-    """Prepare an actor's process: its variables, its log, no ear for the terminal. Returns its name in the log."""
+    """Prepare an actor's process: environment variables, logging, process group, SIGTERM.
+
+    Returns its name in the log.
+    """
     os.environ.update(env)
     if os.getpgid(0) != os.getpid():
-        os.setpgid(0, 0)  # Ctrl-C in the terminal is for the driver, which then ends its workers in order
+        os.setpgid(0, 0)  # Ctrl-C in the terminal goes only to the driver, which then ends its workers in order
     name = f"{role}[{rank}]"
     logging.basicConfig(level=level, format=f"%(levelname)s {name} %(name)s: %(message)s", force=True)
     be_deaf_to(signal.SIGTERM)
@@ -160,7 +166,7 @@ def settle(role: str, rank: int, env: Mapping[str, str], level: int) -> str:
 
 
 def greeting(host: str, pid: int, fingerprint: Mapping[str, str] = MappingProxyType({})) -> Greeting:
-    """Of a worker's process on this node."""
+    """Create the `Greeting` of a worker process on this node."""
     address = ray.util.get_node_ip_address()
     interface = "" if GLOO_INTERFACE in os.environ else interface_of(address)
     return Greeting(
@@ -169,7 +175,7 @@ def greeting(host: str, pid: int, fingerprint: Mapping[str, str] = MappingProxyT
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """A free port of this host. Raises `OSError` if none of 100 random ports is free."""
     for port in Random().sample(PORTS, 100):
         with socket.socket() as probe:
             try:

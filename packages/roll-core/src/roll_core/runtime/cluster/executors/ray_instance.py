@@ -1,8 +1,8 @@
-"""The Ray that an executor works with: the user's if there is one, else one of our own that nobody else sees.
+"""Connection to Ray: the user's instance if there is one, otherwise a private one.
 
-Ray is the user's if this process is connected already, or if `RAY_ADDRESS` says where it is. Ours lets in
-only who knows its secret, keeps its files in a scratch directory of its own, and ends with the executor, or with the
-driver however that dies.
+Ray is the user's if this process is already connected, or if `RAY_ADDRESS` is set. A private instance accepts only
+clients that know its secret, and keeps its files in its own scratch directory. It ends with the executor, or with the
+driver, however the driver exits.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 512 * 1024**2
-"""Of our own instance. Weights do not go through it, only batches and their results."""
+"""Object store of a private instance. Weights do not pass through it, only batches and their results."""
 REACH_S = 10.0
-"""How long the user's Ray may take to take a connection."""
+"""Seconds to connect to the user's Ray."""
 START_ATTEMPTS = 3
 TOO_SLOW = "node timed out during startup"
-"""What Ray says when its daemon takes more than 30 s to register; that limit cannot be set."""
+"""Ray's message if its daemon takes more than 30 s to register. That limit cannot be configured."""
 STATE_KEEPERS = ("gcs_server", "raylet")
-"""Ray's processes without which a driver cannot take its leave."""
+"""Ray processes that a driver needs in order to disconnect cleanly."""
 LONGEST_SCRATCH = 40
-"""Ray puts sockets below its directory, and the path of a socket is at most 107 bytes long."""
+"""Maximum length of the temporary directory's path.
+
+Ray puts sockets below its directory, and the path of a socket has at most 107 bytes.
+"""
 
 
 class RayInstance:
@@ -57,21 +60,24 @@ class RayInstance:
         self.mark = secrets.token_hex(4)
         self.scratch = _scratch_directory(self.mark)
         self.single_host = False
-        """Whether it is an instance of our own, which has no other host."""
+        """True for a private instance, which has only this host."""
         self._connected_by_us = False
         self._helpers: list[psutil.Process] = []
-        """Of an instance of our own: its logs, its monitors."""
+        """Auxiliary processes of a private instance: logs and monitors."""
         self._reaper: subprocess.Popen[bytes] | None = None
         self._environment = EnvironmentChange()
 
     @property
     def is_open(self) -> bool:
-        """Whether Ray can be asked anything."""
+        """True if Ray is connected."""
         return self._reaper is not None and "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
     def open(self) -> None:
-        """Connect. Blocks. Call it from the thread that lives as long as the instance: Ray asks Linux to end its
-        processes together with the thread that started them."""
+        """Connect to Ray or start it. Blocks.
+
+        Call it from a thread that lives as long as the instance: Ray makes Linux end its processes together with the
+        thread that started them. Raises `PlacementError`.
+        """
         address = os.environ.get("RAY_ADDRESS", "").removeprefix("local")
         _check_reachable(address)
         with children_deaf_to(signal.SIGTERM):
@@ -91,17 +97,17 @@ class RayInstance:
                 self.single_host = True
                 with children_deaf_to(signal.SIGTERM):
                     self._start()
-        except Exception as error:  # Ray raises whatever its parts raise
+        except Exception as error:  # Ray raises many exception types
             what = f"joined at RAY_ADDRESS={address}" if address else "started on this host"
             raise PlacementError(f"Ray could not be {what}: {error}{_about_tokens(address)}") from error
         finally:
-            # What else the driver starts is not ours to end.
+            # Other processes that the driver starts do not belong to this instance.
             del os.environ[orphan_cleanup.MARK]
             if sigterm is not None:
                 signal.signal(signal.SIGTERM, sigterm)
 
     def close(self) -> None:
-        """Disconnect, end what is ours, and sweep up. Blocks; may be called several times."""
+        """Disconnect, end the private instance, and clean up. Blocks; may be called several times."""
         if self._connected_by_us:
             import ray
 
@@ -122,7 +128,7 @@ class RayInstance:
             try:
                 self._start_once()
                 break
-            except Exception as error:  # Ray has no type of its own for it
+            except Exception as error:  # Ray has no exception type for it
                 if TOO_SLOW not in str(error) or not attempts_left:
                     raise
                 log.warning("Ray did not come up in its 30 s, as on a host that is busy; it is tried again")
@@ -152,7 +158,7 @@ class RayInstance:
         )
 
     def _end_helpers(self) -> None:
-        """Ray would ask each in turn by SIGTERM, to which they are deaf, and wait a second for each to end."""
+        """Kill Ray's helpers. Ray itself would send SIGTERM, which they ignore, and wait a second for each."""
         helpers, self._helpers = self._helpers, []
         _kill(helpers)
 
@@ -161,31 +167,35 @@ class RayInstance:
         self._reaper = orphan_cleanup.watch_over(self.mark, self.scratch)
 
     def _set_environment(self, *, alone: bool) -> None:
-        """What Ray reads when it is imported and started, and what its processes inherit. The user's settings stay."""
+        """Set the variables that Ray reads at import and start, and that its processes inherit.
+
+        The user's settings win.
+        """
         settings = {
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Workers use the driver's interpreter as it is: do not resolve an environment anew for each of them.
+            # Workers use the driver's interpreter as it is: do not resolve an environment for each of them.
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-            # We say which devices a worker sees, also where it asks Ray for none.
+            # ROLL sets the devices that a worker sees, even if it requests none from Ray.
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            # As many processes as there are cores would start, of which we need a few.
+            # Otherwise Ray starts one process per core, of which ROLL needs only a few.
             "RAY_prestart_worker_first_driver": "0",
             "RAY_enable_worker_prestart": "0",
-            # With a worker Ray would kill the trackers that unlink its shared memory. What it started ends with us.
+            # Otherwise Ray kills, with a worker, the trackers that unlink its shared memory. ROLL ends these processes
+            # itself.
             "RAY_kill_child_processes_on_worker_exit": "0",
             "RAY_process_group_cleanup_enabled": "0",
             "RAY_SCHEDULER_EVENTS": "0",
-            # Ray's default of 15 lets anything else on the host run before the workers.
+            # Ray's default niceness of 15 lets any other process on the host run before the workers.
             "RAY_worker_niceness": "0",
-            # We say that a worker died, and in fewer words.
+            # ROLL reports exits of workers itself, in fewer words.
             "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed while executing",
             "RAY_COLOR_PREFIX": "" if sys.stderr.isatty() else "0",
         }
         if alone:
-            # Ray for one host, as on macOS and Windows: its processes listen on the loopback address only.
+            # Single-host Ray, as on macOS and Windows: its processes listen only on the loopback address.
             settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         else:
-            # Attempts to reach the user's Ray, 40 s each. With Ray's default of 20 a start blocks for 13 minutes.
+            # Attempts to connect to the user's Ray, 40 s each. With Ray's default of 20 a start blocks for 13 minutes.
             settings["RAY_gcs_server_port_wait_time_s"] = "1"
         env = {name: value for name, value in settings.items() if name not in os.environ}
         env[orphan_cleanup.MARK] = self.mark
@@ -199,7 +209,7 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise `PlacementError` at once where Ray would try for minutes."""
+    """Raise `PlacementError` at once if no Ray listens at `address`; Ray itself would retry for minutes."""
     match = re.fullmatch(r"(?:ray://)?\[?(?P<host>.+?)\]?:(?P<port>\d+)", address)
     if match is None:
         return
@@ -213,7 +223,10 @@ def _check_reachable(address: str) -> None:
 
 
 def _about_tokens(address: str) -> str:
-    """`ray start` asks for tokens wherever it finds one, and a driver sends one only where it is told to."""
+    """Hint about token authentication, for the error message of a failed connection.
+
+    `ray start` requires tokens wherever it finds one, but a driver sends one only if `RAY_AUTH_MODE` is set.
+    """
     if not address or "RAY_AUTH_MODE" in os.environ:
         return ""
     return (
@@ -223,9 +236,9 @@ def _about_tokens(address: str) -> str:
 
 
 def _provide_secret() -> None:
-    """Give Ray a secret, unless the user has one, so that it writes none into the user's home.
+    """Set a secret for Ray unless the user has one, so that Ray writes none into the user's home.
 
-    It stays in the environment: Ray reads it once for each process, and a later instance must have the same.
+    It stays in the environment: Ray reads it once per process, and a later instance must use the same one.
     """
     default = Path.home() / ".ray" / "auth_token"
     if not ({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()) and not default.exists():
@@ -238,7 +251,7 @@ def _scratch_directory(mark: str) -> Path:
 
 
 def _object_store_bytes() -> int:
-    """At most half of what shared memory has: containers often give very little."""
+    """Size of the object store: at most half of the free shared memory, of which containers often have little."""
     if not orphan_cleanup.SHM.is_dir():
         return OBJECT_STORE_BYTES
     return max(80 * 1024**2, min(OBJECT_STORE_BYTES, shutil.disk_usage(orphan_cleanup.SHM).free // 2))

@@ -1,9 +1,9 @@
-"""The actor of a worker whose role has a Python environment of its own.
+"""Ray actor of a worker whose role has its own Python environment.
 
     RayWorker ── Ray ──► RayIsolatedEnvHost ══ socket ══► the worker's process, under its own interpreter
 
-The actor runs in the driver's environment, so Ray's versions never meet; the process need not even have Ray. The
-actor finds or installs the environment on its own host, and passes bytes on.
+The actor runs in the driver's environment, so versions of Ray never conflict, and the process does not need Ray at all.
+The actor finds or installs the environment on its own host, and passes bytes through.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class RayIsolatedEnvHost:
-    """Has the methods of `RayHost`, and `prepare` before them."""
+    """Actor with the methods of `RayHost`, and `prepare`, which is called before them."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class RayIsolatedEnvHost:
         self._python: Path
 
     def __repr__(self) -> str:
-        """What Ray puts in front of each line that the process prints."""
+        """Prefix that Ray puts in front of each line that the process prints."""
         return self._name
 
     async def prepare(self) -> bytes:
-        """Find or make the environment on this host, which may take minutes. Answers with `codecs.PICKLED`."""
+        """Find or install the environment on this host; may take minutes. Returns bytes of `codecs.PICKLED`."""
         try:
             self._python = await asyncio.to_thread(prepare, self._spec, f"{self._role} on {hostname()}")
         except Exception as error:
@@ -60,8 +60,8 @@ class RayIsolatedEnvHost:
         return encode_result(PICKLED, None)
 
     async def greet(self) -> bytes:
-        """Start the process. Answers with `codecs.PICKLED`, a `Greeting`."""
-        given = {name: value for name, value in self._given.items() if name != "PATH"}  # which has the environment's
+        """Start the process. Returns a `Greeting` as bytes of `codecs.PICKLED`."""
+        given = {name: value for name, value in self._given.items() if name != "PATH"}  # has the environment's folder
         env = environment_of(self._python, os.environ) | given
         env[INSTALL_VARIABLE] = install_command(self._python, ())
         try:
@@ -71,15 +71,15 @@ class RayIsolatedEnvHost:
         return encode_result(PICKLED, greeting(hello["host"], hello["pid"], hello["fingerprint"]))
 
     async def lifeline(self) -> None:
-        """Never returns: raises when the process ends, and Ray raises when this actor does."""
+        """Never returns. Raises when the process exits; Ray raises when this actor exits."""
         raise ProcessEndedError(await self._process.ended())
 
     async def make(self, payload: bytes) -> bytes:
-        """Make the worker. Answers with `codecs.WIRE`."""
+        """Construct the worker. Returns bytes of `codecs.WIRE`."""
         return await self._process.make(payload)
 
     async def call(self, number: int, method: str, payload: bytes) -> bytes:
-        """Call `number` of this worker, begun after all before it. Answers with `codecs.WIRE`."""
+        """Run call `number` of this worker, in order of the numbers. Returns bytes of `codecs.WIRE`."""
         await self._turns.wait_for(number)
         try:
             future = self._running[number] = self._process.begin(method, payload)
@@ -91,12 +91,12 @@ class RayIsolatedEnvHost:
             del self._running[number]
 
     async def cancel(self, number: int) -> None:
-        """Nobody waits for this call any more: end it if its method is async."""
+        """Cancel a call without a waiting caller, if its method is async."""
         if number in self._running:
             self._running[number].cancel()
 
     async def stack(self) -> str:
-        """Where the worker is right now."""
+        """Current stacks of the worker's threads."""
         return await self._process.stack()
 
     async def close(self, timeout_s: float) -> None:

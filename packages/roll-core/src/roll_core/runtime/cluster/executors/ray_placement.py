@@ -1,7 +1,7 @@
-"""From nodes by number to nodes of a Ray cluster: reserves one bundle of slots on each, or says what is missing.
+"""Reserves the slots of a run on a Ray cluster: one bundle per node, in one placement group.
 
-A bundle is as large as the highest slot in use on its node asks for, so that local slot `i` is the `i`-th device that
-the bundle holds. On accelerators an actor holds the whole bundle's devices and workers ask Ray for none: roles may
+A bundle is as large as the highest slot in use on its node requires, so that local slot `i` is the `i`-th device of the
+bundle. On accelerators one actor holds all devices of the bundle, and workers request none from Ray. Roles may then
 share slots in any way, and no other job of the cluster gets them meanwhile.
 """
 
@@ -27,15 +27,15 @@ ANY_SHARE = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedNode:
-    """A node's bundle in the placement group."""
+    """Bundle of one node in the placement group."""
 
     bundle: int
     device_ids: tuple[str, ...] = ()
-    """What the node calls its slots, by local index; empty where workers are not restricted to devices."""
+    """Device ids of the node's slots, by local index; empty if workers are not restricted to devices."""
 
 
 class Reservation:
-    """The slots of a run on a Ray cluster."""
+    """Reservation of a run's slots on a Ray cluster."""
 
     def __init__(self, platform: Platform, slots_per_node: int, deadline_s: float) -> None:
         self._platform = platform
@@ -46,7 +46,7 @@ class Reservation:
         self.nodes: dict[int, ReservedNode] = {}
 
     async def take(self, specs: Sequence[GroupSpec]) -> None:
-        """Reserve. Raises `PlacementError` if the slots do not exist, or are not free within the deadline."""
+        """Reserve the slots. Raises `PlacementError` if they do not exist, or are not free within the deadline."""
         import ray
         from ray.util.placement_group import placement_group
 
@@ -64,7 +64,7 @@ class Reservation:
             self.nodes[node] = ReservedNode(bundle=bundle, device_ids=tuple(ids))
 
     def strategy(self, node: int) -> Any:
-        """Where Ray shall put a worker of this node."""
+        """Ray's scheduling strategy for a worker on this node."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(
@@ -72,7 +72,7 @@ class Reservation:
         )
 
     def give_back(self) -> None:
-        """Free the slots for others. May be called several times."""
+        """Release the slots. May be called several times."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -84,7 +84,7 @@ class Reservation:
             remove_placement_group(group)
 
     def _slots_needed(self, specs: Sequence[GroupSpec]) -> dict[int, int]:
-        """Slots to reserve on each node that is used: up to the highest one in use."""
+        """Number of slots to reserve on each node: up to the highest one in use."""
         needs: dict[int, int] = {}
         for spec in specs:
             for place in spec.places:
@@ -95,9 +95,12 @@ class Reservation:
     def _check_existence(
         self, specs: Sequence[GroupSpec], needs: Mapping[int, int], present: Sequence[Mapping[str, float]]
     ) -> None:
-        """Nodes with the most slots serve those that need the most; what then lacks is named by role and slot."""
+        """Raise `PlacementError` for the first slot that does not exist, by role and slot.
+
+        Assumes that the nodes with the most slots serve the node indices that need the most.
+        """
         counts = sorted((count for count in map(self._slots_of, present) if count), reverse=True)
-        # A node whose number is past the last one is there for nobody.
+        # A node index beyond the last node gets no slots.
         there = (node for node in needs if needs[node] and node < len(counts))
         by_need = sorted(there, key=lambda node: (-needs[node], node))
         available = dict(zip(by_need, counts, strict=False))
@@ -146,7 +149,7 @@ class Reservation:
             ) from None
 
     async def _hold(self, bundle: int, slots: int) -> Sequence[str]:
-        """Let an actor take all slots of a bundle, and ask it for their ids."""
+        """Let an actor take all slots of a bundle. Returns their device ids."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -160,6 +163,6 @@ class Reservation:
         ids: list[str] = await asyncio.wait_for(
             asyncio.wrap_future(holder.device_ids.remote(resource).future()), self._deadline_s
         )
-        if len(ids) != slots:  # more, where a variable RAY_EXPERIMENTAL_NOSET_… keeps Ray from dealing them out
+        if len(ids) != slots:  # more, if a variable RAY_EXPERIMENTAL_NOSET_… keeps Ray from assigning devices
             raise PlacementError(f"Ray gave {len(ids)} devices of {resource} where {slots} were reserved: {ids}")
         return ids

@@ -1,10 +1,10 @@
-"""One actor of Ray, as the driver sees it: calls begin in order and are answered, or fail when its process dies.
+"""Driver-side handle of one Ray actor. Its calls begin in order; they return, or fail when its process exits.
 
     begin ─► future ◄── answer, decoded
                ▲
     lifeline ──┴── ends when the process does
 
-What is known of a death goes to the executor, which decides who else fails by it, and to everybody who waits.
+The handle reports an exit to the executor, which decides which other calls fail because of it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.placement import Place
 
 DEATH_NEWS_S = 10.0
-"""How long after a failed call the news of the worker's death may take."""
+"""Seconds to wait for the notice of the worker's exit after a failed call."""
 
 
 class RayWorkerOwner(Protocol):
-    """What a worker needs of the executor that started it."""
+    """Interface of the executor that a `RayWorker` uses."""
 
     @property
     def death(self) -> WorkerDiedError | None:
@@ -56,7 +56,7 @@ class RayWorkerOwner(Protocol):
 
 
 class RayWorker:
-    """One actor, as the driver sees it. Lives on the event loop of the executor."""
+    """Driver-side handle of one actor. Lives on the executor's event loop."""
 
     def __init__(self, executor: RayWorkerOwner, spec: GroupSpec, place: Place, handle: Any, crash_file: Path) -> None:
         self.place = place
@@ -70,30 +70,30 @@ class RayWorker:
         self._loop = asyncio.get_running_loop()
         self._number = 0
         self._pending: dict[asyncio.Future[Any], str] = {}
-        """Who waits, and for which method."""
+        """Method of each pending call."""
         self._unanswered = 0
         self.interface = ""
-        """The network interface at which it meets its peers, where one has to be named."""
+        """Network interface that the worker uses to reach its peers; empty if it need not be set."""
         self.is_dead = False
         self.death: WorkerDiedError | None = None
-        """How it died, where its group survives that."""
+        """Error of its exit, if its group survives exits."""
         self._on_answer(handle.lifeline.remote(), self._lifeline_ended)
 
     @property
     def is_idle(self) -> bool:
-        """Whether its process lives and works on nothing, also on nothing that nobody waits for any more."""
+        """True if its process is alive and runs no call. Calls without a waiting caller count as running."""
         return not self._unanswered and not self.is_dead and self._handle is not None
 
     def prepare(self) -> asyncio.Future[Any]:
-        """Let it find or install its Python environment."""
+        """Find or install the worker's Python environment."""
         return self._ask("preparation of its environment", self._handle.prepare.remote(), PICKLED)
 
     def greet(self) -> asyncio.Future[Any]:
-        """Wait for its process."""
+        """Wait until its process has started."""
         return self._ask("start of its process", self._handle.greet.remote(), PICKLED)
 
     def make(self, place: Place, peers: Peers) -> asyncio.Future[Any]:
-        """Make the worker in it."""
+        """Construct the worker in the actor."""
         self.place = place
         env = {"MASTER_ADDR": peers.master_addr, "MASTER_PORT": str(peers.master_port)}
         if self.interface:
@@ -127,18 +127,18 @@ class RayWorker:
         return future
 
     def stack(self) -> asyncio.Future[Any]:
-        """Where its worker is right now."""
+        """Current stacks of its worker."""
         return self._ask("stack", self._handle.stack.remote())
 
     def close(self, timeout_s: float) -> asyncio.Future[Any]:
-        """Close the worker in it."""
+        """Close the worker in the actor."""
         return self._ask("close", self._handle.close.remote(timeout_s))
 
     def kill(self) -> None:
-        """End its process.
+        """Kill its process.
 
-        The handle goes too: it may live on in a cycle, and when that is collected Ray takes a reference from the actor
-        of this id, which by then may be one of the next Ray instance of this process.
+        Also drops the handle. The handle may survive in a reference cycle. When the cycle is collected, Ray releases a
+        reference of the actor with this id. The id may then belong to the next Ray instance of this process.
         """
         import ray
 
@@ -147,13 +147,13 @@ class RayWorker:
             ray.kill(handle)
 
     def fail_pending(self, death: WorkerDiedError) -> None:
-        """Every call that waits raises."""
+        """Let every pending call raise this error."""
         for future in list(self._pending):
             if not future.done():
                 future.set_exception(again(death))
 
     def describe_death(self, error: BaseException) -> WorkerDiedError:
-        """What is known: Ray's words, the crash that the process itself wrote, the kernel's count of killings."""
+        """Describe an exit by Ray's message, the process's own crash report, and the kernel's count of OOM kills."""
         method = next((method for future, method in self._pending.items() if not future.cancelled()), "")
         trace = _text(self._crash_file)
         struck = num_oom_kills() - self._oom_kills_before if self.member.host in (hostname(), "?") else 0
@@ -161,7 +161,7 @@ class RayWorker:
         return WorkerDiedError(self.spec.role, self.place.rank, self.member.host, method, cause, trace or str(error))
 
     def _ask(self, method: str, ref: Any, codec: Codec | None = None) -> asyncio.Future[Any]:
-        """The answer to a call that was made, as it is where it has no codec."""
+        """Future for the result of a call. Without `codec` the result is returned as it is."""
         future: asyncio.Future[Any] = self._loop.create_future()
         self._pending[future] = method
         self._unanswered += 1
@@ -181,7 +181,7 @@ class RayWorker:
                     self._executor.death_of(self, failed.failure.error)
                 if not future.done():
                     future.set_exception(failed)
-            except Exception as wrong:  # whatever the unpickling of a foreign object raises
+            except Exception as wrong:  # any exception of a third-party unpickling
                 future.set_exception(CallFailed(Failure.of(wrong)))
 
         self._on_answer(ref, answered)
@@ -192,15 +192,15 @@ class RayWorker:
         retrieve(done)
 
     def _on_answer(self, ref: Any, callback: Callable[[Any, BaseException | None], None]) -> None:
-        """Call back on the event loop with the answer or the error. Ray calls from a thread of its own."""
+        """Call back on the event loop with the result or the error. Ray calls from its own thread."""
 
         def ready(done: Future[Any]) -> None:
             answer, error = None, None
             try:
                 answer = done.result()
-            except BaseException as raised:  # an exception here would be swallowed, and the call never end
+            except BaseException as raised:  # an exception here would be swallowed, and the call would never end
                 error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everyone who waited
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is left
                 self._loop.call_soon_threadsafe(callback, answer, error)
 
         ref.future().add_done_callback(ready)
@@ -209,16 +209,19 @@ class RayWorker:
         import ray
 
         if isinstance(error, ray.exceptions.ActorUnavailableError):
-            # The network had a gap; Ray has not given the process up.
+            # A gap in the network: Ray has not declared the actor dead.
             self._on_answer(self._handle.lifeline.remote(), self._lifeline_ended)
         elif error is not None:
             self.is_dead = True
             self._executor.death_of(self, error)
 
     def _unreachable(self, future: asyncio.Future[Any], error: BaseException) -> None:
-        """Ray lost a call. Most likely the process died, and the lifeline says so in a moment: that error is better.
-        A process that lives behind a gap of the network has missed a call, and others wait there for their turn after
-        it: it is of no use any more, where its group survives that."""
+        """Handle a call that Ray lost.
+
+        Usually the process exited and the lifeline reports it soon, with a better error. Behind a network gap the
+        process may be alive, but it has missed a call, and later calls block in its call order. Such a worker is given
+        up if its group survives exits.
+        """
         import ray
 
         def give_up() -> None:
@@ -238,18 +241,20 @@ class RayWorker:
 
 
 def again(death: WorkerDiedError) -> WorkerDiedError:
-    """The same error to raise in one more place, without the traceback of another."""
+    """Copy of the error for another caller, without the traceback of the first one."""
     return type(death)(*death.args)
 
 
 def codec_of(spec: GroupSpec) -> Codec:
-    """How calls of a role become bytes."""
+    """Codec for the calls of a role."""
     return PICKLED if spec.environment is None else WIRE
 
 
 def import_path(spec: GroupSpec) -> list[str]:
-    """Where this process imports from: workers import the user's modules from there too. What is installed here stays
-    out of another environment."""
+    """Import path of this process for workers, which import the user's modules from there too.
+
+    For another Python environment, packages that are installed here are left out.
+    """
     path = [str(Path(entry or Path.cwd()).absolute()) for entry in sys.path]
     if spec.environment is None:
         return path

@@ -1,10 +1,10 @@
-"""SIGTERM is for the driver, also where it is sent to every process of a group or of a job.
+"""Keeps SIGTERM away from Ray and the workers, even if it is sent to every process of a group or job.
 
-The driver then ends the step in progress, for which it needs its workers, and Ray.
+Only the driver handles it: it ends the step in progress, for which it needs its workers, and then Ray.
 
     driver ── starts, with SIGTERM blocked ──► Ray's processes ──► workers' processes: they inherit the block
                                                                        └─ handle SIGTERM by doing nothing, and lift the
-                                                                          block: their own children shall not inherit it
+                                                                          block, so their children do not inherit it
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def children_deaf_to(number: signal.Signals) -> Iterator[None]:
-    """Processes that this thread starts meanwhile, and theirs, never get the signal: it is blocked in them.
+    """Block the signal in processes that this thread starts within the `with` statement, and in their descendants.
 
-    They end by SIGKILL, and by themselves.
+    Such processes end by SIGKILL or by themselves.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
@@ -33,12 +33,11 @@ def children_deaf_to(number: signal.Signals) -> Iterator[None]:
 
 
 def be_deaf_to(number: signal.Signals) -> None:
-    """The signal does nothing to this process any more; it may still end those that this thread, and threads that it
-    starts, start.
+    """Ignore the signal in this process. Children of this thread, and of threads that it starts, still receive it.
 
-    Python lets only the main thread set a handler, and that one is Ray's. The handler that faulthandler sets from any
-    thread writes a traceback, here to nowhere.
+    Python lets only the main thread set a handler, and Ray owns that thread. faulthandler sets its handler from any
+    thread; it writes a traceback, here to the null device.
     """
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # open for the life of the process
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # stays open for the life of the process
     faulthandler.register(number, file=nowhere, all_threads=False, chain=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

@@ -1,15 +1,15 @@
-"""The schema in which values cross between Python environments: plain bytes, which need no library in equal versions.
+"""Schema of values that cross between Python environments: plain bytes, independent of library versions.
 
-MessagePack with these extensions, and nothing else; each holds MessagePack in its turn:
+MessagePack with only these extensions. The content of each extension is MessagePack too:
 
     TUPLE      [value, ...]                                SET        [value, ...]
     ARRAY      [numpy's dtype string, [size, ...], bytes in row-major order]; [] sizes and NUMBER for a scalar
-    RECORD     ["module:Class", {field: value}]            of a dataclass, which is made anew by its constructor
+    RECORD     ["module:Class", {field: value}]            of a dataclass, which is rebuilt by its constructor
     ERROR      ["module:Class", [argument, ...], trace, [note, ...]]      of ROLL's own errors and Python's
     NAME       "module:name" of a function or class        PATH       text        ENUM       ["module:Class", value]
 
-A pickle would name the inner classes of whatever library it came from, of a version that the other side need not have,
-and would run code. Tensors have no place here: weights travel through `roll_core.runtime.weights`.
+A pickle would name internal classes of the library that created a value, in a version that the receiver may not have.
+It could also run code. Tensors are not supported: weights travel through `roll_core.runtime.weights`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from roll_core.errors import RollError, UnsupportedError
 
 TUPLE, SET, ARRAY, NUMBER, RECORD, ERROR, NAME, PATH, ENUM = range(1, 10)
 _LARGEST = 2**32 - 1
-"""Bytes of one value: MessagePack's own limit."""
+"""Maximum size of one value in bytes: MessagePack's own limit."""
 
 
 def dumps(value: Any) -> bytes:
-    """Raises `UnsupportedError`, which names the type of what has no place in the schema."""
+    """Serialize a value. Raises `UnsupportedError` with the type of a value that the schema does not support."""
     try:
         packed: bytes = msgpack.packb(value, default=_extension, strict_types=True)
     except (TypeError, ValueError, OverflowError, UnicodeEncodeError) as error:
@@ -45,7 +45,10 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """The inverse of `dumps`. Arrays are writable. Raises `UnsupportedError` for what this environment cannot make."""
+    """Inverse of `dumps`.
+
+    Arrays are writable. Raises `UnsupportedError` for a value that this environment cannot rebuild.
+    """
     return msgpack.unpackb(
         data,
         ext_hook=_value,
@@ -59,7 +62,7 @@ def loads(data: bytes) -> Any:
 
 
 def _extension(value: Any) -> Any:
-    """What MessagePack itself does not know."""
+    """Encode a value that MessagePack itself does not support."""
     match value:
         case tuple():
             return _packed(TUPLE, list(value))
@@ -89,7 +92,7 @@ def _extension(value: Any) -> Any:
 
 
 def _plain(value: str | int | float) -> str | int | float:
-    """Of a subclass, which would arrive as what it is derived from; a number too large for MessagePack is refused."""
+    """Plain `str`, `int` or `float` of a subclass instance. Raises `UnsupportedError` if an integer is too large."""
     for plain in (str, int, float):
         if isinstance(value, plain) and type(value) is not plain:
             return plain(value)
@@ -154,7 +157,10 @@ def _class(name: str, base: type) -> Any:
 
 
 def name_of(thing: Any) -> str:
-    """`"module:name"` of a class or function. Raises `UnsupportedError` for one that cannot be found by it."""
+    """Return `"module:name"` of a class or function.
+
+    Raises `UnsupportedError` if it cannot be imported by that name.
+    """
     name = f"{thing.__module__}:{thing.__qualname__}"
     if "<" in name or thing.__module__ == "__main__":
         raise UnsupportedError(f"{name} cannot be found by its name from another Python environment")

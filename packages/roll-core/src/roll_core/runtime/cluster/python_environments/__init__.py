@@ -1,6 +1,6 @@
-"""Python environments of roles: found or made on the host of each worker, and checked before a worker starts there.
+"""Python environments of roles: found or built on each worker's host, and checked before a worker starts there.
 
 EnvironmentSpec -> prepare() -> interpreter
-                     | a set of packages: `packages.build`, with uv, kept by its digest
-                     | otherwise: the interpreter that is named
+                     | with `packages`: `packages.build`, which uses uv and caches by digest
+                     | otherwise: the interpreter that `python` names
 """

@@ -1,8 +1,8 @@
-"""Environments made of a set of packages: installed by uv once, kept under the digest of what they are made from.
+"""Environments from a set of packages: installed once with uv, cached under the digest of their inputs.
 
     spec -> digest -> lock -> `uv venv`, `uv pip install` -> stamp
 
-The stamp is written last: a folder without one is what an installation left that was cut off, and is made anew.
+The stamp is written last. A folder without a stamp is an interrupted installation, and is rebuilt.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "ROLL_ENVIRONMENTS_DIR"
-"""Environment variable that names another folder for the environments."""
+"""Environment variable for the folder of the environments."""
 STAMP = "roll-environment.json"
 LAST_LINES = 15
-"""Of what uv said, in an error."""
+"""Number of uv's last output lines that an error quotes."""
 OFFLINE = ("dns error", "failed to lookup address", "connection refused", "network is unreachable", "tcp connect error")
-"""What uv says where it reaches no index."""
+"""Phrases of uv's output that mean that no package index is reachable."""
 
 
 def build(spec: EnvironmentSpec, role: str) -> Path:
-    """The interpreter of the environment, installed if it is not there yet. Raises `PythonEnvironmentError`."""
+    """Interpreter of the environment, which is installed first if needed. Raises `PythonEnvironmentError`."""
     folder = cache_folder() / digest_of(spec)
     python = folder / "bin" / "python"
     try:
@@ -61,7 +61,7 @@ def build(spec: EnvironmentSpec, role: str) -> Path:
 
 
 def digest_of(spec: EnvironmentSpec) -> str:
-    """Of everything that the environment is made from; a local project's dependencies are part of it."""
+    """Digest of all inputs of the environment, including the `pyproject.toml` of local projects."""
     parts = [sorted(spec.packages), sorted(spec.exclude), spec.sources, python_of(spec), platform.machine()]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for each in (*spec.packages, *spec.sources):
@@ -72,12 +72,12 @@ def digest_of(spec: EnvironmentSpec) -> str:
 
 
 def python_of(spec: EnvironmentSpec) -> str:
-    """What uv makes the environment from: this interpreter's version where nothing else is said."""
+    """Python that uv uses for the environment; by default this interpreter's version."""
     return spec.python or f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def cache_folder() -> Path:
-    """Where the environments are kept."""
+    """Folder of the environments."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen).absolute()
@@ -88,7 +88,7 @@ def cache_folder() -> Path:
 def _install(spec: EnvironmentSpec, folder: Path, role: str) -> None:
     uv = _find_uv(role)
     shutil.rmtree(folder, ignore_errors=True)
-    # Without another choice this very interpreter: uv would look for one of its version, or download it.
+    # Default: this very interpreter. uv would search for one of its version, or download it.
     base = spec.python or sys.executable
     try:
         _run([uv, "venv", "--python", base, str(folder)], role)
@@ -108,7 +108,7 @@ def _install(spec: EnvironmentSpec, folder: Path, role: str) -> None:
 def _find_uv(role: str) -> str:
     beside = Path(sys.executable).parent / "uv"
     uv = shutil.which("uv") or (str(beside) if beside.is_file() else None)
-    uv = uv or os.environ.get("UV")  # of the uv that started this (`uv run`), wherever it is
+    uv = uv or os.environ.get("UV")  # set by the uv that started this process (`uv run`)
     if uv is None:
         raise PythonEnvironmentError(
             f"{role}: environment.packages are installed by uv, which is not on the PATH. Run: pip install uv"
@@ -117,8 +117,10 @@ def _find_uv(role: str) -> str:
 
 
 def _run(command: Sequence[str], role: str) -> None:
-    """In a folder of no project: the settings of one that the run is started in, or that has the cache somewhere below
-    it, are not meant."""
+    """Run uv in `/`, outside of any project.
+
+    The settings of a project around the working directory or the cache do not apply to the environment.
+    """
     done = subprocess.run(
         command,
         cwd="/",

@@ -1,4 +1,4 @@
-"""The interpreter of a role's environment, on this host, once it is known that a worker can start there."""
+"""Finds or builds the interpreter of a role's environment on this host, and checks that a worker can start there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 OLDEST_PYTHON = (3, 11)
 PROBE_S = 60.0
-"""How long an interpreter may take to say what is installed beside it: file systems of clusters are slow."""
+"""Seconds that an interpreter has to list its installed packages: file systems of clusters are slow."""
 PROBE = """
 import json, sys
 sys.path = [entry for entry in sys.path if entry]
@@ -36,14 +36,17 @@ except ImportError:
     pass
 print(json.dumps(found))
 """
-"""Also old interpreters understand it: they have to say that they are old."""
+"""Program that reports the Python version and package versions.
+
+Old interpreters can run it too, to report their version.
+"""
 
 
 def prepare(spec: EnvironmentSpec, role: str) -> Path:
-    """The interpreter for `role`, as messages name it.
+    """Interpreter of a role's environment. `role` names the role in error messages.
 
-    Takes minutes where packages have to be installed first, and waits for whoever installs them.
-    Raises `PythonEnvironmentError`: which role, what is missing or wrong, the command that mends it.
+    May install packages first, which takes minutes, or wait for another process that installs them. Raises
+    `PythonEnvironmentError` with the role, the problem, and the command that fixes it.
     """
     python = build(spec, role) if spec.packages else find_interpreter(spec, role)
     _check(_probe(python, spec, role), python, spec, role)
@@ -51,7 +54,7 @@ def prepare(spec: EnvironmentSpec, role: str) -> Path:
 
 
 def find_interpreter(spec: EnvironmentSpec, role: str) -> Path:
-    """Of a virtual environment, a path, or a name on the PATH."""
+    """Interpreter of a virtual environment, at a path, or of a name on the PATH."""
     if os.sep not in spec.python:
         found = shutil.which(spec.python)
         if found is None:
@@ -70,13 +73,13 @@ def find_interpreter(spec: EnvironmentSpec, role: str) -> Path:
 
 
 def interpreter_at(path: Path) -> Path:
-    """Where the interpreter is, or would be, if `path` is one or is the folder of a virtual environment."""
+    """Path of the interpreter, existing or not, for an interpreter or the folder of a virtual environment."""
     is_folder = path.is_dir() or not path.name.startswith("python")
     return path / "bin" / "python" if is_folder and not path.is_file() else path
 
 
 def environment_of(python: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for a process of this interpreter: those `given`, without what belongs to another."""
+    """Environment variables for a process of this interpreter: `given`, without those of another interpreter."""
     env = {name: value for name, value in given.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     env["PATH"] = os.pathsep.join([str(python.parent), *filter(None, [given.get("PATH")])])
     if (python.parent.parent / "pyvenv.cfg").is_file():
@@ -85,7 +88,7 @@ def environment_of(python: Path, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def install_command(python: Path, requirements: Sequence[str]) -> str:
-    """What brings these into an environment."""
+    """Command that installs these requirements into an environment."""
     return " ".join(["uv pip install --python", shlex.quote(str(python)), *map(shlex.quote, requirements)])
 
 

@@ -1,4 +1,4 @@
-"""What a worker's host is told of the Python environment that the worker shall run in."""
+"""Specification of a role's Python environment, sent to the hosts of its workers."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec:
-    """Plain values, the same on every host."""
+    """Python environment of a role, as plain values that mean the same on every host."""
 
     python: str = ""
-    """An interpreter or a folder with one; beside `packages` what uv makes the environment from."""
+    """An interpreter or a folder with one. With `packages`: the Python that uv builds the environment from."""
     packages: tuple[str, ...] = ()
-    """Arguments of pip; empty where the environment is there already."""
+    """Arguments of pip; empty if the environment exists already."""
     exclude: tuple[str, ...] = ()
-    """Distributions that are left out although others require them."""
+    """Distributions that are not installed even if others require them."""
     distributions: Mapping[str, str] = field(default_factory=dict)
-    """Required distributions and versions: roll-core, the plugin of the role's part, and that plugin's toolkits."""
+    """Required distributions and versions: roll-core, the plugin of the role's provider, and that plugin's toolkits."""
     sources: tuple[str, ...] = ()
-    """Arguments of pip that bring `distributions` as the driver has them."""
+    """Arguments of pip that install `distributions` as the driver has them."""
     reported: tuple[str, ...] = ()
-    """Further distributions whose versions belong into the record."""
+    """Further distributions whose versions are reported in the fingerprint."""
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """Name of the environment in messages."""
         return f"of {', '.join(self.packages)}" if self.packages else self.python
 
 
 def environment_spec(config: EnvironmentConfig, provider: Provider, package: str) -> EnvironmentSpec:
-    """From a role's config; `package` is the distribution that brings the role's part."""
+    """Specification from a role's config. `package` is the distribution of the role's provider."""
     from packaging.requirements import Requirement
 
     needed = dict.fromkeys((CORE, *_toolkits(package), package or CORE))
@@ -66,7 +66,7 @@ def _toolkits(package: str) -> list[str]:
 
 
 def _required_by(name: str) -> list[str]:
-    """Names of what an installed distribution requires, extras left out; empty if it is not installed."""
+    """Distributions that an installed distribution requires, without extras; empty if it is not installed."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -81,13 +81,13 @@ def _required_by(name: str) -> list[str]:
 
 
 def _absolute(word: str) -> str:
-    """Paths that are relative to the driver's folder, or to a home, as every process understands them."""
+    """Absolute path for a path that is relative to the driver's folder or to a home; other words are unchanged."""
     path = word.startswith((".", "~")) or (os.sep in word and os.path.exists(word))
     return os.path.abspath(os.path.expanduser(word)) if path else word
 
 
 def source_of(name: str) -> list[str]:
-    """Arguments of pip that install a distribution from where it was installed here."""
+    """Arguments of pip that install a distribution from the same source as here."""
     distribution = importlib.metadata.distribution(name)
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     url = urlparse(origin.get("url", ""))
