@@ -190,7 +190,7 @@ class Backbone:
 
     @torch.no_grad()
     def _flat_is_exact(self, usual: str) -> bool:
-        """True if all layers use this attention, sequences stay separate and causal, and results equal separate runs."""
+        """True if all layers use this attention, sequences stay separate and causal, and results equal single runs."""
         config = self.model.config.get_text_config()
         tokens_T, positions_T = self._probe()
         layout = attention.FlatLayout(PROBE_LENGTHS)
