@@ -157,7 +157,8 @@ def _classes(mapping: str) -> Mapping[str, str]:
 def _takes_other_attention(architecture: str) -> bool:
     """True if engines can run the architecture through transformers, with their own attention in place.
 
-    False for a class whose attention cannot be replaced, and for a class that transformers does not have.
+    False for a class whose attention cannot be replaced, and for a class that transformers does not have. Names that
+    begin with `Transformers` (the engines' own wrappers) count as supported.
     """
     folder = package_folder("transformers")
     for file in folder.glob("models/*/modeling_*.py") if folder else ():

@@ -62,10 +62,10 @@ class ContextParallel(ABC):
         return float(found)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Sum the ranks' tensors into one for all tokens, given 0 at the other ranks' tokens. Collective.
+        """Combine the ranks' outputs into one tensor for all tokens, on every rank. Collective.
 
-        Every rank then computes the same loss. Parameter gradients are this rank's part. Sum them over the ranks like
-        those of data-parallel ranks.
+        `tensor` must be 0 at the other ranks' tokens. Every rank then computes the same loss. Parameter gradients are
+        this rank's part. Sum them over the ranks like those of data-parallel ranks.
         """
         return summed(tensor, self.group)
 

@@ -49,7 +49,7 @@ def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Ten
 
 
 def write_description(spec: ModelSpec, path: Path) -> None:
-    """Write such a directory without weights: configs and tokenizer.
+    """Write a model's configs and tokenizer, without weights, as transformers loads them.
 
     Raises `ModelError` or `UnsupportedError` for a model that transformers cannot build from it.
     """

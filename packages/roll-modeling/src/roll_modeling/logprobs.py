@@ -36,7 +36,7 @@ class LinearHead:
     """Logits as `softcap(scale * (hidden @ weight.T + bias))`, the form of nearly every language model."""
 
     weight: Tensor
-    """`[V, H]`."""
+    """Weight of the output layer, `[V, H]`."""
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float = 0.0

@@ -33,7 +33,7 @@ With 27 tokens this costs more than plain torch on a vocabulary of 152,000 (`ben
 HOST_MIN_ADDED = 192
 """Minimum tokens of a float32 chunk for which oneDNN computes the output layer's gradient, which is then added.
 
-Smaller chunks use MKL's product with accumulation, which is slower per token.
+Smaller chunks use MKL's accumulating product, which is slower but needs no separate addition.
 """
 DEVICE_CHUNK_ELEMENTS = 1 << 26
 """Logits of one chunk on an accelerator: 768 MiB with log-softmax and gradient, or 441 tokens of a vocabulary of

@@ -42,7 +42,10 @@ class Mover:
         self._away: dict[Part, list[Moved]] = {}
 
     def away(self, part: Part, tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
-        """Offload the device memory of `tensors`, and drop that of `scratch`. Idempotent for a part."""
+        """Offload the device memory of `tensors`, and drop that of `scratch`.
+
+        Memory that is not on the device is skipped. Does nothing if the part is already offloaded.
+        """
         if part in self._away:
             return
         pin = self._device.type != "cpu"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo
 
 _num_alone = 0
-"""Memberships of single-rank roles in this process. They share one group: a process has only one default group."""
+"""Number of single-rank roles in this process. They share one group: a process has only one default group."""
 
 
 class ProcessGroup:

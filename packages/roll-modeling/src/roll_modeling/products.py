@@ -1,7 +1,7 @@
 """Matrix products with float32 weights on a CPU, with the faster of torch's two libraries (MKL, oneDNN).
 
-torch itself calls MKL, which is slower than oneDNN on non-Intel processors; `benchmarks/products.py` measures the
-difference. oneDNN accepts transposed operands, so input gradients gain as much. Weight gradients gain less.
+torch itself calls MKL, which is slower than oneDNN on non-Intel processors (measured by `benchmarks/products.py`).
+oneDNN accepts transposed operands, so input gradients gain as much. Weight gradients gain less.
 
 Shapes: N rows, I inputs, O outputs. Of these only `Linear` is differentiable.
 """

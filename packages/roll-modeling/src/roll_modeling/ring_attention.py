@@ -80,7 +80,7 @@ class _Passing:
         return self._received
 
 
-# -- who sees what -----------------------------------------------------------------------------------------------------
+# -- visible keys ------------------------------------------------------------------------------------------------------
 
 
 def chunks(rank: int, size: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -135,7 +135,7 @@ def blocks(rank: int, other: int, size: int, lengths: tuple[int, ...], window: i
     return tuple(found)
 
 
-# -- what they see -----------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 class _Ring(torch.autograd.Function):

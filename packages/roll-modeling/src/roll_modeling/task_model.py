@@ -121,7 +121,7 @@ class TaskModel:
         return spread_T if self.context is None else self.context.whole(spread_T)
 
     def _values(self, hidden_TH: Tensor, micro: MicroBatch) -> Tensor:
-        """Values of the state before each token (`value`), or of the sequence up to each token (`reward`)."""
+        """Values of the state before each token (`value`), or of the sequence including each token (`reward`)."""
         if self.task == "causal_lm":
             raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
         is_value = self.task == "value"

@@ -12,7 +12,7 @@ from roll_core.errors import NonFiniteError
 
 
 def reverse_discounted_sum(values_N: Tensor, segments_N: Tensor, discount: float) -> Tensor:
-    """`y[i] = values[i] + discount * y[i + 1]` within each run of equal segments, in float64.
+    """Compute `y[i] = values[i] + discount * y[i + 1]` within each run of equal segments, in float64.
 
     Uses doubling: after step `k` an element holds the discounted sum of its next `2**k` elements. A longest sequence
     of length L takes log2(L) vector operations, without a loop over tokens.

@@ -12,8 +12,8 @@ Levels:
 * `sequence`: the sum over its sequence.
 * `segment`: the mean over its unbroken run of generated tokens (a turn).
 
-Truncated importance sampling is `token` or `sequence` with a bound. arXiv:2505.24298 §5.2 decouples it from PPO's ratio
-in the same way: the clip compares with the old policy, the weight compares the old policy with the behaviour policy.
+Truncated importance sampling is `token` or `sequence` with a bound. As in arXiv:2505.24298 §5.2 it is decoupled from
+PPO's ratio: the clip uses the old policy, and the weight compares the old policy with the behaviour policy.
 Weights multiply advantages. Every policy loss is linear in the advantage's size, and KL and entropy terms are
 unaffected.
 

@@ -148,8 +148,11 @@ class ValueObjective:
 class SFTObjective:
     """Negative log-likelihood of the masked tokens.
 
-    Metrics: `loss`; `nll`, the mean over tokens for any aggregation mode (its exponential is the perplexity); and
-    optionally `token_accuracy`, the share of masked tokens that are the model's argmax token.
+    Metrics:
+
+    * `loss`.
+    * `nll`: mean over tokens for any aggregation mode. Its exponential is the perplexity.
+    * `token_accuracy` (optional): share of masked tokens that are the model's argmax token.
     """
 
     aggregation: Aggregation = "token-mean"

@@ -67,9 +67,9 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack the sequences in order into flat microbatches of at most `max_tokens` tokens and `max_sequences` sequences.
 
-    A sequence longer than `max_tokens` is not truncated: it gets its own microbatch. `totals` are those of the whole
-    optimizer step; by default those of `sequences`. Returns no microbatch for no sequences. Raises `DataError` for
-    invalid sequences.
+    A limit of None is unlimited. A sequence longer than `max_tokens` is not truncated: it gets its own microbatch.
+    `totals` are those of the whole optimizer step; by default those of `sequences`. Without sequences the result is
+    empty. Raises `DataError` for invalid sequences.
     """
     denominators = totals_of(sequences) if totals is None else totals
     batches: list[list[TrainSequence]] = []

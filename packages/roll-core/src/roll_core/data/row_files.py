@@ -63,7 +63,7 @@ def first_json_rows(path: Path, count: int) -> list[Values] | None:
 
 
 def first_csv_rows(path: Path, count: int) -> list[Values] | None:
-    """Read at most `count` CSV rows, with text values. None if the standard library cannot parse them."""
+    """Read at most `count` CSV rows, as text. None if the standard library cannot parse them. Raises `DataError`."""
     try:
         return list(islice(_csv_rows(path), count))
     except csv.Error:

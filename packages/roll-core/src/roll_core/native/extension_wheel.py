@@ -37,7 +37,10 @@ class ExtensionHook(BuildHookInterface):  # type: ignore[misc]  # hatchling has 
     PLUGIN_NAME = "roll-extensions"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile the extensions before the wheel is written. Raises `ExtensionError`, or `RuntimeError` on import."""
+        """Compile the extensions before the wheel is written.
+
+        Raises `ExtensionError` if this fails, and `RuntimeError` if an extension cannot be imported.
+        """
         if os.environ.get(SWITCH, "0") in ("", "0") or version == "editable":
             return
         self._folder = Path(tempfile.mkdtemp(prefix="roll-extensions-"))

@@ -213,8 +213,8 @@ def cache_folder() -> Path:
 def cuda_architectures(name: str) -> str:
     """GPUs for which an extension's CUDA sources are compiled, in the format of `TORCH_CUDA_ARCH_LIST`.
 
-    This variable takes precedence over the capabilities that nvidia-smi reports. Without a GPU, `FORCE_CUDA=1` is
-    required; `COMMON_ARCHITECTURES` is then the default.
+    Unless unset or `native`, this variable takes precedence over the capabilities that nvidia-smi reports. Without a
+    GPU, `FORCE_CUDA=1` is required; `COMMON_ARCHITECTURES` is then the default.
 
     Raises `ExtensionError` if there is nothing to compile for, or if the GPUs are too old.
     """

@@ -31,9 +31,9 @@ IN_LAYERS = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
 
 
 def is_layers_weight(name: str) -> bool:
-    """True if the name is that of a weight in the transformer's layers, whose matrices are sent in fp8.
+    """True for the name of a weight in the transformer's layers, whose matrices are sent in fp8.
 
-    Embeddings and the output layer are not. Engines use it too, whose module names may differ slightly.
+    False for embeddings and the output layer. Engines call this function too; their module names may differ slightly.
     """
     return IN_LAYERS.search(name) is not None
 

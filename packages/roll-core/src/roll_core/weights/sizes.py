@@ -1,7 +1,7 @@
 """Size of a model from its `config.json`, without loading it: parameters by part, as transformers would create them.
 
 A table covers architectures whose layers consist of attention and a gated feed-forward part. For other local models the
-headers of the safetensors files give the number of parameters, and the config gives the widths. Light: no torch.
+headers of the safetensors files give the number of parameters, and the config gives the widths. Imports no torch.
 """
 
 from __future__ import annotations
