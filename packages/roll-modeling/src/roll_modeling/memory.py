@@ -36,8 +36,11 @@ HOST_MIN_ADDED = 192
 Smaller chunks use MKL's accumulating product, which is slower but needs no separate addition.
 """
 DEVICE_CHUNK_ELEMENTS = 1 << 26
-"""Logits of one chunk on an accelerator: 768 MiB with log-softmax and gradient, or 441 tokens of a vocabulary of
-152,000. A product is compute-bound, not bound by reading the weight, from about 200 (H200) to 300 (H100) tokens."""
+"""Logits of one chunk on an accelerator: 768 MiB with log-softmax and gradient.
+
+For a vocabulary of 152,000 this is 441 tokens. A product is compute-bound, not bound by reading the weight, from about
+200 (H200) to 300 (H100) tokens.
+"""
 KEPT_ELEMENTS = 1 << 26
 """Maximum log-softmax values kept for the backward pass instead of being recomputed: 256 MiB."""
 LONGEST_BLOCKED, BLOCK = 512, 64
@@ -57,7 +60,7 @@ def head_chunk(vocab_size: int, *, on_host: bool) -> int:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Padded number of rows of a product on the host, at most a sixteenth more than `num_rows`.
+    """Padded number of rows of a product on the host: at most a sixteenth, or 7 rows, more than `num_rows`.
 
     Padding limits the number of distinct row counts. For each pair of a row count and a weight shape, oneDNN keeps
     about 0.6 MB and takes milliseconds.
