@@ -102,7 +102,7 @@ class ProcessGroup:
 
 
 def _open_store(mesh: MeshInfo) -> Store:
-    """Open the run's authenticated store on the CPU, or torch's own store (on `master_addr`) for device backends.
+    """Open the run's authenticated store for CPU ranks that have one; otherwise torch's own on `master_addr`.
 
     Threads of nccl and hccl read the store at any time. A store written in Python would need the GIL for that. The
     thread that destroys the group may hold the GIL while it waits for them.
