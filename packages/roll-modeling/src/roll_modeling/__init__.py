@@ -1,5 +1,4 @@
-"""What train strategies that wrap a Hugging Face module share: loading, flat attention, logprobs chunk by chunk,
-adapters.
+"""Building blocks of train strategies and engines that wrap a Hugging Face module.
 
-Plugins may import it, as they may import the algorithms.
+Loading, flat attention, chunked logprobs, adapters. Plugins may import this package, like the algorithms.
 """

@@ -1,12 +1,11 @@
-"""A trained adapter on its way into an engine that serves it: held against the engine's room, and written as peft
-stores it.
+"""Updates of a trained adapter in a serving engine: checks against the engine's capacity, and files in peft's format.
 
-engine's processes   compare_adapter(...)  names and shapes, by the room that each process has
-worker               refuse_adapter(...)   the first thing that is wrong, in words
-                     collected(...)        A and B of each layer
-                     write_adapter(...)    for engines that read folders
+engine's processes   compare_adapter(...)  compares names and shapes with each process's adapter slots
+worker               refuse_adapter(...)   raises for the first mismatch
+                     collected(...)        collects A and B of each layer
+                     write_adapter(...)    writes a directory, for engines that read directories
 
-Shapes: I inputs and O outputs of a layer, R rank; A [R, I], B [O, R] with the scale in it.
+Shapes: I inputs and O outputs of a layer, R rank; A [R, I], B [O, R] already scaled.
 """
 
 from __future__ import annotations
@@ -27,15 +26,16 @@ if TYPE_CHECKING:
     from roll_modeling.buckets import Incoming
 
 SIDES = ("lora_A.weight", "lora_B.weight")
-"""How the names of A and B end."""
+"""Name suffixes of A and B."""
 
 
 def compare_adapter(
     announced: Iterable[tuple[str, Sequence[int]]], room: Callable[[str], Sequence[int]]
 ) -> dict[str, Any]:
-    """What of the announced tensors this process has no room for; plain values.
+    """Compare announced tensors with the adapter slots of this process; returns plain values.
 
-    `room` says the shape of the room for a tensor, whose rank may be larger, and raises `KeyError` where there is none.
+    The result has `unknown` names and `shapes` that do not fit (the slot's shape by name). `room` returns the shape of
+    a tensor's slot, whose rank may be larger, and raises `KeyError` if there is no slot.
     """
     unknown: list[str] = []
     shapes: dict[str, list[int]] = {}
@@ -53,8 +53,11 @@ def compare_adapter(
 def refuse_adapter(
     who: str, engine: str, manifest: WeightManifest, rank: int, answers: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Raise for the first thing that is wrong in the answers of `compare_adapter`, and for a layer of which A or B is
-    not announced or is not of `rank`: `UnexpectedTensorError`, `CorruptTensorError`, `MissingTensorError`."""
+    """Raise for the first mismatch in the results of `compare_adapter`.
+
+    Also raises if A or B of a layer is not announced, or has another rank than `rank`. Raises `UnexpectedTensorError`,
+    `CorruptTensorError` or `MissingTensorError`.
+    """
     sent = {entry.name: list(entry.shape) for entry in manifest.tensors}
     for answer in answers:
         if unknown := answer["unknown"]:
@@ -74,26 +77,26 @@ def refuse_adapter(
 
 
 def collected(incoming: Incoming) -> dict[str, Tensor]:
-    """All of it, on the host, and copied: a transport may fill what it hands out again. Raises `WeightSyncError`."""
+    """Copy all incoming tensors to the host; transports may reuse their buffers. Raises `WeightSyncError`."""
     found = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in incoming}
     incoming.refuse_missing()
     return found
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """As peft would have it. The scale is in B already: so alpha is the rank, and B is held as it came."""
+    """Write the adapter as peft does. B already contains the scale, so `lora_alpha` equals the rank."""
     from safetensors.torch import save_file
 
     stored, written = folder / "adapter_model.safetensors", folder / "written"
     save_file({f"base_model.model.{name}": each for name, each in tensors.items()}, written)
-    os.replace(written, stored)  # who has mapped the file before keeps what it has
+    os.replace(written, stored)  # processes that have mapped the old file keep its content
     layers = sorted({name.rpartition(".lora_")[0] for name in tensors})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": layers}
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _fits(room: Sequence[int], name: str, shape: Sequence[int]) -> bool:
-    """Only the rank may be smaller."""
+    """True if `shape` equals the slot's shape, except that its rank may be smaller."""
     if len(shape) != 2:
         return False
     rank = _rank_of(name)
@@ -101,5 +104,5 @@ def _fits(room: Sequence[int], name: str, shape: Sequence[int]) -> bool:
 
 
 def _rank_of(name: str) -> int:
-    """The dimension of the rank."""
+    """Index of the rank dimension."""
     return 0 if name.endswith(SIDES[0]) else 1

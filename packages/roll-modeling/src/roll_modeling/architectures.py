@@ -1,7 +1,7 @@
-"""Architectures that the installed packages support, read from their source files.
+"""Architectures supported by the installed packages, read from their source files.
 
-`roll-core check` uses this, so neither transformers nor an engine is imported. Nothing is refused on behalf of a
-package that is not installed, or whose list is not where it is expected.
+`roll-core check` uses this module, so neither transformers nor an engine is imported. Checks pass if a package is not
+installed, or if its list of architectures is not in the expected place.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 CAUSAL_LM = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 CLASSIFIER = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
-"""Of critics and reward models."""
+"""Mapping used for critics and reward models."""
 NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of transformers' configs."""
+"""Config keys of transformers that give the number of experts."""
 
 
 def check_buildable(keys: Mapping[str, Any], *mappings: str) -> None:
-    """Raise `ValueError` for a `model_type` that none of `mappings` of the installed transformers can build; `keys` as
-    `StrategyConfig.check_model` has them. A model that comes with code of its own (`auto_map`) is unknown."""
+    """Raise `ValueError` if none of `mappings` of the installed transformers can build the `model_type`.
+
+    `keys`: see `StrategyConfig.check_model`. Models with their own code (`auto_map`) pass.
+    """
     model_type = keys.get("model_type")
     if not isinstance(model_type, str) or "auto_map" in keys:
         return
@@ -38,8 +40,10 @@ def check_buildable(keys: Mapping[str, Any], *mappings: str) -> None:
 
 
 def check_engine(keys: Mapping[str, Any], known: frozenset[str], engine: str) -> None:
-    """Raise `ValueError` for a model of which an engine neither implements the architecture, nor can run the module of
-    transformers. `known` are the class names that it implements; empty if that is unknown."""
+    """Raise `ValueError` if an engine supports the architecture neither itself nor through transformers' module.
+
+    `known` are the class names that the engine implements; empty if unknown.
+    """
     given = keys.get("architectures") or _classes(CAUSAL_LM).get(str(keys.get("model_type")))
     names = [given] if isinstance(given, str) else given
     if not known or not names or "auto_map" in keys:
@@ -49,7 +53,7 @@ def check_engine(keys: Mapping[str, Any], known: frozenset[str], engine: str) ->
 
 
 def check_cached(keys: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a causal language model of transformers that takes no cache of keys and values."""
+    """Raise `ValueError` for a causal language model of transformers without a key-value cache."""
     model_type = keys.get("model_type")
     name, folder = _classes(CAUSAL_LM).get(str(model_type)), _folder(model_type)
     for file in folder.glob("modeling_*.py") if folder and "auto_map" not in keys else ():
@@ -60,7 +64,7 @@ def check_cached(keys: Mapping[str, Any]) -> None:
 
 
 def has_experts(keys: Mapping[str, Any]) -> bool:
-    """True for a mixture of experts, also if the number of experts is left to the default of its `model_type`."""
+    """True for a mixture of experts, also if the number of experts is the default of its `model_type`."""
     text = keys.get("text_config")
     keys = {**keys, **text} if isinstance(text, dict) else keys
     given = [keys[name] for name in NUMBER_OF_EXPERTS if name in keys]
@@ -68,7 +72,7 @@ def has_experts(keys: Mapping[str, Any]) -> bool:
 
 
 def package_folder(name: str) -> Path | None:
-    """Where a top-level package is installed, without importing it."""
+    """Installation directory of a top-level package, found without importing it; None if it is not installed."""
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -78,7 +82,7 @@ def package_folder(name: str) -> Path | None:
 
 
 def assigned(file: Path) -> Iterator[tuple[str, ast.expr]]:
-    """Names and values of the assignments at the top of a module; none if it cannot be read."""
+    """Names and values of a module's top-level assignments; none if the file cannot be read."""
     for each in _module(file).body:
         if isinstance(each, ast.Assign | ast.AnnAssign) and each.value is not None:
             target = each.target if isinstance(each, ast.AnnAssign) else each.targets[0]
@@ -95,7 +99,7 @@ def _module(file: Path) -> ast.Module:
 
 
 def pairs(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Pairs of strings in tuples and dictionaries; of a tuple in place of the second, its first."""
+    """Pairs of strings in two-element tuples and dictionaries. A tuple as second element counts as its first string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
             found: list[tuple[ast.expr | None, ast.expr]] = list(zip(node.keys, node.values, strict=True))
@@ -114,7 +118,7 @@ def pairs(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 @lru_cache
 def _folder(model_type: object) -> Path | None:
-    """The folder of a `model_type` in transformers, or None if there is none of that name."""
+    """Directory of a `model_type` in transformers; None if there is none."""
     found, name = package_folder("transformers"), str(model_type)
     if found is None:
         return None
@@ -128,7 +132,7 @@ def _folder(model_type: object) -> Path | None:
 
 @lru_cache
 def _configs() -> Mapping[str, str]:
-    """`model_type` to the name of its config class."""
+    """Config class name of each `model_type`."""
     folder, found = package_folder("transformers"), dict[str, str]()
     if folder is None:
         return found
@@ -140,7 +144,7 @@ def _configs() -> Mapping[str, str]:
 
 @lru_cache
 def _classes(mapping: str) -> Mapping[str, str]:
-    """`model_type` to the class that an auto class builds: chosen by the config class, which types may share."""
+    """Class that an auto class builds for each `model_type`. Types that share a config class share it."""
     folder, configs = package_folder("transformers"), _configs()
     if folder is None:
         return {}
@@ -151,8 +155,11 @@ def _classes(mapping: str) -> Mapping[str, str]:
 
 
 def _takes_other_attention(architecture: str) -> bool:
-    """False for a class of transformers whose attention nothing else can take the place of, and for what is no class
-    of transformers: engines then cannot run it by the module of transformers."""
+    """True if engines can run the architecture through transformers, with their own attention in place.
+
+    False for a class whose attention cannot be replaced, and for a class that transformers does not have. Names that
+    begin with `Transformers` (the engines' own wrappers) count as supported.
+    """
     folder = package_folder("transformers")
     for file in folder.glob("models/*/modeling_*.py") if folder else ():
         text = file.read_text(encoding="utf-8")
@@ -173,7 +180,7 @@ def _experts_by_default(model_type: object) -> bool:
 
 
 def _defaults(config: ast.ClassDef) -> Iterator[tuple[str, Any]]:
-    """Of fields, as transformers 5 has them, and of parameters, as 4 does."""
+    """Default values of config fields (transformers 5) and of parameters (transformers 4)."""
     for node in ast.walk(config):
         if isinstance(node, ast.arguments):
             names = [each.arg for each in node.args]

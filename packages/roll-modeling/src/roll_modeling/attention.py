@@ -1,4 +1,4 @@
-"""Causal attention over sequences laid end to end, without padding, by transformers' attention interface.
+"""Causal attention over sequences laid end to end, without padding, as an attention function of transformers.
 
     tokens   a a a a b b c c c          a query sees its own sequence up to itself,
     segments 0 0 0 0 1 1 2 2 2          and not further back than the layer's window
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 
 
 NAME = "roll_flat"
-"""Under which transformers knows this attention."""
+"""Name of this attention in transformers."""
 
 
 class SharedAttention(Protocol):
-    """Attention over tokens that several ranks share; `context_parallel.ContextParallel` is one."""
+    """Attention over tokens that several ranks share, such as `context_parallel.ContextParallel`."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
-        """As `flat_attention`, with this rank's share of the tokens."""
+        """Same as `flat_attention`, for this rank's share of the tokens."""
         ...
 
 
 @dataclass(eq=False)
 class FlatLayout:
-    """How the flat tokens of one forward pass are cut into sequences; passed to every layer as `roll_layout`."""
+    """Lengths of the sequences in one forward pass; passed to every layer as `roll_layout`."""
 
     lengths: tuple[int, ...]
     context: SharedAttention | None = None
-    """Among whose ranks the tokens are shared."""
+    """Attention across the ranks that share the tokens; None on one rank."""
     num_calls: int = field(default=0)
-    """How many attention layers have run: a layer that mixes tokens by other means is not among them."""
+    """Number of attention layers that have run. Layers that mix tokens in other ways are not counted."""
 
 
 def register() -> None:
-    """Make the attention known to transformers. Doing it again changes nothing."""
+    """Register the attention with transformers. Idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, flat_attention)
@@ -63,9 +63,9 @@ def flat_mask(
     use_vmap: bool = False,
     **_unused: object,
 ) -> Tensor:
-    """Stands in for a mask: `[1, 1, 1, 1]` with the window of the layers that will get it, 0 for none.
+    """Replace the attention mask by the layers' window: `[1, 1, 1, 1]`; 0 for no window.
 
-    Raises `UnsupportedError` for what is neither causal nor causal with a window.
+    Raises `UnsupportedError` for masks other than causal ones, with or without a window.
     """
     del q_length
     chunk = getattr(config, "attention_chunk_size", None)
@@ -88,7 +88,10 @@ def flat_attention(
     sliding_window: int | None = None,
     **_unused: object,
 ) -> tuple[Tensor, None]:
-    """`[1, H, T, D]` queries and `[1, K, T, D]` keys and values to `[1, T, H, D]`."""
+    """Attention function for transformers: `[1, H, T, D]` queries, `[1, K, T, D]` keys and values to `[1, T, H, D]`.
+
+    Raises `UnsupportedError` for padded inputs, a cache, dropout or attention sinks.
+    """
     del module
     if roll_layout is None or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise UnsupportedError("flat attention needs a layout of flat tokens, and no cache")
@@ -108,24 +111,24 @@ def flat_attention(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
-    """What a layer's attention depends on besides its queries, keys and values."""
+    """Parameters of a layer's attention, apart from its queries, keys and values."""
 
     lengths: tuple[int, ...]
-    """Of all sequences, whichever rank has their tokens."""
+    """Lengths of all sequences, over all ranks."""
     scale: float
     window: int
-    """Tokens that a query sees, itself among them; 0 for all before it."""
+    """Number of keys that a query sees, its own included; 0 for all keys up to its own."""
     softcap: float
-    """Scores are squashed into plus or minus so much; 0 for not at all."""
+    """Bound of the logit soft-cap: scores lie within ± this value; 0 disables it."""
 
 
 def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
-    """As `flat_attention`, of all tokens."""
+    """Attention of flat tokens that are all on this rank; shapes as in `flat_attention`."""
     lengths = how.lengths
     if not how.softcap and not 0 < how.window < max(lengths) and usable(query, lengths):
         return blocked_attention(query, key, value, lengths, how.scale)
     attend = _attend_softcap(how.softcap) if how.softcap else _attend
-    # Split, not sliced: the gradient of a split is one concatenation, that of a slice a tensor of zeros as long as all.
+    # Split, not sliced: a split's gradient is one concatenation, a slice's gradient a zero tensor of the full length.
     pieces = (torch.split(each, list(lengths), dim=2) for each in (query, key, value))
     outputs_LHD = [attend(q, k, v, how.scale, how.window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
     return torch.cat(outputs_LHD, dim=1)
@@ -146,12 +149,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
 
 
 def _attend_softcap(cap: float) -> Callable[[Tensor, Tensor, Tensor, float, int], Tensor]:
-    """Scores squashed into ±cap before the softmax (Gemma 2): what the library's kernels cannot do."""
+    """Attention with scores soft-capped to ±cap before the softmax (Gemma 2), which library kernels do not support."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
         _, heads, length, size = query.shape
         groups = key.shape[1]
-        # Heads that share a key head stand as more rows of one matrix: nothing is repeated.
+        # Query heads that share a key head become rows of one matrix, so keys need not be repeated.
         rows_KRD = query.reshape(groups, heads // groups * length, size)
         scores_KRL = torch.matmul(rows_KRD, key[0].transpose(1, 2)) * scale
         scores_KRL = torch.tanh(scores_KRL / cap) * cap
@@ -165,12 +168,12 @@ def _attend_softcap(cap: float) -> Callable[[Tensor, Tensor, Tensor, float, int]
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Bool `[L, L]`: query i sees keys i - window + 1 to i."""
+    """Visibility mask, bool `[L, L]`: query i sees keys i - window + 1 to i."""
     ahead = torch.arange(length, device=device)
     distance = ahead[:, None] - ahead[None, :]
     return (distance >= 0) & (distance < window)
 
 
 def flat_positions(lengths: Sequence[int]) -> Tensor:
-    """Positions counted from 0 in each sequence, `[T]`."""
+    """Positions within each sequence, counted from 0, `[T]`."""
     return torch.cat([torch.arange(length) for length in lengths])

@@ -1,9 +1,9 @@
-"""From flat tokens to hidden states and from hidden states to logits, for any architecture that transformers has.
+"""From flat tokens to hidden states, and from hidden states to logits, for any architecture of transformers.
 
-Where all token mixing goes through transformers' attention interface the tokens stay flat; elsewhere they are padded to
-a rectangle inside. Which of both holds is not looked up but tried, once, on a few tokens: see `_flat_is_exact`.
+Tokens stay flat if all token mixing goes through transformers' attention interface. Otherwise they are padded to a
+rectangle internally. A trial on a few tokens decides which applies, once per model: see `_flat_is_exact`.
 
-Shapes: T flat tokens, S sequences, L longest of them, H hidden size, V vocabulary, N tokens given to the head.
+Shapes: T flat tokens, S sequences, L length of the longest, H hidden size, V vocabulary, N tokens given to the head.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROBE_LENGTHS = (4, 1, 3)
 
 
 class Backbone:
-    """A model without its head. `flat` says whether it computes without padding."""
+    """Model without its head. `flat` is True if it computes without padding."""
 
     def __init__(
         self,
@@ -45,8 +45,12 @@ class Backbone:
         context: ContextParallel | None = None,
         replay: RoutingReplay | None = None,
     ) -> None:
-        """With `context` this rank computes hidden states of its part of the tokens only. `replay` is of this model,
-        and takes the experts that are given to `hidden`."""
+        """Choose between flat and padded computation by running the model on a few tokens.
+
+        With `context`, this rank computes hidden states of its part of the tokens only. `replay` must belong to
+        `model`; it receives the experts passed to `hidden`. Raises `ModelError` or `UnsupportedError` for a model that
+        cannot be computed as configured.
+        """
         self.model, self.context, self.replay = model, context, replay
         self.module: nn.Module = model.base_model
         self.why_padded = f"attn_implementation: {attn_implementation}"
@@ -70,7 +74,10 @@ class Backbone:
         lengths: Sequence[int],
         routed_experts_TMK: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, `[T, H]`; with `context`, those of its part."""
+        """Hidden states after the last norm, `[T, H]`; with `context`, those of this rank's part.
+
+        Raises `UnsupportedError` for routed experts without `router_replay`.
+        """
         if self.replay is not None:
             self.replay.begin(None if routed_experts_TMK is None else self._as_seen(routed_experts_TMK, lengths))
         elif routed_experts_TMK is not None:
@@ -97,7 +104,7 @@ class Backbone:
     def _with_spare(
         self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]
     ) -> tuple[Tensor, Tensor, Sequence[int]]:
-        """On the host in float32 one more sequence of token 0 at the end, up to `padded_rows`."""
+        """On the host in float32, append one sequence of token 0 to reach `padded_rows` tokens."""
         weight = next(self.model.parameters())
         on_host = weight.device.type == "cpu" and weight.dtype == torch.float32
         more = padded_rows(len(tokens_T)) - len(tokens_T)
@@ -114,8 +121,10 @@ class Backbone:
         return found
 
     def _as_seen(self, routed_experts_TMK: Tensor, lengths: Sequence[int]) -> Tensor:
-        """In the order in which the routers see the tokens: as they are, those of this rank's part, or in a rectangle;
-        what fills up goes where it likes."""
+        """Routed experts in the order in which the routers receive the tokens.
+
+        The order is flat, this rank's part, or padded rows. Padding gets -1: the router chooses.
+        """
         if self.context is not None:
             num_tokens = len(routed_experts_TMK)
             part = self.context.part(num_tokens).to(routed_experts_TMK.device)
@@ -128,8 +137,10 @@ class Backbone:
         return seen.index_copy_(0, _places(lengths).to(seen.device), routed_experts_TMK)
 
     def disagreement(self, lengths: Sequence[int]) -> Tensor | None:
-        """`[T]`, of each token: the share of the experts given to the last `hidden` that its routers would not have
-        chosen; None where none were. Collective over `context`."""
+        """Per token, the share of replayed experts that the routers would not have chosen, `[T]`.
+
+        Refers to the last `hidden`; None if it replayed nothing. Collective over `context`.
+        """
         found_N = None if self.replay is None else self.replay.disagreement_N
         if found_N is not None and self.context is not None:
             part = self.context.part(sum(lengths)).to(found_N.device)
@@ -150,7 +161,7 @@ class Backbone:
             use_cache=False,
         )
         hidden_SLH: Tensor = outputs[0]
-        del positions_T  # rows begin at 0, which is what every architecture counts from by itself
+        del positions_T  # rows begin at 0, which is every architecture's default
         return hidden_SLH.reshape(len(lengths) * longest, -1).index_select(0, places_T)
 
     # -- which layout is right for this architecture -------------------------------------------------------------------
@@ -164,7 +175,7 @@ class Backbone:
             if self._flat_is_exact(before):
                 return True
             why = "flat and separate sequences give different numbers"
-        except Exception as error:  # whatever an architecture does with what it does not know
+        except Exception as error:  # architectures may fail in any way on inputs that they do not support
             why = f"{type(error).__name__}: {error}"
         log.info("%s computes with padding: %s", type(self.model).__name__, why)
         self.why_padded = why
@@ -179,7 +190,7 @@ class Backbone:
 
     @torch.no_grad()
     def _flat_is_exact(self, usual: str) -> bool:
-        """Every layer attends through us, no sequence sees another or its own future, and numbers are as one by one."""
+        """True if all layers use this attention, sequences stay separate and causal, and results equal single runs."""
         config = self.model.config.get_text_config()
         tokens_T, positions_T = self._probe()
         layout = attention.FlatLayout(PROBE_LENGTHS)
@@ -187,7 +198,7 @@ class Backbone:
         if layout.num_calls != config.num_hidden_layers:
             return False
         tolerance = self._tolerance(together_TH)
-        # Other tokens at the second sequence's start and the third one's end change nothing before or beside them.
+        # Changing the second sequence's first and the third one's last token must not affect earlier or other tokens.
         changed_T = tokens_T.clone()
         changed_T[[4, 7]] = (changed_T[[4, 7]] + 1) % config.vocab_size
         after_TH = self._flat(changed_T, positions_T, attention.FlatLayout(PROBE_LENGTHS))
@@ -206,8 +217,8 @@ class Backbone:
 
     @torch.no_grad()
     def _check_context(self, context: ContextParallel) -> None:
-        """Whether nothing but attention looks from one token to another."""
-        # One sequence goes over several ranks, and one is left that shares a rank with it.
+        """Raise `ModelError` if anything except attention mixes tokens."""
+        # The first sequence spans several ranks; the second shares a rank with its end.
         lengths = (2 * context.size + 1, context.size)
         tokens_T, positions_T = self._probe(lengths)
         alone_TH = self._flat(tokens_T, positions_T, attention.FlatLayout(lengths))
@@ -240,19 +251,19 @@ class Backbone:
         return tokens_T, attention.flat_positions(lengths).to(device)
 
     def _tolerance(self, hidden_TH: Tensor) -> float:
-        """A thousand (fp32) or a few (bf16) roundings of the largest number."""
+        """Tolerance of about a thousand (fp32) or a few (bf16) roundings of the largest value."""
         relative = 1e-4 if hidden_TH.dtype == torch.float32 else 5e-2
         return relative * float(hidden_TH.float().abs().max())
 
 
 def _places(lengths: Sequence[int]) -> Tensor:
-    """Where each token stands in the rectangle, row by row. Padding stands behind, out of sight of a causal model."""
+    """Index of each token in the padded rectangle, row by row. Padding comes last, so a causal model ignores it."""
     longest = max(lengths)
     return torch.tensor([row * longest + column for row, length in enumerate(lengths) for column in range(length)])
 
 
 class LanguageHead:
-    """The output layer of a causal language model, applied a chunk at a time."""
+    """Output layer of a causal language model, applied chunk by chunk."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -261,14 +272,14 @@ class LanguageHead:
             log.info("%s: logits are computed by its own code, chunk by chunk", type(model).__name__)
 
     def outputs(self, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest) -> HeadOutputs:
-        """Logprobs of the targets and what else is wanted."""
+        """Logprobs of the targets, and the other outputs of `request`."""
         if self.is_linear:
             return head_outputs(self._linear(self.model.get_output_embeddings()), hidden_NH, targets_N, request)
         vocab_size = self.model.config.get_text_config().vocab_size
         return any_head_outputs(self._own_logits, vocab_size, hidden_NH, targets_N, request)
 
     def _linear(self, layer: nn.Linear) -> LinearHead:
-        """Made anew for each use: where parameters are sharded, the layer holds another tensor each time."""
+        """Created for each use, because a layer with sharded parameters holds a different tensor each time."""
         config = self.model.config.get_text_config()
         divisor = getattr(config, "logits_scaling", None)
         return LinearHead(
@@ -280,7 +291,7 @@ class LanguageHead:
 
     @torch.no_grad()
     def _is_linear(self) -> bool:
-        """Whether the formula gives what the model's own code gives."""
+        """True if the linear formula reproduces the logits of the model's own code."""
         layer = self.model.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             return False
@@ -299,7 +310,7 @@ class LanguageHead:
         return torch.allclose(head.logits(probe_NH), own_NV, rtol=0, atol=relative * float(own_NV.abs().max() + 1e-6))
 
     def _own_logits(self, hidden_NH: Tensor) -> Tensor:
-        """The logits that the model's own `forward` makes of these hidden states."""
+        """Logits that the model's own `forward` computes from these hidden states."""
         with _body_returns(self.model, hidden_NH[None]):
             dummy = torch.zeros(1, len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
             logits_NV: Tensor = self.model(input_ids=dummy, use_cache=False).logits[0]
@@ -307,7 +318,7 @@ class LanguageHead:
 
 
 class _Outputs:
-    """What a body returns, for heads that read the hidden states by whatever name."""
+    """Output of a body, for heads that read the hidden states under any name or index."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -322,7 +333,7 @@ class _Outputs:
 
 @contextmanager
 def _body_returns(model: nn.Module, hidden: Tensor) -> Iterator[None]:
-    """For the time being whatever stands below the head gives `hidden` without computing anything."""
+    """Make every inner `PreTrainedModel` return `hidden` without computing anything, inside this context."""
     from transformers import PreTrainedModel
 
     bodies = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
@@ -333,11 +344,14 @@ def _body_returns(model: nn.Module, hidden: Tensor) -> Iterator[None]:
         yield
     finally:
         for body in bodies:
-            del body.forward  # the instance's; the class's shows again
+            del body.forward  # restores the method of the class
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Make each layer keep its input only and recompute the rest in the backward pass; dropout stays off."""
+    """Make each layer save only its input and recompute the rest in the backward pass.
+
+    Dropout stays off. Raises `ModelError` for a model without such layers.
+    """
     from functools import partial
 
     from torch.utils.checkpoint import checkpoint
@@ -351,7 +365,7 @@ def checkpoint_layers(model: nn.Module) -> None:
     for layer in layers:
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         layer.gradient_checkpointing = True
-        # A layer recomputes only "in training"; its submodules stay in evaluation mode, where dropout does nothing.
+        # A layer recomputes only if `training` is set. Its submodules stay in evaluation mode, without dropout.
         layer.training = True
         if isinstance(getattr(layer, "dropout", None), float):
             layer.dropout = 0.0

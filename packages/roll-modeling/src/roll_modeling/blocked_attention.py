@@ -1,11 +1,11 @@
-"""Causal attention of short sequences on the host: blocks of queries against only the keys that they can see.
+"""Causal attention of short sequences on the host, in blocks of queries against only their visible keys.
 
-The library's kernel computes the whole square of a short sequence and throws the upper half away. Blocks of 64 queries
-leave most of that half out, and query heads that share a key head stand as rows of one matrix. Sequences of at most
-one block are computed together with others about as long: one kernel for hundreds of them, not some for each.
+The library's kernel computes the whole square of a short sequence and discards the upper half. Blocks of 64 queries
+skip most of that half. Query heads that share a key head become rows of one matrix. Sequences of at most one block are
+batched with others of similar length, so that one kernel call serves hundreds of them.
 
-Shapes: T flat tokens, K key heads, G query heads of each, D head size, B queries of a block, E keys that it can see,
-S sequences that are computed together, L length of the longest of them.
+Shapes: T flat tokens, K key heads, G query heads of each, D head size, B queries of a block, E keys visible to a block,
+S sequences of a batch, L length of the longest of them, R rows (tokens × G).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
 BLOCK = 64
 STEP = 8
-"""Sequences of at most one block are computed together if their lengths, rounded up to this, are equal."""
+"""Sequences of at most one block are batched if their lengths, rounded up to this multiple, are equal."""
 LONGEST = 512
-"""Of the sequences for which the attention weights are kept for the backward pass; longer ones take too much memory."""
+"""Maximum sequence length. Attention weights are kept for the backward pass, which takes too much memory beyond it."""
 
 
 def usable(query: Tensor, lengths: Sequence[int]) -> bool:
-    """Whether `blocked_attention` can be used, and is faster than the library's kernel."""
+    """True if `blocked_attention` supports these inputs and is faster than the library's kernel."""
     return query.device.type == "cpu" and query.dtype == torch.float32 and max(lengths) <= LONGEST
 
 
 def blocked_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-    """`[1, K * G, T, D]` queries and `[1, K, T, D]` keys and values to `[1, T, K * G, D]`."""
+    """Causal attention: `[1, K * G, T, D]` queries and `[1, K, T, D]` keys and values to `[1, T, K * G, D]`."""
     found: Tensor = _Blocked.apply(query, key, value, tuple(lengths), scale)  # type: ignore[no-untyped-call]
     return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Together:
-    """Sequences of about equal length, each behind the other in rows of L."""
+    """Batch of sequences of similar length, padded to rows of L tokens."""
 
     rows: Tensor
-    """`[S * L]`: the tokens, and T where a sequence is shorter: no query looks at what stands behind it."""
+    """Token indices, `[S * L]`; T for padding. Padding comes last in a row, so no query sees it."""
     length: int
 
 
@@ -54,7 +54,7 @@ class _Together:
 class _Plan:
     together: tuple[_Together, ...]
     blocks: tuple[tuple[int, int, int], ...]
-    """Of the other sequences: start of the sequence, start and end of the block."""
+    """Blocks of the unbatched sequences: start of the sequence, start and end of the block."""
 
 
 @lru_cache(maxsize=64)
@@ -79,20 +79,20 @@ def _together(sequences: Sequence[tuple[int, int]], nothing: int) -> _Together:
 
 @lru_cache(maxsize=256)
 def _future(queries: int, groups: int) -> Tensor:
-    """`[B * G, B]`, minus infinity where a key stands behind the query."""
+    """Mask `[B * G, B]`: minus infinity where the key follows the query."""
     mask = torch.full((queries, queries), float("-inf")).triu_(1)
     return mask.repeat_interleave(groups, dim=0)
 
 
 class _Blocked(torch.autograd.Function):
-    """Tensors `[K, T + 1, ...]` have a row of zeros at the end, for what a shorter sequence lacks."""
+    """Autograd function. Tensors `[K, T + 1, ...]` end with a row of zeros, which padding reads."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
         _, heads, tokens, size = query.shape
         num_keys = key.shape[1]
         groups = heads // num_keys
-        # A token's query heads lie together, so that a block of tokens is a block of rows.
+        # A token's query heads are adjacent, so a block of tokens is a block of rows.
         q_KTGD = query.new_empty(num_keys, tokens + 1, groups, size)
         torch.mul(query.view(num_keys, groups, tokens, size).transpose(1, 2), scale, out=q_KTGD[:, :tokens])
         q_KTGD[:, tokens] = 0
@@ -153,7 +153,7 @@ class _Blocked(torch.autograd.Function):
 
 
 def _with_zeros(x_KT: Tensor) -> Tensor:
-    """A copy with one more token, of zeros."""
+    """Copy of `x_KT` with one more token, of zeros."""
     num_keys, tokens, *rest = x_KT.shape
     longer = x_KT.new_empty(num_keys, tokens + 1, *rest)
     longer[:, :tokens] = x_KT
@@ -162,7 +162,7 @@ def _with_zeros(x_KT: Tensor) -> Tensor:
 
 
 def _gather(x_KT: Tensor, chosen: _Together) -> Tensor:
-    """`[K, T + 1, (G,) D]` to `[K * S, L (* G), D]`."""
+    """Select a batch's tokens: `[K, T + 1, (G,) D]` to `[K * S, L (* G), D]`."""
     num_keys, size = x_KT.shape[0], x_KT.shape[-1]
     per_token = x_KT[0, 0].numel() // size
     picked = x_KT.flatten(2).index_select(1, chosen.rows)
@@ -170,5 +170,5 @@ def _gather(x_KT: Tensor, chosen: _Together) -> Tensor:
 
 
 def _scatter(x_KT: Tensor, chosen: _Together, rows: Tensor) -> None:
-    """The way back of `_gather`. What belongs to no token ends up in the additional row."""
+    """Inverse of `_gather`. Padding is written to the additional row."""
     x_KT.flatten(2).index_copy_(1, chosen.rows, rows.view(x_KT.shape[0], len(chosen.rows), -1))

@@ -1,12 +1,11 @@
-"""Published weights on their way from the worker into the engine's processes: one stretch of memory, filled again and
-again.
+"""Buckets: reusable shared memory that carries published weights from the worker to the engine's processes.
 
-    worker              fill | wait for the answer | fill | ...
-    engine's processes       | copy out, load      |      | ...
+    worker              fill | wait for the reply | fill | ...
+    engine's processes       | copy out, load     |      | ...
 
-On the host the memory has no name. Whoever knows the worker's process and descriptor can map it, which on Linux are the
-processes of the same user; it goes when the worker closes it or ends. Tensors that come on a device stay on it: each
-device of the engine has the bucket, and its process opens that by a handle.
+Host memory is anonymous. Processes that know the worker's pid and descriptor can map it; Linux permits this to
+processes of the same user. The memory is freed when the worker closes it or exits. Tensors on a device stay on it: each
+of the engine's devices has a copy of the bucket, and the process there opens it by a handle.
 """
 
 from __future__ import annotations
@@ -34,52 +33,57 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 64
-"""Bytes; each tensor begins at a multiple."""
+"""Alignment of each tensor's first byte, in bytes."""
 TRIAL = tuple(range(100))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A tensor in a bucket."""
+    """Tensor in a bucket."""
 
     name: str
     dtype: str
-    """As safetensors spells it."""
+    """Dtype in safetensors' spelling."""
     shape: tuple[int, ...]
     start: int
-    """Its first byte."""
+    """Offset of the first byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketInfo:
-    """What an engine's process needs to read a bucket; plain values, because it crosses as JSON does."""
+    """Description of a bucket for the engine's processes, as plain values that JSON can represent."""
 
     num_bytes: int
     tensors: Sequence[Any]
     path: str = ""
-    """Of memory on the host."""
+    """Path of host memory; empty for device memory."""
     handles: Mapping[str, str] = field(default_factory=dict)
-    """Of memory on devices, by the device's UUID; in hex."""
+    """Handles of device memory in hex, by the device's UUID."""
 
     def plain(self) -> dict[str, Any]:
-        """As a dictionary."""
+        """Convert to a dictionary."""
         return asdict(self)
 
 
 class BucketWriter:
-    """Owns the memory."""
+    """Owner of a bucket's memory, which it fills with tensors."""
 
     def __init__(self, bucket_bytes: int, devices: Sequence[str] = ()) -> None:
-        """`devices` are those on which the engine's processes compute; without them, or where their memory cannot be
-        lent, all goes by the host."""
+        """`devices` are the devices of the engine's processes.
+
+        Without devices, or if their memory cannot be shared, all tensors go through host memory.
+        """
         self._bucket_bytes = bucket_bytes
         self._devices = tuple(devices) if devices and device_memory(devices[0]) else ()
         self._tried = False
         self._memory: _Memory | None = None
 
     def trial(self, tensor: Tensor) -> BucketInfo | None:
-        """A bucket for `opening_failure`, to be asked of each of the engine's processes and answered by `judge`; None
-        where tensors like this one do not travel by a device, or where that was tried before."""
+        """Bucket with test data, for `opening_failure` in each of the engine's processes.
+
+        Pass their results to `judge`. Returns None if tensors like `tensor` do not stay on a device, or if the test
+        already ran.
+        """
         import torch
 
         if self._tried or not self._lies_on_device(tensor):
@@ -93,7 +97,7 @@ class BucketWriter:
             return None
 
     def judge(self, failures: Sequence[str]) -> None:
-        """What the engine's processes answered: whether tensors can stay on their devices."""
+        """Fall back to host memory if any of the engine's processes reports a failure (a non-empty string)."""
         failure = next((each for each in failures if each), "")
         if failure:
             log.warning("weights go into the engine by the host, because a bucket on its devices failed: %s", failure)
@@ -101,7 +105,10 @@ class BucketWriter:
             self.close()
 
     def fill(self, tensors: Iterator[tuple[str, Tensor]], first: tuple[str, Tensor]) -> tuple[BucketInfo, Any]:
-        """Pack `first` and what else fits; what did not fit is returned beside the bucket, None at the end."""
+        """Pack `first` and further tensors until the bucket is full.
+
+        Returns the bucket and the first tensor that did not fit, or None if all tensors are packed.
+        """
         from roll_core.spec.weights import dtype_name
 
         room = self._room(max(self._bucket_bytes, first[1].nbytes), on_device=self._lies_on_device(first[1]))
@@ -123,12 +130,12 @@ class BucketWriter:
         return info, following
 
     def release(self) -> None:
-        """Give back what lies on a device, which others need between updates."""
+        """Free device memory, which other users need between updates. Host memory is kept."""
         if isinstance(self._memory, _DeviceMemory):
             self.close()
 
     def close(self) -> None:
-        """Give the memory back. May be called several times."""
+        """Free the memory. Idempotent."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
@@ -150,11 +157,11 @@ class _Memory(ABC):
 
     @abstractmethod
     def shown(self, num_bytes: int) -> tuple[str, Mapping[str, str]]:
-        """Path and handles by which the engine's processes read the first `num_bytes`, which are written."""
+        """Path and handles by which the engine's processes read the first `num_bytes`, which are filled."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give it back."""
+        """Free the memory."""
 
 
 class _HostMemory(_Memory):
@@ -174,7 +181,7 @@ class _HostMemory(_Memory):
 
 
 class _DeviceMemory(_Memory):
-    """On each of the devices; filled on the first, and copied from there."""
+    """Memory on each of the devices. The first is filled and then copied to the others."""
 
     def __init__(self, num_bytes: int, devices: Sequence[str]) -> None:
         kind = device_memory(devices[0])
@@ -201,10 +208,10 @@ class _DeviceMemory(_Memory):
 
 
 def read_bucket(info: BucketInfo, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
-    """The bucket's tensors, in memory of their own: the engine keeps some until the rest of their layer is there.
+    """Copies of the bucket's tensors; copies, because the engine keeps some until their layer is complete.
 
-    `device` is this process's. When the iterator is exhausted the bucket may be filled again. Raises `WeightSyncError`
-    where memory on a device cannot be opened.
+    `device` is the device of this process. After the iterator is exhausted the bucket may be refilled. Raises
+    `WeightSyncError` if device memory cannot be opened, and `RuntimeError` if the bucket is on other devices.
     """
     from roll_core.spec.weights import torch_dtype
 
@@ -227,7 +234,7 @@ def read_bucket(info: BucketInfo, device: str = "cpu") -> Iterator[tuple[str, Te
 
 
 def opening_failure(info: BucketInfo, device: str) -> str:
-    """Why a bucket of `BucketWriter.trial` cannot be read in this process; empty if it can."""
+    """Reason why this process cannot read a bucket of `BucketWriter.trial`; empty if it can."""
     try:
         tensors = dict(read_bucket(info, device))
     except (RollError, RuntimeError, OSError) as error:
@@ -236,7 +243,10 @@ def opening_failure(info: BucketInfo, device: str) -> str:
 
 
 class Incoming:
-    """The sender's tensors, each held against its entry in the manifest."""
+    """Iterator over the sender's tensors that checks each against its manifest entry.
+
+    Raises `UnexpectedTensorError` or `CorruptTensorError` for a tensor that differs.
+    """
 
     def __init__(self, who: str, manifest: WeightManifest, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self._who, self._version, self._tensors = who, manifest.version, tensors
@@ -260,7 +270,7 @@ class Incoming:
         return name, tensor
 
     def refuse_missing(self) -> None:
-        """Raise `MissingTensorError` for what did not come."""
+        """Raise `MissingTensorError` if a tensor of the manifest did not arrive."""
         if self._expected:
             raise MissingTensorError(
                 f"{self._who}: {min(self._expected)} was not sent of version {self._version}"
@@ -269,7 +279,7 @@ class Incoming:
 
 
 def view(memory: Tensor, dtype: Any, shape: tuple[int, ...], start: int) -> Tensor:
-    """A tensor on some of the bytes of `memory`."""
+    """Tensor that views the bytes of `memory` from offset `start`."""
     num_bytes = dtype.itemsize * math.prod(shape)
     return memory[start : start + num_bytes].view(dtype).view(shape)
 

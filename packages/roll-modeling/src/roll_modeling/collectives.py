@@ -1,12 +1,12 @@
-"""Collectives with a gradient, for ranks that compute one model together.
+"""Differentiable collectives for ranks that compute one model together.
 
-A tensor that all ranks of the group hold alike is *whole*; one of which each has a piece is *split*; one that is the
-sum of what each has is *partial*.
+A *whole* tensor is equal on all ranks of the group. Of a *split* tensor each rank has one piece. A *partial* tensor is
+the sum of the ranks' tensors.
 
-    copied     whole -> whole     backward: partial gradients are added up
-    summed     partial -> whole   backward: as it comes
-    gathered   split -> whole     backward: this rank's piece of it
-    own_piece  whole -> split     backward: pieces are gathered
+    copied     whole -> whole     backward: sums the partial gradients
+    summed     partial -> whole   backward: identity
+    gathered   split -> whole     backward: takes this rank's piece
+    own_piece  whole -> split     backward: gathers the pieces
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 
 def copied(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same tensor, on whose way each rank computes something else with it."""
+    """Identity in the forward pass; the backward pass sums the ranks' gradients."""
     found: Tensor = _Copied.apply(tensor, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Added up over the ranks; every rank gets the same bits, and goes on with the same computation."""
+    """Sum over the ranks (all-reduce). Every rank gets identical bits."""
     found: Tensor = _Summed.apply(tensor, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The pieces of the last dimension, of equal size, one after another."""
+    """Concatenate the ranks' pieces, of equal size, along the last dimension."""
     found: Tensor = _Gathered.apply(tensor, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def own_piece(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's piece of the last dimension, which is a multiple of the ranks."""
+    """This rank's piece of the last dimension, whose size must be a multiple of the group's size."""
     found: Tensor = _OwnPiece.apply(tensor, group)  # type: ignore[no-untyped-call]
     return found
 

@@ -1,7 +1,7 @@
-"""A manifest held against the model of an engine, before anything of it is touched.
+"""Checks a weight manifest against an engine's model, before the engine changes any weight.
 
-engine's processes   compare(...)  names and shapes, by what each process finds in its model
-worker               refuse(...)   the first thing that is wrong, in words
+engine's processes   compare(...)  compares names and shapes with each process's part of the model
+worker               refuse(...)   raises for the first mismatch
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class Held(Protocol):
-    """Where an engine has a tensor of the Hugging Face model."""
+    """Location of a Hugging Face model's tensor in an engine."""
 
     @property
     def key(self) -> Hashable:
-        """The same for two names of one tensor (tied embeddings)."""
+        """Identity of the tensor; equal for two names of one tensor (tied embeddings)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, over all ranks."""
+        """Shape of the whole tensor, over all ranks."""
 
 
 def entries(manifest: WeightManifest) -> list[tuple[str, list[int]]]:
-    """Names and shapes, as plain values that cross to the engine's processes."""
+    """Names and shapes of the manifest's tensors, as plain values to send to the engine's processes."""
     return [(entry.name, list(entry.shape)) for entry in manifest.tensors]
 
 
@@ -38,10 +38,11 @@ def compare(
     locate: Callable[[str], Held | None],
     held: Iterable[tuple[str, Held]],
 ) -> dict[str, Any]:
-    """What of the announced tensors this process has otherwise, does not have, and misses; plain values.
+    """Compare announced tensors with the model of this process; returns plain values.
 
-    `locate` finds a tensor by name: None where another process has it, `KeyError` where none can. `held` is everything
-    that an update has to bring.
+    The result has `unknown` names, `shapes` that differ (this process's shape by name) and `missing` names. `locate`
+    finds a tensor by name. It returns None if another process has the tensor, and raises `KeyError` if no process can
+    have it. `held` lists every tensor that an update must contain.
     """
     unknown: list[str] = []
     shapes: dict[str, list[int]] = {}
@@ -62,8 +63,10 @@ def compare(
 
 
 def refuse(who: str, engine: str, manifest: WeightManifest, answers: Iterable[Mapping[str, Any]]) -> None:
-    """Raise for the first thing that is wrong in the answers of `compare`: `UnexpectedTensorError`,
-    `CorruptTensorError`, `MissingTensorError`."""
+    """Raise for the first mismatch in the results of `compare`.
+
+    Raises `UnexpectedTensorError`, `CorruptTensorError` or `MissingTensorError`.
+    """
     sent = dict(entries(manifest))
     for answer in answers:
         if unknown := answer["unknown"]:

@@ -1,15 +1,16 @@
-"""Long sequences over several ranks: everything but attention works on tokens one by one, so a rank has some of them.
+"""Context parallelism: long sequences split over several ranks.
 
-Attention sees whole sequences, by exchanging heads for tokens around it (`Ulysses`, here) or by passing keys and values
-round (`ring_attention`); either is exact for packed sequences as they stand. Tokens are filled up by a sequence that
-nobody reads.
+Everything except attention works on each token separately, so each rank computes a part of the tokens. Attention needs
+whole sequences. It either exchanges heads for tokens (`Ulysses`, here) or passes keys and values around
+(`ring_attention`). Both are exact for packed sequences. Tokens are padded by one extra sequence whose outputs are
+ignored.
 
 Ulysses (DeepSpeed, 2309.14509):
 
     rank 0  tokens 0..3, all heads  \\  attention  /  heads 0..1, all tokens  \\            /  tokens 0..3, all heads
     rank 1  tokens 4..7, all heads  /  exchange   \\  heads 2..3, all tokens  /  exchange  \\  tokens 4..7, all heads
 
-Shapes: T tokens (after filling up), P ranks, H heads, D head size, N rows.
+Shapes: T tokens (padded), P ranks, H heads, D head size, N rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ContextParallel(ABC):
-    """One rank's place among those that share the tokens of a microbatch."""
+    """One rank of a group that shares the tokens of a microbatch."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -39,35 +40,41 @@ class ContextParallel(ABC):
 
     @property
     def multiple(self) -> int:
-        """Tokens are filled up to a multiple of it."""
+        """Padding multiple of the number of tokens."""
         return self.size
 
     def part(self, num_tokens: int) -> Tensor:
-        """Indices of the tokens of this rank, `[T / P]`; the last ones may lie behind the end."""
+        """Indices of this rank's tokens, `[T / P]`. The last indices may lie beyond `num_tokens` (padding)."""
         length = -(-num_tokens // self.size)
         return torch.arange(self.rank * length, (self.rank + 1) * length)
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
-        """`[1, H, T / P, D]` queries and as many keys and values, of some heads, to `[1, T / P, H, D]`."""
+        """Attention of this rank's tokens: `[1, H, T / P, D]` queries to `[1, T / P, H, D]` outputs.
+
+        Keys and values have as many tokens as the queries, and possibly fewer heads.
+        """
 
     def largest(self, tensor: Tensor) -> float:
-        """Of all numbers of all ranks."""
+        """Maximum of `tensor` over all ranks. Collective."""
         found = tensor.max().float()
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return float(found)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Of all tokens, on every rank, from what each rank has of its own with 0 elsewhere. Every rank goes on to the
-        same loss; gradients of parameters are this rank's part, to be added up like those of data-parallel ranks."""
+        """Combine the ranks' outputs into one tensor for all tokens, on every rank. Collective.
+
+        `tensor` must be 0 at the other ranks' tokens. Every rank then computes the same loss. Parameter gradients are
+        this rank's part. Sum them over the ranks like those of data-parallel ranks.
+        """
         return summed(tensor, self.group)
 
 
 class Ulysses(ContextParallel):
-    """Ranks see all tokens of some heads."""
+    """Context parallelism in which each rank computes attention for some heads of all tokens."""
 
     def check_heads(self, heads: int, key_heads: int, key: str) -> None:
-        """Raises `PlacementError`, which names the configuration's `key`, where heads cannot be dealt out."""
+        """Raise `PlacementError`, naming the config `key`, if the heads cannot be split over the ranks."""
         if heads % self.size:
             raise PlacementError(f"{key} {self.size} does not divide the {heads} attention heads that a rank has")
         if key_heads % self.size and self.size % key_heads:
@@ -77,12 +84,12 @@ class Ulysses(ContextParallel):
             )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
-        """Between two exchanges."""
+        """Compute attention between two all-to-all exchanges."""
         found = attend_flat(self._heads(query), self._heads(key), self._heads(value), how)
         return self._exchange(found)
 
     def _heads(self, tensor: Tensor) -> Tensor:
-        """`[1, H, T / P, D]` to `[1, H / P, T, D]`. Where there are fewer (key) heads than ranks each is repeated."""
+        """`[1, H, T / P, D]` to `[1, H / P, T, D]`. Key heads are repeated if there are fewer heads than ranks."""
         if tensor.shape[1] < self.size:
             tensor = tensor.repeat_interleave(self.size // tensor.shape[1], dim=1)
         return self._exchange(tensor)
@@ -93,7 +100,7 @@ class Ulysses(ContextParallel):
 
 
 class _Exchange(torch.autograd.Function):
-    """Cuts dimension `cut` into a piece for each rank, and joins what comes along dimension `join`."""
+    """All-to-all: split dimension `cut` into a piece per rank, and concatenate received pieces along `join`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:

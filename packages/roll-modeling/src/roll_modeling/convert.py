@@ -1,4 +1,4 @@
-"""The model of a portable state, as a directory that transformers loads."""
+"""Converts a portable state to a model directory that transformers loads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def write_stored_state(
     state: PortableState, spec: ModelSpec, description: Path, out: Path, *, base_model: str | None = None
 ) -> None:
-    """Write the whole model, or its adapters in the form that `lora_export` of the run asked for.
+    """Write the whole model, or its adapters in the form given by the run's `lora_export`.
 
-    `spec` and `description` (config and tokenizer) are those of the run that wrote the state; `base_model` replaces the
-    path of the model that it began from. Raises `CheckpointMismatchError`.
+    `spec` and `description` (config and tokenizer) come from the run that wrote the state. `base_model` replaces the
+    path of the run's base model. Raises `CheckpointMismatchError`.
     """
     if spec.lora is None:
         _write_whole(state, spec, description, out)
@@ -34,7 +34,7 @@ def write_stored_state(
 
 
 def _write_whole(state: PortableState, spec: ModelSpec, description: Path, out: Path) -> None:
-    """The masters, rounded to the model's dtype, in the model that the state describes."""
+    """Write the master weights, rounded to the model's dtype."""
     if not description.is_dir():
         raise CheckpointMismatchError(
             f"{description.parent} does not say what model it is of: it is one that transformers does not make, so"
@@ -59,7 +59,7 @@ def _write_whole(state: PortableState, spec: ModelSpec, description: Path, out: 
 def _write_adapted(
     state: PortableState, spec: ModelSpec, lora: LoraSpec, description: Path, out: Path, base_model: str | None
 ) -> None:
-    """The adapters, alone or merged into the model beneath them, as the run had it in `lora_export`."""
+    """Write only the adapters, or the base model with merged adapters, as given by `lora_export`."""
     if description.is_dir():
         spec = replace(spec, tokenizer=str(description))
     if base_model is not None:

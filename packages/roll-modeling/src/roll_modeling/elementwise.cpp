@@ -1,10 +1,10 @@
-// The element-wise work of training, each operation in one pass over memory, forward and backward.
+// Element-wise training operations, forward and backward, each in one pass over memory.
 //
 // N rows    D their size
 //
-// Plain C calls on plain memory: no header of torch, so that it compiles in seconds. Tensors are float or bfloat16
-// (`low`). Rounding to bfloat16 happens where transformers rounds; what is added up is float. NaN stays NaN: compile
-// without -ffinite-math-only.
+// C functions on raw memory, without torch headers, so that the file compiles in seconds. Tensors are float or bfloat16
+// (`low`). Values are rounded to bfloat16 where transformers rounds; sums are accumulated in float. NaN stays NaN:
+// compile without -ffinite-math-only.
 
 #include <algorithm>
 #include <cmath>
@@ -15,9 +15,9 @@
 
 namespace {
 
-constexpr int64_t PARALLEL_FROM = 1 << 15;  // elements; below, waking the other threads costs more
-constexpr int64_t SPAN = 1 << 12;           // elements that a thread takes at a time where there are no rows
-constexpr float NEVER = -1e4f;              // for lower log probabilities, where a probability of 0 multiplies them
+constexpr int64_t PARALLEL_FROM = 1 << 15;  // elements; for fewer, waking other threads costs more than it saves
+constexpr int64_t SPAN = 1 << 12;           // elements that a thread processes at a time where there are no rows
+constexpr float NEVER = -1e4f;              // lower bound of log probabilities multiplied by a probability of 0
 
 template <typename T>
 void norm(const T* __restrict x, const T* __restrict weight, T* __restrict y, float* __restrict scales, int64_t num,
@@ -34,7 +34,7 @@ void norm(const T* __restrict x, const T* __restrict weight, T* __restrict y, fl
   }
 }
 
-// The weight's gradient is added up in blocks of rows, so that it does not depend on the number of threads.
+// The weight's gradient is summed in fixed blocks of rows, so that it does not depend on the number of threads.
 template <typename T>
 void norm_backward(const T* __restrict x, const T* __restrict weight, const float* __restrict scales,
                    const T* __restrict dy, T* __restrict dx, float* __restrict dweights, int64_t blocks, int64_t num,
@@ -80,7 +80,7 @@ void gate(const T* __restrict gates, const T* __restrict ups, T* __restrict y, i
   }
 }
 
-// In place: fresh memory for two gradients costs more than computing them.
+// In place: allocating memory for two gradients costs more than computing them.
 template <typename T>
 void gate_backward(T* __restrict gates, T* __restrict ups, const T* __restrict dy, int64_t num, int threads) {
 #pragma omp parallel for num_threads(threads) if (num >= PARALLEL_FROM)
@@ -95,8 +95,8 @@ void gate_backward(T* __restrict gates, T* __restrict ups, const T* __restrict d
   }
 }
 
-// Multiplies a row and returns the largest product, NaN left out. Compilers do not vectorise a maximum with NaN kept by
-// themselves, hence the lanes.
+// Multiplies a row and returns the largest product, ignoring NaN. Compilers do not vectorise a maximum that respects NaN
+// by themselves, hence the lanes.
 inline float scale_row(float* __restrict row, int64_t size, float factor) {
   constexpr int64_t LANES = 32;
   float largest[LANES];
@@ -115,7 +115,7 @@ inline float scale_row(float* __restrict row, int64_t size, float factor) {
   return *std::max_element(largest, largest + LANES);
 }
 
-// Sums over a row are floats within a span and doubles over spans.
+// Sums over a row are float within a span and double across spans.
 void log_softmax(float* __restrict logits, float* __restrict entropies, int64_t num, int64_t size, float temperature,
                  int threads) {
   const float inverse = 1.0f / temperature;
@@ -144,7 +144,7 @@ void log_softmax(float* __restrict logits, float* __restrict entropies, int64_t 
   }
 }
 
-// In place of logp: (grad * (onehot(target) - p) - slope * p * (logp + entropy)).
+// Overwrites logp with grad * (onehot(target) - p) - slope * p * (logp + entropy).
 void logits_gradient(float* __restrict logp, const int64_t* __restrict targets, const float* __restrict grads,
                      const float* __restrict slopes, const float* __restrict entropies, int64_t num, int64_t size,
                      int threads) {
@@ -165,7 +165,7 @@ void logits_gradient(float* __restrict logp, const int64_t* __restrict targets, 
   }
 }
 
-// Calls `call` with a zero of the tensors' type.
+// Calls `call` with a zero value of the tensors' type.
 template <typename Call>
 void typed(int low, const Call& call) {
   low ? call(BFloat16{}) : call(0.0f);
@@ -185,7 +185,7 @@ void roll_norm(int low, const void* x, const void* weight, void* y, float* scale
   });
 }
 
-// dx [N, D], and the weight's gradient in the first row of dweights [blocks, D].
+// Writes dx [N, D], and the weight's gradient to the first row of dweights [blocks, D].
 void roll_norm_backward(int low, const void* x, const void* weight, const float* scales, const void* dy, void* dx,
                         float* dweights, int64_t blocks, int64_t num, int64_t size, int threads) {
   typed(low, [&](auto zero) {
@@ -195,7 +195,7 @@ void roll_norm_backward(int low, const void* x, const void* weight, const float*
   });
 }
 
-// y = silu(gates) * ups, all of `num` elements.
+// y = silu(gates) * ups, all with `num` elements.
 void roll_gate(int low, const void* gates, const void* ups, void* y, int64_t num, int threads) {
   typed(low, [&](auto zero) {
     using T = decltype(zero);
@@ -203,7 +203,7 @@ void roll_gate(int low, const void* gates, const void* ups, void* y, int64_t num
   });
 }
 
-// Gates and ups become their gradients.
+// Overwrites gates and ups with their gradients.
 void roll_gate_backward(int low, void* gates, void* ups, const void* dy, int64_t num, int threads) {
   typed(low, [&](auto zero) {
     using T = decltype(zero);
@@ -211,12 +211,12 @@ void roll_gate_backward(int low, void* gates, void* ups, const void* dy, int64_t
   });
 }
 
-// In place: log(softmax(logits [N, D] / temperature)), and entropies [N] unless that is null.
+// Overwrites logits [N, D] with log(softmax(logits / temperature)); writes entropies [N] unless null.
 void roll_log_softmax(float* logits, float* entropies, int64_t num, int64_t size, float temperature, int threads) {
   log_softmax(logits, entropies, num, size, temperature, threads);
 }
 
-// In place of logp [N, D] the logits' gradient; slopes and entropies [N] are null if the entropy has none.
+// Overwrites logp [N, D] with the logits' gradient; slopes and entropies [N] are null without an entropy gradient.
 void roll_logits_gradient(float* logp, const int64_t* targets, const float* grads, const float* slopes,
                           const float* entropies, int64_t num, int64_t size, int threads) {
   logits_gradient(logp, targets, grads, slopes, entropies, num, size, threads);

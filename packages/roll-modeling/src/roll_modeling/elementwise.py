@@ -1,7 +1,6 @@
-"""RMSNorm, gated activation and log-softmax, forward and backward, in compiled kernels: `elementwise.cpp`, called
-through ctypes.
+"""Compiled kernels for RMSNorm, gated activation and log-softmax, forward and backward (`elementwise.cpp`, by ctypes).
 
-Tensors are contiguous, on the host, and float32 or bfloat16; those of the log-softmax are float32.
+Tensors are contiguous, on the host, and float32 or bfloat16. Those of the log-softmax are float32.
 
 Shapes: N rows, D their size.
 """
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEADER = Path(__file__).with_name("kernels.h")
-"""Bfloat16 and vectorised functions, for kernels of other packages too."""
+"""Header with bfloat16 and vectorised functions, also for kernels of other packages."""
 CFLAGS = (
     "-fopenmp",
     "-ffp-contract=fast",
@@ -35,7 +34,7 @@ CFLAGS = (
     "-fassociative-math",
     "-freciprocal-math",
 )
-"""Sums may be reordered, which vectorises them; NaN and infinity keep their meaning."""
+"""Compiler flags. Sums may be reordered, which permits vectorisation; NaN and infinity keep their meaning."""
 EXTENSION = Extension(
     name="roll_elementwise",
     sources=(Path(__file__).with_name("elementwise.cpp"),),
@@ -45,12 +44,12 @@ EXTENSION = Extension(
 )
 DTYPES = (torch.float32, torch.bfloat16)
 WEIGHT_BLOCKS = 64
-"""Partial sums of a norm weight's gradient: a fixed number, so that threads do not change the result."""
+"""Number of partial sums of a norm weight's gradient. Fixed, so that the result does not depend on threads."""
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """Compiled on first use, once for this machine. Raises `ExtensionError`."""
+    """Load the kernels, compiled on first use and cached on this machine. Raises `ExtensionError`."""
     pointer, integer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     return declare(
         EXTENSION.load(),
@@ -67,7 +66,7 @@ def library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """True if the kernels can be loaded. Compiles them if nobody has."""
+    """True if the kernels can be loaded. Compiles them on first use."""
     try:
         library()
     except ExtensionError as error:
@@ -77,7 +76,7 @@ def available() -> bool:
 
 
 def norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm with the rounding of transformers, and the `[N]` float32 factors that `norm_backward` needs."""
+    """RMSNorm with the rounding of transformers, and the `[N]` float32 factors for `norm_backward`."""
     _check(x_ND, weight_D, x_ND.shape[1:])
     y_ND, scales_N = torch.empty_like(x_ND), torch.empty(len(x_ND))
     library().roll_norm(
@@ -94,7 +93,7 @@ def norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor
 
 
 def norm_backward(x_ND: Tensor, weight_D: Tensor, scales_N: Tensor, dy_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of input and weight."""
+    """Gradients of `norm` with respect to its input and its weight."""
     _check(x_ND, weight_D, x_ND.shape[1:])
     _check(x_ND, dy_ND, x_ND.shape)
     dx_ND, sums_BD = torch.empty_like(x_ND), torch.empty(WEIGHT_BLOCKS, x_ND.shape[1])
@@ -114,7 +113,7 @@ def norm_backward(x_ND: Tensor, weight_D: Tensor, scales_N: Tensor, dy_ND: Tenso
 
 
 def gate(gate_ND: Tensor, up_ND: Tensor) -> Tensor:
-    """`silu(gate) * up`."""
+    """Gated activation, `silu(gate) * up`."""
     _check(gate_ND, up_ND, gate_ND.shape)
     y_ND = torch.empty_like(gate_ND)
     library().roll_gate(
@@ -129,7 +128,7 @@ def gate(gate_ND: Tensor, up_ND: Tensor) -> Tensor:
 
 
 def gate_backward_(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> None:
-    """Overwrite gate and up with their gradients. Autograd raises if it reads them again."""
+    """Overwrite gate and up with their gradients. Autograd then raises if another operation saved them."""
     _check(gate_ND, up_ND, gate_ND.shape)
     _check(gate_ND, dy_ND, gate_ND.shape)
     library().roll_gate_backward(
@@ -145,7 +144,7 @@ def gate_backward_(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> None:
 
 
 def log_softmax_(logits_ND: Tensor, temperature: float, *, entropy: bool) -> Tensor | None:
-    """Overwrite logits with log probabilities at `temperature`; returns the `[N]` entropies if wanted."""
+    """Overwrite logits with log probabilities at `temperature`; returns the `[N]` entropies if requested."""
     _check(logits_ND, logits_ND, logits_ND.shape)
     entropy_N = torch.empty(len(logits_ND)) if entropy else None
     library().roll_log_softmax(
@@ -177,7 +176,7 @@ def _pointer(x: Tensor | None) -> int | None:
 
 
 def _check(first: Tensor, other: Tensor, shape: torch.Size) -> None:
-    """Kernels read plain memory: another shape or dtype would be read past its end."""
+    """Raise `ValueError` for an unexpected shape, dtype or layout, which kernels would read out of bounds."""
     if other.shape != shape or other.dtype != first.dtype or first.dtype not in DTYPES:
         raise ValueError(f"expected {tuple(shape)} of {first.dtype}, found {tuple(other.shape)} of {other.dtype}")
     if not (first.is_contiguous() and other.is_contiguous()):

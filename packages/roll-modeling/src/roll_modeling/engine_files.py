@@ -1,5 +1,4 @@
-"""A role's model as inference engines take it: a folder of files, its tokenizer, its sizes and the ids that end a
-response."""
+"""A role's model as inference engines load it: model directory, tokenizer, sizes and end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -20,46 +19,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFiles:
-    """What an engine is started with."""
+    """Inputs for starting an engine."""
 
     model: str
-    """A folder, or a hub id."""
+    """Directory or hub id."""
     overrides: Mapping[str, Any]
-    """Of the config that is stored there."""
+    """Overrides of the stored config."""
     tokenizer: str
-    """A folder, or a hub id; empty where the model has none."""
+    """Directory or hub id; empty if the model has no tokenizer."""
     end_ids: tuple[int, ...]
     """End-of-sequence ids."""
     config: Any
-    """transformers' config, with the overrides."""
+    """Config of transformers, with the overrides applied."""
     scratch: Path
-    """For further files; gone when the engine has started."""
+    """Directory for further files; deleted after the engine's start."""
 
     @property
     def text_config(self) -> Any:
-        """Of the language model, where there are others beside it."""
+        """Config of the language model inside a multimodal config, or the config itself."""
         return self.config.get_text_config()
 
     @property
     def vocab_size(self) -> int:
-        """Of the embeddings."""
+        """Vocabulary size of the embeddings."""
         return int(self.text_config.vocab_size)
 
     @property
     def max_positions(self) -> int:
-        """Tokens of the longest sequence that the model takes."""
+        """Maximum sequence length of the model, in tokens."""
         return int(self.text_config.max_position_embeddings)
 
     @property
     def head_size(self) -> int:
-        """Of attention."""
+        """Size of one attention head."""
         text = self.text_config
         return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 @contextmanager
 def engine_files(spec: ModelSpec, engine: str) -> Iterator[EngineFiles]:
-    """The files of `spec` for as long as an engine starts, which errors call `engine`. Raises `ModelError`."""
+    """Prepare the files of `spec` for the duration of an engine's start. `engine` is its name in error messages.
+
+    Models of `random_init` are created and saved to a temporary directory. Raises `ModelError`.
+    """
     if spec.attn_implementation != "auto":
         raise ModelError(
             f"model_args.attn_implementation is {spec.attn_implementation}, but {engine} has attention of its own:"
@@ -91,11 +93,11 @@ def _generation_config(stored: ModelSpec) -> Any:
 
     try:
         return GenerationConfig.from_pretrained(stored.path)
-    except OSError:  # the model has none
+    except OSError:  # the model has no generation config
         return None
 
 
 def _has_tokenizer(path: str) -> bool:
-    """A hub id is taken to have one."""
+    """True if `path` has tokenizer files. Hub ids are assumed to have them."""
     folder = Path(path)
     return bool(path) and (not folder.is_dir() or any(folder.glob("tokenizer*")))

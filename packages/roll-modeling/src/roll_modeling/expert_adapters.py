@@ -1,5 +1,6 @@
-"""Adapters of experts, which transformers holds as one tensor and stores one by one: how a state that has them becomes
-a model, or what peft loads.
+"""Adapters of experts in a portable state: merged into a model, or exported in the form that peft loads.
+
+transformers keeps all experts of a layer in one tensor in memory, and stores them separately.
 
     in a state    ….experts.gate_proj.lora_A.default.weight [E, R, I]    ….lora_B.default.weight [E, O, R]
     stored        ….experts.3.gate_proj.weight [O, I]
@@ -39,23 +40,23 @@ NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Of one expert's layer."""
+    """Location of one expert's layer."""
 
     path: str
-    """Of the layers of all experts, as the state names it: without the expert's number."""
+    """Path of the layer for all experts, as in the state: without the expert's number."""
     expert: int
     shape: tuple[int, int]
-    """O, I."""
+    """Shape (O, I) of the weight."""
 
 
 class ExpertAdapters:
-    """Those of one state, which need not have any, on a model that has no adapters yet."""
+    """Expert adapters of one state (possibly none), for a model without adapters."""
 
     def __init__(self, model: PreTrainedModel, state: PortableState, lora: LoraSpec) -> None:
-        """Raises `UnsupportedError` where transformers stores no tensors of single experts."""
+        """Raises `UnsupportedError` if transformers does not store the experts' tensors separately."""
         self._model, self._lora = model, lora
         self.places: dict[str, Place] = {}
-        """By the name of the weight that transformers stores."""
+        """Locations by the name of the weight that transformers stores."""
         if any(len(shape) > 2 for name, shape in state.shapes.items() if f".lora_A.{ADAPTER}." in name):
             if not self._form.is_by_tensor:
                 raise UnsupportedError(
@@ -64,12 +65,12 @@ class ExpertAdapters:
                 )
             self.places = dict(self._find(model, state))
         self.linear = {path for path, each in model.named_modules() if isinstance(each, nn.Linear)}
-        # A state's factors are read whole, and those of gate and up come by turns.
+        # A state's factors are read whole. The cache serves gate and up projections, which alternate.
         self._factor = lru_cache(maxsize=4)(lambda name: state.read(name).master)
 
     @cached_property
     def _form(self) -> StoredForm:
-        """Asked first while the model has no adapters."""
+        """Stored form of the model; first evaluated while the model has no adapters."""
         return StoredForm(self._model, {name: tuple(each.shape) for name, each in self._model.named_parameters()})
 
     def _find(self, model: PreTrainedModel, state: PortableState) -> Iterator[tuple[str, Place]]:
@@ -82,7 +83,7 @@ class ExpertAdapters:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of what the state has of them."""
+        """Shapes of the experts' factors in the state, by name."""
         numbers, rank = Counter(place.path for place in self.places.values()), self._lora.rank
         found: dict[str, tuple[int, ...]] = {}
         for place in self.places.values():
@@ -92,8 +93,10 @@ class ExpertAdapters:
         return found
 
     def beside(self) -> LoraSpec:
-        """The adapters of layers that the model has as such: a target may name both, as `gate_proj` does where some
-        layers have no experts."""
+        """Configuration of the adapters on ordinary linear layers, without targets that are experts only.
+
+        A target may name both, as `gate_proj` does if some layers have no experts.
+        """
         if isinstance(self._lora.targets, str):
             return self._lora
         experts = {place.path for place in self.places.values()}
@@ -101,8 +104,10 @@ class ExpertAdapters:
         return replace(self._lora, targets=targets)
 
     def write_merged(self, adapters: Adapters, spec: ModelSpec, out: Path) -> None:
-        """The model that computes what it and all adapters do, stored as transformers stores it. `adapters` are those
-        `beside` these, on the same model."""
+        """Write the model with all adapters merged, as transformers stores it.
+
+        `adapters` are those of `beside`, on the same model.
+        """
         writer = PieceWriter(out)
         for name, buffer in stored_buffers(adapters.model).items():
             writer.add(name, buffer)
@@ -112,7 +117,7 @@ class ExpertAdapters:
         writer.finish(spec)
 
     def apart(self) -> dict[str, Tensor]:
-        """A and B of each expert, as peft calls them in a model that has experts as layers."""
+        """A and B of each expert, under the names that peft uses for a model with separate expert layers."""
         return {
             f"{stored.removesuffix('.weight')}.lora_{side}.{ADAPTER}.weight": self._of(place, side)
             for stored, place in self.places.items()
@@ -121,7 +126,7 @@ class ExpertAdapters:
 
     @property
     def names(self) -> list[str]:
-        """Of the layers, the last part: what peft's config has as targets."""
+        """Last components of the layers' paths, which peft's config lists as targets."""
         return sorted({place.path.rpartition(".")[2] for place in self.places.values()})
 
     def _merged(self, stored: str, weight: Tensor) -> Tensor:
@@ -141,5 +146,5 @@ def _factor(path: str, side: str) -> str:
 
 
 def _names(target: str, paths: set[str]) -> bool:
-    """Whether a target is one of `paths`, or the end of one."""
+    """True if `target` is one of `paths`, or the last components of one."""
     return any(path == target or path.endswith(f".{target}") for path in paths)

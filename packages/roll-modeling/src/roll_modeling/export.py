@@ -1,4 +1,4 @@
-"""Writes a model as a directory that transformers loads, or what it is without its weights."""
+"""Writes a model as a directory that transformers loads, with or without weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 
 
 def check_exportable(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Raises `UnsupportedError` where the task has no form that transformers loads."""
+    """Raise `UnsupportedError` if transformers cannot load the task's model."""
     if spec.task != "causal_lm" and not hasattr(model, "score"):
         raise UnsupportedError(f"transformers has no scoring form of {type(model).__name__}, so it cannot be exported")
 
 
 def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Tensor], path: Path) -> None:
-    """`state` are the whole tensors by the names of the model's `state_dict`, tied ones the same tensor twice; the
-    model itself only says how it is configured. The tokenizer comes along."""
+    """Write the model's config, `state` and tokenizer to `path`.
+
+    `state` has the whole tensors under the names of the model's `state_dict`, with tied tensors under both names.
+    `model` provides only the config. Raises `UnsupportedError`.
+    """
     check_exportable(model, spec)
     config = model.config
     usual, config._attn_implementation = config._attn_implementation, None
@@ -36,7 +39,7 @@ def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Ten
             model.save_pretrained(path, state_dict=dict(state))
             written = state[next(name for name, _ in model.named_parameters())].dtype
             if model.dtype != written:
-                # Of the tensors in the files, not of those from which a strategy made them.
+                # The dtype of the stored tensors, which may differ from the strategy's parameters.
                 config.dtype = written
                 config.save_pretrained(path)
     finally:
@@ -46,8 +49,10 @@ def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Ten
 
 
 def write_description(spec: ModelSpec, path: Path) -> None:
-    """All of such a directory but the weights: configs and tokenizer. Raises `ModelError` or `UnsupportedError` for a
-    model that transformers could not be told to make from it."""
+    """Write a model's configs and tokenizer, without weights, as transformers loads them.
+
+    Raises `ModelError` or `UnsupportedError` for a model that transformers cannot build from it.
+    """
     with torch.random.fork_rng(devices=[]):
         model = empty_model(spec)
     check_exportable(model, spec)

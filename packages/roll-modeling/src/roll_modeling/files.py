@@ -1,4 +1,4 @@
-"""The safetensors files of a stored model, and which tensor stands in which."""
+"""The safetensors files of a stored model, and the file of each tensor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 
 class ModelFiles:
-    """What a model's directory holds, found without reading a tensor; `places` is empty where there are no such
-    files."""
+    """Index of a model directory, built without reading a tensor.
+
+    `places` maps tensor names to files. It is empty if the directory has no safetensors files.
+    """
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"

@@ -1,9 +1,9 @@
-"""Norms, gated activation and linear layers with few passes over memory, in place of transformers' own modules.
+"""Norms, gated activations and linear layers with few passes over memory, as replacements of transformers' modules.
 
-On a CPU the element-wise work of a layer costs as much as a third of its GEMMs, because every operation goes through
-memory. Here compiled kernels do it in one pass (`elementwise`); without a C++ compiler, and in float32, operations of
-torch work on blocks of rows that stay in a core's cache. Nothing is kept that is cheap to compute again.
-A module is replaced only if, tried on numbers, the replacement gives what the module itself gives.
+On a CPU a layer's element-wise work costs up to a third of its GEMMs, because every operation goes through memory.
+Compiled kernels do it in one pass (`elementwise`). Without a C++ compiler, torch operations work on blocks of rows that
+stay in a core's cache, in float32 only. Cheap intermediate results are recomputed instead of kept. A module is replaced
+only if a trial shows that the replacement gives the module's own results.
 
 Shapes: N rows, D their size; T flat tokens, H heads, I intermediate size.
 """
@@ -25,23 +25,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Replacement = tuple[int, Callable[[Tensor], Tensor]]
-    """Size of the input, and what is to be called instead."""
+    """Size of the input, and the function that replaces the module's `forward`."""
 
 log = logging.getLogger(__name__)
 
 BLOCK_ELEMENTS = 1 << 16
-"""Of one operand: 256 KiB in float32, so that four of them fit a core's second-level cache."""
+"""Elements of one operand's block: 256 KiB in float32, so that four operands fit a core's second-level cache."""
 
 
 TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2**-7, 2**-9)}
-"""Relative, and absolute as a share of the largest number: a few roundings."""
+"""Relative tolerance, and absolute tolerance as a share of the largest value: a few roundings."""
 LEAST_WEIGHTS = 1 << 12
-"""Elements of the smallest linear layer that is replaced: it wins where a microbatch has a thousand tokens."""
+"""Minimum number of weight elements of a replaced linear layer: it is faster for microbatches of a thousand tokens."""
 
 
 def fuse(model: nn.Module) -> int:
-    """Replace what can be replaced in a model on the host, in bfloat16 only with compiled kernels; returns the number
-    of modules."""
+    """Replace modules of a model on the host, for bfloat16 only with compiled kernels.
+
+    Returns the number of replaced modules.
+    """
     parameter = next(model.parameters())
     compiled = parameter.device.type == "cpu" and elementwise.available()
     dtypes = elementwise.DTYPES if compiled else (torch.float32,)
@@ -77,7 +79,7 @@ def _rms_norm_of(module: Any) -> Replacement | None:
     own = module.forward
 
     def forward(hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype != module.weight.dtype:  # a norm that stays in float32 beside layers in bfloat16
+        if hidden_states.dtype != module.weight.dtype:  # a float32 norm between bfloat16 layers
             return own(hidden_states)  # type: ignore[no-any-return]
         found: Tensor = _RMSNorm.apply(hidden_states, module.weight, epsilon)  # type: ignore[no-untyped-call]
         return found
@@ -90,7 +92,7 @@ def _gated_mlp_of(module: Any) -> Replacement | None:
     if not {"gate_proj", "up_proj", "down_proj"} <= names <= {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return None
     gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-    if not all(hasattr(each, "in_features") for each in (gate, up, down)):  # linear, with an adapter or without
+    if not all(hasattr(each, "in_features") for each in (gate, up, down)):  # linear, with or without an adapter
         return None
 
     def forward(x: Tensor) -> Tensor:
@@ -158,7 +160,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def blocked_norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """`elementwise.norm`."""
+    """Same as `elementwise.norm`, for float32."""
     size = x_ND.shape[-1]
     y_ND, scales_N = torch.empty_like(x_ND), x_ND.new_empty(len(x_ND))
     for rows in _blocks(len(x_ND), size):
@@ -170,7 +172,10 @@ def blocked_norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor
 
 
 def blocked_norm_backward(x_ND: Tensor, weight_D: Tensor, scales_N: Tensor, dy_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """`elementwise.norm_backward`. With n = x * r: dw = sum(dy * n), dx = r * (dy * w - n * mean(dy * w * n))."""
+    """Same as `elementwise.norm_backward`, for float32.
+
+    With n = x * r: dw = sum(dy * n), dx = r * (dy * w - n * mean(dy * w * n)).
+    """
     size = x_ND.shape[-1]
     dx_ND, dw_D = torch.empty_like(x_ND), torch.zeros_like(weight_D)
     step = max(1, BLOCK_ELEMENTS // size)
@@ -187,7 +192,7 @@ def blocked_norm_backward(x_ND: Tensor, weight_D: Tensor, scales_N: Tensor, dy_N
 
 
 def blocked_gate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """`elementwise.gate`."""
+    """Same as `elementwise.gate`, for float32."""
     y_NI = torch.empty_like(gate_NI)
     for rows in _blocks(*gate_NI.shape):
         torch.ops.aten.silu.out(gate_NI[rows], out=y_NI[rows]).mul_(up_NI[rows])
@@ -195,7 +200,7 @@ def blocked_gate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
 
 
 def blocked_gate_backward(gate_NI: Tensor, up_NI: Tensor, dy_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """`elementwise.gate_backward_`, the gradients in tensors of their own."""
+    """Same as `elementwise.gate_backward_`, for float32, but returns the gradients in new tensors."""
     size = gate_NI.shape[-1]
     dgate_NI, dup_NI = torch.empty_like(gate_NI), torch.empty_like(up_NI)
     scratch = gate_NI.new_empty(max(1, BLOCK_ELEMENTS // size), size)

@@ -1,4 +1,4 @@
-"""Physical memory of a tensor on the host, given back without giving up the tensor."""
+"""Release of a host tensor's physical memory while the tensor itself stays valid."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def release_pages(tensor: Tensor) -> int:
-    """Give the pages back that lie wholly inside of the tensor's storage, and return their bytes. What stood there is
-    lost; it takes memory again where it is written to.
+    """Release the pages that lie entirely inside the tensor's storage; returns their size in bytes.
 
-    Raises `OSError` where the kernel refuses, as for memory that is locked.
+    Their content is lost. The next write to a page allocates it again. Raises `OSError` if the kernel refuses, for
+    example for locked memory.
     """
     storage = tensor.untyped_storage()
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

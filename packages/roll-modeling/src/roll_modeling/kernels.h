@@ -1,4 +1,4 @@
-// What kernels on a processor share: bfloat16 in memory, and functions written out so that compilers vectorise them.
+// Shared code of CPU kernels: bfloat16 in memory, and functions written so that compilers vectorise them.
 
 #pragma once
 
@@ -30,7 +30,7 @@ inline float rounded<float>(float x) {
 }
 
 template <>
-inline BFloat16 rounded<BFloat16>(float x) {  // to the nearest, ties to even
+inline BFloat16 rounded<BFloat16>(float x) {  // to nearest, ties to even
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   const uint32_t up = bits + 0x7fff + ((bits >> 16) & 1);
@@ -38,7 +38,7 @@ inline BFloat16 rounded<BFloat16>(float x) {  // to the nearest, ties to even
   return {static_cast<uint16_t>((is_nan ? bits | 0x400000 : up) >> 16)};
 }
 
-// e^x to two units in the last place; 0 below the smallest normal number, NaN for NaN. Written out so that compilers vectorise it.
+// e^x within two ulp; 0 below the smallest normal number, NaN for NaN. Written out so that compilers vectorise it.
 inline float exponential(float x) {
   const float given = x;
   x = x < -87.3f ? -87.3f : x;
@@ -58,7 +58,7 @@ inline float exponential(float x) {
   return given < -87.3f ? 0.0f : p * scale;
 }
 
-// 1 / (1 + e^-x), to a few units in the last place; NaN for NaN.
+// 1 / (1 + e^-x) within a few ulp; NaN for NaN.
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 }  // namespace

@@ -1,8 +1,8 @@
-"""Memory layout of projections: siblings that read the same input lie one after another in one buffer.
+"""Memory layout of projections: layers that read the same input are adjacent in one buffer.
 
-The engine multiplies by query, key and value weights (and by gate and up) in one GEMM. When the trainer's own
-parameters already lie side by side, the fused matrix is a view on them, and weights published in the same process are
-used without a copy: every optimizer step is visible to the engine at once.
+The engine multiplies by query, key and value weights (and by gate and up) in one GEMM. If the trainer's parameters are
+adjacent, the fused matrix is a view of them. Weights published in the same process are then used without a copy: the
+engine sees every optimizer step at once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of linear layers that read the same input, in the order in which their rows are laid."""
+"""Names of linear layers that read the same input, in the order of their rows in the buffer."""
 
 
 def make_adjacent(model: nn.Module) -> int:
-    """Re-lay the parameters of `model` so that siblings are adjacent slices of one buffer; returns how many groups.
+    """Move the parameters of `model` so that siblings are adjacent slices of one buffer; returns the number of groups.
 
-    Call it right after loading, before an optimizer or a wrapper sees the parameters. Parameters keep their identity,
-    shape, values and gradient flags; only where their numbers lie changes. Groups that cannot be joined (different
-    dtypes, tied or quantised weights, a bias on some but not all) stay as they are.
+    Call it right after loading, before an optimizer or a wrapper holds the parameters. Parameters keep their identity,
+    shape, values and gradient flags. Groups that cannot be joined (different dtypes, tied or quantised weights, a bias
+    on only some) are unchanged.
     """
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -44,7 +44,7 @@ def make_adjacent(model: nn.Module) -> int:
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """`tensors` stacked along their first dimension, without a copy, if that is how they lie; else None."""
+    """View of `tensors` stacked along their first dimension; None if they are not adjacent in memory."""
     first = tensors[0].detach()
     end = first.storage_offset()
     for tensor in tensors:

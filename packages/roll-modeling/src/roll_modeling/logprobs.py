@@ -1,4 +1,4 @@
-"""Logprobs and entropies of tokens, computed a chunk of tokens at a time: the logits of all tokens never exist at once.
+"""Logprobs and entropies of tokens, computed in chunks, so that the logits of all tokens never exist at once.
 
 Shapes: N tokens whose logprobs are wanted, V vocabulary, H hidden size, C tokens of a chunk, K top-k.
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANY_COLUMNS = 256
-"""From so many on blocks pay, in looking for the greatest of a row."""
+"""Minimum number of columns for which searching a row's maximum in blocks is faster."""
 NEVER = -1e4
-"""In place of lower log probabilities, -inf among them, where a probability of 0 multiplies them: 0 × inf is NaN."""
+"""Lower bound of log probabilities (-inf included) that are multiplied by a probability of 0: 0 × inf is NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,14 @@ class LinearHead:
     """Logits as `softcap(scale * (hidden @ weight.T + bias))`, the form of nearly every language model."""
 
     weight: Tensor
-    """`[V, H]`."""
+    """Weight of the output layer, `[V, H]`."""
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float = 0.0
-    """`cap * tanh(z / cap)`; 0 for none."""
+    """`cap * tanh(z / cap)`; 0 disables it."""
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
-        """`[C, V]` in float32."""
+        """Logits of a chunk, `[C, V]` in float32."""
         if torch.is_grad_enabled():
             logits_CV = torch.nn.functional.linear(hidden_CH, self.weight, self.bias).float()
         else:
@@ -57,24 +57,24 @@ class LinearHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """What is wanted of the head."""
+    """Outputs requested from the head."""
 
     temperature: float = 1.0
     entropy: bool = False
     entropy_grad: bool = True
     topk: int = 0
-    """K best tokens; of one alone, the first of those that are equal, as `torch.argmax` chooses."""
+    """K most likely tokens. With K = 1, the first of equal ones, like `torch.argmax`."""
     chunk_tokens: int | None = None
-    """C; None chooses by vocabulary and device."""
+    """Tokens of a chunk, C. None: chosen by vocabulary size and device."""
 
     def chunk(self, vocab_size: int, device: torch.device) -> int:
-        """C."""
+        """Tokens of a chunk, C."""
         return self.chunk_tokens or head_chunk(vocab_size, on_host=device.type == "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOutputs:
-    """Aligned to the N tokens; float32. Top-k carries no gradient."""
+    """Outputs for the N tokens, in float32. Top-k outputs carry no gradient."""
 
     logprobs_N: Tensor
     entropy_N: Tensor | None = None
@@ -102,7 +102,7 @@ def head_outputs(head: LinearHead, hidden_NH: Tensor, targets_N: Tensor, request
 def any_head_outputs(
     logits: Callable[[Tensor], Tensor], vocab_size: int, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest
 ) -> HeadOutputs:
-    """The same for a head that is only known as a function from hidden states to logits: recomputed by autograd."""
+    """Same as `head_outputs`, for a head given as a function of the hidden states; autograd recomputes each chunk."""
     parts: list[HeadOutputs] = []
     size = request.chunk(vocab_size, hidden_NH.device)
 
@@ -133,7 +133,7 @@ def any_head_outputs(
 
 
 def _entropy(logp_CV: Tensor) -> Tensor:
-    # 0 * -inf where a probability underflows: its share of the entropy is 0.
+    # 0 * -inf where a probability underflows: its contribution to the entropy is 0.
     return -(logp_CV.exp() * logp_CV.clamp(min=torch.finfo(logp_CV.dtype).min)).sum(dim=-1)
 
 
@@ -148,10 +148,10 @@ def _topk(logp_CV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def first_choice(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """`logits_CV.max(dim=1)`: the greatest, and the first column that has it.
+    """Maximum of each row, and the first column that has it: `logits_CV.max(dim=1)`.
 
-    On the CPU torch looks for indices one element at a time, but for maxima alone in vectors, so
-    there the maxima of blocks say in which block to look.
+    On the CPU, torch searches indices one element at a time but computes maxima with vector instructions. There the
+    maxima of blocks select the block to search.
     """
     vocab_size = logits_CV.shape[1]
     block = 1 << (vocab_size.bit_length() // 2)
@@ -199,8 +199,8 @@ class _ChunkedHead(torch.autograd.Function):
                 tops.append(_topk(logp_CV, request.topk))
             if keep:
                 kept.append(logp_CV)
-        # Of its own each, for some are marked as not differentiable below: with no token at all the logprobs still are,
-        # because ranks that share a model go through the backward pass together.
+        # Separate tensors, because some are marked as not differentiable below. Without any token the logprobs remain
+        # differentiable, because ranks that share a model run the backward pass together.
         logprobs_N = torch.cat(chosen) if chosen else hidden_NH.new_zeros(0, dtype=torch.float32)
         entropy_N = torch.cat(entropies) if entropies else hidden_NH.new_zeros(0, dtype=torch.float32)
         k = min(request.topk, vocab_size)
@@ -267,7 +267,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _log_softmax(logits_CV: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Log probabilities, and entropies if wanted. Uses up its argument."""
+    """Log probabilities, and entropies if requested. Overwrites its argument."""
     if _compiled(logits_CV):
         return logits_CV, elementwise.log_softmax_(logits_CV, temperature, entropy=entropy)
     if temperature != 1.0:
@@ -277,12 +277,12 @@ def _log_softmax(logits_CV: Tensor, temperature: float, entropy: bool) -> tuple[
 
 
 def _compiled(logits_CV: Tensor) -> bool:
-    """True if the kernels of `elementwise` can be used."""
+    """True if the kernels of `elementwise` support these logits."""
     return logits_CV.device.type == "cpu" and elementwise.available()
 
 
 def _add_product(total_VH: Tensor | None, d_CV: Tensor, hidden_CH: Tensor) -> Tensor:
-    """`total + d.T @ hidden` in float32, in place; None is zero."""
+    """Add `d.T @ hidden` to `total` in float32, in place; None counts as zero."""
     if total_VH is None:
         return weight_gradient(d_CV, hidden_CH).float()
     if d_CV.dtype == torch.float32 and len(d_CV) < HOST_MIN_ADDED:
@@ -298,7 +298,7 @@ def _d_logits(
     grad_entropy_C: Tensor | None,
     factor: float,
 ) -> Tensor:
-    """Gradient of the logits before scale and temperature, which `factor` undoes. Uses up `logp_CV`."""
+    """Gradient of the logits before scale and temperature, which `factor` accounts for. Overwrites `logp_CV`."""
     grad_C = grad_C * factor
     slope_C = grad_entropy_C * factor if grad_entropy_C is not None else None
     if _compiled(logp_CV):
@@ -308,7 +308,7 @@ def _d_logits(
         d_CV = logp_CV.exp_().mul_(-grad_C[:, None])
     else:
         p_CV = logp_CV.exp()
-        # -(g + e * (log p + S)) * p, with one pass less.
+        # -(g + e * (log p + S)) * p, saving one pass over memory.
         d_CV = logp_CV.clamp_(min=NEVER).add_(entropy_C[:, None])
         d_CV = d_CV.mul_(-slope_C[:, None]).sub_(grad_C[:, None]).mul_(p_CV)
     return d_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])

@@ -1,10 +1,10 @@
-"""Low-rank adapters on a Hugging Face model: which layers get one, the model beneath them, and merged weights.
+"""Low-rank adapters on a Hugging Face model: target layers, the base model without adapters, and merged weights.
 
     y = x Wᵀ + scale · (x Aᵀ) Bᵀ          merged: W + scale · B A
 
-peft builds the layers, into the model itself, whose class, forward pass and attributes stay. Call `add_adapters` after
-loading and before anything that wraps, shards, fuses or optimises parameters. Nothing else here is tied to how the
-parameters are stored: where they are shards, pass what makes them whole as `full`.
+peft inserts the layers into the model itself, which keeps its class, forward pass and attributes. Call `add_adapters`
+after loading, and before anything wraps, shards, fuses or optimises parameters. Everything else works with any storage
+of the parameters: for shards, pass a function `full` that returns the whole tensor.
 
 Shapes: I inputs and O outputs of a layer, R rank; W [O, I], A [R, I], B [O, R].
 """
@@ -35,16 +35,17 @@ if TYPE_CHECKING:
     from roll_core.spec.model import LoraSpec, ModelSpec
 
 ADAPTER = "default"
-"""peft's name of the one adapter that there is."""
+"""Name of the only adapter in peft."""
 ADAPTERS = "adapter_model.safetensors"
-"""peft's name of the file."""
+"""File name of peft's adapter weights."""
 
 
 def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
-    """Put the adapters of `spec.lora` into `model`, and freeze everything else.
+    """Add the adapters of `spec.lora` to `model`, and freeze all other parameters.
 
-    A is drawn from `spec.seed`, B is 0: the model computes what it did before. Adapters are float32 whatever the
-    model's dtype. Raises `ModelError` that names the nearest modules for targets that the model does not have.
+    A is sampled with `spec.seed` and B is 0, so the model's outputs do not change. Adapters are float32 for every dtype
+    of the model. Raises `ModelError`, naming the nearest modules, for targets that the model does not have, and
+    `UnsupportedError` for a spec without adapters.
     """
     if spec.lora is None:
         raise UnsupportedError("the model's spec has no adapters to add")
@@ -62,7 +63,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
         task_type=_task_type(model, spec),
     )
     with quiet(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # That GPT-2 stores its matrices transposed, and that transformers renamed something: nothing a person could do.
+        # GPT-2 stores its matrices transposed, and transformers renamed an attribute: users cannot act on either.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to|`is_gradient_checkpointing` is deprecated")
         torch.manual_seed(spec.seed)
         handle = get_peft_model(model, config, adapter_name=ADAPTER)
@@ -72,9 +73,9 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """For the time being `model` computes as it would without adapters, bit for bit, extra modules included.
+    """Disable adapters and extra modules inside this context: `model` computes bit for bit as without adapters.
 
-    Raises `UnsupportedError` if it has none.
+    Raises `UnsupportedError` if the model has no adapters.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -95,7 +96,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _keeping_gradient_flags(model: nn.Module) -> Iterator[None]:
-    """peft freezes adapters that it switches off, and FSDP2 keeps for good the flags that it sees in its first pass."""
+    """Restore `requires_grad` on exit: peft freezes disabled adapters, and FSDP2 keeps the flags of its first pass."""
     flags = [(each, each.requires_grad) for each in model.parameters()]
     yield
     for parameter, flag in flags:
@@ -103,34 +104,36 @@ def _keeping_gradient_flags(model: nn.Module) -> Iterator[None]:
 
 
 class Adapters:
-    """The adapters of one model."""
+    """Adapters of one model."""
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec, handle: Any) -> None:
-        """`handle` is peft's model around `model`."""
+        """`handle` is peft's wrapper around `model`."""
         self.model, self._spec, self._handle = model, spec, handle
         self._base_digest = ""
 
     @property
     def lora(self) -> LoraSpec:
-        """As configured."""
+        """Adapter configuration."""
         if self._spec.lora is None:
             raise AssertionError("made by add_adapters, which refuses a spec without")
         return self._spec.lora
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name: A and B of every target, and the copies of extra modules."""
+        """Trained parameters by name: A and B of every target, and the copies of extra modules."""
         return {name: each for name, each in self.model.named_parameters() if _is_adapter(name)}
 
     def drawn(self) -> dict[str, Tensor]:
-        """A `[R, I]` of every target by name, as `add_adapters` draws them on a model that has numbers: for whoever
-        keeps these elsewhere, and `model` on the device `meta`."""
+        """Initial A `[R, I]` of every target by name, equal to those of `add_adapters`.
+
+        For strategies that store the parameters elsewhere, while `model` is on the device `meta`.
+        """
         found: dict[str, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._spec.seed)
             for name, a_RI in self.trained().items():
                 if f".lora_A.{ADAPTER}." in name:
                     b_OR = self.model.get_parameter(name.replace(".lora_A.", ".lora_B."))
-                    # peft makes two layers, each of which draws its weight, and then draws A's once more.
+                    # peft creates two layers, each of which samples its weight, and then samples A's again.
                     layer = nn.Linear(a_RI.shape[1], a_RI.shape[0], bias=False)
                     nn.Linear(b_OR.shape[1], b_OR.shape[0], bias=False)
                     nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5))
@@ -139,11 +142,11 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the model without adapters that computes the same, in the order of its parameters.
+        """Names and tensors of the model with adapters merged, in the order of its parameters.
 
-        Merged weights are computed in float32 one at a time and are new tensors in the weight's dtype. What has no
-        adapter is the live parameter. `full` makes a whole tensor of a parameter that is a shard of one; it is called
-        on all ranks in the same order. Tied weights come once.
+        Merged weights are computed in float32, one at a time. They are new tensors in the weight's dtype. Parameters
+        without an adapter are the live parameters. `full` returns the whole tensor of a sharded parameter, and is
+        called on all ranks in the same order. Tied weights appear once.
         """
         parameters = dict(self.model.named_parameters())
         for name, parameter in parameters.items():
@@ -162,8 +165,10 @@ class Adapters:
 
     @torch.no_grad()
     def exported(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
-        """What `TrainStrategy.export_adapters` yields: A is the live parameter, B a new tensor with the scale in it.
-        Raises `UnsupportedError` where modules are trained in full beside them."""
+        """Tensors for `TrainStrategy.export_adapters`: A is the live parameter, B a new tensor that contains the scale.
+
+        Raises `UnsupportedError` if other modules are trained in full.
+        """
         if self.lora.extra_modules:
             raise UnsupportedError(
                 f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full beside the adapters: an"
@@ -175,7 +180,7 @@ class Adapters:
             yield name.replace(f".{ADAPTER}.", "."), scaled
 
     def state_dict(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
-        """Merged weights and the model's buffers, as transformers stores them; tied weights once."""
+        """Merged weights and the model's buffers under transformers' names. Tied weights appear once."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {name: each for name, each in self.model.state_dict().items() if name not in parameters}
         return dict(self.merged(full)) | {
@@ -187,18 +192,18 @@ class Adapters:
         return (delta_OI.T if transposed else delta_OI).add(weight.float()).to(weight.dtype)
 
     def base_digest(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> str:
-        """Identifies the model beneath: equal for equal names and bytes. Computed once, since it never changes."""
+        """Digest of the base model's parameter names and bytes. Cached, since the base model never changes."""
         if not self._base_digest:
             beneath = {name: each for name, each in self.model.named_parameters() if not _is_adapter(name)}
             self._base_digest = weights_digest((base_name(name), full(each)) for name, each in beneath.items())
         return self._base_digest
 
     def identity(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Any]:
-        """What has to be the same where adapters that were saved are loaded, for them to mean the same."""
+        """Values that must match between saved adapters and this model: base model digest, rank and alpha."""
         return {"base_model": self.base_digest(full), "rank": self.lora.rank, "alpha": self.lora.alpha}
 
     def refuse_other(self, saved: dict[str, Any] | None, here: dict[str, Any], place: object) -> None:
-        """Raise `CheckpointError` unless what was saved at `place` beside adapters is their `identity` here."""
+        """Raise `CheckpointError` unless `saved`, the adapters' identity stored at `place`, equals `here`."""
         if saved == here:
             return
         if saved is None:
@@ -212,14 +217,16 @@ class Adapters:
         )
 
     def also_targets(self, names: Iterable[str]) -> None:
-        """Layers that have adapters too, in what is exported, though `model` has them as one tensor: experts."""
+        """Add targets to the exported config, for layers that `model` has as one tensor (experts)."""
         config = self._handle.peft_config[ADAPTER]
         config.target_modules = sorted({*config.target_modules, *names})
 
     def export(self, path: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the adapters as peft loads them, and the tokenizer. `state`, what is trained as whole tensors, is
-        needed for shards, and for layers that `model` has as one tensor (`also_targets`). Raises `UnsupportedError`
-        where the base model was made from nothing."""
+        """Write the adapters as peft loads them, and the tokenizer.
+
+        `state` has the trained parameters as whole tensors. It is required for sharded parameters, and for layers that
+        `model` has as one tensor (`also_targets`). Raises `UnsupportedError` for a base model of `random_init`.
+        """
         if not self._spec.path:
             raise UnsupportedError("adapters alone need a base model that others can load, and random_init gives none")
         with quiet():
@@ -227,19 +234,19 @@ class Adapters:
                 path, selected_adapters=[ADAPTER], save_embedding_layers=False, state_dict=self._prefixed(state)
             )
         trained = self.trained()
-        # peft writes what stands in layers that it knows, and drops the rest without a word.
+        # peft silently drops tensors of layers that it does not know.
         if apart := {name: each for name, each in (state or {}).items() if name not in trained}:
             _add_to_file(path / ADAPTERS, self._prefixed(apart))
         load_tokenizer(self._spec).save_pretrained(path)
 
     def _prefixed(self, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Under peft's own names, in tensors that share no memory."""
+        """Tensors under peft's names, copied so that they share no memory."""
         whole = self.trained() if state is None else state
         return {f"base_model.model.{name}": each.detach().clone() for name, each in whole.items()}
 
 
 def _add_to_file(file: Path, factors: Mapping[str, Tensor]) -> None:
-    """Under the names of files, which have none of the adapter's."""
+    """Add tensors to peft's file, whose names do not contain the adapter's name."""
     from safetensors.torch import load_file, save_file
 
     more = {name.replace(f".{ADAPTER}.", "."): each.cpu().contiguous() for name, each in factors.items()}
@@ -247,13 +254,13 @@ def _add_to_file(file: Path, factors: Mapping[str, Tensor]) -> None:
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Identifies a model: equal for equal names and bytes, in this order."""
+    """Digest of a model's names and bytes, in this order."""
     listed = [f"{name} {digest(each)}" for name, each in weights]
     return digest(torch.frombuffer(bytearray("\n".join(listed).encode()), dtype=torch.uint8))
 
 
 def base_name(name: str) -> str:
-    """The name that a parameter or buffer has in the model without adapters."""
+    """Name of a parameter or buffer in the model without adapters."""
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
@@ -262,7 +269,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The layer with an adapter to which a base weight belongs, and which of its weights it is; empty for others."""
+    """Adapted layer that owns a base weight, and the weight's name in it; empty strings for other parameters."""
     owner, found, kind = name.rpartition(".base_layer.")
     return (owner, kind) if found else ("", "")
 
@@ -288,8 +295,11 @@ def _extra_modules(model: PreTrainedModel, spec: ModelSpec) -> list[str]:
 
 
 def target_layers(model: PreTrainedModel, lora: LoraSpec, extra: Sequence[str] = ()) -> list[str]:
-    """Paths of the layers that get an adapter, in a model that has none yet. `extra` are the paths of modules that are
-    trained in full. Raises `ModelError` that names the nearest modules for targets that the model does not have."""
+    """Paths of the layers that get an adapter, in a model without adapters.
+
+    `extra` are the paths of modules that are trained in full. Raises `ModelError`, naming the nearest modules, for
+    targets that the model does not have.
+    """
     layers = _linear_layers(model)
     head = model.get_output_embeddings()
     if lora.targets == ("all-linear",):
@@ -314,7 +324,7 @@ def target_layers(model: PreTrainedModel, lora: LoraSpec, extra: Sequence[str] =
 
 
 def _named(name: str, modules: dict[str, nn.Module], model: PreTrainedModel, key: str) -> list[str]:
-    """Paths that are `name` or end in it. Raises `ModelError` if there is none."""
+    """Paths that equal `name` or end in it. Raises `ModelError` if there is none."""
     found = [path for path in modules if path == name or path.endswith(f".{name}")]
     if found:
         return found
@@ -345,7 +355,7 @@ def _within(path: str, others: Iterable[str]) -> bool:
 
 
 def _refuse_tied(model: PreTrainedModel, paths: Iterable[str]) -> None:
-    """An adapter or a copy would untie weights that the architecture holds to be one."""
+    """Raise `ModelError` for tied weights, which an adapter or a copy would untie."""
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
@@ -358,14 +368,14 @@ def _refuse_tied(model: PreTrainedModel, paths: Iterable[str]) -> None:
 
 
 def _short(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """Last parts of the paths where these select the same modules: what other tools expect to read."""
+    """Last components of the paths if they select the same modules, as other tools expect; else the full paths."""
     lasts = sorted({path.rpartition(".")[2] for path in targets})
     selected = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in lasts]
     return lasts if set(selected) == set(targets) else list(targets)
 
 
 def _task_type(model: PreTrainedModel, spec: ModelSpec) -> str | None:
-    """peft's word for the task, where it has one."""
+    """Name of the task in peft; None if peft has none."""
     if spec.task == "causal_lm":
         return "CAUSAL_LM"
     return "SEQ_CLS" if hasattr(model, "score") else None

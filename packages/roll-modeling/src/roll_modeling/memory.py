@@ -1,8 +1,6 @@
-"""How much memory it takes to hold and to train a Hugging Face model, for the formulas of strategies that wrap one.
+"""Memory formulas for strategies that wrap a Hugging Face model: weights, activations, logits, gradients.
 
-Arithmetic on sizes, derived in docs/plan.md. Light: no torch.
-
-Nothing here says what is sharded: that is the strategies' own.
+Arithmetic on sizes, derived in docs/plan.md. Light: imports no torch. Each strategy adds its own formulas for sharding.
 """
 
 from __future__ import annotations
@@ -17,61 +15,72 @@ if TYPE_CHECKING:
     from roll_core.spec.plan import LayerSize, MemoryQuestion
 
 Moment = Literal["head", "first layer", "last layer", "embedding", "end"]
-"""Of a backward pass, in order: it begins at the output layer, goes through the layers from the model's last one to its
-first, and comes to the embedding; at its end nothing is left of what was computed, and gradients that are to be added
-up over ranks are on their way. What is held by then grows or shrinks in between."""
+"""Points in time of a backward pass, in order.
+
+The pass begins at the output layer (`head`), goes through the layers from the model's last one to its first, and
+reaches the embedding. At the `end` all activations are freed, and gradients are being summed over ranks. Memory use
+grows or shrinks in between.
+"""
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 HOST_CHUNK_ELEMENTS = 6 << 20
-"""Logits of one chunk on the host: glibc recycles pieces of up to 32 MiB, and clears the pages of larger ones anew."""
+"""Logits of one chunk on the host. glibc reuses blocks of up to 32 MiB; for larger ones the kernel zeroes new pages."""
 HOST_CHUNK_TOKENS = 128
-"""Fewest tokens of a chunk on the host: each chunk reads the whole output layer and its gradient, which with 27 tokens
-costs more than plain torch on a vocabulary of 152,000 (`benchmarks/head_chunks.py`)."""
+"""Minimum tokens of a chunk on the host. Each chunk reads the whole output layer and its gradient.
+
+With 27 tokens this costs more than plain torch on a vocabulary of 152,000 (`benchmarks/head_chunks.py`).
+"""
 HOST_MIN_ADDED = 192
-"""Tokens of a chunk from which, in float32, the output layer's gradient is computed by oneDNN and then added, instead
-of by MKL's slower product that adds."""
+"""Minimum tokens of a float32 chunk for which oneDNN computes the output layer's gradient, which is then added.
+
+Smaller chunks use MKL's accumulating product, which is slower but needs no separate addition.
+"""
 DEVICE_CHUNK_ELEMENTS = 1 << 26
-"""Logits of one chunk on an accelerator: 768 MiB with log-softmax and gradient, and still 441 tokens of a vocabulary of
-152,000. A product is bound by its arithmetic, not by reading the weight, from about 200 (H200) to 300 (H100) tokens."""
+"""Logits of one chunk on an accelerator: 768 MiB with log-softmax and gradient.
+
+For a vocabulary of 152,000 this is 441 tokens. A product is compute-bound, not bound by reading the weight, from about
+200 (H200) to 300 (H100) tokens.
+"""
 KEPT_ELEMENTS = 1 << 26
-"""Log-softmax values that may be kept for the backward pass instead of being computed again: 256 MiB."""
+"""Maximum log-softmax values kept for the backward pass instead of being recomputed: 256 MiB."""
 LONGEST_BLOCKED, BLOCK = 512, 64
-"""As `roll_modeling.blocked_attention` has them."""
+"""Same values as in `roll_modeling.blocked_attention`."""
 MODEL_CODE_BYTES = 43 << 20
-"""What importing a model's code takes in a worker that has loaded its strategy: measured with transformers 5.23."""
+"""Host memory that importing a model's code takes in a worker with its strategy loaded (transformers 5.23)."""
 MOMENT_BYTES = 8
-"""AdamW's two, in float32."""
+"""Bytes per parameter of AdamW's two float32 moments."""
 MASTER_BYTES = 4
 
 
 def head_chunk(vocab_size: int, *, on_host: bool) -> int:
-    """Tokens whose logits exist at once, where the config does not say."""
+    """Default number of tokens whose logits exist at once."""
     if on_host:
-        return max(HOST_CHUNK_TOKENS, HOST_CHUNK_ELEMENTS // vocab_size // 64 * 64)  # products like even rows
+        return max(HOST_CHUNK_TOKENS, HOST_CHUNK_ELEMENTS // vocab_size // 64 * 64)  # products prefer multiples of 64
     return max(1, DEVICE_CHUNK_ELEMENTS // vocab_size)
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows that a product on the host is computed with: at most a sixteenth more, so that few numbers of rows occur.
+    """Padded number of rows of a product on the host: at most a sixteenth, or 7 rows, more than `num_rows`.
 
-    oneDNN keeps about 0.6 MB and takes milliseconds for each pair of a number of rows and a weight's shape.
+    Padding limits the number of distinct row counts. For each pair of a row count and a weight shape, oneDNN keeps
+    about 0.6 MB and takes milliseconds.
     """
     step = max(8, 1 << max(0, num_rows.bit_length() - 5))
     return -(-num_rows // step) * step
 
 
 def millions(count: int) -> str:
-    """`494.0 M`."""
+    """Format a count in millions, for example `494.0 M`."""
     return f"{count / 1e6:.1f} M"
 
 
 def model_code() -> Use:
-    """Of a strategy that wraps a model of transformers."""
+    """Host memory of transformers' code, for a strategy that wraps its models."""
     return Use(what="libraries", num_bytes=MODEL_CODE_BYTES, formula="transformers' code of the model", on="host")
 
 
 def start_uses(question: MemoryQuestion) -> tuple[Use, ...]:
-    """Host memory of the weights while they are initialised in float32, or read, before they are moved or cast."""
+    """Host memory of weights while they are initialised in float32, or read, before they are cast or moved."""
     size = 4 if question.random_weights else DTYPE_BYTES[question.dtype]
     if question.on_host and size == DTYPE_BYTES[question.dtype]:
         return ()
@@ -90,8 +99,10 @@ def engine_uses(
     bucket_mib: int,
     eight_bits: bool = False,
 ) -> tuple[Use, ...]:
-    """What a slot of an engine with its own cache holds: its part of the weights, the cache, and what weights take on
-    their way in. One that `sleeps` gives the cache back, and weights where they are not the host's anyway."""
+    """Memory of an engine's slot with its own cache: its part of the weights, the cache, and the bucket for updates.
+
+    An engine that `sleeps` frees the cache, and also the weights if they are not in host memory.
+    """
     num_bytes, formula = weight_bytes(question, eight_bits=eight_bits)
     return (
         Use(
@@ -111,8 +122,10 @@ def engine_uses(
 
 
 def weight_bytes(question: MemoryQuestion, *, eight_bits: bool) -> tuple[int, str]:
-    """Of an engine's whole model, and how that is computed. In `eight_bits` the matrices of layers take one byte per
-    element, and four for the scale of a row."""
+    """Bytes of an engine's whole model, and their formula.
+
+    With `eight_bits` (fp8), the layers' matrices take one byte per element, plus four bytes per row for its scale.
+    """
     size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
     if not eight_bits:
         return size * parameters, f"{size} × {millions(parameters)}"
@@ -132,11 +145,10 @@ def computation(
     shards: int = 1,
     beside: Callable[[Moment], Iterable[Use]] | None = None,
 ) -> tuple[Use, ...]:
-    """What exists only while a microbatch is computed, of training and of scoring. `shards` are ranks that share the
-    tokens of a microbatch.
+    """Memory that exists only while a microbatch is computed, for training and for scoring.
 
-    Of a backward pass it is what the moment has that wants most, with what a strategy has `beside` it then: uses
-    during `backward` that come and go with the pass.
+    `shards` ranks share the tokens of a microbatch. For the backward pass, the result is the memory at its most
+    expensive moment. `beside` gives a strategy's own uses at a moment: uses during `backward` that end with the pass.
     """
     uses = [*_scoring(question, chunk_tokens, shards)]
     if question.trains:
@@ -152,7 +164,7 @@ def computation(
 def _training(
     question: MemoryQuestion, moment: Moment, fused: bool, chunk_tokens: int | None, shards: int
 ) -> Iterator[Use]:
-    """At one moment of the backward pass."""
+    """Memory at one moment of the backward pass."""
     tokens, model, size = _rows(question, question.train_tokens, shards), question.model, DTYPE_BYTES[question.dtype]
     if moment in ("head", "first layer", "last layer"):
         num_bytes, how = _activations(question, moment, tokens, fused)
@@ -164,12 +176,12 @@ def _training(
         return
     head = model.vocab_size * model.hidden_size if question.task == "causal_lm" else 0
     if moment == "head":
-        # It is added up in float32, beside a chunk's own.
+        # It is accumulated in float32, next to the gradient of one chunk.
         chunk = chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host)
         apart = size != 4 or (question.on_host and HOST_MIN_ADDED <= chunk < tokens)
         num_bytes, how = head * (4 + size if apart else 4), "the output layer's"
     else:
-        # A tied one waits for the embedding's, which is as large.
+        # A tied output layer's gradient waits for the embedding's, which has the same size.
         waiting = head if model.tied else 0
         num_bytes = size * (waiting + (model.embedding if moment == "embedding" else 0))
         how = "the embedding's, and the output layer's that waits for it" if waiting else "the embedding's"
@@ -178,7 +190,7 @@ def _training(
 
 
 def _activations(question: MemoryQuestion, moment: Moment, tokens: int, fused: bool) -> tuple[int, str]:
-    """What layers keep by then for their backward pass, and the gradients of the layer that is at work."""
+    """Activations kept at this moment, and the gradients of the layer being computed; also as text."""
     model, layers = question.model, question.model.layers
     per_layer = [layer_bytes(question, layer, tokens, fused=fused) for layer in layers]
     backward = max((_backward_bytes(question, layer, tokens) for layer in layers), default=0)
@@ -220,16 +232,16 @@ def _scoring(question: MemoryQuestion, chunk_tokens: int | None, shards: int) ->
 
 
 def _rows(question: MemoryQuestion, tokens: int, shards: int) -> int:
-    """Tokens of a microbatch that one rank computes."""
+    """Tokens of a microbatch that one rank computes, padded on the host in float32."""
     share = -(-tokens // shards)
     return padded_rows(share) if question.on_host and question.dtype == "fp32" else share
 
 
 def layer_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int, *, fused: bool) -> int:
-    """What a layer keeps for its backward pass."""
+    """Bytes that a layer saves for its backward pass."""
     model, size = question.model, DTYPE_BYTES[question.dtype]
     hidden, query, key, width = model.hidden_size, model.query_width, model.key_width, layer.active_width
-    # A norm keeps its input (unfused: in float32, and the normed one again), and its output is the input of products.
+    # A norm saves its input (unfused: in float32, and its normalised value), and its output is the input of products.
     norm = size if fused else 4 + (0 if size == 4 else size)
     normed = norm + (0 if fused else size if size == 4 else 0)
     per_token = 2 * hidden * (normed + size)
@@ -242,8 +254,10 @@ def layer_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int, *, fuse
 
 
 def _attention_bytes(question: MemoryQuestion) -> int:
-    """Per token: the attention weights of short sequences on the host, else one number per head and another copy of
-    what was attended."""
+    """Bytes per token that attention saves.
+
+    Short sequences on the host: the attention weights. Otherwise: one number per head, and a copy of the output.
+    """
     model, longest = question.model, question.longest
     if question.on_host and question.dtype == "fp32" and longest <= LONGEST_BLOCKED:
         seen = longest if longest <= BLOCK else (longest + BLOCK) // 2
@@ -252,7 +266,7 @@ def _attention_bytes(question: MemoryQuestion) -> int:
 
 
 def _backward_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int) -> int:
-    """Gradients of a layer's activations, and of its largest matrix, on the way."""
+    """Bytes of the gradients of a layer's activations and of its largest matrix, while they are computed."""
     model, size = question.model, DTYPE_BYTES[question.dtype]
     widest = max((linear.outputs * linear.inputs for linear in layer.linears), default=0)
     gradients = tokens * (3 * layer.active_width + 2 * model.hidden_size) * size
@@ -260,7 +274,7 @@ def _backward_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int) -> 
 
 
 def head_bytes(question: MemoryQuestion, tokens: int, chunk_tokens: int | None, *, backward: bool) -> int:
-    """Hidden states given to the head, the logits that exist at once, and the gradients of both; not the weight's."""
+    """Bytes of the head's input, of the logits that exist at once, and of their gradients; without the weight's."""
     model, size = question.model, DTYPE_BYTES[question.dtype]
     states = tokens * model.hidden_size * size
     if question.task != "causal_lm":
@@ -268,7 +282,7 @@ def head_bytes(question: MemoryQuestion, tokens: int, chunk_tokens: int | None, 
     chunk = min(tokens, chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host))
     everything = tokens * model.vocab_size
     kept = 4 * everything if backward and everything <= KEPT_ELEMENTS else 0
-    if question.on_host:  # compiled kernels work in place, also on what is kept
+    if question.on_host:  # compiled kernels work in place, also on kept values
         logits = max(kept, 4 * chunk * model.vocab_size) + (0 if size == 4 else size) * chunk * model.vocab_size
     else:
         logits = 4 * chunk * model.vocab_size * (3 if backward else 2) + kept

@@ -1,6 +1,6 @@
-"""Makes the model of a role: from a Hugging Face directory, or with random weights for an architecture.
+"""Builds a role's model from a Hugging Face directory, or with random weights for an architecture.
 
-The same function serves the trainer and the embedded engine, so that both hold the same weights to the last bit.
+Trainer and embedded engine use the same functions, so their weights are bit-identical.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
-    """The model of `spec` in evaluation mode on `device`, its parameters in `spec.dtype`.
+    """Load the model of `spec` in evaluation mode on `device`, with parameters in `spec.dtype`.
 
-    Random weights are drawn in float32 on the host from `spec.seed` and then rounded, so that equal seeds give equal
-    weights whatever the dtype and device; the global random state is left as it was. Tasks `value` and `reward` get a
-    head with one output: see `scalar_head`. Raises `ModelError`.
+    Random weights are sampled in float32 on the host from `spec.seed` and then rounded. Equal seeds therefore give
+    equal weights for every dtype and device. The global random state is unchanged. Tasks `value` and `reward` get a
+    head with one output (see `scalar_head`). Raises `ModelError`.
     """
     tokenizer = load_tokenizer(spec) if spec.tokenizer else None
     with quiet():
@@ -55,10 +55,10 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
 
 
 def empty_model(spec: ModelSpec) -> PreTrainedModel:
-    """The model of `spec` as `load_model` has it, but with its parameters on the device `meta`: for what fills or
-    describes them in its own way. Buffers, also those that no file holds, are there.
+    """Build the model of `spec` with its parameters on the device `meta`, for callers that fill or describe them.
 
-    Raises `ModelError`, and `UnsupportedError` for an architecture whose output layer is replaced by a scalar head.
+    All buffers have their values, including buffers that no file stores. Raises `ModelError`, and `UnsupportedError`
+    for an architecture whose output layer must be replaced by a scalar head.
     """
     from transformers import GenerationConfig
 
@@ -87,7 +87,7 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """The tokenizer in the directory `spec.tokenizer`, or else in the model's own. Raises `ModelError`."""
+    """Load the tokenizer from `spec.tokenizer`, or else from the model's directory. Raises `ModelError`."""
     from transformers import AutoTokenizer
 
     place = spec.tokenizer or spec.path
@@ -99,7 +99,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The config of a stored model, with `spec.config_overrides`. Raises `ModelError`."""
+    """Load a stored model's config and apply `spec.config_overrides`. Raises `ModelError`."""
     from transformers import AutoConfig
 
     if not spec.path:
@@ -119,8 +119,10 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 def end_token_ids(
     config: PreTrainedConfig, generation_config: GenerationConfig | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """The ids that end a response: the generation config's if it has some, else the config's; none beyond the
-    vocabulary."""
+    """Token ids that end a response, from the generation config, or else from the config.
+
+    Ids outside the vocabulary are dropped.
+    """
     for place in (generation_config, config.get_text_config()):
         found = getattr(place, "eos_token_id", None)
         if found is not None:
@@ -130,8 +132,11 @@ def end_token_ids(
 
 
 def scalar_head(model: PreTrainedModel) -> nn.Linear:
-    """The layer with one output that stands on the backbone of a `value` or `reward` model; beside adapters, what
-    stands in its place and is called like it."""
+    """Layer with one output on the backbone of a `value` or `reward` model.
+
+    With adapters, this is the wrapper that replaces the layer and has the same call signature. Raises `ModelError` if
+    the model has no such layer.
+    """
     heads: list[Any] = [getattr(model, "score", None), model.get_output_embeddings()]
     linear = [head for head in heads if isinstance(getattr(head, "original_module", head), nn.Linear)]
     if not linear or linear[0].out_features != 1:
@@ -141,16 +146,18 @@ def scalar_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def not_a_reward_model(spec: ModelSpec) -> ModelError:
-    """Of a directory that lacks the head of task `reward`."""
+    """Error for a checkpoint without the head of task `reward`."""
     return ModelError(
         f"{spec.path}: it has no scoring head (score.weight), so it is not a reward model: its scores would be random"
     )
 
 
 def new_value_head(spec: ModelSpec, width: int) -> Tensor:
-    """`[1, width]` in float32: what a critic that begins from a language model begins with. Near 0, whatever the width:
-    standard deviation 1 / (width + 1). It depends on `spec.seed` alone, so that whoever reads the rest of the model
-    tensor by tensor has the same."""
+    """Initial value head of a critic built from a language model, `[1, width]` float32.
+
+    Weights are normal with standard deviation 1 / (width + 1), so initial values are near 0 for every width. The result
+    depends only on `spec.seed`, so callers that read the model tensor by tensor get the same head.
+    """
     drawn = torch.empty(1, width, dtype=torch.float32)
     return drawn.normal_(0.0, 1.0 / (width + 1), generator=torch.Generator().manual_seed(spec.seed))
 
@@ -190,7 +197,7 @@ def _override(config: PreTrainedConfig, overrides: Mapping[str, Any], place: str
     )
     for key, value in overrides.items():
         if key == "rope_theta" and isinstance(getattr(config, "rope_parameters", None), dict):
-            # transformers 5 reads the base from here; the attribute of old would change nothing.
+            # transformers 5 reads the base from rope_parameters and ignores the attribute rope_theta.
             config.rope_parameters = {**config.rope_parameters, "rope_theta": value}
         else:
             try:
@@ -202,13 +209,13 @@ def _override(config: PreTrainedConfig, overrides: Mapping[str, Any], place: str
 LEGACY_KEYS = frozenset(
     {"rope_theta", "rope_scaling", "num_labels", "partial_rotary_factor", "per_layer_config", "head_dim"}
 )
-"""Keys that transformers reads although not every config that takes them lists them as fields."""
+"""Keys that transformers reads although not every config class declares them as fields."""
 
 
 def _refuse_unknown(
     keys: Mapping[str, Any], config_class: type[PreTrainedConfig], where: str, present: Iterable[str] = ()
 ) -> None:
-    """transformers keeps any key that it does not know, and never reads it: a typo would go unnoticed."""
+    """Raise `ModelError` for unknown keys. transformers silently keeps and ignores them, which would hide typos."""
     fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
     known = {each.name for each in fields}
     known |= set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
@@ -248,7 +255,7 @@ def _check_sizes(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
 
 
 def _model_class(config: PreTrainedConfig, spec: ModelSpec) -> tuple[Any, bool]:
-    """The auto class of the task, and whether its causal LM must be given the scalar head by us."""
+    """The task's auto class, and True if the caller must replace the causal LM's head with a scalar head."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
@@ -308,7 +315,7 @@ def _stored_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
 
 
 def _new_head(model: PreTrainedModel, replace: bool, spec: ModelSpec) -> None:
-    """Give the model a `new_value_head`."""
+    """Initialise the model's scalar head with `new_value_head`; with `replace`, put it in place of the output layer."""
     if replace:
         output = model.get_output_embeddings()
         if not isinstance(output, nn.Linear):
@@ -326,7 +333,7 @@ def _new_head(model: PreTrainedModel, replace: bool, spec: ModelSpec) -> None:
 
 
 def _round(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters to `dtype`, except those that the architecture keeps in float32; buffers stay as they are."""
+    """Cast parameters to `dtype`, except those that the architecture keeps in float32. Buffers are unchanged."""
     if dtype == torch.float32:
         return
     kept = {name for name, _ in _kept_in_float32(model, model.named_parameters())}
@@ -339,7 +346,7 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _kept_in_float32(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Those of `named` that the architecture keeps in float32 whatever the model's dtype."""
+    """Select the tensors that the architecture keeps in float32 for every model dtype."""
     keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     return ((name, each) for name, each in named if keep.intersection(name.split(".")))
 
@@ -350,7 +357,7 @@ def _set_attention(config: PreTrainedConfig, spec: ModelSpec) -> None:
 
 
 def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, overwrite: bool) -> None:
-    """Ids of special tokens where there are none, or everywhere with `overwrite`; generation has its own copy."""
+    """Set special token ids that are missing, or all of them with `overwrite`, in config and generation config."""
     places = [model.config.get_text_config()]
     if getattr(model, "generation_config", None) is not None:
         places.append(model.generation_config)
@@ -363,12 +370,15 @@ def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters of modules that this thread makes lose their numbers at once. Unlike under `torch.device("meta")`,
-    buffers keep theirs: nothing else could say what those are that no checkpoint holds (rotary frequencies)."""
+    """Move parameters of modules created in this thread to `meta` as soon as they are registered.
+
+    Unlike `torch.device("meta")` this keeps the values of buffers. Buffers that no checkpoint stores (rotary
+    frequencies) could not be restored otherwise.
+    """
     register, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        # A tied parameter is registered again, and must stay the same one.
+        # A tied parameter is registered a second time and must remain the same object.
         if parameter is not None and not parameter.is_meta and threading.get_ident() == thread:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
@@ -385,9 +395,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers' bars and advice do not belong into a run's log; what matters is raised.
+    """Silence transformers' progress bars and warnings; real problems raise.
 
-    `save_pretrained` imports DeepSpeed where it is installed, used or not, and DeepSpeed warns that it sees no GPU.
+    `save_pretrained` imports DeepSpeed if it is installed, used or not, and DeepSpeed warns that it finds no GPU.
     """
     from transformers.utils import logging as hf_logging
 

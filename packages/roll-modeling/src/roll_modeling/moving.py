@@ -1,8 +1,8 @@
-"""Moves what a rank holds to the host between phases, and back; and copies it there.
+"""Offloads a rank's tensors to the host between phases, loads them back, and copies them to the host.
 
-The memory behind tensors is moved, not the tensors: engines keep views of one buffer in many places (ZeRO's partitions,
-the padded shares of FSDP), and they all stay what they are, of memory that is gone meanwhile and has the same numbers
-when it is back.
+The memory behind tensors is moved, not the tensors. Engines keep views of one buffer in many places (ZeRO's partitions,
+the padded shards of FSDP). All views remain valid. Their memory is freed while offloaded and has the same content when
+it is back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = TypeVar("Key")
 
 @dataclass(slots=True)
 class Moved:
-    """Memory of the device that is empty, and where its content is, if it has any."""
+    """Freed device memory, and its copy on the host (None for scratch memory)."""
 
     storage: UntypedStorage
     num_bytes: int
@@ -35,15 +35,17 @@ class Moved:
 
 
 class Mover:
-    """Of one rank."""
+    """Offloads and loads the state of one rank, by part."""
 
     def __init__(self, role: str, device: torch.device) -> None:
         self._role, self._device = role, device
         self._away: dict[Part, list[Moved]] = {}
 
     def away(self, part: Part, tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
-        """Move the memory of `tensors`, as far as it is the device's; that of `scratch` is dropped. What is away
-        already stays there."""
+        """Offload the device memory of `tensors`, and drop that of `scratch`.
+
+        Memory that is not on the device is skipped. Does nothing if the part is already offloaded.
+        """
         if part in self._away:
             return
         pin = self._device.type != "cpu"
@@ -60,29 +62,29 @@ class Mover:
             torch.accelerator.empty_cache()
 
     def back(self, part: Part) -> None:
-        """Undo `away`; nothing if the part is not away."""
+        """Load an offloaded part back to the device. Idempotent."""
         for each in self._away.pop(part, ()):
             each.storage.resize_(each.num_bytes)
             if each.host is not None:
                 each.storage.copy_(each.host)
 
     def is_away(self, part: Part) -> bool:
-        """Whether it was moved and is not back."""
+        """True if the part is offloaded."""
         return part in self._away
 
     def need(self, *parts: Part) -> None:
-        """Raises `UnsupportedError` if one of `parts` is away: there is nothing to compute with."""
+        """Raise `UnsupportedError` if one of `parts` is offloaded and thus not available for computation."""
         missing = [part for part in parts if part in self._away]
         if missing:
             raise UnsupportedError(f"role {self._role}: its {' and '.join(missing)} are on the host; call onload first")
 
     def _moves(self, storage: UntypedStorage) -> bool:
-        """A file that is mapped into memory cannot be resized, and takes no memory from anybody."""
+        """True if the storage can be offloaded. Memory-mapped files cannot be resized, and use no private memory."""
         return storage.device.type == self._device.type and storage.resizable()
 
 
 def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
-    """The memory behind `tensors`, each piece once: they may be views of one buffer."""
+    """Distinct storages of `tensors`, which may be views of one buffer."""
     seen: set[int] = set()
     for each in tensors:
         storage = each.untyped_storage()
@@ -92,7 +94,7 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
 
 
 def host_copies(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """On the host, of their numbers as they are now, in memory of their own."""
+    """Copy tensors to the host (pinned, if they are on a device), and wait until the copies are complete."""
     copies: dict[Key, Tensor] = {}
     waits = False
     for key, tensor in tensors.items():
@@ -106,5 +108,5 @@ def host_copies(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the memory behind `tensors`."""
+    """Total size of the storages of `tensors`, in bytes."""
     return sum(each.nbytes() for each in storages(tensors))

@@ -1,4 +1,4 @@
-"""AdamW and the learning rate's schedule, as every strategy that steps parameters itself sets them up."""
+"""AdamW and the learning rate schedule, for strategies that update parameters themselves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from roll_core.spec.train import TrainingSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names under which torch keeps a parameter's moments, beside `step`."""
+"""Names of a parameter's moments in torch's optimizer state, next to `step`."""
 
 
 def adamw(parameters: Iterable[Tensor], training: TrainingSpec) -> torch.optim.AdamW:
-    """On leaf tensors in float32. Biases and norms, which are vectors, are not decayed."""
+    """Create AdamW for float32 leaf tensors. Vectors (biases and norms) get no weight decay."""
     each = list(parameters)
     groups = [
         {"params": [one for one in each if one.ndim >= 2], "weight_decay": training.weight_decay},
@@ -35,7 +35,7 @@ def adamw(parameters: Iterable[Tensor], training: TrainingSpec) -> torch.optim.A
 
 
 def moments(optimizer: torch.optim.AdamW, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """A parameter's moments, made if no step was taken yet, as torch lays them out for its fused kernel."""
+    """A parameter's moments (`exp_avg`, `exp_avg_sq`), created in the fused kernel's layout before the first step."""
     state = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -45,12 +45,12 @@ def moments(optimizer: torch.optim.AdamW, parameter: Tensor) -> tuple[Tensor, Te
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What gradients of this global norm are multiplied by; a limit of 0 does not clip."""
+    """Factor that clips gradients of global norm `norm` to `limit`; a limit of 0 disables clipping."""
     return limit / (norm + 1e-6) if limit and norm > limit else 1.0
 
 
 def schedule(training: TrainingSpec) -> Callable[[int], float]:
-    """The factor on the learning rate as a pure function of the number of steps done, as transformers computes it."""
+    """Learning rate factor as a pure function of the number of completed steps, computed as in transformers."""
     from transformers import get_scheduler
 
     probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

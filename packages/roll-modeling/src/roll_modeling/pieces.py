@@ -1,7 +1,7 @@
-"""Writes a sharded model as a directory that transformers loads, without holding more than one file of it.
+"""Writes a sharded model as a directory that transformers loads, with at most one file's tensors in memory.
 
-A model's directory: model-00001-of-00002.safetensors  model-00002-of-00002.safetensors  model.safetensors.index.json
-and its description
+Files: model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, model.safetensors.index.json, and the
+model's config and tokenizer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from roll_modeling.lora import Adapters
 
 PIECE_BYTES = 2 * 1024**3
-"""A file's size, and what is held of a model at most; one tensor may be larger."""
+"""Maximum size of a file, and of the tensors in memory. A single larger tensor gets its own file."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -43,9 +43,11 @@ def write_gathered(
     shape_of: Callable[[Tensor], tuple[int, ...]],
     writes: bool,
 ) -> None:
-    """A directory that transformers loads, of a model that is spread over ranks: all of it, or the adapters alone where
-    `lora_export` says so. `exported` and `whole` give whole tensors, and are collective: all ranks call this, and one
-    of them `writes`. It holds no more of the model than a piece, unless its architecture stores several tensors as one.
+    """Write a model that is sharded over ranks, or only its adapters, as a directory that transformers or peft loads.
+
+    `lora_export: adapter` selects the adapters. `exported` and `whole` yield whole tensors and are collective: all
+    ranks call this function, and one of them `writes`. Memory holds at most one piece of the model, unless its
+    architecture stores several tensors as one. Raises `UnsupportedError`.
     """
     check_exportable(model, spec)
     if adapters is not None and adapters.lora.export == "adapter":
@@ -68,8 +70,10 @@ def write_gathered(
 
 
 class StoredForm:
-    """In which names and shapes transformers stores what `model` holds: some architectures hold several stored tensors
-    as one (experts), or call them otherwise."""
+    """Names and shapes under which transformers stores the tensors of `model`.
+
+    Some architectures merge several stored tensors into one (experts), or use other names.
+    """
 
     def __init__(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
         from transformers.core_model_loading import revert_weight_conversion
@@ -84,10 +88,10 @@ class StoredForm:
             and not any(name in held and source not in held for name, source in tied.items())
             and self._apart(held) == {name: tuple(each.shape) for name, each in stored.items()}
         )
-        """Whether what is stored of each tensor depends on no other."""
+        """True if the stored form of each tensor is independent of all other tensors."""
 
     def of(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        """What is stored of one tensor; views of it."""
+        """Stored tensors of one tensor of the model, by name; views of it."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if name in self._same:
@@ -96,12 +100,12 @@ class StoredForm:
         return found
 
     def _apart(self, held: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]] | None:
-        """What all are stored as, if each is by itself; None where one cannot be."""
+        """Names and shapes if each tensor is converted separately; None if one cannot be."""
         found: dict[str, tuple[int, ...]] = {}
         for name, each in held.items():
             try:
                 parts = self.of(name, each)
-            except Exception:  # conversions are foreign code, and this one lacks the others of its tensors
+            except Exception:  # conversions are foreign code and may fail without the other tensors of a group
                 return None
             if found.keys() & parts.keys():
                 return None
@@ -110,7 +114,7 @@ class StoredForm:
 
 
 class PieceWriter:
-    """One directory."""
+    """Writer of one model directory, in pieces; deletes the directory's old weight files."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -120,11 +124,11 @@ class PieceWriter:
         self.pieces = PieceFiles(path, "model.{}.safetensors.part", PIECE_BYTES, {"format": "pt"})
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copied, or written before this returns."""
+        """Add a tensor; it is copied or written before this returns."""
         self.pieces.add({name: tensor})
 
     def finish(self, spec: ModelSpec) -> None:
-        """The last piece, which file has which tensor, and all that is not weights."""
+        """Write the last piece, the index, config and tokenizer, and give the files their final names."""
         self.pieces.flush()
         parts = self.pieces.files
         files = [f"model-{at:05d}-of-{len(parts):05d}.safetensors" for at in range(1, len(parts) + 1)]
@@ -142,13 +146,13 @@ class PieceWriter:
 def _shapes(
     model: PreTrainedModel, adapters: Adapters | None, shape_of: Callable[[Tensor], tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Of all that is exported, by name."""
+    """Shapes of all exported tensors, by name."""
     added = adapters.trained() if adapters is not None else {}
     return {base_name(name): shape_of(each) for name, each in model.named_parameters() if name not in added}
 
 
 def _tied(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Further names of exported tensors."""
+    """Further names of tied tensors, with the exported tensor."""
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
     names = {name: first.setdefault(id(each), name) for name, each in every}
@@ -156,5 +160,5 @@ def _tied(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Those that transformers stores."""
+    """Buffers that transformers stores, on the host."""
     return {name: each.cpu() for name, each in stored_buffers(model).items()}

@@ -1,5 +1,7 @@
-"""Whether a state belongs to the model of a role: what every strategy asks before it continues from one. And what of a
-model no optimizer steps, and transformers stores."""
+"""Checks that a portable state belongs to a role's model, and access to the model's stored buffers.
+
+Every strategy runs these checks before it resumes from a state.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ def check_same(
     adapters: Adapters | None = None,
     identity: dict[str, Any] | None = None,
 ) -> None:
-    """Raise `CheckpointError` unless `state` has the very parameters that are trained here, by their `shapes`, on top
-    of the same model. Where adapters are trained, `identity` is theirs, which sharded strategies make of whole
-    tensors."""
+    """Raise `CheckpointError` unless `state` has exactly the parameters trained here, on the same base model.
+
+    `shapes` are the trained parameters' shapes by name. `identity` is that of `adapters`, if adapters are trained;
+    sharded strategies compute it from whole tensors.
+    """
     check_adapters(state.adapters, adapters, identity, PLACE)
     if odd := state.shapes.keys() ^ shapes.keys():
         raise CheckpointError(f"{PLACE}: parameter {min(odd)} is in only one of the checkpoint and the model")
@@ -44,8 +48,10 @@ def check_same(
 def check_adapters(
     saved: Mapping[str, Any] | None, adapters: Adapters | None, identity: dict[str, Any] | None, place: object
 ) -> None:
-    """Raise `CheckpointError` unless the state at `place` is of a whole model where one is trained here, and of such
-    adapters on the same model where these are; `saved` is their identity as it was, `identity` as it is here."""
+    """Raise `CheckpointError` unless the state at `place` has the adapters trained here, or none for a whole model.
+
+    `saved` is the adapters' identity in the state, `identity` the identity here.
+    """
     if adapters is not None and identity is not None:
         adapters.refuse_other(dict(saved) if saved is not None else None, identity, place)
     elif saved is not None:
@@ -53,15 +59,18 @@ def check_adapters(
 
 
 def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The very buffers that transformers stores, by its names."""
+    """Buffers that transformers stores, by its names."""
     persistent = model.state_dict().keys()
     return {name: each for name, each in model.named_buffers() if name in persistent}
 
 
 @torch.no_grad()
 def take_buffers(state: PortableState, buffers: Mapping[str, Tensor]) -> None:
-    """Overwrite `buffers` with those of `state`. One that was written without any leaves them as the model's own files
-    have them. Raises `CheckpointError` for those of another model."""
+    """Overwrite `buffers` with those of `state`.
+
+    A state without buffers leaves them as loaded from the model's files. Raises `CheckpointError` if the state has
+    buffers of another model.
+    """
     if not state.buffers:
         return
     if odd := state.buffers.keys() ^ buffers.keys():

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo
 
 _num_alone = 0
-"""Memberships of roles of one rank in this process: they share a group of one, for a process has one default group."""
+"""Number of single-rank roles in this process. They share one group: a process has only one default group."""
 
 
 class ProcessGroup:
-    """Membership of this rank, from construction to `close`. One rank alone is a group too: some engines need one."""
+    """Membership of this rank, from construction to `close`. Single ranks get a group too: some engines need one."""
 
     def __init__(self, mesh: MeshInfo) -> None:
-        """Collective. Raises `WorkerError` if this process belongs to the ranks of another role."""
+        """Join the group. Collective. Raises `WorkerError` if this process belongs to the ranks of another role."""
         global _num_alone
         self.rank, self.size = mesh.rank, mesh.world_size
         self.device = torch.device(mesh.device)
@@ -61,13 +61,16 @@ class ProcessGroup:
         self._member = True
 
     def wait(self) -> None:
-        """Until every rank has come here."""
+        """Block until every rank has called this method (barrier)."""
         if self.size > 1:
             dist.barrier()
 
     def raise_together(self, error: NonFiniteError | None) -> None:
-        """Where any rank has an error all of them raise: it its own, the others what the first of these says. Else one
-        would end while the others wait for it in their next collective. Collective: one number, unless there is one."""
+        """Raise on all ranks if any rank has an error. Collective.
+
+        A rank with an error raises its own; the others raise the first rank's error. Otherwise one rank would stop
+        while the others block in their next collective. Without an error only one number is exchanged.
+        """
         if self.size > 1:
             failed = torch.tensor([error is not None], dtype=torch.int32, device=self.device)
             dist.all_reduce(failed, dist.ReduceOp.MAX)
@@ -81,11 +84,11 @@ class ProcessGroup:
 
     @property
     def is_last(self) -> bool:
-        """Whether leaving ends the group in this process."""
+        """True if closing this membership destroys the process's group."""
         return self._member and (self.size > 1 or _num_alone == 1)
 
     def close(self) -> None:
-        """Leave; the last to leave a shared group ends it. May be called several times."""
+        """Leave the group. The last member of a shared group destroys it. Idempotent."""
         global _num_alone
         if not self._member:
             return
@@ -93,16 +96,16 @@ class ProcessGroup:
         _num_alone -= self.size == 1
         if ends and dist.is_initialized():
             dist.destroy_process_group()
-        if self._store is not None and hasattr(self._store, "close"):  # torch's own ends with its last reference
+        if self._store is not None and hasattr(self._store, "close"):  # torch's own closes with its last reference
             self._store.close()
         self._store = None
 
 
 def _open_store(mesh: MeshInfo) -> Store:
-    """The run's authenticated store; for a device's library torch's own, which listens on `master_addr` too.
+    """Open the run's authenticated store for CPU ranks that have one; otherwise torch's own on `master_addr`.
 
-    Threads of nccl and hccl read the store at any time. A store that is written in Python would need the interpreter
-    lock for that, which a thread that ends the group may hold while it waits for them.
+    Threads of nccl and hccl read the store at any time. A store written in Python would need the GIL for that. The
+    thread that destroys the group may hold the GIL while it waits for them.
     """
     timeout = timedelta(seconds=mesh.timeout_s)
     if mesh.open_store is not None and torch.device(mesh.device).type == "cpu":

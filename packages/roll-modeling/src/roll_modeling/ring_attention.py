@@ -1,14 +1,14 @@
-"""Long sequences over several ranks, by passing keys and values round (Ring Attention, 2310.01889).
+"""Ring attention: context parallelism that passes keys and values around the ranks (2310.01889).
 
     step 0   rank 0: q0 · k0 v0   rank 1: q1 · k1 v1   rank 2: q2 · k2 v2
-    step 1   rank 0: q0 · k2 v2   rank 1: q1 · k0 v0   rank 2: q2 · k1 v1     and so on: each sees what it may see
+    step 1   rank 0: q0 · k2 v2   rank 1: q1 · k0 v0   rank 2: q2 · k1 v1     and so on, limited to visible keys
 
-What a query has seen so far is kept with the logarithm of its softmax's denominator (LSE), by which parts are merged
-exactly. In the backward pass keys and values go round once more, and their gradients with them, until they are home.
+Partial outputs are kept with the logarithm of their softmax denominator (LSE), which merges them exactly. The backward
+pass sends keys and values around once more, together with their gradients, until these return to their owner.
 
-Of 2 P chunks a rank has one from the front and one from the back (0 and 5, 1 and 4, 2 and 3): causal attention is as
-much work for each. A pair of chunks is computed in blocks of one sequence each; what no query sees is left out. Scores
-are float32. They exist for a few queries at a time, in both passes.
+Of 2 P chunks each rank has one from the front and one from the back (0 and 5, 1 and 4, 2 and 3). This balances the work
+of causal attention. A pair of chunks is computed in blocks of one sequence each, and invisible blocks are skipped.
+Scores are float32 and exist for a few queries at a time, in both passes.
 
 Shapes: T tokens of this rank, K key heads, G query heads of each, D head size, Q queries and E keys of a block.
 """
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from roll_modeling.attention import How
 
 MAX_SCORES = 1 << 24
-"""Scores that exist at once."""
+"""Maximum number of scores that exist at once."""
 
 
 class Ring(ContextParallel):
-    """Ranks see all heads of all tokens, some at a time."""
+    """Context parallelism in which keys and values travel around the ranks; each rank computes all heads."""
 
     @property
     @override
@@ -56,12 +56,12 @@ class Ring(ContextParallel):
         return found[None]
 
     def pass_on(self, tensor: Tensor) -> _Passing:
-        """To the next rank, from the one before."""
+        """Start sending `tensor` to the next rank and receiving from the previous one."""
         return _Passing(tensor, self)
 
 
 class _Passing:
-    """On its way, while this rank computes."""
+    """Transfer in the background, while this rank computes."""
 
     def __init__(self, sent: Tensor, ring: Ring) -> None:
         self._sent, self._received = sent, torch.empty_like(sent)
@@ -74,39 +74,39 @@ class _Passing:
         )
 
     def wait(self) -> Tensor:
-        """What came."""
+        """Block until the transfer is complete; returns the received tensor."""
         for each in self._work:
             each.wait()
         return self._received
 
 
-# -- who sees what -----------------------------------------------------------------------------------------------------
+# -- visible keys ------------------------------------------------------------------------------------------------------
 
 
 def chunks(rank: int, size: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The two of a rank: where each begins among all tokens, and among the rank's own."""
+    """The two chunks of a rank: the start of each among all tokens, and among the rank's own tokens."""
     return (rank * length, 0), ((2 * size - 1 - rank) * length, length)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries and keys of one sequence: every query sees one of the keys at least."""
+    """Queries and keys of one sequence; every query sees at least one of the keys."""
 
     queries: slice
-    """Among the rank's own tokens."""
+    """Queries, as a slice of the rank's own tokens."""
     keys: slice
-    """Among those of the rank that they come from."""
+    """Keys, as a slice of the tokens of the rank that owns them."""
     ahead: int
-    """Tokens from the first key to the first query."""
+    """Number of tokens from the first key to the first query."""
 
     def cut(self, num_queries: int) -> Iterator[Block]:
-        """Into pieces of so many at most."""
+        """Split into blocks of at most `num_queries` queries."""
         for start in range(self.queries.start, self.queries.stop, num_queries):
             stop = min(start + num_queries, self.queries.stop)
             yield Block(slice(start, stop), self.keys, self.ahead + start - self.queries.start)
 
     def hidden(self, window: int, device: torch.device) -> Tensor | None:
-        """Bool `[Q, E]`: what a query does not see; None where all see all."""
+        """Mask of keys that a query does not see, bool `[Q, E]`; None if all are visible."""
         queries, keys = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
         if self.ahead >= keys - 1 and (not window or self.ahead + queries <= window):
             return None
@@ -116,7 +116,7 @@ class Block:
 
 @lru_cache(maxsize=256)
 def blocks(rank: int, other: int, size: int, lengths: tuple[int, ...], window: int) -> tuple[Block, ...]:
-    """What the queries of `rank` see of the keys of `other`. `window` is 0 where there is none."""
+    """Blocks of keys of rank `other` that queries of `rank` see. `window` 0 means no window."""
     length = sum(lengths) // (2 * size)
     found = []
     for q_start, q_own in chunks(rank, size, length):
@@ -135,7 +135,7 @@ def blocks(rank: int, other: int, size: int, lengths: tuple[int, ...], window: i
     return tuple(found)
 
 
-# -- what they see -----------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 class _Ring(torch.autograd.Function):
@@ -191,14 +191,14 @@ class _Ring(torch.autograd.Function):
 
 
 def _pieces(ring: Ring, step: int, how: How, heads: int) -> Iterator[Block]:
-    """Of the keys that are here after so many steps."""
+    """Blocks for the keys that this rank has after `step` transfers, limited to `MAX_SCORES`."""
     other = (ring.rank - step) % ring.size
     for block in blocks(ring.rank, other, ring.size, how.lengths, how.window):
         yield from block.cut(max(1, MAX_SCORES // (heads * (block.keys.stop - block.keys.start))))
 
 
 def _scores(q_KGTD: Tensor, k_KTD: Tensor, block: Block, how: How) -> tuple[Tensor, Tensor | None]:
-    """Before the softmax, minus infinity where a query does not see; and their slope, where they are squashed."""
+    """Scores before the softmax, minus infinity for invisible keys; and the soft-cap's derivative, if there is one."""
     k_K1DE = k_KTD[:, None, block.keys].float().transpose(-1, -2)
     scores_KGQE = torch.matmul(q_KGTD[:, :, block.queries].float(), k_K1DE).mul_(how.scale)
     slope = None
@@ -210,7 +210,7 @@ def _scores(q_KGTD: Tensor, k_KTD: Tensor, block: Block, how: How) -> tuple[Tens
 
 
 def _merge(out: Tensor, lse: Tensor, seen: Tensor, its_lse: Tensor) -> None:
-    """In place: what queries had seen, and what they have seen now."""
+    """Merge a new partial output into `out` and its LSE, in place."""
     both = torch.logaddexp(lse, its_lse)
     out.mul_((lse - both).exp_()[..., None]).add_(seen.mul_((its_lse - both).exp_()[..., None]))
     lse.copy_(both)

@@ -1,15 +1,14 @@
-"""Which experts a mixture of experts of transformers sends its tokens to: recorded while an engine generates, replayed
-while a trainer computes.
+"""Expert routing of transformers' mixtures of experts: recorded during generation, replayed in training.
 
-Engine and trainer round differently, so for a token on the brink their routers choose different experts, and its
-logprobs differ by far more than rounding. Rollout routing replay (R3, arXiv:2510.11370) sends the token in training
-where the engine sent it: the indices are the engine's, the weights are those of the router's current logits at these
-indices, and the gradient goes through the logits as ever.
+Engine and trainer round differently. For tokens near a routing boundary their routers therefore choose different
+experts, and the logprobs differ by far more than rounding. Rollout routing replay (R3, arXiv:2510.11370) uses the
+engine's experts in training. The indices come from the engine. The weights come from the router's current logits at
+these indices, so the gradient flows through the logits as usual.
 
-A router of transformers returns its logits, the weights of the chosen experts and their indices; a forward hook reads
-them, or puts others in their place. What recomputes a layer in the backward pass runs the hook again.
+A router of transformers returns its logits, the weights of the chosen experts and their indices. A forward hook records
+or replaces them. Activation checkpointing runs the hook again in the backward pass.
 
-N tokens of one call, in the order in which the router sees them    M layers with experts    K top-k    E experts
+N tokens of one call, in the order in which the router receives them    M layers with experts    K top-k    E experts
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
     from roll_core.types import RoutedExperts
 
     Weights = Callable[[Any, Tensor, Tensor], Tensor]
-    """From a router, its logits `[N, E]` and indices `[N, K]` to the weights of these experts, `[N, K]`."""
+    """Maps a router, its logits `[N, E]` and indices `[N, K]` to the weights of these experts, `[N, K]`."""
 
 
 def _softmax(router: Any, logits_NE: Tensor, indices_NK: Tensor) -> Tensor:
     chosen_NK = logits_NE.float().softmax(-1).gather(1, indices_NK)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral has no such key and always does
+    if getattr(router, "norm_topk_prob", True):  # Mixtral has no such attribute and always normalises
         chosen_NK = chosen_NK / chosen_NK.sum(dim=-1, keepdim=True)
     return chosen_NK
 
@@ -54,18 +53,17 @@ ROUTERS: Mapping[str, Weights] = {
     "deepseek_v3": _sigmoid,
     "glm4_moe": _sigmoid,
 }
-"""How the routers of an architecture (`model_type`) weigh experts, whoever chose them."""
+"""Weight formula of each architecture's routers (`model_type`), for given expert indices."""
 
 
 def check_routers(keys: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a model whose routing is not known here; `keys` as `StrategyConfig.check_model` has
-    them."""
+    """Raise `ValueError` for a model with an unsupported router. `keys`: see `StrategyConfig.check_model`."""
     if "model_type" in keys and (why := _unknown(str(keys["model_type"]))):
         raise ValueError(why)
 
 
 def compact(indices: np.ndarray[Any, Any], experts: int) -> RoutedExperts:
-    """Indices in the smallest unsigned integers that hold those of so many experts."""
+    """Cast indices to the smallest unsigned integer type for this number of experts."""
     return indices.astype(np.min_scalar_type(max(experts - 1, 0)))
 
 
@@ -77,7 +75,7 @@ def _unknown(model_type: str) -> str:
 
 
 class _Routers:
-    """The routers of a model in the order of its layers, each found to weigh experts as the table says."""
+    """Routers of a model in the order of its layers, with the weight formula of its architecture."""
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
@@ -93,8 +91,10 @@ class _Routers:
         self.dtype = np.min_scalar_type(self.num_experts - 1)
 
     def hook(self, act: Callable[[int, Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None]) -> None:
-        """Call `act(layer, router, logits, weights, indices)` after each call of a router; what it returns, weights and
-        indices, takes the place of the router's own."""
+        """Call `act(layer, router, logits, weights, indices)` after each call of a router.
+
+        If it returns weights and indices, they replace the router's own.
+        """
         for layer, module in enumerate(self.modules):
 
             def after(module: Any, _: Any, found: Any, layer: int = layer) -> Any:
@@ -106,16 +106,19 @@ class _Routers:
 
 
 class RoutingRecorder:
-    """Collects what the routers of a model choose, from one `take` to the next."""
+    """Records the experts chosen by a model's routers, from one `take` to the next."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises `UnsupportedError`, which names the architecture, for a model whose routers are not known."""
+        """Attach to the routers of `model`. Raises `UnsupportedError`, naming the architecture, for unknown routers."""
         self._routers = _Routers(model)
         self._found: list[Tensor] = []
         self._routers.hook(self._note)
 
     def take(self) -> RoutedExperts:
-        """`[N, M, K]`, of the one forward pass since the last call."""
+        """Expert indices of the one forward pass since the last call, `[N, M, K]`.
+
+        Raises `ModelError` if a forward pass did not call every router exactly once.
+        """
         import torch
 
         found, self._found = self._found, []
@@ -127,16 +130,18 @@ class RoutingRecorder:
 
     def _note(self, layer: int, router: Any, logits_NE: Tensor, weights_NK: Tensor, indices_NK: Tensor) -> None:
         if layer == 0:
-            self._found = []  # of a forward pass that nobody asked about, or that failed
+            self._found = []  # drop the records of an unused or failed forward pass
         self._found.append(indices_NK.detach())
 
 
 class RoutingReplay:
-    """Sends tokens to given experts. One microbatch at a time: from `begin` until the next `begin`, its backward pass
-    included."""
+    """Routes tokens to given experts, one microbatch at a time.
+
+    A microbatch lasts from one `begin` to the next, including its backward pass.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises `UnsupportedError`, which names the architecture, for a model whose routers are not known."""
+        """Attach to the routers of `model`. Raises `UnsupportedError`, naming the architecture, for unknown routers."""
         self._routers = _Routers(model)
         self._given_MNK: Tensor | None = None
         self._differing_N: Tensor | None = None
@@ -145,10 +150,10 @@ class RoutingReplay:
         self._routers.hook(self._replace)
 
     def begin(self, routed_NMK: Tensor | None) -> None:
-        """Replay these in the forward passes that follow, in the order in which the routers see tokens; -1 leaves the
-        choice to the router, and None every choice.
+        """Replay these experts in the following forward passes, in the order in which the routers receive tokens.
 
-        Raises `DataError` where they do not fit the model.
+        -1 leaves one choice to the router; None disables replay. Raises `DataError` if the indices do not fit the
+        model.
         """
         import torch
 
@@ -169,14 +174,16 @@ class RoutingReplay:
 
     @property
     def disagreement_N(self) -> Tensor | None:
-        """Share of the given experts that the routers would not have chosen, over M and K; of the first forward pass
-        since `begin`. None where nothing is replayed."""
+        """Per token, the share of replayed experts (over M and K) that the routers would not have chosen.
+
+        Measured in the first forward pass since `begin`. None if nothing is replayed.
+        """
         return self._differing_N
 
     def _replace(
         self, layer: int, router: Any, logits_NE: Tensor, weights_NK: Tensor, indices_NK: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        if not self._tried:  # in the first forward pass, for only there is the weight of a sharded router whole
+        if not self._tried:  # in the first forward pass: only there is the weight of a sharded router whole
             self._try(router, logits_NE, weights_NK, indices_NK)
         if self._given_MNK is None or self._differing_N is None:
             return None
@@ -186,7 +193,7 @@ class RoutingReplay:
                 f"experts are given for {len(given_NK)} tokens, a router was called with {len(indices_NK)}"
             )
         known_NK = given_NK >= 0
-        if self._counted == layer:  # not when a layer is computed again
+        if self._counted == layer:  # skips recomputed layers
             own_NKK = given_NK.unsqueeze(2) == indices_NK.unsqueeze(1)
             missed_NK = known_NK & ~own_NKK.any(-1)
             self._differing_N += missed_NK.float().mean(-1) / len(self._routers.modules)
@@ -196,7 +203,7 @@ class RoutingReplay:
         return weights.to(weights_NK.dtype), replayed_NK
 
     def _try(self, router: Any, logits_NE: Tensor, weights_NK: Tensor, indices_NK: Tensor) -> None:
-        """Given a router's own choices, the formula returns its own weights."""
+        """Check that the formula reproduces the router's own weights. Raises `UnsupportedError` otherwise."""
         import torch
 
         with torch.no_grad():

@@ -1,8 +1,8 @@
-"""A model with the head of its task: from a microbatch to what is wanted of it, and from a loss to its metrics.
+"""Model with the head of its task: computes the requested outputs of a microbatch, and checks its loss.
 
     MicroBatch -> backbone (flat, or padded inside) -> hidden states -> head, chunk by chunk -> TokenOutputs
 
-Shapes: T flat tokens, N tokens that have something before them, H hidden size, K top-k.
+Shapes: T flat tokens, N tokens with a predecessor in their sequence, H hidden size, K top-k.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TaskModel:
-    """Computes the outputs of a model that is held by the strategy; the parameters are read anew at each call."""
+    """Computes the outputs of a strategy's model. Parameters are read at each call, so they may be replaced."""
 
     def __init__(
         self,
@@ -38,15 +38,21 @@ class TaskModel:
         chunk_tokens: int | None = None,
         context: ContextParallel | None = None,
     ) -> None:
-        """Tries the model on a few tokens. `chunk_tokens` are those whose logits exist at once; None chooses. The ranks
-        of `context` share the tokens of each microbatch, and all get the whole outputs."""
+        """Runs the model on a few tokens to choose its layout.
+
+        `chunk_tokens` is the number of tokens whose logits exist at once; None chooses it. The ranks of `context` share
+        the tokens of each microbatch, and all get the whole outputs. Raises `ModelError` or `UnsupportedError`.
+        """
         self.model, self.task, self.chunk_tokens, self.context = model, spec.task, chunk_tokens, context
         replay = RoutingReplay(model) if spec.router_replay else None
         self.backbone = Backbone(model, attn_implementation=spec.attn_implementation, context=context, replay=replay)
         self.head = LanguageHead(model) if spec.task == "causal_lm" else None
 
     def outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        """With gradients where the parameters have them. Raises `UnsupportedError` for what the task has not."""
+        """Compute the requested outputs, with gradients where parameters have them.
+
+        Raises `UnsupportedError` for outputs that the task does not have.
+        """
         if not want.base:
             return self._outputs(micro, want)
         from roll_modeling.lora import adapters_off
@@ -89,31 +95,33 @@ class TaskModel:
         )
 
     def _disagreement(self, micro: MicroBatch) -> Tensor | None:
-        """Of the token before each."""
+        """Routing disagreement of the token before each token, which predicts it."""
         found_T = self.backbone.disagreement(micro.lengths)
         return None if found_T is None else found_T.roll(1).where(micro.positions_T > 0, 0.0)
 
     def _here(self, wanted_T: Tensor, *, before: int) -> tuple[Tensor, Tensor]:
-        """Places among the flat tokens of what is wanted, and the rows of hidden states that it is computed from, which
-        stand so much before; those that are computed on this rank."""
+        """Indices of the wanted tokens that this rank computes, and their rows in its hidden states.
+
+        A token's row is the one `before` positions earlier.
+        """
         places_N = wanted_T.nonzero()[:, 0]
         rows_N = places_N - before
         if self.context is None:
             return places_N, rows_N
         part = self.context.part(len(wanted_T)).to(rows_N.device)
-        # Where each token stands among those of this rank; the last ones may lie behind the end.
+        # Index of each token among this rank's tokens. The last ones may lie beyond the end (padding).
         own_T = rows_N.new_full((max(len(wanted_T), int(part.max()) + 1),), -1)
         own_T[part] = torch.arange(len(part), device=part.device)
         here_N = own_T[rows_N]
         return places_N[here_N >= 0], here_N[here_N >= 0]
 
     def _spread(self, outputs_N: Tensor, places_N: Tensor, num_tokens: int) -> Tensor:
-        """To their places among all tokens."""
+        """Scatter outputs to their positions among all tokens; 0 elsewhere."""
         spread_T = outputs_N.new_zeros(num_tokens, *outputs_N.shape[1:]).index_copy(0, places_N, outputs_N)
         return spread_T if self.context is None else self.context.whole(spread_T)
 
     def _values(self, hidden_TH: Tensor, micro: MicroBatch) -> Tensor:
-        """Of the state before each token (`value`), or of the sequence up to and with it (`reward`)."""
+        """Values of the state before each token (`value`), or of the sequence including each token (`reward`)."""
         if self.task == "causal_lm":
             raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
         is_value = self.task == "value"
@@ -124,8 +132,10 @@ class TaskModel:
 
 
 def finite_loss(loss: LossFn, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-    """What the loss says of a microbatch. Raises `NonFiniteError`, which names the sequences, before a NaN gets into
-    the gradients."""
+    """Compute the loss of a microbatch. Raises `NonFiniteError`, naming the sequences, for a non-finite loss.
+
+    The check prevents NaN gradients.
+    """
     found = loss(outputs, micro)
     value = found.loss.detach()
     if not torch.isfinite(value).all():
@@ -134,7 +144,7 @@ def finite_loss(loss: LossFn, outputs: TokenOutputs, micro: MicroBatch) -> LossO
 
 
 def plain_metrics(found: LossOutput) -> LossMetrics:
-    """A microbatch's metrics as plain numbers."""
+    """Metrics of a microbatch as plain floats."""
     return {
         name: float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         for name, value in found.metrics.items()
@@ -142,7 +152,7 @@ def plain_metrics(found: LossOutput) -> LossMetrics:
 
 
 def _where_not_finite(loss: Tensor, outputs: TokenOutputs, micro: MicroBatch) -> str:
-    """The sequences in which an output is not finite; all of the microbatch's if none is."""
+    """Message that names the sequences with a non-finite output, or all of the microbatch if every output is finite."""
     bad_T = torch.zeros_like(micro.loss_mask_T)
     for tensor in (outputs.logprobs_T, outputs.entropy_T, outputs.values_T):
         if tensor is not None:

@@ -1,1 +1,1 @@
-"""Advantages, losses, KL estimators, normalisation, aggregation: pure functions on tensors."""
+"""Advantages, losses, KL estimators, normalisation and aggregation as pure functions on tensors."""

@@ -1,4 +1,4 @@
-"""Sums and scans over ragged sequences that lie end to end: the arithmetic that estimators and losses share.
+"""Sums and scans over ragged sequences laid end to end, shared by estimators and losses.
 
 T flat tokens, S sequences, N masked tokens, G groups.
 """
@@ -12,10 +12,10 @@ from roll_core.errors import NonFiniteError
 
 
 def reverse_discounted_sum(values_N: Tensor, segments_N: Tensor, discount: float) -> Tensor:
-    """`y[i] = values[i] + discount * y[i + 1]` within each run of equal segments, in float64.
+    """Compute `y[i] = values[i] + discount * y[i + 1]` within each run of equal segments, in float64.
 
-    By doubling: after step `k` an element holds the discounted sum of its next `2**k` elements, so the longest
-    sequence of length L takes log2(L) vector operations and no loop over tokens.
+    Uses doubling: after step `k` an element holds the discounted sum of its next `2**k` elements. A longest sequence
+    of length L takes log2(L) vector operations, without a loop over tokens.
     """
     total_N = values_N.double()
     if total_N.numel() == 0:
@@ -38,30 +38,30 @@ def next_in_segment(values_N: Tensor, segments_N: Tensor) -> Tensor:
 
 
 def is_last_in_segment(segments_N: Tensor) -> Tensor:
-    """Whether the next element belongs to another segment, or there is none."""
+    """True where the next element belongs to another segment, or where there is no next element."""
     last_N = torch.ones_like(segments_N, dtype=torch.bool)
     last_N[:-1] = segments_N[1:] != segments_N[:-1]
     return last_N
 
 
 def dense(indices_S: Tensor) -> tuple[Tensor, int]:
-    """Any integers as 0..n-1, and n."""
+    """Map arbitrary integers to 0..n-1; returns the mapped tensor and n."""
     unique, inverse_S = torch.unique(indices_S, return_inverse=True)
     return inverse_S, unique.numel()
 
 
 def sums_by(values_S: Tensor, groups_S: Tensor, num_groups: int) -> Tensor:
-    """`[G]`, sum of the values of each group."""
+    """Sum the values of each group, `[G]`."""
     return values_S.new_zeros(num_groups).index_add_(0, groups_S, values_S)
 
 
 def counts_by(groups_S: Tensor, num_groups: int) -> Tensor:
-    """`[G]`, int64, number of members of each group."""
+    """Count the members of each group, `[G]` int64."""
     return torch.bincount(groups_S, minlength=num_groups)
 
 
 def require_finite(what: str, values: Tensor) -> None:
-    """Raise `NonFiniteError` that names the first NaN or infinite element."""
+    """Raise `NonFiniteError`, naming the first NaN or infinite element of `values`."""
     bad = (~torch.isfinite(values)).nonzero()
     if bad.numel():
         index = bad[0].tolist()

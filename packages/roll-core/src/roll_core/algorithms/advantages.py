@@ -1,13 +1,13 @@
-"""Advantage estimators: how the reward of a sequence becomes credit for each of its tokens.
+"""Advantage estimators: from the reward of a sequence to the advantage of each of its tokens.
 
-T flat tokens, S sequences, N masked tokens (those that the policy generated).
+T flat tokens, S sequences, N masked tokens (tokens that the policy generated).
 
-Every recursion runs over masked tokens only: a token that an environment wrote in the middle of a response is neither
-a step in time nor discounted over, so the successor of a turn's last token is the next turn's first. Rewards of tokens
-that are not masked are not read.
+Every recursion runs over masked tokens only. An environment's tokens in the middle of a response are no time steps and
+add no discount. The successor of a turn's last token is the next turn's first token. Rewards of unmasked tokens are
+ignored.
 
-`reinforce`, `rloo` and `gae` receive rewards that are normalised as the config says
-(`roll_core.algorithms.normalise`). `grpo` normalises them itself.
+`reinforce`, `rloo` and `gae` receive rewards already normalised as configured (`roll_core.algorithms.normalise`).
+`grpo` normalises them itself.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
 
 def reinforce(batch: AdvantageInput) -> AdvantageOutput:
-    """The discounted return to go, `A_t = G_t = r_t + gamma * G_{t+1}` (Williams 1992; Sutton & Barto §13.3).
+    """REINFORCE: the discounted return to go, `A_t = G_t = r_t + gamma * G_{t+1}`.
 
-    Baselines come from the normalisation stage: with `norm_mean_type: group` and no `norm_std_type` this is Dr. GRPO's
-    advantage (arXiv:2503.20783). With the KL in the reward of each token, and advantages whitened over the batch
-    (`whiten_advantages`), it is REINFORCE++ (arXiv:2501.03262 eq. 8-10).
+    Sources: Williams 1992; Sutton & Barto §13.3. Baselines come from the normalisation stage. With
+    `norm_mean_type: group` and no `norm_std_type` this is the advantage of Dr. GRPO (arXiv:2503.20783). With the KL in
+    the token rewards and advantages whitened over the batch (`whiten_advantages`) it is REINFORCE++
+    (arXiv:2501.03262 eq. 8-10).
     """
     rewards_T = token_rewards(batch)
     returns_T = _returns_to_go(rewards_T, batch)
@@ -48,11 +49,12 @@ def reinforce(batch: AdvantageInput) -> AdvantageOutput:
 
 
 def grpo(batch: AdvantageInput) -> AdvantageOutput:
-    """`A_i = (R_i - mean(R)) / (std(R) + 1e-6)` over the samples of one prompt, for each token of response `i`
-    (arXiv:2402.03300 §4.1.2). The deviation is unbiased; a group without spread gets 0.
+    """GRPO: `A_i = (R_i - mean(R)) / (std(R) + 1e-6)` over the samples of one prompt, for each token of response `i`.
 
-    With the KL in the reward a token gets the sum of the rewards from it on, as the paper has it for process
-    supervision (§4.1.3). `gamma` below 1 discounts that sum, as ROLL does.
+    Source: arXiv:2402.03300 §4.1.2. The standard deviation is unbiased. A group without spread gets advantage 0.
+
+    With the KL in the reward, a token's advantage is the sum of the rewards from this token on, as in the paper's
+    process supervision (§4.1.3). `gamma` below 1 discounts that sum, as in ROLL. Raises `NonFiniteError`.
     """
     require_finite("rewards", batch.scores_S)
     means_S, stds_S = moments_by(batch.scores_S, batch.groups_S)
@@ -62,11 +64,11 @@ def grpo(batch: AdvantageInput) -> AdvantageOutput:
 
 
 def rloo(batch: AdvantageInput) -> AdvantageOutput:
-    """The sequence's total reward less the mean of the *other* samples of its prompt (arXiv:2402.14740).
+    """RLOO: the sequence's total reward minus the mean of the *other* samples of its prompt (arXiv:2402.14740).
 
-    `A_i = R_i - sum_{j != i} R_j / (n - 1)`, the same for each token of a sequence, where `R_i` sums the sequence's
-    token rewards: penalties count. A group of one has nothing to compare with and gets 0, so it does not train.
-    The response is one action, so a `gamma` other than 1 has no meaning here and is refused.
+    `A_i = R_i - sum_{j != i} R_j / (n - 1)`, the same for each token of a sequence. `R_i` sums the sequence's token
+    rewards, so it includes penalties. A group of one has no baseline; its advantage is 0 and it does not train.
+    The whole response is one action. Raises `UnsupportedError` if `gamma` is not 1.
     """
     if batch.gamma != 1.0:
         raise UnsupportedError(
@@ -77,7 +79,7 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
     rewards_N, segments_N = _masked(rewards_T, batch)
     totals_S = sums_by(rewards_N, segments_N, batch.groups_S.numel())
     groups_S, num_groups = dense(batch.groups_S)
-    # Sequences without a masked token take no part: they have no reward to compare with.
+    # Sequences without a masked token have no reward, so they do not count in the baseline.
     takes_part_S = counts_by(segments_N, batch.groups_S.numel()) > 0
     totals_S = torch.where(takes_part_S, totals_S, 0.0)
     others_S = sums_by(takes_part_S.long(), groups_S, num_groups)[groups_S] - 1
@@ -89,8 +91,9 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
 def gae(batch: AdvantageInput) -> AdvantageOutput:
     """Generalised advantage estimation (arXiv:1506.02438 eq. 16) with the critic's target `returns = A + V`.
 
-    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lambd * A_{t+1}`, where `V_{t+1}` is the value
-    before the next masked token and 0 after the last: a response that was cut at the length limit counts as ended.
+    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lambd * A_{t+1}`. `V_{t+1}` is the value before
+    the next masked token, and 0 after the last one. A response truncated at the length limit therefore counts as
+    terminated. Raises `UnsupportedError` for a batch without values, and `NonFiniteError`.
     """
     if batch.values_T is None:
         raise UnsupportedError("gae reads the critic's values, and there are none: give the run the role critic")

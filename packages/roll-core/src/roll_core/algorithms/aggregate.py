@@ -1,9 +1,9 @@
-"""From a number per token to one number: the four masked aggregations, as shares of the global objective.
+"""Masked aggregation of per-token values to one scalar, in four modes, as shares of the global objective.
 
 T flat tokens of a microbatch, S its sequences.
 
-Denominators come from `micro.totals`, which count the whole optimizer step. So the shares of all microbatches and ranks
-add up to the same objective however the batch is split.
+Denominators come from `micro.totals`, which count the whole optimizer step. The shares of all microbatches and ranks
+therefore add up to the same objective, however the batch is split.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ if TYPE_CHECKING:
     from roll_core.spec.train import MicroBatch
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-"""The config key `loss_agg_mode`:
+"""Values of the config key `loss_agg_mode`:
 
 * `token-mean`: mean over all tokens; long sequences weigh more (DAPO, arXiv:2503.14476 §3.3).
 * `seq-mean-token-sum`: mean over sequences of the sum over tokens.
 * `seq-mean-token-mean`: mean over sequences of the mean over tokens (GRPO, arXiv:2402.03300 eq. 3).
-* `seq-mean-token-sum-norm`: mean over sequences of the sum over tokens divided by a constant, the longest response
-  allowed (Dr. GRPO, arXiv:2503.20783 §3).
+* `seq-mean-token-sum-norm`: mean over sequences of the sum over tokens, divided by a constant, the maximum response
+  length (Dr. GRPO, arXiv:2503.20783 §3).
 """
 
 
 def aggregate(values_T: Tensor, micro: MicroBatch, mode: Aggregation) -> Tensor:
-    """This microbatch's share of the aggregate, a scalar; 0 where nothing is masked in. Values off the mask are not
-    read, so they may be anything."""
+    """Scalar share of this microbatch in the aggregate; 0 if no token is masked in.
+
+    Values outside the mask are ignored and may be NaN. Raises `UnsupportedError` for an unknown mode.
+    """
     return weighted_sum(values_T, token_weights(micro, mode))
 
 
 def token_weights(micro: MicroBatch, mode: Aggregation) -> Tensor:
-    """`[T]`, the weight of each token in the aggregate; 0 off the mask."""
+    """Weight of each token in the aggregate, `[T]`; 0 outside the mask. Raises `UnsupportedError` (unknown mode)."""
     totals, mask_T = micro.totals, micro.loss_mask_T
     if mode == "token-mean":
         return mask_T.float() / max(totals.tokens, 1)
@@ -53,12 +55,12 @@ def token_weights(micro: MicroBatch, mode: Aggregation) -> Tensor:
 
 
 def weighted_sum(values_T: Tensor, weights_T: Tensor) -> Tensor:
-    """`sum(weights * values)` over tokens with a weight; a NaN elsewhere reaches neither the sum nor the gradient."""
+    """Return `sum(weights * values)` over tokens with nonzero weight. NaN elsewhere affects no sum and no gradient."""
     return (torch.where(weights_T != 0, values_T, 0.0) * weights_T).sum()
 
 
 def masked_lengths(micro: MicroBatch) -> Tensor:
-    """`[S]`, int64, masked tokens of each sequence."""
+    """Number of masked tokens in each sequence, `[S]` int64."""
     ends = torch.cat([micro.loss_mask_T.new_zeros(1, dtype=torch.int64), micro.loss_mask_T.long().cumsum(0)])
     bounds = micro.cu_seqlens.long()
     return ends[bounds[1:]] - ends[bounds[:-1]]

@@ -1,14 +1,21 @@
-"""Corrections for tokens that were not drawn by the very policy that is trained: by an engine that rounds differently,
-or under weights of some steps ago.
+"""Importance weights and ratio filters for tokens that the trained policy did not sample itself.
 
-    d      = old logprob (trainer, at the start of the update) - behaviour logprob (engine, when it was drawn)
+The sampling engine rounds differently, or its weights are some steps old.
+
+    d      = old logprob (trainer, at the start of the update) - behaviour logprob (engine, at sampling)
     ratio  = exp(d at a level)          weight = min(ratio, upper_bound)
 
-Levels: `token` takes each token's own d, `geometric` the mean over its sequence, `sequence` the sum over its sequence,
-`segment` the mean over its unbroken run of drawn tokens (a turn). Truncated importance sampling is `token` or
-`sequence` with a bound (arXiv:2505.24298 §5.2 decouples it from PPO's ratio as is done here: the clip compares with the
-old policy, the weight compares the old policy with the behaviour). Weights multiply advantages: every policy loss is
-linear in the advantage's size, and KL and entropy terms stay what they are.
+Levels:
+
+* `token`: the token's own d.
+* `geometric`: the mean over its sequence.
+* `sequence`: the sum over its sequence.
+* `segment`: the mean over its unbroken run of generated tokens (a turn).
+
+Truncated importance sampling is `token` or `sequence` with a bound. As in arXiv:2505.24298 §5.2 it is decoupled from
+PPO's ratio: the clip uses the old policy, and the weight compares the old policy with the behaviour policy.
+Weights multiply advantages. Every policy loss is linear in the advantage's size, and KL and entropy terms are
+unaffected.
 
 T flat tokens, N masked tokens.
 """
@@ -30,25 +37,28 @@ Level = Literal["token", "segment", "geometric", "sequence"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Tokens outside of it take no part in the loss."""
+    """Range filter: tokens outside of it do not contribute to the loss."""
 
     level: Level
     ratio: tuple[float, float] | None = None
-    """Smallest and largest ratio that is kept."""
+    """Smallest and largest ratio that is kept, inclusive."""
     difference: tuple[float, float] | None = None
-    """The same of the difference of probabilities, old less behaviour, averaged over what the level spans."""
+    """Inclusive bounds on the difference of probabilities, old minus behaviour.
+
+    The difference is averaged over the token, run or sequence of the level; `sequence` averages like `geometric`.
+    """
 
 
 def importance_weights(
     old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: Tensor, *, level: Level, upper_bound: float
 ) -> Tensor:
-    """`[T]`, at most `upper_bound`; 0 off the mask."""
+    """Importance weight of each token, `[T]`, at most `upper_bound`; 0 outside the mask."""
     ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, level).exp()
     return torch.where(mask_T, ratio_T.clamp(max=upper_bound), 0.0)
 
 
 def inside(band: Band, old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: Tensor) -> Tensor:
-    """`[T]`, the masked tokens that the band keeps."""
+    """Masked tokens that `band` keeps, `[T]` bool."""
     kept_T = mask_T.clone()
     if band.ratio is not None:
         ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, band.level).exp()
@@ -67,7 +77,7 @@ def _log_ratio(old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: T
 
 
 def _at_level(values_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: Level) -> Tensor:
-    """Each masked token's value: its own, or the mean or sum over what its level spans. In float64 where it adds up."""
+    """Each masked token's own value, or the mean or sum over its level's span, accumulated in float64."""
     if level == "token" or not mask_T.any():
         return values_T
     spans_N = (_runs(mask_T, segments_T) if level == "segment" else segments_T)[mask_T]
@@ -82,7 +92,7 @@ def _at_level(values_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: Level
 
 
 def _runs(mask_T: Tensor, segments_T: Tensor) -> Tensor:
-    """`[T]`, a number for each unbroken run of masked tokens within a sequence."""
+    """`[T]` number of each unbroken run of masked tokens within a sequence; valid at masked tokens only."""
     begins_T = mask_T.clone()
     begins_T[1:] &= ~mask_T[:-1] | (segments_T[1:] != segments_T[:-1])
     return begins_T.long().cumsum(0)

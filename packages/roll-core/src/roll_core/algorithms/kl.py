@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence between two policies from samples of the first, and the controller of its weight.
+"""Estimators of the KL divergence from samples of the policy, and the controller of the KL coefficient.
 
 T flat tokens.
 """
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KLKind = Literal["k1", "k2", "k3", "abs"]
-"""Names after Schulman, "Approximating KL divergence" (2020). ROLL calls k1 `kl` and k2 `mse`; others call k3
-`low_var_kl`."""
+"""Estimator names after Schulman, "Approximating KL divergence" (2020).
+
+ROLL calls k1 `kl` and k2 `mse`. Other libraries call k3 `low_var_kl`.
+"""
 
 KLMean = Literal["seq-mean-token-mean", "token-mean"]
-"""Config key `target_kl_agg_mode`, in the names of `loss_agg_mode`."""
+"""Values of the config key `target_kl_agg_mode`, named like those of `loss_agg_mode`."""
 
 LOG_RATIO_CLAMP = 20.0
-"""Largest |log-ratio| that is exponentiated: exp(20) is about 5e8. Beyond it the gradient is 0."""
+"""Largest |log-ratio| that is exponentiated: exp(20) is about 5e8. A clamped log-ratio has gradient 0."""
 
 K3_CLAMP = 10.0
-"""k3 is clamped to ± this, as in ROLL: one stray token does not decide a batch."""
+"""k3 is clamped to ± this value, as in ROLL, so that one outlier token cannot dominate a batch."""
 
 
 def approx_kl(
@@ -39,10 +41,10 @@ def approx_kl(
     log_ratio_clamp: float = LOG_RATIO_CLAMP,
     k3_clamp: float = K3_CLAMP,
 ) -> Tensor:
-    """Per-token estimate of KL(policy || reference) at tokens drawn from the policy, with `d = logprob - ref_logprob`:
+    """Per-token estimate of KL(policy || reference) at sampled tokens, with `d = logprob - ref_logprob`.
 
     * `k1`: `d`; unbiased, may be negative.
-    * `k2`: `d² / 2`; biased, its *gradient* is that of the KL (it is ROLL's `mse`).
+    * `k2`: `d² / 2`; biased, but its *gradient* is the gradient of the KL (ROLL's `mse`).
     * `k3`: `exp(-d) - 1 + d`; unbiased and never negative, with `d` clamped to ± `log_ratio_clamp` and the result to
       ± `k3_clamp`.
     * `abs`: `|d|`.
@@ -59,8 +61,11 @@ def approx_kl(
 
 
 def mean_kl(kl_T: Tensor, mask_T: Tensor, segments_T: Tensor, mode: KLMean) -> float:
-    """The number that `KLController` compares with its target: over masked tokens, or over sequences of the mean over
-    their masked tokens. Sequences without a masked token do not count; 0 if there are none."""
+    """Mean KL that `KLController` compares with its target.
+
+    The mean is over masked tokens, or over sequences of each sequence's mean over masked tokens. Sequences without a
+    masked token are ignored. Returns 0 if no token is masked in.
+    """
     if mode == "token-mean":
         return float(torch.where(mask_T, kl_T, 0.0).sum() / mask_T.sum().clamp(min=1))
     segments_N, num_sequences = dense(segments_T[mask_T])
@@ -69,19 +74,18 @@ def mean_kl(kl_T: Tensor, mask_T: Tensor, segments_T: Tensor, mode: KLMean) -> f
 
 
 class KLController:
-    """The weight of the KL penalty in the reward: fixed, or adapted to keep the KL near a target (arXiv:1909.08593
-    §2.2).
+    """Coefficient of the KL penalty in the reward: fixed, or adapted to a target KL (arXiv:1909.08593 §2.2).
 
-    Config keys `init_kl_coef`, `target_kl` (None keeps it fixed) and `kl_horizon`.
+    Config keys: `init_kl_coef`, `target_kl` (None keeps the coefficient fixed) and `kl_horizon`.
     """
 
     def __init__(self, init_coef: float, target: float | None = None, horizon: int = 10000) -> None:
         self.coef, self.target, self.horizon = init_coef, target, horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """`coef *= 1 + clip(kl / target - 1, ±0.2) * num_samples / horizon`, with the measured `mean_kl`.
+        """Apply `coef *= 1 + clip(kl / target - 1, ±0.2) * num_samples / horizon`, with `kl` from `mean_kl`.
 
-        Raises `NonFiniteError`: a NaN would stay in the weight for ever.
+        Raises `NonFiniteError` for a NaN or infinite `kl`, because a NaN would stay in the coefficient.
         """
         if not abs(kl) < float("inf"):
             raise NonFiniteError(f"the KL that the controller of the KL weight was given is {kl}")
@@ -91,9 +95,9 @@ class KLController:
         self.coef *= 1.0 + error * num_samples / self.horizon
 
     def state(self) -> dict[str, float]:
-        """Plain values for a checkpoint."""
+        """State as plain values for a checkpoint."""
         return {"coef": self.coef}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue from what `state` returned."""
+        """Restore the value returned by `state`."""
         self.coef = float(state["coef"])

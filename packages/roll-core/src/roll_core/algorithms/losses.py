@@ -1,4 +1,4 @@
-"""Objectives: what a train strategy minimises. Picklable, pure, and ignorant of how the batch is split.
+"""Objectives that a train strategy minimises: picklable, pure, and independent of how the batch is split.
 
 T flat tokens of a microbatch. All metrics are shares (see `roll_core.spec.train.LossMetrics`).
 """
@@ -28,31 +28,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective:
-    """`policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy`, all aggregated alike.
+    """Objective `policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy`, with one aggregation mode.
 
-    Metrics: `loss`, `policy_loss`, `kl_loss` (aggregated like the loss, before its coefficient), `entropy` (mean over
-    tokens), `logprob_gap` (mean over tokens of the distance to the engine's logprobs, where the policy has not moved
-    since), and those of the policy loss (mean over tokens; `/max` and `/min` where named so).
+    Metrics:
+
+    * `loss` and `policy_loss`.
+    * `kl_loss`: aggregated like the loss, before its coefficient.
+    * `entropy`: mean over tokens.
+    * `logprob_gap`: mean over tokens of the distance to the engine's logprobs, if the batch has no old logprobs.
+    * `routing_disagreement`: mean over tokens, if experts are replayed.
+    * The metrics of the policy loss: mean over tokens, or max/min for names that end in `/max` or `/min`.
     """
 
     policy_loss: PolicyLoss | str = "roll_core.algorithms.policy_losses:ppo"
-    """A module-level function, or `"module:attribute"` of one."""
+    """Module-level function, or its `"module:attribute"`."""
     params: PolicyLossParams = field(default_factory=PolicyLossParams)
     aggregation: Aggregation = "seq-mean-token-mean"
     entropy_coef: float = 0.0
     entropy_metric: bool = True
-    """Report the entropy even if it is not part of the loss; then it is asked for without gradients."""
+    """Report the entropy even if it is not part of the loss. It is then computed without gradients."""
     kl_coef: float = 0.0
-    """0 takes no KL into the loss, and reads no reference logprobs."""
+    """Coefficient of the KL in the loss. With 0, reference logprobs are not read."""
     kl_kind: KLKind = "k3"
     log_ratio_clamp: float = LOG_RATIO_CLAMP
     k3_clamp: float = K3_CLAMP
     temperature: float = 1.0
-    """Of the rollouts."""
+    """Sampling temperature of the rollouts."""
 
     @property
     def want(self) -> Want:
-        """Logprobs; entropy if it is used or reported."""
+        """Outputs that the loss reads: logprobs, and the entropy if it is used or reported."""
         in_loss = self.entropy_coef != 0.0
         return Want(
             logprobs=True,
@@ -63,7 +68,7 @@ class PolicyObjective:
         )
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """This microbatch's share. Raises `NonFiniteError` that names where it began."""
+        """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
         logprobs_T = _given("logprobs", outputs.logprobs_T)
         function = load_policy_loss(self.policy_loss) if isinstance(self.policy_loss, str) else self.policy_loss
         per_token_T, token_metrics = function(logprobs_T, micro, self.params)
@@ -80,7 +85,7 @@ class PolicyObjective:
                 loss = loss - self.entropy_coef * aggregate(entropy_T, micro, self.aggregation)
         _check(loss, micro, logprobs=logprobs_T, entropy=outputs.entropy_T)
         if micro.behaviour_logprobs_T is not None and micro.old_logprobs_T is None:
-            # The policy has not moved since it drew the tokens, so engine and trainer should agree.
+            # The policy has not changed since sampling, so engine and trainer should agree.
             gap_T = torch.where(micro.loss_mask_T, logprobs_T.detach() - micro.behaviour_logprobs_T, 0.0).abs()
             metrics["logprob_gap"] = aggregate(gap_T, micro, "token-mean")
         if outputs.routing_disagreement_T is not None:
@@ -102,11 +107,11 @@ class PolicyObjective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueObjective:
-    """The critic's regression on its target, `0.5 * (V - R)²` per token.
+    """Critic loss: regression on the return, `0.5 * (V - R)²` per token.
 
-    With `value_clip`, as in PPO's reference implementation: `0.5 * max((V - R)², (V_clip - R)²)` where `V_clip` stays
+    With `value_clip`, as in PPO's reference implementation: `0.5 * max((V - R)², (V_clip - R)²)`, where `V_clip` stays
     within `± value_clip` of the value at the start of the update. Metrics: `loss`, `value` and `return` (means over
-    tokens), `value_clipfrac`.
+    tokens), and `value_clipfrac` with `value_clip`.
     """
 
     value_clip: float | None = None
@@ -114,11 +119,11 @@ class ValueObjective:
 
     @property
     def want(self) -> Want:
-        """Values."""
+        """Outputs that the loss reads: values."""
         return Want(values=True)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """This microbatch's share. Raises `NonFiniteError` that names where it began."""
+        """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
         mask_T = micro.loss_mask_T
         values_T = torch.where(mask_T, _given("values", outputs.values_T), 0.0)
         returns_T = torch.where(mask_T, _given("returns", micro.returns_T), 0.0)
@@ -129,7 +134,7 @@ class ValueObjective:
         }
         if self.value_clip is not None:
             old_T = torch.where(mask_T, _given("values at the start of the update", micro.values_T), 0.0)
-            # Bounds rather than a clamped difference: what is within them stays bit for bit as it is.
+            # Clamping the value (not the difference) keeps values within the bounds bit-identical.
             near_T = values_T.clamp(old_T - self.value_clip, old_T + self.value_clip)
             clipped_T = (near_T - returns_T).square()
             metrics["value_clipfrac"] = aggregate((clipped_T > squares_T).float(), micro, "token-mean")
@@ -143,21 +148,24 @@ class ValueObjective:
 class SFTObjective:
     """Negative log-likelihood of the masked tokens.
 
-    Metrics: `loss`; `nll`, the mean over tokens whatever the aggregation: its exponential is the perplexity; and
-    `token_accuracy`, if asked for: the share of the masked tokens that are the model's first choice.
+    Metrics:
+
+    * `loss`.
+    * `nll`: mean over tokens for any aggregation mode. Its exponential is the perplexity.
+    * `token_accuracy` (optional): share of masked tokens that are the model's argmax token.
     """
 
     aggregation: Aggregation = "token-mean"
     token_accuracy: bool = False
-    """Report it. Asked only of strategies with `capabilities.topk`."""
+    """Report `token_accuracy`. Requires a strategy with `capabilities.topk`."""
 
     @property
     def want(self) -> Want:
-        """Logprobs, of what is learnt alone: the vocabulary's projection is not computed for prompts."""
+        """Logprobs of the masked tokens only, so that logits of prompts are not computed."""
         return Want(logprobs=True, masked_only=True, topk=int(self.token_accuracy))
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """This microbatch's share. Raises `NonFiniteError` that names where it began."""
+        """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
         logprobs_T = _given("logprobs", outputs.logprobs_T)
         loss = aggregate(-logprobs_T, micro, self.aggregation)
         _check(loss, micro, logprobs=logprobs_T)
@@ -170,7 +178,7 @@ class SFTObjective:
 
 @lru_cache(maxsize=64)
 def load_policy_loss(target: str) -> PolicyLoss:
-    """The function that `"module:attribute"` names. Raises `DataError` where there is none."""
+    """Import the function named by `"module:attribute"`. Raises `DataError` if this fails."""
     try:
         return cast("PolicyLoss", pkgutil.resolve_name(target))
     except (ImportError, AttributeError, ValueError) as error:
@@ -184,7 +192,7 @@ def _given(what: str, tensor: Tensor | None) -> Tensor:
 
 
 def _reduce(token_metrics: Mapping[str, Tensor], micro: MicroBatch) -> dict[str, Tensor | float]:
-    """Per-token metrics as shares; extrema of a microbatch without masked tokens are left out."""
+    """Per-token metrics as shares. Extrema of a microbatch without masked tokens are omitted."""
     weights_T = token_weights(micro, "token-mean")
     reduced: dict[str, Tensor | float] = {}
     for name, values_T in token_metrics.items():
@@ -198,9 +206,9 @@ def _reduce(token_metrics: Mapping[str, Tensor], micro: MicroBatch) -> dict[str,
 
 
 def _check(loss: Tensor, micro: MicroBatch, **outputs: Tensor | None) -> None:
-    """Name what made a loss non-finite: the sequence, and the first input or output that is not finite in it.
+    """Raise `NonFiniteError` for a non-finite loss, naming the sequence and its first non-finite input or output.
 
-    The outputs are looked at too, because a clamp turns an infinite log-ratio into a finite loss.
+    Also checks the outputs themselves, because a clamp turns an infinite log-ratio into a finite loss.
     """
     probe = loss.detach()
     for values_T in outputs.values():

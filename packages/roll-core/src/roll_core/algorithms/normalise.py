@@ -1,4 +1,4 @@
-"""Normalising rewards before credit is given, and advantages after: means, deviations, clipping, whitening.
+"""Normalisation of rewards (before advantages) and of advantages: means, standard deviations, clipping, whitening.
 
 S sequences, T flat tokens, G groups.
 """
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NormType = Literal["batch", "group", "running"]
-"""Whose statistics: of this batch, of the samples of one prompt, of all batches so far."""
+"""Source of the statistics: the current batch, the samples of one prompt, or all batches so far."""
 
 EPSILON = 1e-6
-"""Added to a deviation; a deviation no larger than this counts as none."""
+"""Added to a standard deviation. A standard deviation of at most this value counts as 0."""
 
 
 @dataclass(slots=True)
 class RunningMoments:
-    """Mean and variance of everything seen so far, merged batch by batch (Chan, Golub, LeVeque 1979)."""
+    """Mean and variance of all values so far, merged batch by batch (Chan, Golub, LeVeque 1979)."""
 
     count: int = 0
     mean: float = 0.0
@@ -35,7 +35,7 @@ class RunningMoments:
     """Sum of squared distances from the mean."""
 
     def update(self, values: Tensor) -> None:
-        """Merge a batch in. Raises `NonFiniteError`."""
+        """Merge a batch of values. Raises `NonFiniteError`."""
         require_finite("values of running statistics", values)
         added = values.numel()
         if added == 0:
@@ -49,27 +49,29 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Unbiased; 0 for fewer than two values."""
+        """Unbiased standard deviation; 0 for fewer than two values."""
         return (self.squares / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
 
     def state(self) -> dict[str, float]:
-        """Plain values for a checkpoint."""
+        """State as plain values for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     @classmethod
     def from_state(cls, state: Mapping[str, float]) -> RunningMoments:
-        """The moments that `state` was taken from."""
+        """Rebuild the moments from the result of `state`."""
         return cls(count=int(state["count"]), mean=float(state["mean"]), squares=float(state["squares"]))
 
 
 class RewardNormaliser:
-    """`(R - mean) / (std + 1e-6)`, then clamped to `± clip`; the config keys `norm_mean_type`, `norm_std_type` and
-    `reward_clip`.
+    """Normalise rewards to `(R - mean) / (std + 1e-6)`, then clamp them to `± clip`.
 
-    Mean and deviation are chosen independently; None subtracts, or divides by, nothing. Deviations are unbiased
-    (divided by n - 1) as in ROLL. Where there is no spread (equal rewards, a group of one) a reward is centred and not
-    scaled: dividing by an epsilon would blow it up. Batch and running statistics are kept per domain, so that a domain
-    whose rewards lie higher does not look like one that is answered better. `running` counts the batch at hand.
+    Config keys: `norm_mean_type`, `norm_std_type` and `reward_clip`. Mean and standard deviation are chosen
+    independently; None skips the subtraction or the division. Standard deviations are unbiased (divided by n - 1), as
+    in ROLL.
+
+    Rewards without spread (equal rewards, a group of one) are centred but not scaled, because dividing by the epsilon
+    would inflate them. Batch and running statistics are kept per domain. A domain with higher rewards therefore does
+    not look like a domain with better responses. `running` includes the current batch.
     """
 
     def __init__(self, mean: NormType | None, std: NormType | None, clip: float | None = None) -> None:
@@ -77,10 +79,11 @@ class RewardNormaliser:
         self._running: dict[str, RunningMoments] = {}
 
     def __call__(self, rewards_S: Tensor, groups_S: Tensor, domains: Sequence[str] | None = None) -> Tensor:
-        """Normalised rewards, float32. `groups_S` are any integers; `domains` names each sequence's entry of `rewards`
-        in the config, all one if None.
+        """Return normalised rewards `[S]`, float32.
 
-        Failures are not among `rewards_S`: they belong to no statistics. Raises `NonFiniteError`.
+        `groups_S` are arbitrary integers, one per prompt. `domains` names each sequence's key of `rewards` in the
+        config; None means one domain. Leave failed sequences out of `rewards_S`, so that they affect no statistics.
+        Raises `NonFiniteError`.
         """
         require_finite("rewards", rewards_S)
         rewards = rewards_S.double()
@@ -96,11 +99,11 @@ class RewardNormaliser:
         return clip(rewards, self.clip).float()
 
     def state(self) -> dict[str, dict[str, float]]:
-        """The running statistics by domain, plain values for a checkpoint."""
+        """Running statistics by domain, as plain values for a checkpoint."""
         return {name: moments.state() for name, moments in self._running.items()}
 
     def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Continue from what `state` returned."""
+        """Restore the value returned by `state`."""
         self._running = {name: RunningMoments.from_state(each) for name, each in state.items()}
 
     def _statistics(
@@ -116,7 +119,7 @@ class RewardNormaliser:
 
 
 def moments_by(values_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tensor]:
-    """`[S]` mean and unbiased deviation of each element's group, float64; the deviation of a group of one is 0."""
+    """Mean and unbiased standard deviation of each element's group, both `[S]` float64. Groups of one have std 0."""
     values = values_S.double()
     index_S, num_groups = dense(groups_S)
     counts_G = counts_by(index_S, num_groups)
@@ -127,19 +130,20 @@ def moments_by(values_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def divide_by_std(values: Tensor, stds: Tensor) -> Tensor:
-    """`values / (stds + 1e-6)`; a value without spread (a deviation of at most 1e-6) is not scaled."""
+    """Return `values / (stds + 1e-6)`. Values with a standard deviation of at most 1e-6 are not scaled."""
     return torch.where(stds > EPSILON, values / (stds + EPSILON), values)
 
 
 def clip(values: Tensor, bound: float | None) -> Tensor:
-    """Clamped to `± bound`; as they are where `bound` is None."""
+    """Clamp values to `± bound`; None returns them unchanged."""
     return values if bound is None else values.clamp(-bound, bound)
 
 
 def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Masked values shifted and scaled to mean 0 and (unbiased) variance 1; 0 elsewhere. float32.
+    """Whiten masked values to mean 0 and unbiased variance 1; 0 outside the mask. float32.
 
-    `(x - mean) / sqrt(var + 1e-8)`, as ROLL and TRL whiten; fewer than two masked values become 0.
+    Computes `(x - mean) / sqrt(var + 1e-8)`, as ROLL and TRL do. Fewer than two masked values become 0. Raises
+    `NonFiniteError`.
     """
     values_N = values_T[mask_T].double()
     if not torch.isfinite(values_N).all():

@@ -1,6 +1,6 @@
-"""Policy losses: the per-token objective, to be minimised. Masking and aggregation are done by `PolicyObjective`.
+"""Policy losses: the per-token objective to minimise. `PolicyObjective` masks and aggregates the result.
 
-T flat tokens of a microbatch. Metrics are per token too; names that end in `/max` or `/min` are reduced that way.
+T flat tokens of a microbatch. Metrics are per token too. Names that end in `/max` or `/min` are reduced by max or min.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 def ppo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> tuple[Tensor, Mapping[str, Tensor]]:
     """PPO's clipped surrogate (arXiv:1707.06347 eq. 7) with two clip ranges and an optional dual clip.
 
-    `r = exp(logprob - old_logprob)` and `L = -min(r A, clip(r, 1 - pg_clip_low, 1 + pg_clip_high) A)`; unequal ranges
-    are clip-higher (DAPO, arXiv:2503.14476 §3.1). With `dual_clip` c > 1, for `A < 0` the loss is at most `-c A`
-    (arXiv:1912.09729). `log r` is clamped to ± `pg_options.log_ratio_clamp` (20) so that `r` is finite; beyond
-    it a token has no gradient.
+    `r = exp(logprob - old_logprob)` and `L = -min(r A, clip(r, 1 - pg_clip_low, 1 + pg_clip_high) A)`. Unequal ranges
+    give clip-higher (DAPO, arXiv:2503.14476 §3.1). With `dual_clip` c > 1, the loss is at most `-c A` where `A < 0`
+    (arXiv:1912.09729). `log r` is clamped to ± `pg_options.log_ratio_clamp` (20), which keeps `r` finite. A clamped
+    token has no gradient.
 
-    Without old logprobs in the batch the policy has not moved since it drew the tokens: `r` is 1 and its gradient that
-    of `logprob`, exact for one optimizer step per batch.
+    Without old logprobs in the batch, the policy is assumed unchanged since sampling. Then `r` is 1 and has the
+    gradient of `logprob`, which is exact for one optimizer step per batch.
+
+    Raises `UnsupportedError` for unknown `pg_options` and `DataError` for a batch without advantages.
     """
     log_ratio_T = _log_ratio(logprobs_T, micro, params, known={"log_ratio_clamp"})
     advantages_T = _advantages(micro)
@@ -53,8 +55,11 @@ def ppo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> tupl
 
 
 def vanilla(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """The plain policy gradient, `L = -A * logprob` (Williams 1992). No ratio and no clip: for one optimizer step per
-    batch, or steps small enough not to leave the policy that drew the tokens."""
+    """Plain policy gradient, `L = -A * logprob` (Williams 1992), without a ratio or a clip.
+
+    Suitable for one optimizer step per batch, or for steps that keep the policy close to the sampling policy. Raises
+    `UnsupportedError` for unknown `pg_options` and `DataError` for a batch without advantages.
+    """
     log_ratio_T = _log_ratio(logprobs_T, micro, params, known={"log_ratio_clamp"})
     with torch.no_grad():
         metrics = _ratio_metrics(log_ratio_T)
@@ -68,7 +73,7 @@ def _log_ratio(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams, 
         raise UnsupportedError(f"pg_options: this policy loss knows no {', '.join(unknown)}; it takes {sorted(known)}")
     old_T = logprobs_T.detach() if micro.old_logprobs_T is None else micro.old_logprobs_T
     bound = params.options.get("log_ratio_clamp", LOG_RATIO_CLAMP)
-    # Off the mask anything may stand, and exp() of it must reach neither the loss nor the gradient.
+    # Values outside the mask are arbitrary. Their exp() must not reach the loss or the gradient.
     return torch.where(micro.loss_mask_T, logprobs_T - old_T, 0.0).clamp(-bound, bound)
 
 
@@ -79,7 +84,7 @@ def _advantages(micro: MicroBatch) -> Tensor:
 
 
 def _ratio_metrics(log_ratio_T: Tensor) -> dict[str, Tensor]:
-    """How far the policy is from the one that drew the tokens; `approx_kl` is k3 of KL(old || new)."""
+    """Distance from the policy that sampled the tokens; `approx_kl` is k3 of KL(old || new)."""
     log_ratio_T = log_ratio_T.detach()
     ratio_T = log_ratio_T.exp()
     return {

@@ -1,4 +1,4 @@
-"""From a score per sequence to a reward per token, and which sequences are left out of the loss.
+"""From a score per sequence to a reward per token, and masks that exclude sequences from the loss.
 
 T flat tokens, S sequences.
 """
@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 
 
 def token_rewards(batch: AdvantageInput, scores_S: Tensor | None = None) -> Tensor:
-    """`[T]` float32: each score at its sequence's last masked token, less `kl_coef * kl_T` at every masked token, then
-    clamped to `± reward_clip`, then whitened if `whiten_rewards`; 0 off the mask.
+    """Token rewards, `[T]` float32; 0 outside the mask.
 
-    `scores_S` replaces the batch's scores, for an estimator that normalises them. The KL term is the config's
-    `add_token_level_kl` (arXiv:1909.08593 eq. 2, spread over tokens). A sequence without a masked token has nowhere to
-    put its score, and takes no part. Raises `NonFiniteError`.
+    In this order:
+
+    1. Put each score at its sequence's last masked token.
+    2. Subtract `kl_coef * kl_T` at every masked token. This is the config's `add_token_level_kl` (arXiv:1909.08593
+       eq. 2, spread over tokens).
+    3. Clamp to `± reward_clip`.
+    4. Whiten, if `whiten_rewards`.
+
+    `scores_S` replaces the batch's scores, for an estimator that normalises them. The score of a sequence without a
+    masked token is ignored. Raises `NonFiniteError`.
     """
     scores_S = batch.scores_S if scores_S is None else scores_S
     mask_T, kl_T = batch.mask_T, batch.kl_T
@@ -44,17 +50,20 @@ def token_rewards(batch: AdvantageInput, scores_S: Tensor | None = None) -> Tens
 
 
 def max_len_mask(finish_reasons: Sequence[FinishReason]) -> Tensor:
-    """`[S]` bool, false for answers that were cut at the length limit (DAPO's overlong filtering, arXiv:2503.14476
-    §3.4). An answer that ends by itself at exactly the limit is kept."""
+    """Mask out responses truncated at the length limit, `[S]` bool.
+
+    This is DAPO's overlong filtering (arXiv:2503.14476 §3.4). A response that ends by itself at exactly the limit is
+    kept.
+    """
     return torch.tensor([reason != "length" for reason in finish_reasons], dtype=torch.bool)
 
 
 def difficulty_mask(scores_S: Tensor, groups_S: Tensor, *, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """`[S]` bool, true for samples of groups with `low < mean raw score < high`: neither hopeless nor solved."""
+    """Keep samples of groups with `low < mean raw score < high`, `[S]` bool: neither unsolvable nor always solved."""
     means_S, _ = moments_by(scores_S, groups_S)
     return (means_S > low) & (means_S < high)
 
 
 def error_max_len_clip(scores_S: Tensor, lengths_S: Tensor, *, threshold: int, correct: float = 1.0) -> Tensor:
-    """`[S]` bool, false for wrong answers of `threshold` tokens and more: right ones are kept at any length."""
+    """Mask out wrong responses (score < `correct`) of at least `threshold` tokens, `[S]` bool."""
     return (scores_S >= correct) | (lengths_S < threshold)

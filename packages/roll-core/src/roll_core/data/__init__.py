@@ -1,1 +1,1 @@
-"""Datasets, chat templates, tokenizers, packing."""
+"""Datasets, chat templates, tokenizers and packing."""

@@ -1,6 +1,6 @@
-"""Reads rows from files by Hugging Face `datasets`, and says which file, row and column is wrong where one is.
+"""Reads rows from files with Hugging Face `datasets`, and names the file, row and column of any error.
 
-Nothing is cached between runs: a changed file is a changed dataset, and no cache grows in anyone's home.
+Nothing is cached between runs: changes of a file take effect, and no cache grows in the home directory.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ ENDINGS = {
     ".arrow": "arrow",
 }
 Message = dict[str, str]
-"""`role` and `content`."""
+"""Chat message with the keys `role` and `content`."""
 FileRows = tuple[str, Sequence[str], Sequence[Mapping[str, Any]]]
-"""A file's name, its columns and its rows."""
+"""File name, columns and rows of one file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: a mapping of its columns, with a stable id, a domain, and where it stands for error messages."""
+    """Row with its columns' values, a stable id, a domain (`tag`), and its location for error messages."""
 
     id: str
     tag: str
     where: str
-    """`train.jsonl row 12`, counted from 1."""
+    """Location such as `train.jsonl row 12`, counted from 1."""
     values: Mapping[str, Any]
 
 
 class Rows(Sequence[Row]):
-    """All rows of some files, in order."""
+    """All rows of some files, in order. Raises `DataError` for duplicate ids."""
 
     def __init__(self, parts: Sequence[FileRows], data: DataArguments) -> None:
         self._data = data
@@ -117,7 +117,7 @@ class Rows(Sequence[Row]):
 
 
 def read_rows(data: DataArguments) -> Rows:
-    """Rows of the files in `data.file_name`, in order, at most `max_samples`. Raises `DataError`."""
+    """Read at most `max_samples` rows of the files in `data.file_name`, in order. Raises `DataError`."""
     names = file_names(data)
     if not names:
         raise DataError("data_args.file_name is not given: which files have the rows?")
@@ -128,7 +128,7 @@ def read_rows(data: DataArguments) -> Rows:
 
 
 def text_of(row: Row, column: str, rows: Rows) -> str:
-    """The text in a column. Raises `DataError` that names the row, and the nearest column where there is none."""
+    """Text of a column. Raises `DataError`, naming the row or the nearest existing column."""
     need_column(column, rows)
     value = row.values.get(column)
     if not isinstance(value, str):
@@ -138,12 +138,16 @@ def text_of(row: Row, column: str, rows: Rows) -> str:
 
 
 def are_chats(data: DataArguments) -> bool:
-    """True if rows have roles to tell apart: a column of messages, or a system message before the prompt."""
+    """True if rows have roles: a column of messages, or a system message before the prompt."""
     return data.messages is not None or data.system is not None
 
 
 def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) -> list[Message]:
-    """The row as chat messages: with `response` the last one is the assistant's, without it is not."""
+    """Convert a row to chat messages.
+
+    With `response`, the last message is the assistant's. Without it, trailing assistant messages are dropped. Raises
+    `DataError`.
+    """
     if data.messages is None:
         messages = [{"role": "user", "content": text_of(row, data.prompt, rows)}]
         if response:
@@ -160,7 +164,7 @@ def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) ->
 
 
 def has_response(row: Row, data: DataArguments, rows: Rows) -> bool:
-    """True if the row has a response: text in its column, or a last message of the assistant."""
+    """True if the row has a response: a value in its column, or a last message of the assistant. Raises `DataError`."""
     if data.messages is None:
         return row.values.get(data.response) is not None
     return stored_messages(row, data, rows)[-1]["role"] == "assistant"
@@ -181,7 +185,7 @@ def _with_system(messages: list[Message], row: Row, data: DataArguments, rows: R
 
 
 def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
-    """All messages in the row's `messages` column, a list or its JSON, after those of its system column."""
+    """All messages of the row: its system column, then its `messages` column (a list or JSON). Raises `DataError`."""
     column = data.messages
     if column is None:
         raise DataError("data_args.messages names no column")
@@ -210,13 +214,15 @@ def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
 
 
 def file_names(data: DataArguments) -> list[str]:
-    """The files of `data`, by name. A name is literal: `*`, `?` and `[` stand for themselves."""
+    """File names of `data`. Names are literal: `*`, `?` and `[` are no wildcards."""
     return [data.file_name] if isinstance(data.file_name, str) else list(data.file_name or ())
 
 
 def first_rows(name: str, data: DataArguments, count: int) -> Rows | None:
-    """At most `count` rows of one file of `data`, without `datasets`. None if only `datasets` can read the file. Raises
-    `DataError`."""
+    """Read at most `count` rows of one file, without `datasets`.
+
+    Returns None if only `datasets` can read the file. Raises `DataError`.
+    """
     path = Path(name)
     kind = _kind_of(path, data.dataset_type)
     if kind == "json":
@@ -234,7 +240,7 @@ def first_rows(name: str, data: DataArguments, count: int) -> Rows | None:
 
 
 def _kind_of(path: Path, kind: str) -> str:
-    """The format of a file that is there and not empty. Raises `DataError`."""
+    """Format of an existing, nonempty file. Raises `DataError`."""
     if not path.is_file():
         raise DataError(f"{path}: {_where_else(path)}")
     if path.stat().st_size == 0:
@@ -260,7 +266,7 @@ def _read_file(path: Path, kind: str) -> FileRows:
     datasets.disable_progress_bars()
     try:
         with tempfile.TemporaryDirectory(prefix="roll-rows-") as cache:
-            # `datasets` takes a name for a pattern or a URL, so it gets a link whose name is neither.
+            # `datasets` interprets names as patterns or URLs, so it gets a link with a neutral name.
             link = Path(cache) / f"rows.{kind}"
             link.symlink_to(path.resolve())
             options = _csv_options(path) if kind == "csv" else {}
@@ -295,7 +301,7 @@ def _values(path: Path, dataset: Dataset) -> list[Mapping[str, Any]]:
 
 
 def _csv_options(path: Path) -> dict[str, Any]:
-    """Text stays text: 007 is no number and NA is no gap."""
+    """Options of the CSV reader that keep values as text: 007 is not a number, and NA is not missing."""
     import datasets
 
     separator = separator_of(path)
@@ -320,7 +326,7 @@ def _where_else(path: Path) -> str:
 
 
 def _why_unreadable(path: Path, kind: str, error: BaseException) -> str:
-    """The first row that is no row; what the library said where the rows look right."""
+    """Describe the first invalid row, or else the library's error."""
     if kind == "json":
         wrong = wrong_json_row(path)
         if wrong:

@@ -1,4 +1,4 @@
-"""From rows to tokens: prompts to be answered, and sequences to be learnt. What is left out or cut is counted."""
+"""From rows to tokens: prompts for generation and sequences for training. Dropped and truncated rows are counted."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Overlong = Literal["drop", "truncate"]
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the rows."""
+    """Numbers of kept, dropped and truncated rows."""
 
     kept: int = 0
     overlong_prompts: int = 0
-    """Left out: the prompt is longer than `prompt_length`."""
+    """Dropped: the prompt is longer than `prompt_length`."""
     overlong_responses: int = 0
-    """Left out: the response is longer than `response_length`."""
+    """Dropped: the response is longer than `response_length`."""
     truncated_responses: int = 0
-    """Kept, but cut to `response_length`: the end token is gone."""
+    """Kept, but truncated to `response_length`: the end token is missing."""
     empty: int = 0
-    """Left out: no token to learn."""
+    """Dropped: no token to train on."""
     without_response: int = 0
-    """Left out: nothing to learn, where rows need no response."""
+    """Dropped: no response, where a response is optional."""
 
     def __str__(self) -> str:
         named = [f"{getattr(self, each.name)} {each.name.replace('_', ' ')}" for each in fields(self)]
@@ -49,7 +49,7 @@ class Counts:
 
 
 class Encoder:
-    """A tokenizer and the template of the rows. Encodes text without losing any of it."""
+    """Tokenizer and chat template of the rows, with lossless encoding of text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> None:
         self.tokenizer = tokenizer
@@ -57,16 +57,16 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token, so a response could not end")
         first = tokenizer("", add_special_tokens=True)["input_ids"][:1]
-        # A chat template writes the beginning-of-sequence token itself; in plain text it comes from the tokenizer.
+        # A chat template writes the beginning-of-sequence token itself. In plain text the tokenizer adds it.
         self.begins_with: list[int] = list(first) if first and first[0] == tokenizer.bos_token_id else []
 
     def prompt(self, messages: Sequence[dict[str, str]], where: str) -> tuple[str, TokenIds]:
-        """The text after which the model answers, and its tokens."""
+        """Prompt text, up to where generation starts, and its tokens. Raises `DataError`."""
         text = self.template.prompt(messages)
         return text, self._begin(np.asarray(self.encode(text, where), dtype=np.int64))
 
     def conversation(self, messages: Sequence[dict[str, str]], where: str) -> tuple[TokenIds, Any]:
-        """Tokens `[L]`, and which of them the model writes, bool `[L]`. Each segment is encoded alone."""
+        """Tokens `[L]`, and a bool mask `[L]` of the model's own tokens. Segments are encoded separately."""
         pieces: list[int] = []
         written: list[bool] = []
         for segment in self.template.segments(messages):
@@ -83,7 +83,7 @@ class Encoder:
             return []
         try:
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # the library raises the bare class
+        except Exception as error:  # the library raises plain `Exception`
             raise DataError(f"{where}: {self._uncovered(text)}") from error
         unknown = self.tokenizer.unk_token_id
         if unknown is not None and unknown in ids and str(self.tokenizer.unk_token) not in text:
@@ -115,7 +115,10 @@ class Encoder:
 def encode_prompts(
     rows: Rows, data: DataArguments, tokenizer: PreTrainedTokenizerBase, *, prompt_length: int
 ) -> tuple[list[Prompt], Counts]:
-    """Rows as prompts, in their order; those longer than `prompt_length` tokens are left out. Ids are the rows'."""
+    """Encode rows as prompts, in order, with the rows' ids.
+
+    Prompts longer than `prompt_length` tokens are dropped. Raises `DataError`, also if no prompt remains.
+    """
     from roll_core.spec.rollout import Prompt
 
     encoder = Encoder(tokenizer, data)
@@ -135,7 +138,7 @@ def encode_prompts(
 
 
 def tokenizer_texts(rows: Rows, data: DataArguments) -> Iterator[str]:
-    """All texts of the rows, as the template writes them: what a tokenizer that is made for them must cover."""
+    """All texts of the rows as formatted by the template, which a tokenizer built for them must cover."""
     for row in rows:
         if data.messages is not None:
             messages = stored_messages(row, data, rows)
@@ -155,13 +158,17 @@ def encode_sft(
     on_prompt: bool = False,
     require_response: bool = True,
 ) -> tuple[list[TrainSequence], Counts]:
-    """Rows with prompt and response as sequences to learn, in their order.
+    """Encode rows with prompt and response as training sequences, in order.
 
-    The prompt is what stands before the first token that the model writes; the response is all the rest (several turns,
-    of which only the model's are learnt). A longer prompt than `prompt_length` leaves the row out; a longer response
-    than `response_length` leaves it out (`drop`) or is cut at its end (`truncate`). `on_prompt` also learns what the
-    model only reads, except for the first token. A row without a response raises `DataError`, or is left out if
-    `require_response` is false.
+    The prompt is everything before the first token that the model writes. The response is the rest, which may contain
+    several turns; only the model's turns are trained.
+
+    * A prompt longer than `prompt_length` drops the row.
+    * A response longer than `response_length` drops the row (`drop`) or is cut at its end (`truncate`).
+    * With `on_prompt`, all tokens except the first are trained.
+    * A row without a response raises `DataError`, or is dropped if `require_response` is false.
+
+    Raises `DataError` also if no row remains, unless every row lacks an optional response.
     """
     encoder = Encoder(tokenizer, data)
     counts = Counts()
@@ -193,7 +200,7 @@ def _within(
         counts.truncated_responses += 1
         tokens, mask = tokens[: num_prompt + response_length], mask[: num_prompt + response_length]
     if len(mask):
-        # Nothing stands before the first token from which it could be predicted.
+        # The first token has no context to predict it from.
         mask = mask.copy()
         mask[0] = False
     if not mask.any():

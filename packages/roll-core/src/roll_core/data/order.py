@@ -1,4 +1,4 @@
-"""In which order rows are visited: drawn anew for each epoch, and known for any step without what came before."""
+"""Order of rows: a new permutation in each epoch, computable for any step without the previous ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class RowOrder:
-    """A seeded order of `num_rows` rows, pass after pass without end.
+    """Endless seeded order of `num_rows` rows, epoch after epoch.
 
-    Row `i` of the endless order is a pure function of `(num_rows, seed, i)`, so a resumed run goes on exactly where
-    the interrupted one was. A batch may reach over the end of an epoch; no row is left out or taken twice in an epoch.
+    Row `i` of the order is a pure function of `(num_rows, seed, i)`, so a resumed run continues exactly where the
+    interrupted run stopped. A batch may span two epochs. Every epoch contains each row exactly once. Raises `DataError`
+    for fewer than one row.
     """
 
     def __init__(self, num_rows: int, seed: int, *, shuffle: bool = True) -> None:
@@ -26,15 +27,15 @@ class RowOrder:
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
 
     def batch(self, step: int, size: int) -> list[int]:
-        """Rows of batch `step` (from 0) where every batch has `size` rows."""
+        """Rows of batch `step` (from 0), if every batch has `size` rows."""
         return self.rows(step * size, size)
 
     def rows(self, start: int, count: int) -> list[int]:
-        """Rows at positions `start` to `start + count` of the endless order."""
+        """Rows at positions `start` to `start + count` (exclusive) of the endless order."""
         return [row for row, _ in self.visits(start, count)]
 
     def visits(self, start: int, count: int) -> list[tuple[int, int]]:
-        """The same with the epoch of each, `(row, epoch)`."""
+        """Same as `rows`, with the epoch of each row: `(row, epoch)`."""
         found: list[tuple[int, int]] = []
         position = start
         while len(found) < count:

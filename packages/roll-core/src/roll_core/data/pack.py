@@ -1,4 +1,4 @@
-"""Lays sequences end to end: `TrainSequence`s become flat microbatches, balanced over data-parallel ranks.
+"""Packs `TrainSequence`s end to end into flat microbatches, balanced over data-parallel ranks.
 
 T flat tokens of a microbatch, S sequences.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from roll_core.types import TrainSequence
 
 FLOATS = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "returns", "values")
-"""Per-token fields of a sequence that a microbatch carries as float32 `<name>_T`, where all its sequences have them."""
+"""Per-token fields that a microbatch has as float32 tensors `<name>_T`, if all its sequences have them."""
 
 
 def totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
-    """Denominators of one optimizer step over all of its `sequences`, on whichever rank they are computed."""
+    """Denominators of one optimizer step, from all of its `sequences` on all ranks."""
     trained = [each for each in sequences if each.loss_mask.any()]
     return Totals(
         tokens=sum(int(each.loss_mask.sum()) for each in trained),
@@ -37,14 +37,15 @@ def totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
 
 
 totals_of = totals
-"""The same, where an argument is called `totals`."""
+"""Alias of `totals`, for functions with an argument of that name."""
 
 
 def balance(sequences: Sequence[TrainSequence], ranks: int) -> list[list[int]]:
-    """Which sequences each of `ranks` data-parallel ranks works on, as indices in ascending order.
+    """Assign sequences to data-parallel ranks; returns each rank's indices in ascending order.
 
-    Longest first, each to the rank with the fewest tokens so far (Graham's rule): the fullest rank has at most 4/3 of
-    the least possible. Depends on lengths and order only, so every process finds the same.
+    The longest sequence goes first, each to the rank with the fewest tokens so far (Graham's rule). The fullest rank
+    then has at most 4/3 of the optimum. The result depends only on lengths and order, so all processes compute the
+    same. Raises `ValueError` for fewer than one rank.
     """
     if ranks < 1:
         raise ValueError(f"sequences cannot be shared by {ranks} ranks")
@@ -64,10 +65,11 @@ def pack(
     max_tokens: int | None = None,
     max_sequences: int | None = None,
 ) -> list[MicroBatch]:
-    """Flat microbatches of the sequences in their order, each filled up to `max_tokens` and `max_sequences`.
+    """Pack the sequences in order into flat microbatches of at most `max_tokens` tokens and `max_sequences` sequences.
 
-    A sequence that is longer than `max_tokens` is not cut: it gets a microbatch of its own. No sequences, no
-    microbatches. `totals` are those of the whole optimizer step; those of `sequences` where not given.
+    A limit of None is unlimited. A sequence longer than `max_tokens` is not truncated: it gets its own microbatch.
+    `totals` are those of the whole optimizer step; by default those of `sequences`. Without sequences the result is
+    empty. Raises `DataError` for invalid sequences.
     """
     denominators = totals_of(sequences) if totals is None else totals
     batches: list[list[TrainSequence]] = []
@@ -90,8 +92,10 @@ def pack(
 def pack_evenly(
     sequences: Sequence[TrainSequence], *, max_tokens: int, multiple: int = 1, totals: Totals | None = None
 ) -> list[MicroBatch]:
-    """Like `pack`, but with about as many tokens in each microbatch, so that stages of a pipeline wait less for each
-    other. There are as few as the budget allows, and a multiple of `multiple` where there are sequences enough."""
+    """Pack like `pack`, but with similar token counts, so that pipeline stages idle less.
+
+    Returns as few microbatches as `max_tokens` permits, and a multiple of `multiple` if there are enough sequences.
+    """
     denominators = totals_of(sequences) if totals is None else totals
     for each in sequences:
         _check(each)
@@ -101,7 +105,7 @@ def pack_evenly(
 
 def _even_shares(sequences: Sequence[TrainSequence], max_tokens: int, multiple: int) -> list[list[int]]:
     lengths = [len(each) for each in sequences]
-    # Of sequences longer than half of the budget no two go together.
+    # No two sequences longer than half of the budget fit into one microbatch.
     fewest = max(-(-sum(lengths) // max_tokens), sum(2 * each > max_tokens for each in lengths))
     for number in range(min(fewest, len(sequences)), len(sequences) + 1) if sequences else ():
         shares = balance(sequences, min(number + -number % multiple, len(sequences)))
@@ -131,7 +135,7 @@ def _check(sequence: TrainSequence) -> None:
 
 
 def _routed_experts(batch: Sequence[TrainSequence]) -> np.ndarray[Any, np.dtype[np.int16]] | None:
-    """`[T, M, K]`, -1 where nothing is known of a token; None where nothing is known of any."""
+    """Routed experts of the batch, `[T, M, K]`, -1 for unknown tokens; None if no sequence has any."""
     known = [each.routed_experts for each in batch if each.routed_experts is not None]
     shapes = {each.shape[1:] for each in known}
     if not known:

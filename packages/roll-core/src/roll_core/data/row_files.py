@@ -1,7 +1,7 @@
-"""Rows of JSON and CSV files by the standard library.
+"""Reads rows of JSON, CSV and arrow files without `datasets`.
 
-`datasets` reads the rows of a run. This module reads the first rows of a file for `roll-core check`, which imports
-nothing heavy, and finds the row that `datasets` cannot read.
+A run reads its rows with `datasets`. This module reads the first rows of a file for `roll-core check`, which imports
+no heavy package. It also finds the row that `datasets` cannot read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Values = dict[str, Any]
 
 MAX_NESTING = 100
-"""Levels of lists and objects in a JSON row. Thousands overflow the stacks of the libraries that parse rows."""
+"""Maximum nesting of lists and objects in a JSON row. Thousands of levels overflow the stacks of parsing libraries."""
 LARGEST_LIST_BYTES = 64 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_ENDINGS = (".json", ".jsonl", ".ndjson")
@@ -34,15 +34,18 @@ _DECODER = json.JSONDecoder(strict=False)
 
 
 def check_json(path: Path) -> None:
-    """Raise `DataError` for a row that is not UTF-8 or is nested deeper than `MAX_NESTING`. Compressed files pass."""
+    """Raise `DataError` for a row that is not UTF-8 or exceeds `MAX_NESTING`. Compressed files are not checked."""
     if _is_json_text(path):
         for _ in _json_rows(path):
             pass
 
 
 def first_json_rows(path: Path, count: int) -> list[Values] | None:
-    """At most `count` rows. None if the file is compressed, a list too large to be read for its first rows, or one JSON
-    value that is no list. Raises `DataError`."""
+    """Read at most `count` rows of a JSON file.
+
+    Returns None if the file is compressed, a list too large to read for its first rows, or a single JSON value other
+    than a list. Raises `DataError`.
+    """
     if not _is_json_text(path) or (path.stat().st_size > LARGEST_LIST_BYTES and _is_list(path)):
         return None
     rows: list[Values] = []
@@ -60,7 +63,7 @@ def first_json_rows(path: Path, count: int) -> list[Values] | None:
 
 
 def first_csv_rows(path: Path, count: int) -> list[Values] | None:
-    """At most `count` rows, all values text. None if the standard library cannot parse them. Raises `DataError`."""
+    """Read at most `count` CSV rows, as text. None if the standard library cannot parse them. Raises `DataError`."""
     try:
         return list(islice(_csv_rows(path), count))
     except csv.Error:
@@ -68,8 +71,10 @@ def first_csv_rows(path: Path, count: int) -> list[Values] | None:
 
 
 def first_arrow_rows(path: Path, kind: str, count: int) -> list[Values] | None:
-    """At most `count` rows of a `parquet` or `arrow` file. None if their text is not UTF-8, or if pyarrow, which comes
-    with `datasets`, is not installed. Raises `DataError`."""
+    """Read at most `count` rows of a `parquet` or `arrow` file.
+
+    Returns None if text is not UTF-8, or if pyarrow (a dependency of `datasets`) is not installed. Raises `DataError`.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -92,7 +97,7 @@ def first_arrow_rows(path: Path, kind: str, count: int) -> list[Values] | None:
 
 
 def wrong_json_row(path: Path) -> str:
-    """What is wrong with the first row that is no row, or does not fit the rows before it; empty if all fit."""
+    """Describe the first row that is invalid or inconsistent with the rows before it; empty if all are valid."""
     types: dict[str, tuple[str, int]] = {}
     number = 0
     try:
@@ -123,12 +128,12 @@ def check_csv(path: Path) -> None:
 
 
 def separator_of(path: Path) -> str:
-    """What separates the values of a row."""
+    """Separator of the values in a row: a tab for `.tsv` files, otherwise a comma."""
     return "\t" if path.suffix.lower() == ".tsv" else ","
 
 
 def short(value: object) -> str:
-    """A value as it is shown in a message."""
+    """Representation of a value in a message, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -137,7 +142,7 @@ def short(value: object) -> str:
 
 
 def _is_json_text(path: Path) -> bool:
-    """True if the file is named as JSON text or begins as such. Compressed files do neither."""
+    """True if the file's name or first byte indicates JSON text. Compressed files have neither."""
     if path.suffix.lower() in JSON_ENDINGS:
         return True
     with path.open("rb") as file:
@@ -150,7 +155,7 @@ def _is_list(path: Path) -> bool:
 
 
 def _is_one_value(path: Path) -> bool:
-    """True if the whole file is one JSON value, written over several lines."""
+    """True if the whole file is one JSON value, which may span several lines."""
     try:
         json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -159,7 +164,7 @@ def _is_one_value(path: Path) -> bool:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, str]]:
-    """Number, from 1, and text of each row of a file with one object per line, or one list of objects."""
+    """Number (from 1) and text of each row, in a file with one object per line or one list of objects."""
     with path.open("rb") as file:
         number = 0
         for line in file:
@@ -240,7 +245,7 @@ def _not_utf8(path: Path, number: int, error: UnicodeDecodeError) -> DataError:
 
 
 def _csv_rows(path: Path) -> Iterator[Values]:
-    """Rows by the columns of the header."""
+    """Rows as dictionaries with the header's columns as keys."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         records = (record for record in csv.reader(file, delimiter=separator_of(path)) if record)
         header = next(records, [])

@@ -1,4 +1,4 @@
-"""From judged samples to what a trainer computes on: the very ids that the model produced, prompt in front."""
+"""From graded samples to training sequences: the exact ids that the model produced, after the prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sample_of(
     tag: str = "",
     metadata: Mapping[str, Any] | None = None,
 ) -> Sample:
-    """One output of a completion as a sample: every token was drawn by the model, so every token counts."""
+    """Convert one output of a completion to a sample whose loss mask covers every generated token."""
     return Sample(
         id=id,
         group_id=group_id,
@@ -40,7 +40,7 @@ def sample_of(
 
 
 def sequence_of(sample: Sample, *, group: int) -> TrainSequence:
-    """A sample as one sequence of length L = P + R. Raises `DataError` where its arrays contradict each other."""
+    """Convert a sample to one sequence of length L = P + R. Raises `DataError` if its arrays have different lengths."""
     num_response = len(sample.response_ids)
     for name in ("logprobs", "loss_mask", "versions"):
         if len(getattr(sample, name)) != num_response:
@@ -61,5 +61,5 @@ def sequence_of(sample: Sample, *, group: int) -> TrainSequence:
 
 
 def after_prompt(values: Floats, num_prompt: int) -> Floats:
-    """Per-response values as an array of the sequence's length, 0 over the prompt."""
+    """Extend per-response values to the sequence's length, with 0 over the prompt."""
     return np.concatenate([np.zeros(num_prompt, dtype=np.float32), values.astype(np.float32, copy=False)])

@@ -1,8 +1,8 @@
-"""Chat templates: from messages to text, turn by turn, so that each turn can be encoded by itself.
+"""Chat templates: from messages to text, turn by turn, so that each turn can be encoded separately.
 
-The tokens of a prompt must be the same whether the answer is still to be drawn or already known; otherwise a model is
-trained on other prompts than it will see. So a conversation is cut into segments, what the model reads and what it
-writes, and each is encoded alone. A template that rewrites earlier turns when later ones come is refused.
+The tokens of a prompt must not depend on whether the response exists yet. Otherwise a model trains on other prompts
+than it sees in generation. A conversation is therefore split into segments that the model reads or writes, and each is
+encoded separately. Templates that rewrite earlier turns when later ones follow are not supported.
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a conversation."""
+    """Part of a conversation that the model either reads or writes."""
 
     text: str
     written: bool
-    """By the model: it is learnt. Otherwise the model reads it."""
+    """True if the model writes this text, which is then trained; False if it only reads the text."""
     ends: bool = False
-    """The end-of-sequence token follows, as the model must write it to end its turn."""
+    """True if the end-of-sequence token follows, which the model must write to end its turn."""
 
 
 class Template(Protocol):
-    """How messages become text."""
+    """Converter of chat messages to text."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The text after which the model answers."""
+        """Prompt text, after which the model generates its response."""
         ...
 
     def segments(self, messages: Sequence[Message]) -> list[Segment]:
-        """A whole conversation: its concatenated texts begin with `prompt` of the messages before each answer."""
+        """Segments of a whole conversation.
+
+        Their joined text before each response equals `prompt` of the messages before it.
+        """
         ...
 
 
 def load_template(name: str, tokenizer: PreTrainedTokenizerBase, *, chats: bool = False) -> Template:
-    """A template by its name in `data_args.template`.
+    """Load the template named by `data_args.template`.
 
-    Raises `DataError` if the tokenizer lacks the template's tokens, or if `native` has to render `chats` and the
-    tokenizer has no chat template.
+    Raises `DataError` for an unknown name, for a tokenizer without the template's tokens, and for `native` with `chats`
+    if the tokenizer has no chat template.
     """
     if name == "native":
         if tokenizer.chat_template:
@@ -64,7 +67,7 @@ def load_template(name: str, tokenizer: PreTrainedTokenizerBase, *, chats: bool 
 
 
 def chat_template_of(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A named template as the text of `tokenizer.chat_template`; both give the same tokens. Raises `DataError`."""
+    """Jinja text of a named template for `tokenizer.chat_template`; both give the same tokens. Raises `DataError`."""
     return _named(name, tokenizer).jinja()
 
 
@@ -79,29 +82,29 @@ def _named(name: str, tokenizer: PreTrainedTokenizerBase) -> Plain | Turns:
 
 
 def control_tokens(name: str) -> tuple[str, ...]:
-    """Tokens by which a named template marks turns; a tokenizer that is made for it must have them."""
+    """Tokens by which a named template marks turns; a tokenizer built for it must have them."""
     return CONTROL_TOKENS.get(name, ())
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """The contents one after the other, nothing added; each answer ends with the end-of-sequence token."""
+    """Template that only joins the contents; each response ends with the end-of-sequence token."""
 
     eos_token: str | None = None
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """All contents."""
+        """Join all contents."""
         return _joined(self.segments(messages), self.eos_token)
 
     def jinja(self) -> str:
-        """The same as a Jinja template for `tokenizer.chat_template`."""
+        """Equivalent Jinja template for `tokenizer.chat_template`."""
         return (
             "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
             "{% endfor %}"
         )
 
     def segments(self, messages: Sequence[Message]) -> list[Segment]:
-        """What is read up to each answer, and the answers."""
+        """Alternating segments: text that the model reads, and responses."""
         found: list[Segment] = []
         pending = ""
         for each in messages:
@@ -116,26 +119,26 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """`open(role) + content + close` for each message, with `between` after it."""
+    """Template of turns: `opening`, content and `closing` for each message, then `between`."""
 
     eos_token: str | None
     opening: str
-    """With `{role}`."""
+    """Text before a message's content; contains `{role}`."""
     closing: str
     between: str = ""
     first: str = ""
-    """Stands before everything."""
+    """Text before the first turn."""
     system: str = ""
-    """Content of a system message where the conversation has none; empty for no such message."""
+    """Default system message for conversations without one; empty for none."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """All turns and the opening of the assistant's."""
+        """All turns, followed by the opening of the assistant's turn."""
         awaited: Message = {"role": "assistant", "content": ""}
         *read, _ = self.segments([*messages, awaited])
         return _joined(read, self.eos_token)
 
     def jinja(self) -> str:
-        """The same as a Jinja template for `tokenizer.chat_template`."""
+        """Equivalent Jinja template for `tokenizer.chat_template`."""
         before, after = (json.dumps(part) for part in self.opening.split("{role}"))
         closing, between = json.dumps(self.closing), json.dumps(self.between)
         eos = "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}" if self.closing != self.eos_token else ""
@@ -151,7 +154,7 @@ class Turns:
         )
 
     def segments(self, messages: Sequence[Message]) -> list[Segment]:
-        """What is read up to each answer, and the answers."""
+        """Alternating segments: text that the model reads, and responses."""
         found: list[Segment] = []
         pending = ""
         for segment in self._read(messages):
@@ -193,7 +196,7 @@ def _llama3(eos_token: str | None) -> Turns:
 
 
 def texts_of(messages: Sequence[Message], name: str) -> list[str]:
-    """What a tokenizer must cover to encode the messages with this template; `native` counts as plain text."""
+    """Texts that a tokenizer must cover to encode the messages with this template; `native` counts as plain text."""
     template = NAMED.get(name, Plain)(None)
     texts = [segment.text for segment in template.segments(messages)]
     for token in control_tokens(name):
@@ -215,17 +218,17 @@ CONTROL_TOKENS = {
 
 
 class JinjaTemplate:
-    """The tokenizer's own template."""
+    """Template stored in the tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """With the template's generation prompt."""
+        """Prompt text, including the template's generation prompt."""
         return self._render(messages, answer_follows=True)
 
     def segments(self, messages: Sequence[Message]) -> list[Segment]:
-        """Cut where the answers begin and end. Raises `DataError` where the template rewrites what came before."""
+        """Split where responses begin and end. Raises `DataError` if the template rewrites earlier turns."""
         whole = self._render(messages, answer_follows=False)
         found: list[Segment] = []
         at = 0

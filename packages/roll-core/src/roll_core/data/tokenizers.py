@@ -1,7 +1,7 @@
-"""Makes tokenizers for models that begin from nothing: characters, bytes, or byte pairs learnt from the data.
+"""Builds tokenizers for models trained from scratch: characters, bytes, or byte pairs learnt from the data.
 
-What they cover they give back exactly: `decode(encode(text)) == text`. What a `char` tokenizer does not cover is an
-error, never a silent unknown token.
+Encoding is lossless for covered text: `decode(encode(text)) == text`. Characters that a `char` tokenizer does not cover
+are an error, never a silent unknown token.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from roll_core.spec.config import TokenizerConfig
 
 PAD, EOS = "<pad>", "<eos>"
-"""Ids 0 and 1 of every tokenizer made here. There is no beginning-of-sequence token: a prompt begins a sequence."""
+"""Tokens with ids 0 and 1 in every tokenizer built here. There is no beginning-of-sequence token."""
 
 
 def make_tokenizer(
     config: TokenizerConfig, texts: Iterable[str], directory: Path, *, control_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerBase:
-    """Make the tokenizer, write it into `directory`, and return it as `transformers.AutoTokenizer` loads it from there.
+    """Build the tokenizer, save it to `directory`, and return it as loaded from there by `AutoTokenizer`.
 
     `texts` are all texts of the data; only `bpe`, and `char` without an alphabet, read them. `control_tokens` are those
     of the chat template (see `templates.control_tokens`); each becomes one token. Raises `DataError`.
@@ -56,7 +56,7 @@ def _characters(alphabet: str, special: Sequence[str]) -> Tokenizer:
     if not characters:
         raise DataError("a char tokenizer needs an alphabet, and neither the config nor the data gives a character")
     names = [*special, *characters]
-    # A word-level model without an unknown token refuses what it does not know.
+    # A word-level model without an unknown token raises on unknown characters.
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -98,9 +98,9 @@ def _byte_pairs(texts: Iterable[str], vocab_size: int, special: Sequence[str]) -
 
 
 def _byte_names() -> list[str]:
-    """The character by which a byte-level tokenizer writes each byte, in the order of the bytes.
+    """Character that represents each byte in a byte-level tokenizer, in the order of the bytes.
 
-    Printable bytes stand for themselves, the others are moved up behind Latin-1 in their order, as in GPT-2.
+    Printable bytes represent themselves. The others map to characters after Latin-1, in order, as in GPT-2.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = iter(range(0x100, 0x200))

@@ -1,1 +1,1 @@
-"""C++ and CUDA sources of a package: compiled on first use, or into its wheel."""
+"""C++ and CUDA sources of a package, compiled on first use or when its wheel is built."""

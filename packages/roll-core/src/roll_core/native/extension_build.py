@@ -1,4 +1,4 @@
-"""The process that compiles one extension: `python -m roll_core.native.extension_build TASK`, a task as JSON."""
+"""Process that compiles one extension: `python -m roll_core.native.extension_build TASK`, with TASK as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 
 
 def main(task: str) -> None:
-    """Exits with the reason, which is printed last, if it cannot be compiled."""
+    """Compile the extension. On failure, exit with the reason as the last output."""
     warnings.simplefilter("ignore")
     from torch.utils import cpp_extension
 

@@ -1,4 +1,4 @@
-"""Extensions that are compiled when a wheel is built, as a build hook of hatchling.
+"""Compiles extensions when a wheel is built, as a build hook of hatchling.
 
     [build-system]
     requires = ["hatchling>=1.27", "roll-core"]
@@ -8,8 +8,8 @@
 
     BUILD_EXT=1 pip wheel --no-build-isolation .
 
-Without `BUILD_EXT=1` the wheel holds the sources alone, and they are compiled on first use. What is compiled is for the
-torch, the processor and the GPUs of the host that builds; elsewhere it is left aside, and compiled there.
+Without `BUILD_EXT=1` the wheel contains only the sources, which are compiled on first use. Compiled libraries fit the
+torch, processor and GPUs of the build host. Other hosts ignore them and compile the sources.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ SWITCH = "BUILD_EXT"
 
 
 class ExtensionHook(BuildHookInterface):  # type: ignore[misc]  # hatchling has no types
-    """Puts shared libraries where `Extension.library` looks first."""
+    """Build hook that puts shared libraries where `Extension.library` looks first."""
 
     PLUGIN_NAME = "roll-extensions"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Before the wheel is written. Raises `ExtensionError` where an extension cannot be compiled here."""
+        """Compile the extensions before the wheel is written.
+
+        Raises `ExtensionError` if this fails, and `RuntimeError` if an extension cannot be imported.
+        """
         if os.environ.get(SWITCH, "0") in ("", "0") or version == "editable":
             return
         self._folder = Path(tempfile.mkdtemp(prefix="roll-extensions-"))
@@ -50,12 +53,12 @@ class ExtensionHook(BuildHookInterface):  # type: ignore[misc]  # hatchling has 
         build_data["infer_tag"] = True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Once it is written."""
+        """Delete temporary files after the wheel is written."""
         if hasattr(self, "_folder"):
             shutil.rmtree(self._folder)
 
     def _load(self, target: str) -> tuple[Extension, Path]:
-        """An extension by `module:attribute`, and the folder from which its package is imported."""
+        """Extension named by `module:attribute`, and the directory from which its package is imported."""
         module_name, _, attribute = target.partition(":")
         for package in self.build_config.packages:
             sys.path.insert(0, str(Path(self.root, package).parent))
@@ -72,5 +75,5 @@ class ExtensionHook(BuildHookInterface):  # type: ignore[misc]  # hatchling has 
 
 @hookimpl  # type: ignore[untyped-decorator]
 def hatch_register_build_hook() -> type[ExtensionHook]:
-    """hatchling's hook, found by the entry point `hatch`."""
+    """Build hook for hatchling, found by the entry point `hatch`."""
     return ExtensionHook

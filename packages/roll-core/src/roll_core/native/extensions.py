@@ -1,10 +1,10 @@
-"""C++ and CUDA sources of a package, compiled on first use and kept, or compiled ahead and shipped in its wheel.
+"""C++ and CUDA sources of a package, compiled on first use and cached, or compiled ahead and shipped in its wheel.
 
-    Extension -> key (sources, flags, torch, processor) -> shipped? -> lock -> compiled in a process of its own -> kept
+    Extension -> key (sources, flags, torch, processor) -> shipped? -> lock -> compile in a subprocess -> cache
 
-torch's `cpp_extension` compiles. A process of its own gives it an environment with ninja on its path, keeps what it
-prints, and may be killed half way: only complete folders are moved into the cache, and the lock dies with its owner
-(torch's own lock file outlives it, and everyone after waits for ever).
+torch's `cpp_extension` compiles, in a subprocess. The subprocess has ninja on its path, its output is captured, and it
+may be killed at any time. Only complete directories are moved into the cache. The lock is released when its owner
+exits; torch's own lock file would remain and block all later processes.
 """
 
 from __future__ import annotations
@@ -35,45 +35,47 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUILD_TIMEOUT_S = 600.0
-"""For one extension, waiting for another process that compiles it included."""
+"""Timeout for one extension, including the wait for another process that compiles it."""
 CACHE_VARIABLE = "TORCH_EXTENSIONS_DIR"
-"""torch's own variable for where extensions are kept."""
+"""Environment variable of torch with the cache directory of extensions."""
 LAST_LINES = 25
-"""Of what the compiler said, in an error."""
+"""Number of lines of compiler output in an error message."""
 AHEAD = "compiled"
-"""Folder beside the first source, where libraries lie that were compiled when the package's wheel was built."""
+"""Directory next to the first source, with libraries compiled when the package's wheel was built."""
 ARCHITECTURES_VARIABLE = "TORCH_CUDA_ARCH_LIST"
-"""torch's own variable for the GPUs that CUDA sources are compiled for: `8.0;9.0+PTX`."""
+"""Environment variable of torch with the GPUs that CUDA sources are compiled for: `8.0;9.0+PTX`."""
 FORCE_VARIABLE = "FORCE_CUDA"
-"""`1` compiles CUDA sources where no GPU is, for hosts that have one."""
+"""Environment variable; `1` compiles CUDA sources on a host without a GPU, for other hosts."""
 COMMON_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0+PTX"
-"""What is compiled for where the GPUs are not here and not named: Turing to Hopper, and what comes after by PTX."""
+"""Compute capabilities used if no GPU is present and none is named: Turing to Hopper, and later ones by PTX."""
 OLDEST_CAPABILITY = 6.0
-"""Pascal."""
+"""Minimum compute capability (Pascal)."""
 SURVEY_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """Sources that become one shared library. Its functions are called through `ctypes`, or it registers torch
-    operators."""
+    """Sources that are compiled to one shared library.
+
+    Its functions are called through `ctypes`, or it registers torch operators.
+    """
 
     name: str
-    """A C identifier."""
+    """Name of the library; a C identifier."""
     sources: tuple[Path, ...]
     headers: tuple[Path, ...] = ()
-    """Included by the sources by their file names; also those of another package."""
+    """Headers that the sources include by file name; may belong to another package."""
     cflags: tuple[str, ...] = ()
     cuda_cflags: tuple[str, ...] = ()
     ldflags: tuple[str, ...] = ()
     native: bool = False
-    """For the very processor that it is compiled on."""
+    """Compile for exactly this host's processor (`-march=native`)."""
 
     def library(self) -> Path:
-        """The shared library: the one that came with the package if it fits this torch and processor, else compiled
-        unless that was done before: seconds to minutes.
+        """Path of the shared library, compiled if necessary, which takes seconds to minutes.
 
-        Raises `ExtensionError`, with what the compiler said, if it cannot be.
+        A library shipped with the package is used if it fits this torch and processor. Otherwise the library comes from
+        the cache or is compiled. Raises `ExtensionError`, with the compiler's output, if this fails.
         """
         if (shipped := self.ahead_folder() / self.ahead_name() / f"{self.name}.so").is_file():
             return shipped
@@ -100,7 +102,7 @@ class Extension:
         return library
 
     def load(self) -> ctypes.CDLL:
-        """`library`, loaded. Raises `ExtensionError` also if it cannot be loaded."""
+        """Load the shared library. Raises `ExtensionError`, also if `library` succeeds but loading fails."""
         path = self.library()
         try:
             return ctypes.CDLL(str(path))
@@ -108,7 +110,7 @@ class Extension:
             raise ExtensionError(f"extension {self.name}: {path} cannot be loaded: {error}") from error
 
     def build_ahead(self, folder: Path) -> Path:
-        """Compile into a folder, which becomes `AHEAD` beside the first source in a wheel. Returns the library.
+        """Compile into a directory that becomes `AHEAD` next to the first source in a wheel. Returns the library.
 
         Raises `ExtensionError` like `library`.
         """
@@ -118,20 +120,20 @@ class Extension:
         return made / f"{self.name}.so"
 
     def ahead_folder(self) -> Path:
-        """Where libraries lie that came with the package."""
+        """Directory of libraries shipped with the package."""
         return self.sources[0].parent / AHEAD
 
     def ahead_name(self) -> str:
-        """Folder in it of a library that was compiled ahead: it does not matter by which compiler."""
+        """Subdirectory of a shipped library. Its name does not depend on the compiler."""
         return f"{self.name}-{self._digest()}"
 
     def key(self) -> str:
-        """Of what the library depends on."""
+        """Cache key: a digest of everything that the library depends on."""
         return self._digest(os.environ.get("CXX", ""), os.environ.get("CC", ""))
 
     @property
     def has_cuda_sources(self) -> bool:
-        """Whether nvcc is needed, or hipcc."""
+        """True if nvcc or hipcc is needed."""
         return any(each.suffix == ".cu" for each in self.sources)
 
     def _digest(self, *compilers: str) -> str:
@@ -167,7 +169,7 @@ class Extension:
             "extra_ldflags": list(self.ldflags),
             "build_directory": str(folder),
         }
-        # ninja is beside this interpreter, which need not be on the path.
+        # ninja is installed next to this interpreter, whose directory may not be on the path.
         env = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
         if self.has_cuda_sources:
             env |= _gpu_environment(self.name)
@@ -192,7 +194,7 @@ class Extension:
 
 
 def declare(loaded: ctypes.CDLL, functions: Mapping[str, Sequence[Any]], *, result: Any = None) -> ctypes.CDLL:
-    """Set the argument types of a library's `functions`, which all return a `result`. Returns the library."""
+    """Set the argument types of a library's `functions`, which all return `result`. Returns the library."""
     for name, arguments in functions.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = list(arguments), result
@@ -200,7 +202,7 @@ def declare(loaded: ctypes.CDLL, functions: Mapping[str, Sequence[Any]], *, resu
 
 
 def cache_folder() -> Path:
-    """Where compiled extensions are kept."""
+    """Cache directory of compiled extensions."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen) / "roll"
@@ -209,11 +211,12 @@ def cache_folder() -> Path:
 
 
 def cuda_architectures(name: str) -> str:
-    """For which GPUs the CUDA sources of an extension are compiled, in the words of `TORCH_CUDA_ARCH_LIST`: what that
-    variable says, or the capabilities of the GPUs that nvidia-smi names. Without a GPU `FORCE_CUDA=1` is needed, and
-    stands for `COMMON_ARCHITECTURES` where the variable says nothing.
+    """GPUs for which an extension's CUDA sources are compiled, in the format of `TORCH_CUDA_ARCH_LIST`.
 
-    Raises `ExtensionError` where there is nothing to compile for, or only GPUs that are too old.
+    Unless unset or `native`, this variable takes precedence over the capabilities that nvidia-smi reports. Without a
+    GPU, `FORCE_CUDA=1` is required; `COMMON_ARCHITECTURES` is then the default.
+
+    Raises `ExtensionError` if there is nothing to compile for, or if the GPUs are too old.
     """
     here, chosen = _capabilities(), os.environ.get(ARCHITECTURES_VARIABLE, "")
     if not here and os.environ.get(FORCE_VARIABLE, "0") in ("", "0"):
@@ -236,7 +239,7 @@ def cuda_architectures(name: str) -> str:
 
 
 def _gpu_environment(name: str) -> dict[str, str]:
-    """For which GPUs torch's builder compiles, in its own variables. Raises `ExtensionError` where it could not."""
+    """Environment variables that set the GPUs for torch's builder. Raises `ExtensionError` if it cannot compile."""
     import torch
 
     if torch.version.hip:
@@ -251,7 +254,7 @@ def _gpu_environment(name: str) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _capabilities() -> tuple[str, ...]:
-    """Compute capabilities of the GPUs of this host, `8.0`, asked without making a context on them."""
+    """Compute capabilities of this host's GPUs, such as `8.0`, queried without creating a context on them."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SURVEY_S, check=False)
@@ -263,7 +266,7 @@ def _capabilities() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _processor() -> str:
-    """What its instructions are: home directories are shared by machines that differ."""
+    """Instruction set of the processor. Home directories may be shared by machines with different processors."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

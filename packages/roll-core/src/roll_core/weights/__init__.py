@@ -1,1 +1,1 @@
-"""What the runtime and strategies share about weights: digests, fp8 rows, memory of a device, sizes."""
+"""Weights, as used by the runtime and strategies: digests, fp8 rows, shared device memory, sizes."""

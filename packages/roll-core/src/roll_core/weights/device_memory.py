@@ -1,11 +1,10 @@
-"""Memory of a device that one process lends to others on the same device: CUDA IPC by torch's own machinery, with plain
-values in place of its pickles.
+"""Device memory shared between processes on the same device: CUDA IPC through torch, without pickles.
 
-    lender      memory = kind.allocate(num_bytes, device)    kind.lend(memory) --- bytes ---.
-    borrower                                                 kind.open(bytes, device) -> the same memory
+    owner       memory = kind.allocate(num_bytes, device)    kind.lend(memory) --- bytes ---.
+    user                                                     kind.open(bytes, device) -> the same memory
 
-`reduce_tensor` of `torch.multiprocessing` says by which function, with which arguments, another process opens a tensor.
-Only the arguments travel, by name and type; the borrower knows the function. So nothing that arrives is run.
+`reduce_tensor` of `torch.multiprocessing` returns a function and arguments with which another process opens a tensor.
+Only the arguments are sent, by name and type. The receiver always calls the same function, so no received code runs.
 """
 
 from __future__ import annotations
@@ -30,48 +29,55 @@ if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo
 
 ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables with options of torch's allocator; the first that is set counts."""
+"""Environment variables with options of torch's allocator; the first one set takes effect."""
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
 class DeviceMemory(ABC):
-    """What lending needs of one kind of device. Memory is a flat uint8 tensor."""
+    """Sharing of memory on one kind of device. Memory is a flat uint8 tensor."""
 
     @abstractmethod
     def uuid(self, device: str) -> str:
-        """Names the device alike in all processes of the host. Empty where torch does not tell."""
+        """Id of the device, equal in all processes of the host; empty if torch does not provide it."""
 
     @abstractmethod
     def allocate(self, num_bytes: int, device: str) -> Tensor:
-        """Memory that can be lent."""
+        """Allocate memory that can be shared."""
 
     @abstractmethod
     def lend(self, memory: Tensor) -> bytes:
-        """What one borrower opens it by; to be asked for each. The memory stays until all who opened it let it go, also
-        if the lender does before."""
+        """Create a handle with which one other process opens the memory; each process needs its own.
+
+        The memory stays allocated until every process that opened it has released it, even if the owner releases it
+        first.
+        """
 
     @abstractmethod
     def open(self, handle: bytes, device: str) -> Tensor:
-        """The lender's memory. Letting the tensor go closes it. Raises `WeightSyncError` where the handle is none, or
-        of another device."""
+        """Open another process's memory. Releasing the tensor closes it.
+
+        Raises `WeightSyncError` for an invalid handle, or one of another device.
+        """
 
     @abstractmethod
     def settle(self, device: str) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until all work queued on the device is complete (synchronise)."""
 
     @abstractmethod
     def collect(self) -> None:
-        """Take back what borrowers have let go."""
+        """Free memory that other processes have released."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaHandle:
-    """An allocation's `cudaIpcMemHandle_t`, and torch's account of it: the arguments of `rebuild_cuda_tensor` that are
-    not known beforehand."""
+    """Handle of CUDA memory: the `cudaIpcMemHandle_t` of its allocation, and torch's bookkeeping.
+
+    The fields are the arguments of `rebuild_cuda_tensor` that the receiver does not know.
+    """
 
     device_uuid: str
     num_bytes: int
-    """Of the tensor; the storage is what it lies in, the allocation what that lies in."""
+    """Size of the tensor. Its storage and the allocation that contains the storage may be larger."""
     tensor_offset: int
     storage_handle: bytes
     storage_size_bytes: int
@@ -82,13 +88,13 @@ class CudaHandle:
     event_sync_required: bool
 
     def packed(self) -> bytes:
-        """As bytes."""
+        """Serialise to bytes."""
         found: bytes = msgpack.packb(asdict(self))
         return found
 
     @classmethod
     def unpacked(cls, data: bytes) -> CudaHandle:
-        """The inverse. Raises `WeightSyncError` for anything else."""
+        """Inverse of `packed`. Raises `WeightSyncError` for invalid data."""
         kinds = {"str": str, "int": int, "bytes": bytes, "bool": bool}
         try:
             values = msgpack.unpackb(data)
@@ -111,7 +117,7 @@ class CudaHandle:
 
 
 class CudaMemory(DeviceMemory):
-    """Devices of torch's type `cuda`, which are AMD's too."""
+    """Devices of torch's type `cuda`, including AMD's."""
 
     @override
     def uuid(self, device: str) -> str:
@@ -188,36 +194,38 @@ class CudaMemory(DeviceMemory):
 
 
 def _cuda() -> Any:
-    """torch's module of these devices."""
+    """Torch's module for these devices."""
     import torch
 
     return torch.get_device_module("cuda")
 
 
 KINDS: dict[str, DeviceMemory] = {"cuda": CudaMemory()}
-"""By torch's device type."""
+"""Implementations by torch's device type."""
 
 
 def slot_devices(mesh: MeshInfo, num_slots: int = 0) -> tuple[str, ...]:
-    """Of all slots of a worker, as its process counts them: on a device from its first one on, on the host the host for
-    each."""
+    """Devices of all slots of a worker, as numbered in its process.
+
+    Accelerator numbers start at the worker's first device. On the host every slot is the same device.
+    """
     kind, _, first = mesh.device.partition(":")
     numbers = range(int(first or 0), int(first or 0) + (num_slots or mesh.num_slots))
     return tuple(f"{kind}:{number}" if first else kind for number in numbers)
 
 
 def device_memory(device: str) -> DeviceMemory | None:
-    """Of the device's kind; None where its memory cannot be lent."""
+    """Memory sharing for the device's kind; None if its memory cannot be shared."""
     return KINDS.get(device.partition(":")[0])
 
 
 @contextmanager
 def fixed_segments(set_options: Callable[[str], None]) -> Iterator[None]:
-    """What is allocated meanwhile lies in memory from cudaMalloc, also where `expandable_segments` are switched on.
+    """Allocate from cudaMalloc memory inside this context, even with `expandable_segments` enabled.
 
-    torch lends expandable segments, too, but by `pidfd_getfd`, which containers and Yama's ptrace_scope forbid to
-    processes that are not related. Its allocator skips their free blocks while the option is off. Options are set as a
-    whole, because those that a text leaves out go back to their defaults in some versions.
+    torch shares expandable segments through `pidfd_getfd`, which containers and Yama's ptrace_scope forbid between
+    unrelated processes. Its allocator skips free blocks of expandable segments while the option is off. All options are
+    set at once, because some versions reset options that are not given.
     """
     options = next((os.environ[name] for name in ALLOCATOR_OPTIONS if os.environ.get(name)), "")
     if not _EXPANDABLE.search(options):

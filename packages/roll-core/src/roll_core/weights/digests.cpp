@@ -1,13 +1,13 @@
-// Copies chunks of weights and digests them in one pass, as `roll_core.spec.weights` defines digests: the XXH3 128-bit
-// hash (seed 0) of each chunk, read back from where it was copied to.
+// Copies chunks of weights and computes their digests in one pass. `roll_core.spec.weights` defines digests: the XXH3
+// 128-bit hash (seed 0) of each chunk, read back from the copy's target.
 //
-//     piece n:      source --> target --> hash       a piece is 2 KiB, so it is still in the first cache when it is read
-//     piece n + 1:  source --> cache                 while piece n is hashed
+//     piece n:      source --> target --> hash       a piece is 2 KiB, so the hash reads it from the first-level cache
+//     piece n + 1:  source --> cache                 prefetched while piece n is hashed
 //
-// So the processor hashes while memory is busy anyway.
+// The processor thus hashes while memory transfers are in progress.
 //
-// XXH3 is written out after its specification (xxHash, doc/xxhash_spec.md) for inputs of more than 240 bytes; shorter
-// ones are the caller's. Plain C calls on plain memory, so that it compiles in seconds.
+// XXH3 is implemented from its specification (xxHash, doc/xxhash_spec.md) for inputs of more than 240 bytes. Callers
+// hash shorter inputs. C functions on raw memory, so that the file compiles in seconds.
 
 #include <cstddef>
 #include <cstdint>
@@ -51,7 +51,7 @@ alignas(64) const uint8_t secret[SECRET] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-typedef uint64_t Lanes __attribute__((vector_size(STRIPE)));  // the compiler splits them where registers are smaller
+typedef uint64_t Lanes __attribute__((vector_size(STRIPE)));  // the compiler splits it for smaller registers
 
 inline Lanes load(const uint8_t* from) {
   Lanes found;
@@ -65,7 +65,7 @@ inline uint64_t word(const uint8_t* from) {
   return found;
 }
 
-inline Lanes neighbours(Lanes value) {  // lane 1 where lane 0 was, and so on
+inline Lanes neighbours(Lanes value) {  // swaps lanes 0 and 1, 2 and 3, and so on
 #if defined(__clang__)
   return __builtin_shufflevector(value, value, 1, 0, 3, 2, 5, 4, 7, 6);
 #else
@@ -73,7 +73,7 @@ inline Lanes neighbours(Lanes value) {  // lane 1 where lane 0 was, and so on
 #endif
 }
 
-inline Lanes product_of_halves(Lanes value) {  // of each lane the lower 32 bits times the upper
+inline Lanes product_of_halves(Lanes value) {  // lower times upper 32 bits of each lane
 #if defined(__AVX512F__)
   return (Lanes)_mm512_mul_epu32((__m512i)value, (__m512i)(value >> 32));
 #elif defined(__AVX2__)
@@ -112,7 +112,7 @@ inline void store_big_endian(uint8_t* to, uint64_t value) {
   std::memcpy(to, &value, sizeof value);
 }
 
-// The processor's own copy does not read lines of the target that it is about to fill, where it has a fast one (ERMS).
+// With ERMS, the processor's own copy instruction does not read the target's cache lines before it overwrites them.
 bool copies_itself() {
 #if defined(__x86_64__)
   unsigned a, b, c, d;
@@ -134,7 +134,7 @@ inline void copy(uint8_t* target, const uint8_t* source, size_t size) {
   std::memcpy(target, source, size);
 }
 
-// A block's sums, while `soon` is brought into the cache.
+// Adds a block to the sums, while `soon` is prefetched into the cache.
 inline Lanes block(Lanes sums, const uint8_t* from, const uint8_t* soon) {
   for (size_t at = 0; at < BLOCK; at += STRIPE) {
     __builtin_prefetch(soon + at);
@@ -143,7 +143,7 @@ inline Lanes block(Lanes sums, const uint8_t* from, const uint8_t* soon) {
   return scramble(sums);
 }
 
-// Copies `size` bytes, more than 240, and finds the hash of what `target` then holds.
+// Copies `size` bytes, more than 240, and hashes the content of `target` afterwards.
 void leaf(uint8_t* target, const uint8_t* source, size_t size, uint8_t* found) {
   Lanes sums = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
   const size_t blocks = (size - 1) / BLOCK;  // the last, full or not, is hashed differently
@@ -166,8 +166,8 @@ void leaf(uint8_t* target, const uint8_t* source, size_t size, uint8_t* found) {
 
 }  // namespace
 
-// Copies `size` bytes, and of each `chunk` of them finds the hash, 16 bytes each, one after the other. The last chunk may
-// be shorter, but not than 241 bytes. The two memories do not overlap.
+// Copies `size` bytes, and writes the 16-byte hash of each `chunk` of them to `leaves`, in order. The last chunk may be
+// shorter, but needs at least 241 bytes. The two memories do not overlap.
 extern "C" void roll_copy_leaves(uint8_t* target, const uint8_t* source, size_t size, size_t chunk, uint8_t* leaves) {
   for (size_t at = 0; at < size; at += chunk, leaves += LEAF) {
     leaf(target + at, source + at, size - at < chunk ? size - at : chunk, leaves);

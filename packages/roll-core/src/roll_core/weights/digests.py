@@ -1,7 +1,7 @@
-"""Digests of weights in the same pass as the copy, by a compiled kernel: `digests.cpp`, called through ctypes.
+"""Digests of weights computed during the copy, by a compiled kernel (`digests.cpp`, through ctypes).
 
-`roll_core.spec.weights` defines digests and computes them in a pass of their own; where there is a C++ compiler, this
-computes the same ones at about the cost of the copy.
+`roll_core.spec.weights` defines digests and computes them in a separate pass. With a C++ compiler, this module computes
+equal digests at about the cost of the copy.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ log = logging.getLogger(__name__)
 
 EXTENSION = Extension(name="roll_digests", sources=(Path(__file__).with_name("digests.cpp"),), native=True)
 SHORTEST_BYTES = 241
-"""Shorter chunks are hashed by another formula of XXH3, which the kernel does not have."""
+"""Minimum size of a chunk for the kernel. XXH3 hashes shorter inputs by other formulas, which the kernel lacks."""
 LEAF_BYTES = 16
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """Compiled on first use, once for this machine. Raises `ExtensionError`."""
+    """Load the kernel, compiled on first use and cached on this machine. Raises `ExtensionError`."""
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     return declare(EXTENSION.load(), {"roll_copy_leaves": [pointer, pointer, size, size, pointer]})
 
 
 def compiled_leaves_of(held: Bytes, source: Bytes | None) -> bytes:
-    """`roll_core.spec.weights.leaves_of`, copying and hashing at once. Raises `ExtensionError`."""
+    """Same as `roll_core.spec.weights.leaves_of`, with copy and hash in one pass. Raises `ExtensionError`."""
     if source is None:
-        return leaves_of(held, None)  # xxHash's own kernels are faster where nothing is copied
+        return leaves_of(held, None)  # without a copy, xxHash's own kernels are faster
     rest = len(held) % CHUNK_BYTES
     whole = len(held) - (rest if rest < SHORTEST_BYTES else 0)
     leaves = ctypes.create_string_buffer(-(-whole // CHUNK_BYTES) * LEAF_BYTES)
@@ -47,7 +47,7 @@ def compiled_leaves_of(held: Bytes, source: Bytes | None) -> bytes:
 
 @lru_cache(maxsize=1)
 def use_compiled_digests() -> bool:
-    """From here on this process takes leaves from the kernel, if it can be had. Compiles it where nobody has."""
+    """Make this process compute leaves with the kernel, compiling it if necessary; False if it is unavailable."""
     try:
         library()
     except ExtensionError as error:

@@ -1,10 +1,10 @@
-"""Matrices in 8 bits on their way to an engine: E4M3 (arXiv:2209.05433), with a scale per row.
+"""Matrices in fp8 for weight sync: E4M3 (arXiv:2209.05433) with a scale per row.
 
     NAME.weight  [O, I]  -->  NAME.weight [O, I] float8_e4m3fn,  NAME.weight_scale [O, 1] float32
 
-The trainer quantises, not the engine: so a manifest covers the very bytes with which the engine computes, and half of
-bf16's travel. A row is rounded by itself, from the value that the trainer has, so the bytes are the same however a
-model is spread and whatever the device. Names and shapes are those of compressed-tensors.
+The trainer quantises, not the engine. A manifest therefore covers exactly the bytes that the engine uses, and half as
+many bytes are sent as in bf16. Each row is quantised independently, from the trainer's value, so the bytes do not
+depend on sharding or device. Names and shapes follow compressed-tensors.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 448.0
-"""Of E4M3: a row's largest magnitude becomes this."""
+"""Largest finite value of E4M3, to which a row's largest magnitude is scaled."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Of rows that are all zeros or nearly, 2⁻¹²⁶: a smaller number would be subnormal, which devices may take for 0."""
+"""Minimum scale, 2⁻¹²⁶, for rows of zeros or nearly so. Devices may treat smaller (subnormal) numbers as 0."""
 CHUNK_ELEMENTS = 16 << 20
-"""Rounded at a time, which bounds what the passage through float32 takes."""
+"""Elements quantised at a time, which bounds the memory of float32 copies."""
 IN_LAYERS = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
 
 
 def is_layers_weight(name: str) -> bool:
-    """Whether a matrix of this name belongs to one of the transformer's layers, which is what travels in 8 bits;
-    embeddings and the output layer do not. For engines too, whose modules may be called a little otherwise."""
+    """True for the name of a weight in the transformer's layers, whose matrices are sent in fp8.
+
+    False for embeddings and the output layer. Engines call this function too; their module names may differ slightly.
+    """
     return IN_LAYERS.search(name) is not None
 
 
 def quantise_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 `[O, I]` and the scales `[O, 1]`, float32: weight ≈ E4M3 × scale, scale = max |row| / 448.
+    """Quantise rows to E4M3 `[O, I]` and float32 scales `[O, 1]`: weight ≈ E4M3 × scale, scale = max |row| / 448.
 
-    The error is at most half the distance of neighbours in E4M3, times the scale. Rows that have an infinity or NaN
-    have a scale that is not finite.
+    The error is at most half the distance between neighbouring E4M3 values, times the scale. A row with NaN or infinity
+    has a non-finite scale.
     """
     found_OI = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
     scale_O1 = torch.empty(weight_OI.shape[0], 1, dtype=torch.float32, device=weight_OI.device)
@@ -50,7 +52,7 @@ def quantise_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     for start in range(0, weight_OI.shape[0], num_rows):
         rows = slice(start, start + num_rows)
         values = weight_OI[rows].float()
-        # By division: a product with the reciprocal would be rounded twice.
+        # Division, because multiplying by the reciprocal would round twice.
         scale = (values.abs().amax(1, keepdim=True) / LARGEST).clamp_min_(SMALLEST_SCALE)
         found_OI[rows] = (values / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         scale_O1[rows] = scale
@@ -58,11 +60,11 @@ def quantise_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_eight_bits(exported: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """The exported tensors with matrices of layers in 8 bits, each followed by its scales, and the others in `dtype`,
-    or their own where that is None.
+    """Convert exported tensors: layer matrices to fp8, each followed by its scales, and all others to `dtype`.
 
-    Raises `NonFiniteWeightError`, which names the tensor, and `UnsupportedError` where no tensor is such a matrix. Both
-    after the export has come to its end: other ranks may be in it.
+    With `dtype` None, other tensors keep their dtype. Raises `NonFiniteWeightError`, naming the tensor, and
+    `UnsupportedError` if no tensor is a layer matrix. Both are raised after the export is exhausted, because it may be
+    collective.
     """
     num_found, wrong = 0, ""
     for name, tensor in exported:

@@ -1,4 +1,4 @@
-"""Safetensors files of bounded size, written while tensors arrive."""
+"""Safetensors files of bounded size, written as tensors arrive."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ if TYPE_CHECKING:
 
 
 class PieceFiles:
-    """Safetensors files, one after another."""
+    """Writer of a sequence of safetensors files of bounded size."""
 
     def __init__(self, folder: Path, name: str, max_bytes: int, metadata: Mapping[str, str] | None = None) -> None:
-        """`name` is the files', with a place for their number, which counts from 1."""
+        """`name` is a format string for file names, with a placeholder for the number, which starts at 1."""
         self._folder, self._name, self._max_bytes = folder, name, max_bytes
         self._metadata = dict(metadata) if metadata else None
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self.files: list[tuple[str, list[str]]] = []
-        """Names of those that are written, and of the tensors in each."""
+        """Name of each written file, and the names of its tensors."""
         self.num_bytes = 0
-        """Of all tensors so far."""
+        """Total size of all tensors so far, written or not."""
 
     @property
     def holds(self) -> int:
-        """Bytes that are not yet written."""
+        """Bytes not yet written."""
         return self._pending_bytes
 
     def add(self, tensors: Mapping[str, Tensor]) -> str:
-        """Copied, or written, before this returns. They stand in the file of this name, all of them."""
+        """Add tensors, copied to the host or written before this returns. All go to the file whose name is returned."""
         added = sum(each.nbytes for each in tensors.values())
         if self._pending and self._pending_bytes + added > self._max_bytes:
             self.flush()
-        # Copies also of what is on the host already: what was gathered is good only until the next is.
+        # Host tensors are copied too: a gathered tensor is valid only until the next gather.
         self._pending |= {key: each.detach().to("cpu", copy=True).contiguous() for key, each in tensors.items()}
         self._pending_bytes += added
         self.num_bytes += added
         return self._name.format(len(self.files) + 1)
 
     def flush(self) -> None:
-        """Write what is not yet written."""
+        """Write all pending tensors to a file."""
         from safetensors.torch import save_file
 
         if not self._pending:

@@ -1,7 +1,7 @@
-"""The size of a model from its `config.json`, without loading it: parameters by part, as transformers would make them.
+"""Size of a model from its `config.json`, without loading it: parameters by part, as transformers would create them.
 
-A table knows the architectures whose layers are attention and a gated feed-forward part; of any other that lies here,
-the headers of its safetensors files say how many parameters it has, and its config how wide it is. Light: no torch.
+A table covers architectures whose layers consist of attention and a gated feed-forward part. For other local models the
+headers of the safetensors files give the number of parameters, and the config gives the widths. Imports no torch.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "mixtral": _MISTRAL | {"num_experts": 8, "num_experts_per_tok": 2},
 }  # fmt: skip
-"""What transformers takes for keys that a config does not have, by `model_type`. All are needed but what is 0 or no."""
+"""Defaults of transformers for missing config keys, by `model_type`. Keys with a default of 0 or False are omitted."""
 QKV_BIAS = frozenset({"qwen2"})
-"""Always; in others `attention_bias` gives biases to all four matrices."""
+"""Architectures that always have query, key and value biases. In others `attention_bias` adds biases to all four."""
 HONOURS_ATTENTION_BIAS = frozenset({"llama", "qwen3", "qwen3_moe"})
 NORMED_HEADS = frozenset({"qwen3", "qwen3_moe"})
 _HEADER = struct.Struct("<Q")
@@ -54,10 +54,10 @@ _READ_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_h
 
 
 def model_size(config: Mapping[str, Any], *, task: Task = "causal_lm", folder: Path | None = None) -> ModelSize:
-    """The size of the model that a transformers config describes, with the head of `task`.
+    """Size of the model that a transformers config describes, with the head of `task`.
 
-    `folder` is where its files lie, if it lies anywhere. Raises `ModelError` for an architecture that is not known and
-    has no files here.
+    `folder` is the model's local directory, if there is one. Raises `ModelError` for an unknown architecture without
+    local files.
     """
     model_type = str(config.get("model_type", ""))
     nested = config.get("text_config")
@@ -144,7 +144,7 @@ def _is_mixture(keys: Mapping[str, Any], index: int) -> bool:
 
 
 def _of_files(folder: Path, config: Mapping[str, Any], model_type: str, task: Task) -> ModelSize:
-    """Parameters from the files' headers, widths from the config."""
+    """Size with parameters from the files' headers and widths from the config."""
     missing = [key for key in _READ_KEYS if not isinstance(config.get(key), int)]
     if missing:
         raise ModelError(f"{folder}: its config.json has no {missing[0]}, without which activations cannot be counted")
@@ -180,7 +180,7 @@ def _of_files(folder: Path, config: Mapping[str, Any], model_type: str, task: Ta
 
 
 def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes in all files, by their headers: eight bytes of length, then JSON."""
+    """Names and shapes in all files, from their headers: eight bytes of length, then JSON."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as opened:
