@@ -109,7 +109,7 @@ def _in_backward(question: MemoryQuestion, config: FSDP2Config, shards: int, mom
 def _whole_gradients(question: MemoryQuestion, config: FSDP2Config, sizes: _Sizes, moment: Moment) -> Iterator[Use]:
     """Unsharded gradients that were not reduced yet.
 
-    `roll_modeling.memory.computation` counts the embedding's gradient, and the gradient that is summed with it.
+    `roll_modeling.memory.computation` counts the gradients of the embedding and of a tied head.
     """
     size, reduced = _computed(question, config), DTYPE_BYTES[config.reduce_dtype]
     adds_up = _adds_up(question, config)
@@ -118,8 +118,7 @@ def _whole_gradients(question: MemoryQuestion, config: FSDP2Config, sizes: _Size
         whole = 0 if moment == "end" else sizes.rest + layers
         yield _now("gradients", moment, reduced * whole, f"whole, of all microbatches: {reduced} × {millions(whole)}")
     elif moment in ("first layer", "last layer", "embedding"):
-        # The head's gradient is reduced with the other parameters outside the layers. With tied weights it is part of
-        # the embedding's gradient.
+        # An untied head's gradient is reduced together with the other parameters outside the layers.
         waiting = question.model.head
         yield _now("gradients", moment, size * waiting, f"the output layer's: {size} × {millions(waiting)}")
     if moment in ("first layer", "last layer") and not (adds_up and size == reduced):
