@@ -15,7 +15,7 @@ AUTO = "auto"
 
 
 def engine_config(config: DeepSpeedConfig, model: ModelSpec, training: TrainingSpec | None) -> dict[str, Any]:
-    """The dictionary that `deepspeed.initialize` takes.
+    """Build the configuration dictionary for `deepspeed.initialize`.
 
     Raises `UnsupportedError` if `bf16.enabled` or `fp16.enabled` contradicts the model's dtype, and for fp16 training
     at stage 0.

@@ -1,4 +1,4 @@
-"""Idle passes, which a rank without microbatches runs to take part in collectives."""
+"""Idle passes, by which a rank without microbatches participates in collectives."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class LossScale:
         return self._scaler is not None and bool(self._scaler.dynamic)
 
     def state(self) -> dict[str, float]:
-        """The state that `restore` takes; empty if the model is not float16."""
+        """State for `restore`; empty if the model is not float16."""
         if self._scaler is None:
             return {}
         return {field: getattr(self._scaler, field) for field in FIELDS if hasattr(self._scaler, field)}

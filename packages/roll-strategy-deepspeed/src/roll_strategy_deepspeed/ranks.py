@@ -49,7 +49,7 @@ class Ranks:
         self._group.wait()
 
     def raise_together(self, error: NonFiniteError | None) -> None:
-        """See `ProcessGroup.raise_together`."""
+        """Raise on all ranks if any rank has an error; see `ProcessGroup.raise_together`. Collective."""
         self._group.raise_together(error)
 
     def close(self) -> None:

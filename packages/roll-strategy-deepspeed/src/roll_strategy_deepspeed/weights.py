@@ -44,8 +44,8 @@ class Weights:
                 yield name, parameter.detach()
 
     def write(self, path: Path) -> None:
-        """Rank 0 writes a directory that transformers loads: the model, or only the adapters if `lora_export` says
-        so."""
+        """Rank 0 writes a directory that transformers loads: the model, or only the adapters with `lora_export:
+        adapter`."""
         write_gathered(
             self._model,
             self._spec,

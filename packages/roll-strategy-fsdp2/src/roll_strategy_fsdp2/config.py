@@ -81,7 +81,7 @@ class FSDP2Config(StrategyConfig):
     reduce_scatter_during_grad_accumulation: bool = False
     """Reduce-scatter gradients after each microbatch instead of once per call.
 
-    This costs communication, but no rank has to keep the unsharded gradients of the whole model.
+    This costs communication, but no rank stores the unsharded gradients of the whole model.
     """
     offload_policy: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory, and run the optimizer step there."""

@@ -60,13 +60,13 @@ def spread_experts(path: str, module: Any, mesh: DeviceMesh) -> None:
 def exchange_tokens(model: PreTrainedModel, mesh: DeviceMesh, alone: DeviceMesh) -> list[nn.Module]:
     """Distribute experts over ranks that have different tokens (expert parallelism).
 
-    The model is changed in place; its parameters may be on the meta device.
+    Returns the modules that hold the experts.
 
-    `mesh` is the one-dimensional mesh of an expert-parallel group; `alone` contains only this rank. Returns the modules
-    that hold the experts.
+    The model is changed in place; its parameters may be on the meta device. `mesh` is the one-dimensional mesh of an
+    expert-parallel group; `alone` contains only this rank.
 
-    Raises `UnsupportedError` if the architecture has no plan for expert parallelism or its experts do not support it,
-    and `PlacementError` if the number of experts is not a multiple of the number of ranks.
+    Raises `UnsupportedError` if transformers has no expert-parallel plan for the architecture, or its experts do not
+    support it. Raises `PlacementError` if the number of experts is not a multiple of the number of ranks.
     """
     plan = _plan(model)
     modules = model.base_model.named_modules()

@@ -1,6 +1,6 @@
 """Strategy-independent training state: gather shards into full tensors and split them again, one parameter at a time.
 
-The master weights are the parameters themselves, which are float32 whatever the compute dtype.
+The master weights are the parameters themselves, which are float32 for every compute dtype.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Weights:
             yield name, tensor.to(self._dtype)
 
     def write(self, path: Path) -> None:
-        """Rank 0 writes a directory that transformers loads: the model, or only the adapters if `lora_export` says
-        so."""
+        """Rank 0 writes a directory that transformers loads: the model, or only the adapters with `lora_export:
+        adapter`."""
         write_gathered(
             self._model,
             self._spec,

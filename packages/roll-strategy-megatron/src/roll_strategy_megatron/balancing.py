@@ -63,7 +63,7 @@ class Balancing:
 
 
 class BalancedRouter(TopKRouter):  # type: ignore[misc]
-    """Router that adds its auxiliary losses if the padding mask gives the tokens of each sequence."""
+    """Router that adds its auxiliary losses if a padding mask marks the tokens of each sequence."""
 
     def __init__(self, config: Any, pg_collection: Any = None, *, balancing: Balancing) -> None:
         super().__init__(config=config, pg_collection=pg_collection)

@@ -252,7 +252,7 @@ class Computation:
 
 
 def idle_micro() -> MicroBatch:
-    """A microbatch of one dummy sequence with two tokens, for ranks that only take part in collectives."""
+    """A microbatch of one dummy sequence with two tokens, for ranks that only participate in collectives."""
     mask = np.array([False, True])
     return pack([TrainSequence(id="idle", tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]
 

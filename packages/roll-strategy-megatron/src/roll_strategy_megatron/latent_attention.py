@@ -3,9 +3,9 @@
     hidden --down--> latent [+ rotated key, one for all heads] --norm, up--> heads of this rank
 
 Without Transformer Engine, Megatron splits the two down-projections over tensor-parallel ranks and gathers their
-outputs. In the backward pass, each rank then has the gradient of the shared key from its own heads only, and Megatron
-does not sum these gradients. Here each rank holds the full down-projections, as Megatron does with Transformer Engine,
-and applies them to its own tokens.
+outputs. In the backward pass, each rank then has the gradient of the shared key from its own heads only. Megatron does
+not sum these gradients. Here each rank holds the full down-projections, as Megatron does with Transformer Engine, and
+applies them to its own tokens.
 """
 
 from __future__ import annotations
