@@ -36,15 +36,13 @@ class FSDP2Config(StrategyConfig):
     """`strategy_config` of `fsdp2_train` and `fsdp2_infer`."""
 
     fsdp_size: PositiveInt | None = None
-    """Ranks that shard one copy of the model.
+    """Number of ranks that shard one copy of the model; with tensor parallelism, of groups of tensor-parallel ranks.
 
-    With tensor parallelism, the unit is a group of `tensor_model_parallel_size` ranks. Default: all ranks of the role.
-
-    A smaller divisor of the number of ranks selects HSDP: adjacent ranks shard one replica, and gradients are
-    all-reduced across the replicas.
+    Default: all ranks of the role. A smaller divisor of their number selects HSDP: adjacent ranks shard one replica,
+    and gradients are all-reduced across the replicas.
     """
     tensor_model_parallel_size: PositiveInt = 1
-    """Adjacent ranks that compute each sequence together.
+    """Degree of tensor parallelism: adjacent ranks that compute each sequence together.
 
     Each rank computes some of the heads, hidden units and experts of every layer, according to the model's
     `base_model_tp_plan` (transformers).
@@ -60,7 +58,7 @@ class FSDP2Config(StrategyConfig):
     It does not split heads, so their number does not limit it. It is slower than `ulysses_size` if the heads suffice.
     """
     ep_size: PositiveInt = 1
-    """Adjacent ranks among which the experts of each MoE layer are distributed (expert parallelism).
+    """Degree of expert parallelism: adjacent ranks among which the experts of each MoE layer are distributed.
 
     Each rank holds some of the experts; FSDP shards them further over `fsdp_size / ep_size` ranks. An all-to-all sends
     the tokens of all these ranks to their experts, according to the model's `base_model_ep_plan` (transformers).

@@ -91,15 +91,14 @@ class MegatronConfig(StrategyConfig):
     """`strategy_config` of `megatron_train`. `megatron_infer` has the same keys, see `ScoringConfig`."""
 
     tensor_model_parallel_size: PositiveInt = 1
-    """Tensor-parallel ranks: they shard the matrices of each layer and should be on one host."""
+    """Degree of tensor parallelism: ranks that shard the matrices of each layer. They should be on one host."""
     pipeline_model_parallel_size: PositiveInt = 1
-    """Pipeline stages: groups of ranks with different layers, through which microbatches are pipelined."""
+    """Number of pipeline stages: groups of ranks with different layers, through which microbatches are pipelined."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Model chunks per stage (interleaved schedule).
+    """Number of model chunks per stage (interleaved schedule).
 
-    More chunks mean a smaller pipeline bubble and more communication.
-
-    A step's microbatches are padded to a multiple of `pipeline_model_parallel_size` by idle ones.
+    More chunks mean a smaller pipeline bubble and more communication. A step's microbatches are padded to a multiple of
+    `pipeline_model_parallel_size` by idle ones.
     """
     pipeline_model_parallel_layout: str | None = None
     """Layers of each model chunk in Megatron's notation; the chunks of all stages follow one another.
@@ -108,15 +107,16 @@ class MegatronConfig(StrategyConfig):
     an even split.
     """
     context_parallel_size: PositiveInt = 1
-    """Context-parallel ranks, which split the tokens of each sequence."""
+    """Degree of context parallelism: ranks that split the tokens of each sequence."""
     expert_model_parallel_size: PositiveInt = 1
-    """Expert-parallel ranks, over which the experts of each MoE layer are distributed."""
+    """Degree of expert parallelism: ranks over which the experts of each MoE layer are distributed."""
     expert_tensor_parallel_size: PositiveInt | None = None
-    """Ranks that shard the matrices of each expert. Default: `tensor_model_parallel_size`."""
+    """Degree of tensor parallelism within each expert. Default: `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
     """Split the activations between layers by tokens over the tensor-parallel ranks, which saves memory.
 
-    With a `tensor_model_parallel_size` above 1, it is required to train MoE models, and always for latent attention.
+    With a `tensor_model_parallel_size` above 1, it is required for training MoE models, for
+    `expert_model_parallel_size` above 1, and for latent attention.
     """
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation: Megatron's own modules (`local`) or Transformer Engine's.
