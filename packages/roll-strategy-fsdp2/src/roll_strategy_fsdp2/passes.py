@@ -54,7 +54,10 @@ class Passes:
         self._free()
 
     def score(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
-        """Forward passes without gradients. Ranks with fewer microbatches must call `make_up_for` before."""
+        """Forward passes without gradients.
+
+        If the ranks have different numbers of microbatches, all of them must call `make_up_for` before.
+        """
         try:
             for micro in micros:
                 yield self._score(micro, want)
