@@ -1,7 +1,7 @@
-"""The module that DeepSpeed wraps: from a microbatch to its outputs, so that ZeRO sees everything that is computed.
+"""The module that DeepSpeed wraps: it maps a microbatch to its outputs, so that ZeRO's hooks see the whole computation.
 
-    engine -> Computation -> backbone's layers            ZeRO-3 gathers the parameters of a module around its forward
-                          -> GatheredHead -> logprobs     the output layer's weight is used apart from its module
+    engine -> Computation -> backbone's layers            ZeRO-3 gathers a module's parameters around its forward
+                          -> GatheredHead -> logprobs     uses the output layer's weight outside of that layer's forward
 
 Shapes: N tokens given to the head, H hidden size.
 """
@@ -27,37 +27,37 @@ if TYPE_CHECKING:
 
 
 class Computation(nn.Module):
-    """A `TaskModel` as a module. What goes in by keyword and comes out as a dictionary passes DeepSpeed's hooks."""
+    """A `TaskModel` as a module, with keyword inputs and dictionary outputs, which DeepSpeed's hooks pass through."""
 
     def __init__(self, model: PreTrainedModel, task_model: TaskModel) -> None:
         super().__init__()
         self.model = model
         self._task_model = [task_model]
-        """In a list, for it is no module of this one."""
+        """In a list, so that it is not registered as a submodule."""
 
     def forward(self, *, micro: MicroBatch, want: Want) -> dict[str, Tensor]:
-        """The outputs that are there, by the names of `TokenOutputs`."""
+        """The outputs that are not None, by their names in `TokenOutputs`."""
         return _present(self._task_model[0].outputs(micro, want))
 
 
 class GatheredHead(nn.Module):
-    """Stands for a `LanguageHead`, as a module that ZeRO-3 can be told to gather the output layer's weight for."""
+    """A `LanguageHead` as a module, for which ZeRO-3 can gather the output layer's weight."""
 
     def __init__(self, head: LanguageHead) -> None:
         super().__init__()
         self._head = head
 
     def outputs(self, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest) -> HeadOutputs:
-        """As `LanguageHead.outputs`."""
+        """Outputs of the head, see `LanguageHead.outputs`."""
         return HeadOutputs(**self(hidden_NH, targets_N=targets_N, request=request))
 
     def forward(self, hidden_NH: Tensor, *, targets_N: Tensor, request: HeadRequest) -> dict[str, Tensor]:
-        """The outputs that are there, by the names of `HeadOutputs`."""
+        """The outputs that are not None, by their names in `HeadOutputs`."""
         return _present(self._head.outputs(hidden_NH, targets_N, request))
 
 
 def token_outputs(found: dict[str, Tensor]) -> TokenOutputs:
-    """What `Computation` returned."""
+    """Convert the dictionary that `Computation` returns."""
     return TokenOutputs(**found)
 
 

@@ -1,7 +1,7 @@
 """`strategy_config` of `deepspeed_train` and `deepspeed_infer`: the keys of a DeepSpeed configuration file.
 
-What other parts of a run's config decide (batch sizes, clipping, the optimizer, the precision) cannot be decided here a
-second time: such keys may stand here as `auto`, which is how files made for other trainers write them.
+Batch sizes, clipping, the optimizer and the precision follow from other parts of the run's config. Their keys may be
+set to `auto` here, as in files written for other trainers.
 """
 
 from __future__ import annotations
@@ -19,58 +19,58 @@ if TYPE_CHECKING:
 
 Auto = Literal["auto"]
 Elements = PositiveInt | Auto
-"""A number of elements, not bytes; whole, though files write 5e8."""
+"""A number of elements (not bytes). DeepSpeed's files may write it as a float, 5e8."""
 
 
 class OffloadConfig(Config):
-    """`offload_optimizer`, `offload_param`."""
+    """`offload_optimizer` and `offload_param`."""
 
     device: Literal["none", "cpu"] = "none"
-    """Where it lives: `cpu` is the host's memory."""
+    """Where the tensors are kept; `cpu` is host memory."""
     pin_memory: bool = True
-    """In page-locked memory, for faster copies; ignored where the host is the device."""
+    """Use page-locked (pinned) memory for faster copies; ignored if the device is the CPU."""
 
 
 class ZeroConfig(Config):
-    """`zero_optimization`."""
+    """`zero_optimization`: the ZeRO stage and its options."""
 
     stage: Literal[0, 1, 2, 3] = 0
-    """What is spread over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """What is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     overlap_comm: bool | None = None
-    """Reduce gradients while the backward pass goes on; DeepSpeed's own choice by the stage where not given."""
+    """Reduce gradients during the backward pass. Default: DeepSpeed's choice for the stage."""
     contiguous_gradients: bool = True
-    """Copy gradients side by side as they come: less fragmentation."""
+    """Copy gradients into a contiguous buffer as they are computed, which reduces fragmentation."""
     reduce_scatter: bool = True
-    """Reduce each part of the gradients to its owner only."""
+    """Reduce each part of the gradients only to the rank that owns it, instead of all-reducing."""
     reduce_bucket_size: Elements = "auto"
-    """Elements reduced at a time."""
+    """Number of elements reduced at a time."""
     allgather_partitions: bool = True
-    """Gather updated parameters by one collective rather than by broadcasts."""
+    """Gather updated parameters by all-gather instead of broadcasts."""
     allgather_bucket_size: Elements = "auto"
-    """Elements gathered at a time after a step."""
+    """Number of elements gathered at a time after a step."""
     round_robin_gradients: bool = False
-    """Stages 1 and 2: spread the copies of offloaded gradients evenly over the ranks."""
+    """Stages 1 and 2: distribute the copies of offloaded gradients evenly over the ranks."""
     sub_group_size: Elements = "auto"
-    """Stage 3: elements that are stepped at a time."""
+    """Stage 3: number of elements that the optimizer updates at a time."""
     stage3_prefetch_bucket_size: NonNegativeInt | Auto = "auto"
-    """Stage 3: elements gathered before they are used."""
+    """Stage 3: number of elements that are prefetched before use."""
     stage3_param_persistence_threshold: NonNegativeInt | Auto = "auto"
-    """Stage 3: parameters smaller than this are whole on every rank between steps."""
+    """Stage 3: parameters with fewer elements stay gathered on every rank between steps."""
     stage3_max_live_parameters: Elements = "auto"
-    """Stage 3: elements that may be whole at a time on one rank."""
+    """Stage 3: maximum number of gathered elements on one rank."""
     stage3_max_reuse_distance: Elements = "auto"
-    """Stage 3: a parameter that is used again within so many elements stays whole."""
+    """Stage 3: a parameter stays gathered if it is used again within this number of elements."""
     stage3_gather_16bit_weights_on_model_save: bool = True
     """Accepted for files that set it; exports always gather the weights."""
     offload_optimizer: OffloadConfig = OffloadConfig()
-    """Stages 1 to 3: keep the optimizer's state and take the step on the host."""
+    """Stages 1 to 3: keep the optimizer state in host memory and run the optimizer step on the CPU."""
     offload_param: OffloadConfig = OffloadConfig()
-    """Stage 3: keep parameters on the host while they are not used."""
+    """Stage 3: keep parameters in host memory while they are unused."""
 
     @model_validator(mode="before")
     @classmethod
     def _whole_numbers(cls, data: Any) -> Any:
-        """DeepSpeed's files write 5e8, which YAML reads as a float."""
+        """Convert whole floats to integers: DeepSpeed's files write 5e8, which YAML reads as a float."""
         if not isinstance(data, dict):
             return data
         return {key: int(each) if isinstance(each, float) and each.is_integer() else each for key, each in data.items()}
@@ -85,60 +85,63 @@ class ZeroConfig(Config):
 
 
 class BF16Config(Config):
-    """`bf16`."""
+    """`bf16`: accepted for files that set it."""
 
     enabled: bool | Auto = "auto"
-    """The role's `model_args.dtype` decides; a value that contradicts it is refused when the role starts."""
+    """Follows the role's `model_args.dtype`. A contradictory value is an error when the role starts."""
 
 
 class FP16Config(Config):
-    """`fp16`: how the loss is scaled where the role's `model_args.dtype` is `fp16`."""
+    """`fp16`: loss scaling for roles whose `model_args.dtype` is `fp16`."""
 
     enabled: bool | Auto = "auto"
-    """The role's `model_args.dtype` decides; a value that contradicts it is refused when the role starts."""
+    """Follows the role's `model_args.dtype`. A contradictory value is an error when the role starts."""
     loss_scale: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """A fixed factor; 0 finds the factor while it trains."""
+    """A fixed loss scale; 0 selects dynamic loss scaling."""
     initial_scale_power: NonNegativeInt = 16
-    """The factor begins at 2 to this power."""
+    """The dynamic loss scale starts at 2 to this power."""
     loss_scale_window: PositiveInt = 1000
-    """Steps without overflow after which the factor doubles."""
+    """Number of steps without overflow after which the loss scale doubles."""
     hysteresis: PositiveInt = 2
-    """Overflows after which the factor halves."""
+    """Number of overflows after which the loss scale halves."""
     min_loss_scale: PositiveInt = 1
-    """The factor never falls below."""
+    """Lower bound of the loss scale."""
 
 
 class DeepSpeedConfig(StrategyConfig):
     """`strategy_config` of `deepspeed_train` and `deepspeed_infer`."""
 
     zero_optimization: ZeroConfig = ZeroConfig()
-    """What is spread over the ranks, and what lives on the host."""
+    """ZeRO: sharding over the ranks and offload to host memory."""
     bf16: BF16Config = BF16Config()
     """Accepted for files that set it."""
     fp16: FP16Config = FP16Config()
-    """How the loss is scaled."""
+    """Loss scaling in float16."""
     communication_data_type: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """In which gradients are summed over ranks, whatever the model's dtype."""
+    """Dtype in which gradients are reduced over the ranks, independent of the model's dtype."""
     zero_force_ds_cpu_optimizer: Literal[False] = False
-    """Accepted for files that set it: torch's own fused AdamW takes the steps, on the host as well."""
+    """Accepted for files that set it; torch's fused AdamW runs the optimizer step, also on the CPU."""
     zero_allow_untested_optimizer: bool = True
     """Accepted for files that set it."""
     train_batch_size: Auto = "auto"
-    """`training_args` decides."""
+    """Accepted for files that set it; follows from `training_args`."""
     train_micro_batch_size_per_gpu: Auto = "auto"
-    """`training_args` decides."""
+    """Accepted for files that set it; follows from `training_args`."""
     gradient_accumulation_steps: Auto = "auto"
-    """`training_args` decides."""
+    """Accepted for files that set it; follows from `training_args`."""
     gradient_clipping: Auto = "auto"
-    """The pipeline's `max_grad_norm` decides."""
+    """Accepted for files that set it; follows from the pipeline's `max_grad_norm`."""
     steps_per_print: PositiveInt | None = None
     """Accepted for files that set it; a run writes its own metrics."""
     wall_clock_breakdown: Literal[False] = False
     """Accepted for files that set it."""
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits exist at once while logprobs and entropy are computed; by the vocabulary where not given."""
+    """Tokens per chunk when logprobs and entropy are computed; the logits of one chunk are in memory at a time.
+
+    Default: depends on the vocabulary size and the device.
+    """
     fused: bool = True
-    """Norms and gated activations by faster equivalents, where these exist and give the same numbers."""
+    """Use fused norms and gated activations, if they exist and give the same results. Applies to CPU devices only."""
 
     @override
     def check_architecture(self, keys: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration, from ours: what a role's config says, and what this strategy decides for DeepSpeed."""
+"""The configuration for `deepspeed.initialize`, from the role's config and settings fixed by this strategy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ AUTO = "auto"
 
 
 def engine_config(config: DeepSpeedConfig, model: ModelSpec, training: TrainingSpec | None) -> dict[str, Any]:
-    """The dictionary that `deepspeed.initialize` takes. Raises `UnsupportedError` for a precision that contradicts the
-    model's."""
+    """Build the configuration dictionary for `deepspeed.initialize`.
+
+    Raises `UnsupportedError` if `bf16.enabled` or `fp16.enabled` contradicts the model's dtype, and for fp16 training
+    at stage 0.
+    """
     for name, dtype in (("bf16", "bf16"), ("fp16", "fp16")):
         asked = getattr(config, name).enabled
         if asked != AUTO and asked != (model.dtype == dtype):
@@ -26,17 +29,17 @@ def engine_config(config: DeepSpeedConfig, model: ModelSpec, training: TrainingS
             )
     stage = config.zero_optimization.stage
     if training is not None and model.dtype == "fp16" and not stage:
-        # engine.backward scales the loss for ZeRO's optimizers only; this one's divides by the scale nevertheless.
+        # engine.backward scales the loss only for ZeRO's optimizers, but the stage-0 optimizer divides by the scale.
         raise UnsupportedError(
             "zero_optimization.stage 0 cannot train in fp16: DeepSpeed does not scale its loss; use 1"
         )
     found: dict[str, Any] = {
-        # Required, and of no consequence: the strategy cuts batches itself and says when to step.
+        # DeepSpeed requires these keys, but the strategy splits batches and calls `step` itself.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "zero_allow_untested_optimizer": True,
-        # torch's fused AdamW needs no compiler, and is as fast on the host as DeepSpeed's own.
+        # torch's fused AdamW needs no compiler and is as fast on the CPU as DeepSpeed's own.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero(config.zero_optimization),
         "communication_data_type": config.communication_data_type,
@@ -46,13 +49,16 @@ def engine_config(config: DeepSpeedConfig, model: ModelSpec, training: TrainingS
         "fp16": {**config.fp16.model_dump(), "enabled": model.dtype == "fp16"},
     }
     if stage and model.dtype != "fp32":
-        # Gradients of many microbatches do not fit into 8 bits of mantissa.
+        # The 8 significand bits of bfloat16 lose precision when the gradients of many microbatches are summed.
         found["data_types"] = {"grad_accum_dtype": "fp32"}
     return found
 
 
 def clips_itself(config: DeepSpeedConfig, model: ModelSpec) -> bool:
-    """Whether DeepSpeed clips as we want: in float32 at stage 0 it neither says the norm nor looks for infinities."""
+    """True if DeepSpeed clips gradients.
+
+    In float32 at stage 0 it neither returns the gradient norm nor checks for infinities; `whole_optimizer` does both.
+    """
     return config.zero_optimization.stage > 0 or model.dtype != "fp32"
 
 

@@ -1,10 +1,10 @@
-"""Where DeepSpeed's optimizers keep masters and moments, and how each is read and written as a whole tensor.
+"""Access to the master weights and Adam moments of DeepSpeed's optimizers, as full tensors.
 
-| what steps | masters | moments |
+| optimizer | master weights | moments |
 |---|---|---|
-| stage 0, float32 | the parameters | torch's state of the parameters |
-| stage 0, 16 bit | `fp32_groups`, one for each parameter | torch's state of those |
-| stages 1 to 3 | flat partitions, reached by DeepSpeed's own accessors | torch's state of those |
+| stage 0, float32 | the parameters | torch's optimizer state of the parameters |
+| stage 0, 16 bit | `fp32_groups`, one tensor per parameter | torch's optimizer state of those tensors |
+| stages 1 to 3 | flat partitions, accessed by DeepSpeed's own functions | torch's optimizer state of the partitions |
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 
 class HeldState:
-    """Of one engine. All ranks read and write together, in the order of `parameters`."""
+    """Master weights and moments of one engine.
+
+    Reading and writing is collective, in the order of `parameters`.
+    """
 
     def __init__(self, engine: Any, parameters: Mapping[str, nn.Parameter], *, stage: int) -> None:
-        """`parameters` are those that are trained, by name. Makes the moments, if no step was taken yet."""
+        """`parameters` are the trained ones, by name. Allocates the moments if no step was taken yet."""
         self.engine, self.parameters, self.stage = engine, dict(parameters), stage
         self.torch_optimizer: torch.optim.AdamW = engine.basic_optimizer
         for each in self._stepped():
@@ -35,7 +38,7 @@ class HeldState:
 
     @property
     def masters_apart(self) -> dict[int, Tensor]:
-        """Stage 0: the tensor that is stepped in place of each parameter, by the parameter's id."""
+        """Stage 0: the master weight of each parameter, by the parameter's `id`; in float32, the parameter itself."""
         lists = getattr(self.engine.optimizer, "fp16_groups", None)
         if lists is None:
             return {id(each): each for each in self.parameters.values()}
@@ -43,7 +46,10 @@ class HeldState:
         return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
 
     def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """`master` and the moments, whole, on every rank; good until the next is read."""
+        """Yield `master` and the moments of a parameter as full tensors, on every rank.
+
+        A tensor may become invalid when the next one is read.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         parameter = self.parameters[name]
@@ -57,12 +63,13 @@ class HeldState:
             yield moment, safe_get_full_optimizer_state(parameter, moment)
 
     def begin_writing(self, step_count: int) -> None:
-        """Before the first `write`."""
+        """Set the optimizer's step count. Call before the first `write`."""
         for each in self._stepped():
             self.torch_optimizer.state[each]["step"].fill_(float(step_count))
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """`master` and the moments; the parameter becomes the rounded master."""
+        """Overwrite a parameter's `master` and moments with full tensors, and set the parameter to the rounded master
+        weight."""
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
@@ -82,24 +89,27 @@ class HeldState:
                 parameter.data.copy_(on_device["master"])
 
     def end_writing(self) -> None:
-        """After the last `write`: what is derived from masters."""
+        """Update the data derived from master weights. Call after the last `write`."""
         if self.stage in (1, 2):
             self.engine.optimizer.update_lp_params()
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Those of backward passes that no step followed, too: stages 1 and 2 add them up in lists of their own."""
+        """Drop all gradients, including those of backward passes that no optimizer step followed.
+
+        Stages 1 and 2 accumulate gradients in lists of their own, which `zero_grad` does not clear.
+        """
         optimizer = self.engine.optimizer
         optimizer.zero_grad()
         for kept in ("averaged_gradients", "all_grad_tensors") if self.stage in (1, 2) else ():
             getattr(optimizer, kept).clear()
         if getattr(optimizer, "cpu_offload", False):
             optimizer.reset_cpu_buffers()
-            # As after a step: the next backward pass overwrites what lies on the host, instead of adding to it.
+            # As after a step: the next backward pass overwrites the host buffers instead of adding to them.
             optimizer.micro_step_id = -1
 
     def gradients(self) -> list[Tensor]:
-        """All that this rank holds of them, but for `scratch`."""
+        """All gradient tensors of this rank except `scratch`."""
         optimizer = self.engine.optimizer
         found = [each.grad for each in (*self.parameters.values(), *self._apart())]
         if self.stage == 3:
@@ -111,23 +121,25 @@ class HeldState:
         return [each for each in found if each is not None]
 
     def scratch(self) -> list[Tensor]:
-        """Where gradients are reduced at stage 3, of `reduce_bucket_size`; between backward passes nothing is in it."""
+        """Stage 3: the reduction buffers, of `reduce_bucket_size` elements. They are empty between backward passes."""
         buckets = self.engine.optimizer.ipg_buckets.values() if self.stage == 3 else ()
         return [each.buffer for each in buckets if each.buffer is not None]
 
     def optimizer_state(self) -> list[Tensor]:
-        """Masters and moments that this rank holds."""
+        """This rank's optimizer state: moments, step counts, and master weights that are not the parameters
+        themselves."""
         return [*self._apart(), *(each for entry in self.torch_optimizer.state.values() for each in entry.values())]
 
     def _apart(self) -> list[Tensor]:
-        """Masters that are not the parameters themselves."""
+        """Master weights that are not the parameters themselves."""
         own = {id(each) for each in self.parameters.values()}
         return [each for each in self._stepped() if id(each) not in own]
 
     def _stepped(self) -> Iterator[Tensor]:
-        """What torch's optimizer steps: parameters, masters of them, or flat partitions of masters."""
+        """The tensors that torch's optimizer updates: parameters, their master weights, or flat partitions of master
+        weights."""
         if self.stage == 3:
-            # Which shows them to torch's optimizer only while it steps them.
+            # DeepSpeed adds them to torch's parameter groups only during the step.
             yield from self.engine.optimizer.fp32_partitioned_groups_flat
             return
         for group in self.torch_optimizer.param_groups:

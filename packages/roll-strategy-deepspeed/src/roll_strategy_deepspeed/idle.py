@@ -1,4 +1,4 @@
-"""What a rank computes that has nothing to compute while the others need it."""
+"""Idle passes, by which a rank without microbatches participates in collectives."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def nothing(outputs: TokenOutputs) -> Tensor:
-    """A loss of 0 that depends on everything that a real one may depend on."""
+    """A loss of 0 that depends on every output that a real loss may depend on."""
     parts = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
     return sum((each.sum() * 0.0 for each in parts if each is not None and each.requires_grad), torch.zeros(()))
 
 
 def idle_micro() -> MicroBatch:
-    """Two tokens."""
+    """A microbatch of one dummy sequence with two tokens."""
     mask = np.array([False, True])
     return pack([TrainSequence(id="idle", tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]

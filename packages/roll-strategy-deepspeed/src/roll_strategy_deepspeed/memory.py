@@ -1,4 +1,4 @@
-"""How much memory a rank of the DeepSpeed strategies takes: the formulas of docs/plan.md. Light."""
+"""Memory model of the DeepSpeed strategies: bytes per rank, by the formulas in docs/plan.md. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
     from roll_strategy_deepspeed.config import Elements
 
 REDUCE_ELEMENTS = 500_000_000
-"""DeepSpeed's `reduce_bucket_size` where it is not given."""
+"""DeepSpeed's default of `reduce_bucket_size`."""
 LIBRARIES_BYTES = 54 << 20
-"""What importing DeepSpeed takes, and with it torch's compiler, where a model of transformers is loaded already:
-measured with DeepSpeed 0.19.8, torch 2.13.0."""
+"""Memory of importing DeepSpeed, which also imports torch's compiler, in a process with a loaded transformers model.
+
+Measured with DeepSpeed 0.19.8 and torch 2.13.0.
+"""
 LIVE_ELEMENTS = 1_000_000_000
-"""DeepSpeed's `stage3_max_live_parameters` and `stage3_max_reuse_distance` where they are not given."""
+"""DeepSpeed's default of `stage3_max_live_parameters` and `stage3_max_reuse_distance`."""
 
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:
-    """Of the rank that takes most; all take about the same."""
+    """Memory use of the rank that needs most; all ranks need about the same."""
     config = question.config
     if not isinstance(config, DeepSpeedConfig):
         raise TypeError(f"the DeepSpeed strategies take a DeepSpeedConfig, not a {type(config).__name__}")
@@ -68,7 +70,7 @@ def _weights(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]
 
 
 def _optimizer(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]:
-    """Moments, and a float32 copy: of 16-bit weights, and from stage 1 on always."""
+    """Moments, and float32 master weights: of 16-bit weights, and always at stages 1 to 3."""
     zero, trained = config.zero_optimization, question.trained_parameters
     shards = question.world_size if zero.stage else 1
     masters = MASTER_BYTES if zero.stage or question.dtype != "fp32" else 0
@@ -77,7 +79,7 @@ def _optimizer(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Us
         formula = f"{masters} × {millions(trained)} / {shards}"
         yield Use(what="optimizer", num_bytes=masters * trained // shards, formula=formula, on=on, leaves=True)
     formula = f"moments of {MOMENT_BYTES} × {millions(trained)} / {shards}"
-    # ZeRO's optimizers take a step of nothing when they are made.
+    # ZeRO's optimizers allocate the moments at start, by a dummy step.
     during: tuple[Act, ...] = () if zero.stage else LATER
     yield Use(
         what="optimizer", num_bytes=MOMENT_BYTES * trained // shards, formula=formula, during=during, on=on, leaves=True
@@ -85,8 +87,11 @@ def _optimizer(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Us
 
 
 def _gradients(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]:
-    """As they come: stage 0 has them where torch puts them, later stages copy them into a bucket, which takes their
-    place. To be added up over ranks, what it holds is laid side by side once more; this rank's share is kept."""
+    """Gradients and the buffers of their reduction.
+
+    Stage 0 keeps them in `.grad`. Later stages copy them into a bucket instead. For the reduction, the bucket's content
+    is copied once more into a contiguous buffer; this rank keeps its shard.
+    """
     zero, trained, ranks = config.zero_optimization, question.trained_parameters, question.world_size
     size, travel = DTYPE_BYTES[question.dtype], DTYPE_BYTES[config.communication_data_type]
     on: Memory = "host" if zero.offload_optimizer.device == "cpu" else "device"
@@ -105,7 +110,7 @@ def _gradients(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Us
     way, how = travel * filled, f"{travel} × {millions(filled)} on their way"
     if zero.stage == 1:
         yield Use(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", during=("step",))
-        # The share is kept once they have arrived, and laid side by side.
+        # After the reduction, the shard is copied into a contiguous buffer.
         formula = f"{how}, or 2 × {of_share} once they are there"
         yield Use(what="buffers", num_bytes=max(way, 2 * share), formula=formula, during=("step",))
     elif zero.stage == 2:
@@ -121,7 +126,7 @@ def _gradients(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Us
             formula = f"{size} × {millions(filled)}, a bucket (reduce_bucket_size)"
             yield Use(what="buffers", num_bytes=size * filled, formula=formula, during=("step",))
         return
-    # A device's memory is taken whole; of a host's only what is written to.
+    # On a device, the full bucket is allocated; on a host, only written pages count.
     bucket = _elements(zero.reduce_bucket_size, REDUCE_ELEMENTS)
     formula = f"{size} × {millions(bucket)}, a bucket (reduce_bucket_size)"
     during: tuple[Act, ...] = ("backward",) if zero.stage == 2 else LATER
@@ -129,13 +134,16 @@ def _gradients(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Us
 
 
 def _in_backward(question: MemoryQuestion, config: DeepSpeedConfig, moment: Moment) -> Iterator[Use]:
-    """Gradients come one by one: from stage 2 on into the bucket, of which what it holds is laid side by side when it
-    is full, and at the end. At stage 3 a parameter that is gathered goes as its gradient comes."""
+    """Memory at one moment of the backward pass.
+
+    From stage 2 on, gradients go into the bucket. When it is full, and at the end, its content is copied for the
+    reduction. At stage 3, a gathered parameter is freed once its gradient is in the bucket.
+    """
     zero, trained, size = config.zero_optimization, question.trained_parameters, DTYPE_BYTES[question.dtype]
     ends = min(trained, question.model.embedding + question.model.head + question.model.final_norm)
     came = {"head": 0, "first layer": question.model.head, "end": trained}.get(moment, trained - ends)
     if zero.stage < 2:
-        # They stay whole until the last microbatch; in the bucket of stage 1 they are no others.
+        # They stay unsharded until the last microbatch; the bucket of stage 1 holds the same gradients.
         whole, each = trained if question.num_micro_batches > 1 else came, 4 if zero.stage else size
         formula = f"{moment}: {each} × {millions(whole)}"
         yield Use(what="gradients", num_bytes=each * whole, formula=formula, during=("backward",))
@@ -147,7 +155,7 @@ def _in_backward(question: MemoryQuestion, config: DeepSpeedConfig, moment: Mome
         yield Use(what="buffers", num_bytes=size * held, formula=formula, during=("backward",))
     if held == filled:
         travel = DTYPE_BYTES[config.communication_data_type]
-        copies = 2 if zero.stage == 3 and question.on_host else 1  # gloo adds up in a copy of its own
+        copies = 2 if zero.stage == 3 and question.on_host else 1  # gloo reduces in a copy
         formula = f"{moment}: {copies} × {travel} × {millions(filled)} on their way"
         yield Use(what="buffers", num_bytes=copies * travel * filled, formula=formula, during=("backward",))
     if zero.stage == 3:
@@ -158,7 +166,7 @@ def _in_backward(question: MemoryQuestion, config: DeepSpeedConfig, moment: Mome
 
 
 def _filled(question: MemoryQuestion, config: DeepSpeedConfig) -> int:
-    """Elements of the bucket that are ever written to."""
+    """Number of bucket elements that are ever written."""
     return min(_elements(config.zero_optimization.reduce_bucket_size, REDUCE_ELEMENTS), question.trained_parameters)
 
 

@@ -1,10 +1,10 @@
-"""Forward and backward passes, and which of them take all ranks.
+"""Forward and backward passes, and which of them are collective.
 
 | stage | backward passes | forward passes | step |
 |---|---|---|---|
-| 0, 1 | each rank alone | each rank alone | gradients are reduced |
-| 2 | gradients are reduced: all ranks together | each rank alone | |
-| 3 | all ranks together | parameters are gathered: all ranks together | |
+| 0, 1 | local | local | collective: gradients are reduced |
+| 2 | collective: gradients are reduced | local | collective |
+| 3 | collective: parameters are gathered | collective: parameters are gathered | collective |
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ if TYPE_CHECKING:
 
 
 class Passes:
-    """Of one model."""
+    """Forward and backward passes of one model."""
 
     def __init__(self, compute: Any, engine: Any, ranks: Ranks, stage: int) -> None:
-        """`compute` is the engine, or the `Computation` alone where there is none."""
+        """`compute` is the engine, or the `Computation` if there is no engine."""
         self._compute, self._engine, self._ranks, self._stage = compute, engine, ranks, stage
         self.num_backwards = 0
-        """Since the last step."""
+        """Number of backward passes since the last optimizer step."""
 
     @torch.no_grad()
     def score(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        """Without gradients."""
+        """Forward pass of one microbatch without gradients. Collective at stage 3."""
         return self._outputs(micro.to(self._ranks.device), want)
 
     def score_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
-        """And, where ranks need each other, idle passes for those that have more."""
+        """Forward passes of all microbatches; at stage 3, followed by idle passes if other ranks have more
+        microbatches."""
         num_idle = self._ranks.most(len(micros)) - len(micros) if self._stage == 3 else 0
         for micro in micros:
             yield self.score(micro, want)
@@ -50,7 +51,10 @@ class Passes:
             self.score(idle_micro(), want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
-        """Raises `NonFiniteError` on every rank once all passes are made."""
+        """Accumulate the gradients of all microbatches.
+
+        Raises `NonFiniteError` on every rank after all passes are complete.
+        """
         num_idle = self._ranks.most(len(micros)) - len(micros) if self._stage >= 2 else 0
         metrics: list[LossMetrics] = []
         error: NonFiniteError | None = None
@@ -73,7 +77,10 @@ class Passes:
         return metrics
 
     def idle_backward(self, want: Want) -> None:
-        """Adds 0 to the gradients: because others need this rank, or DeepSpeed a backward pass before a step."""
+        """Backward pass that adds 0 to the gradients.
+
+        It runs if other ranks have more microbatches, or if DeepSpeed needs a backward pass before a step.
+        """
         self._backward(nothing(self._outputs(idle_micro().to(self._ranks.device), want)))
 
     def _backward(self, loss: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What this package offers. Imports neither torch nor DeepSpeed."""
+"""Plugin entry point of the DeepSpeed strategies. Imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FRAGMENTS = {
 
 @hookimpl
 def roll_train_strategies() -> Iterator[TrainProvider]:
-    """Train strategies and their forward-only twin."""
+    """Provide `deepspeed_train` and its forward-only variant `deepspeed_infer`."""
     yield TrainProvider(
         name="deepspeed_train",
         target="roll_strategy_deepspeed.strategy:DeepSpeedStrategy",
@@ -64,7 +64,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
 
 @hookimpl
 def roll_config_fragments() -> Iterator[FragmentProvider]:
-    """`strategy_config`s for the `defaults:` of configs."""
+    """Provide `strategy_config` presets for the `defaults:` list of a config."""
     for name, summary in FRAGMENTS.items():
         target = f"roll_strategy_deepspeed.fragments.config:{name}.yaml"
         yield FragmentProvider(name=name, target=target, summary=summary)

@@ -1,5 +1,4 @@
-"""The state that all strategies read, of what DeepSpeed's optimizers hold: the same whole masters and moments that
-`state` writes, one parameter at a time."""
+"""Strategy-independent training state: the full master weights and moments of `state`, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -15,18 +14,18 @@ if TYPE_CHECKING:
 
 
 def shapes(held: HeldState) -> dict[str, tuple[int, ...]]:
-    """Of the whole parameters that are trained."""
+    """Full shapes of the trained parameters, by name."""
     return {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in held.parameters.items()}
 
 
 def gather(held: HeldState, name: str) -> ParameterState:
-    """What is kept of a parameter, whole on every rank. Collective."""
+    """Master weight and Adam moments of one parameter, as full tensors on every rank. Collective."""
     return ParameterState(**{kind: each.detach() for kind, each in held.read(name)})
 
 
 @torch.no_grad()
 def take_over(held: HeldState, state: PortableState) -> None:
-    """Overwrite masters and moments. Collective."""
+    """Overwrite master weights and moments. Collective."""
     held.begin_writing(state.step_count)
     for name in held.parameters:
         found = state.read(name)

@@ -1,4 +1,4 @@
-"""The ranks of one role, as torch.distributed and DeepSpeed want to be told of them."""
+"""The ranks of one role, initialized for torch.distributed and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """The ranks in `mesh`, one process group that DeepSpeed knows."""
+    """The ranks in `mesh`: one process group, also registered with DeepSpeed."""
 
     def __init__(self, mesh: MeshInfo) -> None:
-        """Collective. Raises `WorkerError` if this process belongs to another group already."""
+        """Join the group. Collective. Raises `WorkerError` if this process already belongs to another group."""
         self.rank, self.size = mesh.rank, mesh.world_size
         self.device = torch.device(mesh.device)
         self._tell_deepspeed()
         self._group = ProcessGroup(mesh)
 
     def most(self, number: int) -> int:
-        """The largest of the numbers that the ranks give. Collective."""
+        """The maximum of `number` over all ranks. Collective."""
         if self.size == 1:
             return number
         found = torch.tensor([number], dtype=torch.int64, device=self.device)
@@ -37,7 +37,7 @@ class Ranks:
         return int(found)
 
     def of_first(self, text: str) -> str:
-        """What rank 0 gives. Collective."""
+        """Rank 0's `text`, on every rank. Collective."""
         if self.size == 1:
             return text
         said = [text]
@@ -45,28 +45,28 @@ class Ranks:
         return said[0]
 
     def wait(self) -> None:
-        """Until every rank has come here."""
+        """Block until every rank has reached this call."""
         self._group.wait()
 
     def raise_together(self, error: NonFiniteError | None) -> None:
-        """See `ProcessGroup.raise_together`."""
+        """Raise on all ranks if any rank has an error; see `ProcessGroup.raise_together`. Collective."""
         self._group.raise_together(error)
 
     def close(self) -> None:
-        """Leave the group; may be called several times."""
+        """Leave the process group. Idempotent."""
         from deepspeed import comm
 
         if self._group.is_last and comm.is_initialized():
-            # Which ends torch's group too, and forgets DeepSpeed's own of it.
+            # This also destroys torch's process group, and clears DeepSpeed's reference to it.
             comm.destroy_process_group()
         self._group.close()
 
     def _tell_deepspeed(self) -> None:
-        """DeepSpeed learns these only from the environment, the first of them when it is imported."""
+        """Set the environment variables that DeepSpeed reads. It reads `DS_ACCELERATOR` at import."""
         os.environ["DS_ACCELERATOR"] = self.device.type
         os.environ["LOCAL_RANK"] = str(self.device.index or 0)
         with warnings.catch_warnings():
-            # Of modules that it imports and that are not used here.
+            # These warnings concern modules that are not used here.
             warnings.simplefilter("ignore")
             import deepspeed
         found = deepspeed.get_accelerator().device_name()

@@ -1,12 +1,12 @@
-"""What is needed to continue: masters and moments of every parameter as whole float32 tensors, and a few numbers.
+"""Checkpoints: master weight and moments of every parameter as full float32 tensors, and a few numbers.
 
     rank-0/state.json                        numbers, and the names of the parameters
-    rank-0/state-00000-of-00002.safetensors  master.<name>, exp_avg.<name>, exp_avg_sq.<name>: every second parameter
+    rank-0/state-00000-of-00002.safetensors  master.<name>, exp_avg.<name>, exp_avg_sq.<name> of every second parameter
     rank-N/random.safetensors                each rank's random state
 
-Whole tensors, because another number of ranks or another stage cuts them otherwise. They are gathered one after
-another, and each rank keeps and writes those of its turn: no rank holds them all. All write into rank 0's folder, which
-all see.
+Full tensors do not depend on the number of ranks or the ZeRO stage. They are gathered one after another; each rank
+keeps and writes every N-th parameter of N ranks, so that no rank holds all of them. All ranks write into rank 0's
+directory, which must be on a shared file system.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ KINDS = ("master", *MOMENTS)
 
 
 def save_state(held: HeldState, ranks: Ranks, path: Path, numbers: Mapping[str, Any]) -> None:
-    """`numbers`, with a `step_count` among them, are kept beside the tensors. Collective."""
+    """Save `held` and the JSON-serializable `numbers`, which include `step_count`. Collective."""
     mine: dict[str, Tensor] = {}
     for at, name in enumerate(held.parameters):
         for kind, tensor in held.read(name):
             if at % ranks.size == ranks.rank:
-                # A copy even on the host: what was gathered may be the parameter itself.
+                # Always copy: the tensor may be the parameter itself.
                 mine[f"{kind}.{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
     save_file({"torch_cpu": torch.get_rng_state()}, path / RANDOM)
     path = Path(ranks.of_first(str(path)))
@@ -64,7 +64,10 @@ def save_state(held: HeldState, ranks: Ranks, path: Path, numbers: Mapping[str, 
 def load_state(
     held: HeldState, ranks: Ranks, path: Path, check: Callable[[Mapping[str, Any]], None]
 ) -> Mapping[str, Any]:
-    """Returns the numbers, after `check` had a look at them. Collective. Raises `CheckpointError`."""
+    """Load a checkpoint into `held` and return its `state.json`. Collective.
+
+    `check` validates the content of `state.json` before any tensor is written. Raises `CheckpointError`.
+    """
     own, path = path, Path(ranks.of_first(str(path)))
     try:
         state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Train strategy on DeepSpeed: Hugging Face models, data parallel, with what ZeRO's stage says spread over the ranks.
+"""Train strategy on DeepSpeed: Hugging Face models, data parallel, sharded according to the ZeRO stage.
 
 build -> { Passes: Computation (inside the engine) -> TokenOutputs -> loss -> engine.backward -> engine.step }*
 """
@@ -58,22 +58,22 @@ log = logging.getLogger(__name__)
 
 
 class DeepSpeedStrategy(TrainStrategy):
-    """Trains or, without `training`, only scores.
+    """DeepSpeed strategy. Without `training` it is forward-only.
 
-    Dropout is off: the logprobs before an update and those inside it must come from the same function.
+    Dropout is off: logprobs computed before an update and during it must come from the same function.
     """
 
     capabilities = CAPABILITIES
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
-        """Load the model on every rank, find out how it computes, and let DeepSpeed spread it."""
+        """Load the full model on every rank and start the DeepSpeed engine, which shards it. Collective."""
         if mesh.num_threads:
             torch.set_num_threads(mesh.num_threads)
         self._mesh, self.spec = mesh, model
         self.stage: int = self._config.zero_optimization.stage
         settings = engine_config(self._config, model, self.training)
         self.ranks = Ranks(mesh)
-        # What is cut into shards anyway need not be whole on the device before.
+        # ZeRO-3 shards the model, so the full model need not fit on the device.
         self.model: PreTrainedModel = load_model(model, device="cpu" if self.stage == 3 else mesh.device)
         self.adapters: Adapters | None = None
         if model.lora is not None:
@@ -108,18 +108,29 @@ class DeepSpeedStrategy(TrainStrategy):
     # -- computing -----------------------------------------------------------------------------------------------------
 
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        """On the mesh's device. At stage 3 all ranks call it together; `forward_all` sees to that."""
+        """Forward pass of one microbatch without gradients; outputs are on the mesh's device.
+
+        Collective at stage 3: every rank must call it the same number of times. `forward_all` ensures this by idle
+        passes.
+        """
         self.mover.need("weights")
         return self.passes.score(micro, want)
 
     def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
-        """At stage 3 a rank with fewer microbatches than others computes for nobody until they are done."""
+        """Forward passes of all microbatches.
+
+        At stage 3, a rank with fewer microbatches than others runs idle passes at the end.
+        """
         self.mover.need("weights")
         return self.passes.score_all(micros, want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
-        """Raises `NonFiniteError`, which names the sequences, on every rank; the gradients are forgotten then.
-        Collective: a rank that finds one makes the passes that the others need, and then tells them."""
+        """Accumulate the gradients of `micros`. Collective.
+
+        Raises `NonFiniteError`, which names the sequences, on every rank, and drops the accumulated gradients. A rank
+        with a non-finite loss completes its passes, because they are collective; the error is raised on all ranks
+        afterwards.
+        """
         self._check_trains("weights", "grads")
         try:
             return self.passes.forward_backward(micros, loss)
@@ -129,7 +140,10 @@ class DeepSpeedStrategy(TrainStrategy):
             raise
 
     def optimizer_step(self) -> StepStats:
-        """Collective over the ranks."""
+        """Run the optimizer step. Collective.
+
+        If the gradient is not finite, the step is skipped.
+        """
         training = self._check_trains("weights", "grads", "optimizer")
         learning_rate = training.learning_rate * self.schedule(self.step_count)
         for group in self.engine.optimizer.param_groups:
@@ -142,7 +156,7 @@ class DeepSpeedStrategy(TrainStrategy):
         overflow = self.loss_scale.can_fall
         self.engine.step()
         if not self.engine.was_step_applied():
-            # Of such a step DeepSpeed gives no norm, or that of the step before.
+            # After a skipped step, DeepSpeed returns no gradient norm or that of the step before.
             return StepStats(grad_norm=math.inf, learning_rate=learning_rate, skipped=True, overflow=overflow)
         self.step_count += 1
         return StepStats(grad_norm=float(self.engine.get_global_grad_norm()), learning_rate=learning_rate)
@@ -159,7 +173,7 @@ class DeepSpeedStrategy(TrainStrategy):
                 " chunk by chunk where parameters are spread; use zero_optimization.stage 2 or less"
             )
         self.computation.head = GatheredHead(head)
-        # It takes the place of what it stands for.
+        # `GatheredHead` has the interface of `LanguageHead`.
         self.task_model.head = cast("LanguageHead", self.computation.head)
 
     def _start_engine(self, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
@@ -180,7 +194,10 @@ class DeepSpeedStrategy(TrainStrategy):
                     deepspeed.zero.register_external_parameter(self.computation.head, parameter)
 
     def _check_trains(self, *parts: Part) -> TrainingSpec:
-        """And has `parts` on its device."""
+        """The training settings.
+
+        Raises `UnsupportedError` if the strategy is forward-only; also checks that `parts` are onloaded.
+        """
         if self.training is None:
             raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
         self.mover.need(*parts)
@@ -195,33 +212,38 @@ class DeepSpeedStrategy(TrainStrategy):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Weights.export`."""
+        """Full tensors of the weights; see `Weights.export`. Collective at stage 3."""
         self.mover.need("weights")
         return self.weights.export()
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """A and B alone, the scale in B; at stage 3 they are gathered one at a time. Collective."""
+        """LoRA factors A and B; B includes the LoRA scale. At stage 3 they are gathered one at a time. Collective.
+
+        Raises `UnsupportedError` without adapters.
+        """
         self.mover.need("weights")
         if self.adapters is None:
             raise UnsupportedError(f"role {self._mesh.role} trains its whole model: there are no adapters to export")
         return self.adapters.exported(self.weights.whole)
 
     def export_model(self, path: Path) -> None:
-        """See `Weights.write`."""
+        """Write a Hugging Face model directory; see `Weights.write`. Collective."""
         self.mover.need("weights")
         self.weights.write(path)
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Collective. Ranks share the folder. Of a model with adapters only what is trained is written, and what
-        identifies the rest."""
+        """Save a checkpoint into rank 0's directory, in the format of `state`. Collective.
+
+        For a model with adapters, only the trained parameters are written, with an identity of the base model.
+        """
         self._check_trains("weights", "optimizer")
         numbers = {"step_count": self.step_count, "loss_scale": self.loss_scale.state()}
         save_state(self.held, self.ranks, path, numbers | {"adapters": self.weights.identity()})
 
     def load(self, path: Path) -> None:
-        """Collective. The number of ranks and the stage may differ from when it was saved."""
+        """Load a checkpoint. The number of ranks and the ZeRO stage may differ from those of the save. Collective."""
         self._check_trains("weights", "grads", "optimizer")
         here = self.weights.identity()
         state = load_state(
@@ -231,7 +253,7 @@ class DeepSpeedStrategy(TrainStrategy):
         self.loss_scale.restore(state["loss_scale"])
 
     def export_state(self) -> PortableState:
-        """Gathered parameter by parameter, on every rank. Collective."""
+        """Strategy-independent state. `read` gathers one full parameter at a time on every rank. Collective."""
         self._check_trains("weights", "optimizer")
         return PortableState(
             step_count=self.step_count,
@@ -242,8 +264,10 @@ class DeepSpeedStrategy(TrainStrategy):
         )
 
     def import_state(self, state: PortableState) -> None:
-        """Each rank reads all of it, a parameter at a time, and keeps its share. The search for the loss's scale begins
-        anew. Collective."""
+        """Load strategy-independent state. Collective.
+
+        Each rank reads one full parameter at a time and keeps its shard. The loss scale is reset to its initial state.
+        """
         self._check_trains("weights", "grads", "optimizer")
         check_same(state, shapes(self.held), adapters=self.adapters, identity=self.weights.identity())
         take_over(self.held, state)
@@ -254,13 +278,13 @@ class DeepSpeedStrategy(TrainStrategy):
     # -- between phases ------------------------------------------------------------------------------------------------
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """What lives on the host anyway stays there."""
+        """Move `parts` to host memory. Tensors that are already in host memory stay there."""
         for part in parts:
             scratch = self.held.scratch() if part == "grads" and self.training is not None else ()
             self.mover.away(part, self._held().get(part, ()), scratch)
 
     def onload(self, parts: Sequence[Part]) -> None:
-        """Into the same tensors."""
+        """Move `parts` back into the same tensors."""
         for part in parts:
             self.mover.back(part)
 
@@ -273,11 +297,11 @@ class DeepSpeedStrategy(TrainStrategy):
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def memory(self) -> Mapping[str, int]:
-        """Measured on the tensors, wherever they live; 0 for what is offloaded."""
+        """Bytes of this rank's tensors by part, on the device or on the host; 0 for parts that are offloaded."""
         return {part: num_bytes(tensors) for part, tensors in self._held().items()}
 
     def close(self) -> None:
-        """Drop the engine and leave the process group."""
+        """Destroy the engine and leave the process group."""
         engine, self.engine = getattr(self, "engine", None), None
         if engine is not None:
             engine.destroy()

@@ -1,4 +1,4 @@
-"""A model's weights as others read them: whole, by Hugging Face's names, and adapters merged."""
+"""Exports of a model: full tensors by Hugging Face names, with adapters merged."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ if TYPE_CHECKING:
 
 
 class Weights:
-    """Of one model, which ZeRO-3 may have spread over the ranks. All ranks call together."""
+    """Exporter of one model, which ZeRO-3 may have sharded. All methods except `held` are then collective."""
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec, adapters: Adapters | None, ranks: Ranks) -> None:
         self._model, self._spec, self._adapters, self._ranks = model, spec, adapters, ranks
 
     def held(self) -> list[Tensor]:
-        """What this rank holds of them."""
+        """This rank's tensors of the weights: parameters, and their shards at stage 3."""
         parts = (getattr(each, part, None) for each in self._model.parameters() for part in ("data", "ds_tensor"))
         return [part for part in parts if part is not None]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Live parameters; at stage 3 each is gathered for the time that it takes to read it. Merged weights where
-        there are adapters. Tied weights come once, under their first name."""
+        """The parameters themselves, or merged weights if there are adapters.
+
+        At stage 3, a parameter is gathered only while the caller reads it. Tied weights are yielded once, under their
+        first name.
+        """
         if self._adapters is not None:
             yield from self._adapters.merged(self.whole)
             return
@@ -41,8 +44,8 @@ class Weights:
                 yield name, parameter.detach()
 
     def write(self, path: Path) -> None:
-        """As a directory that transformers loads, by rank 0: the model, or the adapters alone where `lora_export` says
-        so."""
+        """Rank 0 writes a directory that transformers loads: the model, or only the adapters with `lora_export:
+        adapter`."""
         write_gathered(
             self._model,
             self._spec,
@@ -56,11 +59,11 @@ class Weights:
         self._ranks.wait()
 
     def identity(self) -> dict[str, Any] | None:
-        """Where there are adapters, what has to be the same where they go on."""
+        """Identity of the base model and adapters, which must match when training resumes; None without adapters."""
         return self._adapters.identity(self.whole) if self._adapters is not None else None
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """The live parameter, or a copy of its own of one that is spread."""
+        """The parameter itself, or a gathered copy if it is sharded."""
         if not hasattr(parameter, "ds_id"):
             return parameter.detach()
         with _gathered(parameter):
@@ -68,7 +71,7 @@ class Weights:
 
 
 def _gathered(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes a parameter whole on all ranks, which enter together."""
+    """Gather a parameter on all ranks inside the context. Collective."""
     if not hasattr(tensor, "ds_id"):
         return contextlib.nullcontext()
     import deepspeed

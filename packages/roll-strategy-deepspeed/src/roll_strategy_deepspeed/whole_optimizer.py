@@ -1,4 +1,4 @@
-"""Stage 0 in float32, where DeepSpeed steps torch's optimizer as it is: norm, clipping, skipped steps."""
+"""Stage 0 in float32, where DeepSpeed uses torch's optimizer directly: gradient norm, clipping and skipped steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 
 def guard(engine: Any, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-    """Before each step of `optimizer`: measure the gradient, which is reduced by then, and clip it; if it is not
-    finite, take it away, so that nothing changes. The engine reads the outcome where its own optimizers leave it."""
+    """Install a pre-step hook on `optimizer` that computes the gradient norm and clips the reduced gradients.
+
+    If the norm is not finite, the hook drops the gradients, so that the step changes nothing. It stores the result in
+    the attributes that the engine reads of DeepSpeed's own optimizers.
+    """
     state: Any = optimizer
 
     def before_step(*_: object) -> None:

@@ -1,12 +1,12 @@
-"""The state of a sharded model on disk: torch's distributed checkpoint in safetensors files, which hold no pickle.
+"""Checkpoints of a sharded model: torch's distributed checkpoint in safetensors files, without pickle.
 
     rank-0/state.json                         step, and the number of ranks
-    rank-0/tensors/shard-00001-...safetensors one file per rank, with the place of each share in its tensor
-    rank-0/written-N.json                     what rank N's file is called and how large it is, once it is there
+    rank-0/tensors/shard-00001-...safetensors one file per rank, with the offset of each shard in its full tensor
+    rank-0/written-N.json                     names and sizes of rank N's files, once they are complete
     rank-N/random.safetensors                 each rank's own random state
 
-Every rank writes into rank 0's directory, so that any number of ranks can read all of it. Ranks agree on who writes
-what while they save; the writing itself takes none of the others, and can be done later.
+Every rank writes into rank 0's directory, so that any number of ranks can load the checkpoint. The ranks plan who
+writes which shard collectively during `save_state`. The writing itself needs no communication and can run later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
 FORMAT = 2
-"""Of the saved state."""
+"""Version of the checkpoint format."""
 STATE, TENSORS, RANDOM = "state.json", "tensors", "random.safetensors"
 WRITTEN = "written-{}.json"
 
@@ -44,10 +44,11 @@ WRITTEN = "written-{}.json"
 def save_state(
     path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any], *, later: bool
 ) -> Callable[[], None] | None:
-    """Write `tensors`, of which each rank holds its share, and what else is to be `said`, as JSON; or, `later`, copy
-    them to the host and return what writes them. Collective.
+    """Save this rank's shards of `tensors`, and the JSON-serializable `said`. Collective.
 
-    Raises `CheckpointError` where ranks do not see the same directory.
+    With `later`, copy the shards to host memory and return a function that writes them.
+
+    Raises `CheckpointError` if some rank does not see rank 0's directory.
     """
     from safetensors.torch import save_file
 
@@ -72,7 +73,7 @@ def save_state(
 
 
 class _LaterWriter(HuggingFaceStorageWriter):
-    """Has its part in the plan that the ranks make, and writes when it is told to."""
+    """Storage writer that takes part in the collective plan but writes only when `write` is called."""
 
     def __init__(self, folder: Path, *, copies: bool) -> None:
         super().__init__(str(folder), save_distributed=True)
@@ -81,7 +82,7 @@ class _LaterWriter(HuggingFaceStorageWriter):
         self._data: dict[MetadataIndex, Any]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Called by `save`."""
+        """Store this rank's tensors instead of writing them. Called by `save`."""
         data: dict[MetadataIndex, Any] = {item.index: planner.resolve_data(item) for item in plan.items}
         self._plan, self._data = plan, host_copies(data) if self._copies else data
         nothing: Future[list[WriteResult]] = Future()
@@ -89,28 +90,33 @@ class _LaterWriter(HuggingFaceStorageWriter):
         return nothing
 
     def write(self) -> list[str]:
-        """Names of the files, none where the rank holds nothing."""
+        """Write the stored tensors. Returns the names of the files; none if this rank holds no data."""
         written = super().write_data(self._plan, _Kept(self._data)).wait()
         return sorted({each.storage_data.relative_path for each in written})
 
 
 class _Kept(DefaultSavePlanner):
-    """Answers with what was kept of the tensors that were planned for."""
+    """Save planner that resolves write items from stored tensors."""
 
     def __init__(self, data: Mapping[MetadataIndex, Any]) -> None:
         super().__init__()
         self._data = data
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Called by the writer."""
+        """The stored tensor of a write item. Called by the writer."""
         return self._data[write_item.index]
 
 
 def load_state(
     path: Path, tensors: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None]
 ) -> Mapping[str, Any]:
-    """Overwrite the shares of `tensors` in place; returns what was said, after `check` had a look at it. The number of
-    ranks may be another one than when it was saved. Raises `CheckpointError`. Collective."""
+    """Load the shards of `tensors` in place and return the content of `state.json`. Collective.
+
+    `check` validates that content before any tensor is overwritten. The number of ranks may differ from that of the
+    save.
+
+    Raises `CheckpointError`.
+    """
     from safetensors.torch import load_file
 
     shared = _of_rank_0(path)
@@ -149,7 +155,7 @@ def _read(shared: Path) -> dict[str, Any]:
 
 
 def _check_same(shared: Path, reader: HuggingFaceStorageReader, tensors: Mapping[str, Tensor]) -> None:
-    """The checkpoint and the model have the same tensors: torch itself passes over what is only in the checkpoint."""
+    """Require the same tensors in checkpoint and model: torch ignores tensors that are only in the checkpoint."""
     stored = reader.read_metadata().state_dict_metadata
     if stored.keys() != tensors.keys():
         odd = min(stored.keys() ^ tensors.keys())

@@ -1,4 +1,7 @@
-"""Configuration of the FSDP2 strategies. Light."""
+"""Configuration of the FSDP2 strategies.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -19,52 +22,80 @@ DType = Literal["fp32", "bf16"]
 
 
 class WrapPolicy(Config):
-    """`wrap_policy`: what is gathered and freed as one."""
+    """`wrap_policy`: the modules that `fully_shard` wraps, each gathered and freed as a unit."""
 
     transformer_layer_cls_to_wrap: list[str] = Field(default_factory=list)
-    """Class names of the layers; the model's own list (`_no_split_modules`) where not given. What stands in no such
-    layer (embeddings, last norm, head) is gathered together, once for a forward and its backward pass."""
+    """Class names of the layers to wrap. Default: the model's `_no_split_modules`.
+
+    The parameters outside these layers (embeddings, final norm, head) form one more unit. It is gathered once per
+    forward and backward pass.
+    """
 
 
 class FSDP2Config(StrategyConfig):
     """`strategy_config` of `fsdp2_train` and `fsdp2_infer`."""
 
     fsdp_size: PositiveInt | None = None
-    """Ranks that share one copy of the model (with tensor parallelism: groups of `tensor_model_parallel_size` ranks);
-    all of the role's where not given. A divisor of their number gives HSDP: copies of the model on neighbouring ranks,
-    whose gradients are then added up."""
+    """Number of ranks that shard one copy of the model; with tensor parallelism, of groups of tensor-parallel ranks.
+
+    Default: all ranks of the role. A smaller divisor of their number selects HSDP: adjacent ranks shard one replica,
+    and gradients are all-reduced across the replicas.
+    """
     tensor_model_parallel_size: PositiveInt = 1
-    """Neighbouring ranks that compute every sequence together, each with some of the heads, hidden units and experts
-    of every layer, as the model's own plan says (`base_model_tp_plan` of transformers)."""
+    """Degree of tensor parallelism: adjacent ranks that compute each sequence together.
+
+    Each rank computes some of the heads, hidden units and experts of every layer, according to the model's
+    `base_model_tp_plan` (transformers).
+    """
     ulysses_size: PositiveInt = 1
-    """Groups of `tensor_model_parallel_size` neighbouring ranks that share the tokens of every microbatch, and exchange
-    them for heads around attention: context parallelism for long sequences."""
+    """Degree of Ulysses context parallelism, in groups of `tensor_model_parallel_size` adjacent ranks.
+
+    The groups split the tokens of each microbatch. Around attention, an all-to-all exchanges tokens for heads.
+    """
     ring_size: PositiveInt = 1
-    """The same by ring attention, instead: keys and values go round among the ranks. It takes no heads to deal out, and
-    more time than `ulysses_size` where there are enough of them."""
+    """Degree of context parallelism by ring attention: keys and values circulate among the ranks.
+
+    It does not split heads, so their number does not limit it. It is slower than `ulysses_size` if the heads suffice.
+    """
     ep_size: PositiveInt = 1
-    """Neighbouring ranks that hold each some whole experts of every mixture, to which the tokens of all of them travel,
-    as the model's own plan says (`base_model_ep_plan` of transformers): expert parallelism. Divides `fsdp_size`."""
+    """Degree of expert parallelism: adjacent ranks among which the experts of each MoE layer are distributed.
+
+    Each rank holds some of the experts; FSDP shards them further over `fsdp_size / ep_size` ranks. An all-to-all sends
+    the tokens of all these ranks to their experts, according to the model's `base_model_ep_plan` (transformers).
+    Divides `fsdp_size`.
+    """
     param_dtype: DType | None = None
-    """Of the parameters while they compute, `model_args.dtype` where not given. What is stepped stays in float32."""
+    """Dtype of the parameters during forward and backward passes.
+
+    Default: `model_args.dtype`. The optimizer updates float32 master weights.
+    """
     reduce_dtype: DType = "fp32"
-    """In which gradients travel and are added up."""
+    """Dtype in which gradients are reduced over the ranks."""
     reshard_after_forward: bool | None = None
-    """Free a layer's gathered parameters after its forward pass and gather them again for the backward pass: memory
-    for communication. Where not given, layers do and the rest of the model does not."""
+    """Free the gathered parameters after the forward pass and gather them again for the backward pass.
+
+    This trades communication for memory. Default: true for layers, false for the rest of the model.
+    """
     reduce_scatter_during_grad_accumulation: bool = False
-    """Add gradients up over ranks after each microbatch instead of once per call: costs the communication, saves the
-    memory of gradients of the whole model on each rank."""
+    """Reduce-scatter gradients after each microbatch instead of once per call.
+
+    This costs communication, but no rank stores the unsharded gradients of the whole model.
+    """
     offload_policy: bool = False
-    """Keep sharded parameters, gradients and optimizer state on the host, where the step is then taken."""
+    """Keep sharded parameters, gradients and optimizer state in host memory, and run the optimizer step there."""
     async_save_ckpt: bool = False
-    """Copy a checkpoint's shares to the host and write them while the next steps run: takes the host as much memory as
-    the shares of parameters and optimizer state, for so long. Where not given, a step waits until all is written."""
+    """Copy checkpoint shards to host memory and write them in the background during the next steps.
+
+    Until the files are written, the copies need as much host memory as the shards of parameters and optimizer state. If
+    false, training continues only after the checkpoint is written.
+    """
     wrap_policy: WrapPolicy = WrapPolicy()
-    """What is gathered and freed as one."""
+    """Modules that are gathered and freed as a unit."""
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits exist at once while logprobs and entropy are computed; by vocabulary and device where not
-    given."""
+    """Tokens per chunk when logprobs and entropy are computed; the logits of one chunk are in memory at a time.
+
+    Default: depends on the vocabulary size and the device.
+    """
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -79,12 +110,12 @@ class FSDP2Config(StrategyConfig):
 
     @property
     def context_size(self) -> int:
-        """Ranks that share tokens, in whichever way."""
+        """Degree of context parallelism, by Ulysses or by ring attention."""
         return max(self.ulysses_size, self.ring_size)
 
     @property
     def context_key(self) -> str:
-        """What the way is called."""
+        """The configuration key that sets the degree of context parallelism."""
         return "ring_size" if self.ring_size > 1 else "ulysses_size"
 
     @override
@@ -96,7 +127,7 @@ class FSDP2Config(StrategyConfig):
         }
 
     def replica_arithmetic(self) -> str:
-        """Spelled out."""
+        """The product of the parallel sizes of one data-parallel group, for error messages."""
         together = f"{self.context_key} {self.context_size}"
         return f"tensor_model_parallel_size {self.tensor_model_parallel_size} × {together}"
 

@@ -1,4 +1,4 @@
-"""Parameters that are cut over a mesh before FSDP cuts them further, and modules that compute on the plain pieces."""
+"""Parameters sharded by tensor or expert parallelism before FSDP, and modules that compute on the local shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A parameter: where it stands, and whether its gradient is partial."""
+    """A DTensor parameter: its owner module, its name, and the placement of its gradient."""
 
     owner: nn.Module
     name: str
@@ -29,18 +29,21 @@ class Use:
 
 
 def generic(name: str) -> str:
-    """As transformers' plans name a module: with a star for every number."""
+    """Replace each number in a module path by `*`, as in the keys of transformers' parallel plans."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def distribute(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Every rank has the whole tensor, or none has any number yet: nothing travels."""
+    """Replace a parameter by a DTensor with `placement` over `mesh`, without communication.
+
+    Every rank must have the full tensor, or the tensor must be on the meta device.
+    """
     parameter = owner._parameters[name]
     if parameter is None:
         return
     cut = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     if not cut.is_meta:
-        # A copy: the whole tensor is not kept alive by a piece of it.
+        # Copy, because a view of the full tensor would keep all of its memory allocated.
         cut = DTensor.from_local(
             cut.to_local().clone(memory_format=torch.contiguous_format), mesh, [placement], run_check=False
         )
@@ -48,7 +51,7 @@ def distribute(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placeme
 
 
 def local_of(use: Use) -> Tensor:
-    """The plain tensor, whose gradient finds its way into the DTensor."""
+    """The local tensor of a DTensor parameter. Autograd propagates its gradient to the DTensor."""
     parameter = use.owner._parameters[use.name]
     if not isinstance(parameter, DTensor):
         raise TypeError(f"{use.name} is no DTensor any more")
@@ -57,8 +60,11 @@ def local_of(use: Use) -> Tensor:
 
 @contextmanager
 def local_parameters(uses: list[Use]) -> Iterator[None]:
-    """For the time being modules have the plain tensors. Also ends when a recomputation in the backward pass stops in
-    the middle, by an exception."""
+    """Replace DTensor parameters by their local tensors inside the context.
+
+    The parameters are also restored if an exception ends the body, as when activation checkpointing stops a
+    recomputation early.
+    """
     kept = [(each, each.owner._parameters[each.name]) for each in uses]
     for each in uses:
         each.owner._parameters[each.name] = local_of(each)  # type: ignore[assignment]
@@ -71,7 +77,7 @@ def local_parameters(uses: list[Use]) -> Iterator[None]:
 
 @contextmanager
 def without(uses: list[Use]) -> Iterator[None]:
-    """For the time being modules do not have these at all."""
+    """Set parameters to None inside the context."""
     kept = [(each, each.owner._parameters[each.name]) for each in uses]
     for each in uses:
         each.owner._parameters[each.name] = None

@@ -1,15 +1,15 @@
-"""Mixtures of experts over several ranks, each of which holds some experts whole.
+"""Mixture-of-experts (MoE) layers whose experts are distributed over several ranks.
 
-    tensor parallel   ranks have the same tokens: each computes what all of them want of its experts; results are added
-    expert parallel   ranks have tokens of their own, which travel to their experts, and the results back:
+    tensor parallel   ranks have the same tokens: each computes its own experts for all tokens; results are summed
+    expert parallel   ranks have different tokens, which are sent to their experts, and the results back:
 
     rank 0   a b c ─┐ all-to-all ┌─ a c e   experts 0..3 ─┐ all-to-all ┌─ a b c
     rank 1   d e f ─┘            └─ b d f   experts 4..7 ─┘            └─ d e f
 
-Ranks without work come through every layer too, by their idle passes. What travels back with a gradient makes that of
-an expert whole for the tokens of its group; FSDP adds it up over the groups.
+The all-to-all is collective, so ranks without microbatches run idle passes through every layer. In the backward pass,
+the all-to-all sums an expert's gradient over the tokens of its group. FSDP sums it over the groups.
 
-Shapes: T tokens, H hidden size, K experts that a token chooses.
+Shapes: T tokens, H hidden size, K experts per token.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EXCHANGED = "ep_dispatch_experts"
-"""How transformers' plans call experts that tokens travel to."""
+"""Style in transformers' plans for experts with token dispatch."""
 
 
 def spread_experts(path: str, module: Any, mesh: DeviceMesh) -> None:
-    """Over ranks that have the same tokens. transformers' experts pass over the index that follows their last expert,
-    once they are told that they are not all."""
+    """Distribute the experts of `module` over ranks that have the same tokens (tensor parallelism), in place.
+
+    With `_is_expert_parallel`, transformers' experts skip the expert index that equals the number of local experts.
+    Tokens of remote experts are mapped to that index.
+    """
     total = int(getattr(module, "num_experts", 0))
     uses = _cut_experts(path, module, mesh, "tensor_model_parallel_size")
     group, here = mesh.get_group(), total // mesh.size()
@@ -55,11 +58,15 @@ def spread_experts(path: str, module: Any, mesh: DeviceMesh) -> None:
 
 
 def exchange_tokens(model: PreTrainedModel, mesh: DeviceMesh, alone: DeviceMesh) -> list[nn.Module]:
-    """Over ranks that have tokens of their own: `mesh`, of one dimension; `alone` is this rank by itself. In place;
-    parameters may be on `meta`. Returns the modules that hold the experts.
+    """Distribute experts over ranks that have different tokens (expert parallelism).
 
-    Raises `UnsupportedError` for an architecture whose experts cannot be spread so, `PlacementError` where their number
-    is no multiple of the ranks.
+    Returns the modules that hold the experts.
+
+    The model is changed in place; its parameters may be on the meta device. `mesh` is the one-dimensional mesh of an
+    expert-parallel group; `alone` contains only this rank.
+
+    Raises `UnsupportedError` if transformers has no expert-parallel plan for the architecture, or its experts do not
+    support it. Raises `PlacementError` if the number of experts is not a multiple of the number of ranks.
     """
     plan = _plan(model)
     modules = model.base_model.named_modules()
@@ -74,7 +81,7 @@ def exchange_tokens(model: PreTrainedModel, mesh: DeviceMesh, alone: DeviceMesh)
 
 
 def _plan(model: PreTrainedModel) -> Mapping[str, str]:
-    """By generic names below the base model."""
+    """The model's expert-parallel plan. Its keys are module paths relative to the base model, with `*` for numbers."""
     found: Mapping[str, str] = getattr(model.base_model, "_ep_plan", None) or model.config.base_model_ep_plan or {}
     return found
 
@@ -93,7 +100,7 @@ def _exchange(path: str, module: Any, mesh: DeviceMesh, alone: DeviceMesh) -> No
 
 
 def _cut_experts(path: str, module: Any, mesh: DeviceMesh, key: str) -> list[Use]:
-    """Some whole experts to each rank; `key` is the configuration's, for errors."""
+    """Assign an equal number of experts to each rank. `key` is the configuration key named in errors."""
     if not hasattr(module, "_is_expert_parallel"):
         raise UnsupportedError(
             f"{path}: experts of class {type(module).__name__} cannot be spread over ranks in this version of"

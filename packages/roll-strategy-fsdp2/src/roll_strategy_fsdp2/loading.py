@@ -1,6 +1,6 @@
-"""Reads a checkpoint's files piece by piece: no rank ever holds more than its share and what it is about to cut.
+"""Sharded loading: each rank reads only its shards from a checkpoint's files.
 
-empty model -> shard -> memory for the shares -> rows of each tensor, read from where they stand in the files
+meta-device model -> shard -> allocate the local shards -> read each tensor's local rows from its file
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ log = logging.getLogger(__name__)
 
 
 def open_empty(spec: ModelSpec) -> tuple[PreTrainedModel, ModelFiles] | None:
-    """The model without numbers and the files that hold all of them under the same names; None, which is logged, where
-    it can only be loaded as a whole."""
+    """The model on the meta device and its checkpoint files, or None if sharded loading is not possible.
+
+    None if the spec has random initialization or LoRA, or its path is not a local directory. Also None, with a log
+    message, if the architecture is unsupported, a parameter is missing in the files, or some parameters must stay in
+    float32.
+    """
     if spec.random_init is not None or spec.lora is not None or not Path(spec.path).is_dir():
         return None
     try:
@@ -49,7 +53,10 @@ def open_empty(spec: ModelSpec) -> tuple[PreTrainedModel, ModelFiles] | None:
 
 @torch.no_grad()
 def fill(root: Root, files: ModelFiles, spec: ModelSpec, *, device: str) -> None:
-    """Give the shares memory on `device` and read them. Raises `ModelError` for a tensor of another shape."""
+    """Allocate the local shards on `device` and read them from `files`.
+
+    Raises `ModelError` if a stored tensor's shape differs from the model's.
+    """
     from safetensors import safe_open
 
     buffers = {name: each.clone() for name, each in root.named_buffers()}
@@ -75,7 +82,10 @@ def fill(root: Root, files: ModelFiles, spec: ModelSpec, *, device: str) -> None
 
 
 def _read(stored: Any, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Rounded to the model's dtype first, whatever is held: as if it had been loaded whole."""
+    """Copy this rank's shard of `stored` into `tensor`.
+
+    A shard is rounded to the model's dtype first, even if `tensor` is float32, as in unsharded loading.
+    """
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])
         return
@@ -86,8 +96,11 @@ def _read(stored: Any, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def held_of(tensor: DTensor) -> tuple[slice, ...]:
-    """What this rank holds of each dimension: tensor or expert parallelism cuts first, into equal pieces, and FSDP cuts
-    what is left, into pieces of which the last ones may be shorter or empty."""
+    """The index range of this rank's shard in each dimension of the full tensor.
+
+    Tensor or expert parallelism splits first, into equal parts. FSDP then splits the remaining range; its last shards
+    may be shorter or empty.
+    """
     mesh = tensor.device_mesh
     placements = dict(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True))
     spans = [range(length) for length in tensor.shape]

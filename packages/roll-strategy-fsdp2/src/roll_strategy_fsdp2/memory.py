@@ -1,4 +1,7 @@
-"""How much memory a rank of the FSDP2 strategies takes: the formulas of docs/plan.md. Light."""
+"""Memory model of the FSDP2 strategies: bytes per rank, by the formulas in docs/plan.md.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:
-    """Of the rank that takes most; all take about the same."""
+    """Memory use of the rank that needs most; all ranks need about the same."""
     config = question.config
     if not isinstance(config, FSDP2Config):
         raise TypeError(f"the FSDP2 strategies take an FSDP2Config, not a {type(config).__name__}")
@@ -36,7 +39,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
 
 
 def _held(question: MemoryQuestion, config: FSDP2Config, shards: int) -> Iterator[Use]:
-    """Shares of parameters, which are float32 where they are trained, and of AdamW's moments."""
+    """Sharded parameters, which are float32 if trained, sharded Adam moments, and sharded gradients."""
     count = question.model.parameters + question.added_parameters
     size = 4 if question.trains else _computed(question, config)
     on: Memory = "host" if config.offload_policy else "device"
@@ -66,8 +69,11 @@ def _held(question: MemoryQuestion, config: FSDP2Config, shards: int) -> Iterato
 
 
 def _gathered(question: MemoryQuestion, config: FSDP2Config) -> Iterator[Use]:
-    """For a forward pass what stands in no layer is whole; of layers the one that computes, and the one whose pieces
-    have come meanwhile, unless layers are not freed."""
+    """Gathered parameters of a forward pass and of an export.
+
+    In a forward pass, these are the parameters outside the layers, the current layer, and the prefetched next layer.
+    Without `reshard_after_forward`, all layers stay gathered.
+    """
     size, sizes = _computed(question, config), _sizes(question, config)
     whole = sizes.all_layers if config.reshard_after_forward is False else 2 * sizes.layer
     yield Use(
@@ -83,8 +89,8 @@ def _gathered(question: MemoryQuestion, config: FSDP2Config) -> Iterator[Use]:
 
 
 def _in_backward(question: MemoryQuestion, config: FSDP2Config, shards: int, moment: Moment) -> Iterator[Use]:
-    """What is whole at a moment: parameters that are gathered, gradients that were not cut yet, and those that are on
-    their way to other ranks; and the shares that arrived."""
+    """Memory at one moment of the backward pass: gathered parameters, unreduced gradients, buffers of reductions in
+    flight, and sharded gradients."""
     sizes, size, reduced = _sizes(question, config), _computed(question, config), DTYPE_BYTES[config.reduce_dtype]
     count = _gathered_by(moment, sizes, stays=config.reshard_after_forward is False)
     yield _now("buffers", moment, size * count, f"gathered: {size} × {millions(count)}")
@@ -93,16 +99,18 @@ def _in_backward(question: MemoryQuestion, config: FSDP2Config, shards: int, mom
     on: Memory = "host" if config.offload_policy else "device"
     yield _now("gradients", moment, 4 * came // shards, f"shares: 4 × {millions(came)} / {shards}", on=on)
     if question.added_parameters:
-        return  # adapters' gradients are as small as they are
+        return  # gradients of adapters are negligible
     yield from _whole_gradients(question, config, sizes, moment)
     way = {"last layer": sizes.layer, "embedding": sizes.layer, "end": sizes.rest}.get(moment, 0)
-    copies = 2 if moment == "end" and question.on_host else 1  # gloo adds up in a copy of its own
+    copies = 2 if moment == "end" and question.on_host else 1  # gloo reduces in a copy
     yield _now("buffers", moment, copies * reduced * way, f"{copies} × {reduced} × {millions(way)} on their way")
 
 
 def _whole_gradients(question: MemoryQuestion, config: FSDP2Config, sizes: _Sizes, moment: Moment) -> Iterator[Use]:
-    """Those that a backward pass has made and not sent yet. The embedding's, and one that waits for it, are counted
-    where they are computed."""
+    """Unsharded gradients that were not reduced yet.
+
+    `roll_modeling.memory.computation` counts the gradients of the embedding and of a tied head.
+    """
     size, reduced = _computed(question, config), DTYPE_BYTES[config.reduce_dtype]
     adds_up = _adds_up(question, config)
     if adds_up:
@@ -110,7 +118,7 @@ def _whole_gradients(question: MemoryQuestion, config: FSDP2Config, sizes: _Size
         whole = 0 if moment == "end" else sizes.rest + layers
         yield _now("gradients", moment, reduced * whole, f"whole, of all microbatches: {reduced} × {millions(whole)}")
     elif moment in ("first layer", "last layer", "embedding"):
-        # The output layer's waits for what else stands in no layer, unless it waits for the embedding's.
+        # An untied head's gradient is reduced together with the other parameters outside the layers.
         waiting = question.model.head
         yield _now("gradients", moment, size * waiting, f"the output layer's: {size} × {millions(waiting)}")
     if moment in ("first layer", "last layer") and not (adds_up and size == reduced):
@@ -118,21 +126,21 @@ def _whole_gradients(question: MemoryQuestion, config: FSDP2Config, sizes: _Size
 
 
 def _adds_up(question: MemoryQuestion, config: FSDP2Config) -> bool:
-    """Whole gradients, over the microbatches of a step."""
+    """True if unsharded gradients are accumulated over the microbatches of a step."""
     several = question.num_micro_batches > 1 and not question.added_parameters
     return several and not config.reduce_scatter_during_grad_accumulation
 
 
 def _gathered_by(moment: Moment, sizes: _Sizes, *, stays: bool) -> int:
-    """Parameters that are whole: those of no layer, the layer at work, and the pieces of the one that comes next."""
+    """Number of gathered parameters: those outside the layers, the current layer, and the prefetched next layer."""
     if moment == "end":
-        return 0  # freed before gradients are sent
+        return 0  # freed before gradients are reduced
     layers = {"head": 1, "first layer": 2, "last layer": 1}.get(moment, 0) * sizes.layer
     return sizes.rest + (sizes.all_layers if stays and moment in ("head", "first layer") else layers)
 
 
 def _arrived_by(moment: Moment, question: MemoryQuestion, sizes: _Sizes) -> int:
-    """Parameters of whose gradients each rank has its share, where no microbatch before left any."""
+    """Number of parameters whose gradients are reduced so far, if no earlier microbatch left sharded gradients."""
     return 0 if moment in ("head", "first layer") else max(0, question.trained_parameters - _rest(question.model))
 
 
@@ -142,12 +150,12 @@ def _now(what: str, moment: Moment, num_bytes: int, formula: str, on: Memory = "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """Parameters that a rank has when they are gathered."""
+    """Numbers of parameters that a rank holds once they are gathered."""
 
     rest: int
-    """What stands in no layer."""
+    """Parameters outside the layers."""
     layer: int
-    """The largest."""
+    """Parameters of the largest layer."""
     all_layers: int
 
 
@@ -161,12 +169,12 @@ def _rest(model: ModelSize) -> int:
 
 
 def _on_one(layer: LayerSize, config: FSDP2Config) -> int:
-    """Parameters of a layer that a rank has when it is gathered."""
+    """Number of a layer's parameters that a rank holds once the layer is gathered."""
     return (layer.parameters - layer.experts + layer.experts // config.ep_size) // config.tensor_model_parallel_size
 
 
 def _cut(model: ModelSize, parallel: int) -> ModelSize:
-    """Tensor parallel ranks have some of the heads and hidden units of each layer."""
+    """The model as one tensor-parallel rank computes it: a fraction of the heads and hidden units of each layer."""
     layers = tuple(replace(layer, active_width=layer.active_width // parallel) for layer in model.layers)
     return replace(
         model,

@@ -1,4 +1,7 @@
-"""AdamW on this rank's shares: the step is elementwise, so only the norm of the gradient needs the other ranks."""
+"""AdamW on this rank's shards.
+
+The update is elementwise, so only the gradient norm requires communication.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class ShardedAdamW:
-    """The optimizer of a sharded model, whose parameters are DTensors in float32."""
+    """Optimizer of a sharded model, whose parameters are DTensors in float32."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec, device: str) -> None:
-        """`device` is that of the collectives."""
+        """`device` is the device of the collectives."""
         self.training, self.device = training, device
         self.parameters = {name: each for name, each in parameters.items() if each.requires_grad}
-        # The same memory as plain tensors: torch steps those without a detour through DTensor for each operation.
+        # Plain tensors on the same memory: for DTensors, torch would dispatch each operation separately.
         self.shares = {name: local(each) for name, each in self.parameters.items()}
         self.num_holders = torch.tensor([num_holders(each) for each in self.parameters.values()], dtype=torch.float64)
         self.step_count = 0
@@ -35,7 +38,10 @@ class ShardedAdamW:
         self.torch_optimizer = adamw(self.shares.values(), training)
 
     def step(self) -> StepStats:
-        """Clip, step, clear. A gradient that is not finite changes nothing, the schedule included. Collective."""
+        """Clip gradients, run the optimizer step and clear the gradients. Collective.
+
+        If the gradient norm is not finite, neither weights, moments nor the schedule change.
+        """
         gradients = [self._gradient(name) for name in self.parameters]
         norm = self._norm(gradients)
         learning_rate = self.training.learning_rate * self.schedule(self.step_count)
@@ -57,7 +63,10 @@ class ShardedAdamW:
             parameter.grad = self.shares[name].grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments by name, sharded as their parameters are; made if no step was taken yet."""
+        """Adam moments as `<moment>.<parameter name>`, sharded like their parameters.
+
+        Allocated if no step was taken yet.
+        """
         found: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             for moment, share in zip(MOMENTS, moments(self.torch_optimizer, self.shares[name]), strict=True):
@@ -65,39 +74,39 @@ class ShardedAdamW:
         return found
 
     def restored(self, step_count: int) -> None:
-        """Call after `tensors()` were overwritten in place: continue at this step."""
+        """Continue at `step_count`. Call after the tensors of `tensors()` were overwritten in place."""
         self.step_count = step_count
         for share in self.shares.values():
             self.torch_optimizer.state[share]["step"].fill_(float(step_count))
         self.clear()
 
     def gradients(self) -> list[Tensor]:
-        """This rank's shares, of those that there are."""
+        """This rank's shards of the existing gradients."""
         return [local(each.grad) for each in self.parameters.values() if each.grad is not None]
 
     def states(self) -> list[Tensor]:
-        """Moments, as far as a step has made them, and numbers of steps."""
+        """This rank's tensors of optimizer state: step counts, and moments once allocated."""
         states = self.torch_optimizer.state.values()
         return [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
 
     def _gradient(self, name: str) -> Tensor:
-        """This rank's share of it, given to the torch optimizer; zeros where no microbatch came."""
+        """Set the shard's `.grad` to this rank's gradient, and return it. Zeros if there is no gradient."""
         share, found = self.shares[name], self.parameters[name].grad
         share.grad = gradient = torch.zeros_like(share) if found is None else local(found)
         return gradient
 
     def _norm(self, gradients: list[Tensor]) -> float:
         norms = torch._foreach_norm(gradients, 2)
-        # Meshes differ: each share counts as often as there are ranks that hold it, and all of them add up.
+        # Meshes differ, so each shard's square is divided by its number of holders before the sum over all ranks.
         squares = torch.stack(norms).double().square() / self.num_holders.to(norms[0].device)
-        # One number, and in float32: not every backend has float64.
+        # float32, because not every communication backend supports float64.
         total = squares.sum().to(self.device, torch.float32)
         dist.all_reduce(total)
         return math.sqrt(float(total))
 
 
 def num_holders(tensor: Tensor) -> int:
-    """Ranks of the role that hold the same share of a DTensor."""
+    """Number of ranks of the role that hold the same shard of a DTensor."""
     if not isinstance(tensor, DTensor):
         raise TypeError(f"a sharded model's tensor is a DTensor, not a {type(tensor).__name__}")
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -105,14 +114,14 @@ def num_holders(tensor: Tensor) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's share of a DTensor: the same memory, without gradient."""
+    """This rank's shard of a DTensor, detached, on the same memory."""
     if not isinstance(tensor, DTensor):
         raise TypeError(f"a sharded model's tensor is a DTensor, not a {type(tensor).__name__}")
     return tensor._local_tensor.detach()
 
 
 def like(parameter: Tensor, share: Tensor) -> DTensor:
-    """The DTensor of which this rank holds `share`, spread as `parameter` is."""
+    """A DTensor whose local shard is `share`, with the mesh and placements of `parameter`."""
     if not isinstance(parameter, DTensor):
         raise TypeError(f"a sharded model's tensor is a DTensor, not a {type(parameter).__name__}")
     return DTensor.from_local(

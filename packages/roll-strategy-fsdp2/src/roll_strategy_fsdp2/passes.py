@@ -3,8 +3,9 @@
     Root.forward { gather a layer, compute, free it }*  -> TokenOutputs -> loss
     backward     { gather a layer, compute, free it, reduce-scatter its gradient }*
 
-Whenever a layer is gathered all ranks must take part. So ranks with fewer microbatches than others make up for it by
-idle passes, on two tokens that count for nothing; these come first, so that the last pass is a real one if any is.
+Gathering a layer is collective. Ranks with fewer microbatches than others therefore run idle passes on two dummy
+tokens, which contribute nothing to loss or gradients. Idle passes come first, so that the last pass is a real one if
+there is any.
 
 Shapes: T flat tokens.
 """
@@ -37,13 +38,15 @@ OUTPUTS = tuple(each.name for each in fields(TokenOutputs))
 
 
 class Passes:
-    """Of one model. All ranks call together."""
+    """Forward and backward passes of one model. All methods are collective."""
 
     def __init__(
         self, root: Root, make: Callable[[], TaskModel], process_group: ProcessGroup, *, reduces_each: bool
     ) -> None:
-        """`make` finds out how the model computes, and so computes. With `reduces_each`, gradients are added up over
-        ranks after each microbatch instead of once per call."""
+        """`make` builds the `TaskModel`. It runs inside the root's forward, because it evaluates the model.
+
+        With `reduces_each`, gradients are reduced over ranks after each microbatch instead of once per call.
+        """
         self.root, self.process_group, self.reduces_each = root, process_group, reduces_each
         self.device = str(process_group.device)
         with torch.no_grad():
@@ -51,7 +54,10 @@ class Passes:
         self._free()
 
     def score(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
-        """Without gradients. Every rank takes as many as the others."""
+        """Forward passes without gradients.
+
+        If the ranks have different numbers of microbatches, all of them must call `make_up_for` before.
+        """
         try:
             for micro in micros:
                 yield self._score(micro, want)
@@ -59,12 +65,15 @@ class Passes:
             self._free()
 
     def make_up_for(self, num_micros: int, want: Want) -> None:
-        """The passes that others have more than this rank."""
+        """Run idle passes until this rank has as many passes as the rank with the most microbatches. Collective."""
         for idle in self._idle(num_micros):
             self._score(idle, want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
-        """Raises `NonFiniteError` on every rank once all passes are made."""
+        """Accumulate the gradients of all microbatches.
+
+        Raises `NonFiniteError` on every rank after all passes are complete.
+        """
         idle = self._idle(len(micros))
         sharded = as_fsdp(self.root)
         found: list[LossMetrics] = []
@@ -92,7 +101,7 @@ class Passes:
         return found
 
     def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        """FSDP finds the tensors of a tuple, and does not like views."""
+        """Run the forward pass inside the root. FSDP only hooks tensors that are elements of a tuple, and no views."""
 
         def compute() -> tuple[Tensor | None, ...]:
             found = _tensors(self.task_model.outputs(micro, want))
@@ -105,12 +114,12 @@ class Passes:
         return self._outputs(micro.to(self.device), want)
 
     def _free(self) -> None:
-        """Drop gathered parameters that a forward pass without a backward pass leaves behind: they would be stale."""
+        """Free gathered parameters that remain after a forward pass without backward pass; they would become stale."""
         for module in sharded_modules(self.root):
             module.reshard()
 
     def _idle(self, num_micros: int) -> list[MicroBatch]:
-        """As many as the rank with the most microbatches has more than this one."""
+        """Idle microbatches that this rank lacks compared with the rank with the most microbatches. Collective."""
         most = torch.tensor([num_micros], device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return [_idle_micro(self.device)] * (int(most) - num_micros)
@@ -121,8 +130,11 @@ def _tensors(outputs: TokenOutputs) -> tuple[Tensor | None, ...]:
 
 
 def _anchor(outputs: TokenOutputs) -> Tensor:
-    """0, with a backward pass through the whole model and no number in it: a rank whose loss reads nothing takes part
-    in the others' reduction."""
+    """A zero that depends on every output that requires gradients.
+
+    Its backward pass runs through the whole model but adds no value. So a rank whose loss reads no output takes part in
+    the collectives of the backward pass.
+    """
     tensors = [each for each in _tensors(outputs) if each is not None and each.requires_grad]
     return torch.stack([each[:0].sum() for each in tensors]).sum()
 

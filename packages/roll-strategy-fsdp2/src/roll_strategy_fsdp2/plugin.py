@@ -1,4 +1,7 @@
-"""What this package offers. Imports nothing heavy."""
+"""Plugin entry point of the FSDP2 strategies.
+
+Imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ NEEDS = ("torch>=2.13",)
 
 @hookimpl
 def roll_train_strategies() -> Iterator[TrainProvider]:
-    """One process per slot, all of them sharing one copy of the model."""
+    """Provide `fsdp2_train` and `fsdp2_infer`.
+
+    Each rank is one process on one slot. The ranks of a role shard the model.
+    """
     yield TrainProvider(
         name="fsdp2_train",
         target=TARGET,

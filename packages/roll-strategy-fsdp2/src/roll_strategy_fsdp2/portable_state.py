@@ -1,6 +1,6 @@
-"""The state that all strategies read, gathered of shares and cut into them: one parameter at a time.
+"""Strategy-independent training state: gather shards into full tensors and split them again, one parameter at a time.
 
-Masters are the parameters, which are kept in float32 whatever computes.
+The master weights are the parameters themselves, which are float32 for every compute dtype.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
 
 def shapes(optimizer: ShardedAdamW) -> dict[str, tuple[int, ...]]:
-    """Of the whole parameters that are trained."""
+    """Full shapes of the trained parameters, by name."""
     return {name: tuple(each.shape) for name, each in optimizer.parameters.items()}
 
 
 @torch.no_grad()
 def gather(optimizer: ShardedAdamW, name: str, device: torch.device | str) -> ParameterState:
-    """What is kept of a parameter, whole on every rank. Collective, on `device` wherever the shares lie."""
+    """Master weight and Adam moments of one parameter, as full tensors on every rank.
+
+    Collective, on `device` even if the shards are in host memory.
+    """
     parameter = optimizer.parameters[name]
     master, exp_avg, exp_avg_sq = (like(parameter, each.to(device)).full_tensor() for each in _shares(optimizer, name))
     return ParameterState(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
@@ -37,7 +40,7 @@ def gather(optimizer: ShardedAdamW, name: str, device: torch.device | str) -> Pa
 
 @torch.no_grad()
 def take_over(optimizer: ShardedAdamW, state: PortableState) -> None:
-    """Overwrite this rank's shares in place."""
+    """Overwrite this rank's shards in place."""
     for name, parameter in optimizer.parameters.items():
         found = state.read(name)
         for share, whole in zip(_shares(optimizer, name), (found.master, found.exp_avg, found.exp_avg_sq), strict=True):
@@ -46,13 +49,13 @@ def take_over(optimizer: ShardedAdamW, state: PortableState) -> None:
 
 
 def _shares(optimizer: ShardedAdamW, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Of master and moments."""
+    """This rank's shards of master weight, first and second moment."""
     share = optimizer.shares[name]
     return share.detach(), *moments(optimizer.torch_optimizer, share)
 
 
 def _cut(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's share of what every rank has."""
+    """This rank's shard of a full tensor."""
     if not isinstance(parameter, DTensor):
         raise TypeError(f"a sharded model's tensor is a DTensor, not a {type(parameter).__name__}")
     return whole[held_of(parameter)]

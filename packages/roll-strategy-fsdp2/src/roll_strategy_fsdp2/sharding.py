@@ -1,15 +1,15 @@
-"""Spreads a model over ranks: the meshes, which layers are gathered as one, and the root in whose forward all happens.
+"""FSDP2 sharding of a model: device meshes, wrapped layers, and the root module that runs every computation.
 
-    1-D        ranks 0 1 2 3      one copy of the model, a quarter of every parameter on each rank
-    HSDP       ranks 0 1 | 2 3    two copies; gradients are reduce-scattered in a row, then all-reduced across
+    1-D        ranks 0 1 2 3      one replica, a quarter of every parameter on each rank
+    HSDP       ranks 0 1 | 2 3    two replicas; gradients are reduce-scattered within a replica, then all-reduced across
     FSDP × TP  ranks 0 1          0 and 1 compute the same sequences, each with half the heads; so do 2 and 3;
-                     2 3          0 and 2 share the parameters of their half
-    FSDP × EP  ranks 0 1          0 and 1 hold half of the experts each, of which 0 and 2 share one half; all four share
+                     2 3          0 and 2 shard the parameters of their half
+    FSDP × EP  ranks 0 1          0 and 1 hold half of the experts each; 0 and 2 shard the same half; all four shard
                      2 3          the rest of each layer
 
-What belongs to no layer (embeddings, last norm, head) is not cut by tensor parallelism: every rank computes it alike.
-It is shared among all ranks of a copy nevertheless, over a mesh of its own in which the tensor-parallel ranks stand
-side by side; their gradients, which are equal, are averaged.
+Parameters outside the layers (embeddings, final norm, head) are not split by tensor parallelism; every rank computes
+them identically. FSDP shards them over all ranks of a replica, on a mesh of its own in which the tensor-parallel ranks
+are adjacent. Their gradients are equal on the tensor-parallel ranks and are averaged.
 """
 
 from __future__ import annotations
@@ -38,49 +38,65 @@ Found = TypeVar("Found")
 
 
 class Root(nn.Module):
-    """Runs computations inside its own `forward`: there FSDP has gathered what belongs to no layer."""
+    """Root FSDP module.
+
+    Runs a computation inside its `forward`, where FSDP has gathered the parameters outside the layers.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, compute: Callable[[], Found]) -> Found:
-        """Tensors that need a backward pass must stand in a tuple, where FSDP finds them."""
+        """Call `compute`. Tensors that need a backward pass must be elements of a tuple, where FSDP finds them."""
         return compute()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meshes:
-    """Of one role. Dimensions: `replicate` where there are copies, and `shard`."""
+    """Device meshes of one role.
+
+    `layers` and `rest` have a dimension `shard`, and a dimension `replicate` if there are several replicas.
+    """
 
     layers: DeviceMesh
     rest: DeviceMesh
-    """Of what belongs to no layer: the same ranks as `layers` and `tensor` together."""
+    """Mesh of the parameters outside the layers: the same ranks as `layers` and `tensor` together."""
     tensor: DeviceMesh | None
-    """One dimension, `tensor`; None where there is no tensor parallelism."""
+    """One dimension, `tensor`; None without tensor parallelism."""
     expert: DeviceMesh | None
-    """One dimension, `expert`: of ranks that hold each some experts whole; None where every rank has a share of all."""
+    """One dimension, `expert`: the ranks among which the experts are distributed. None without expert parallelism."""
     expert_shards: DeviceMesh | None
-    """Of ranks that share the same experts: `layers` without `expert`."""
+    """Mesh of the ranks that shard the same experts: `layers` without the ranks of `expert`.
+
+    None without expert parallelism.
+    """
     alone: DeviceMesh | None
-    """This rank by itself, where there is expert parallelism."""
+    """A mesh of this rank only; None without expert parallelism."""
     context: DeviceMesh | None
-    """One dimension, `context`: of ranks that share the tokens of their microbatches. It lies across `shard` and
-    `replicate`: gradients of these ranks are added up like those of any others. None where there is none."""
+    """One dimension, `context`: the ranks that split the tokens of each microbatch.
+
+    None without context parallelism.
+
+    It overlaps `shard` and `replicate`, so the gradients of these ranks are summed like those of all ranks.
+    """
 
     @property
     def tensor_size(self) -> int:
-        """Ranks that compute the same tokens."""
+        """Number of ranks that compute the same tokens."""
         return self.tensor.size() if self.tensor is not None else 1
 
     @property
     def num_together(self) -> int:
-        """Ranks that compute a sequence together."""
+        """Number of ranks that compute a sequence together."""
         return self.tensor_size * (self.context.size() if self.context is not None else 1)
 
 
 def make_meshes(mesh: MeshInfo, config: FSDP2Config) -> Meshes:
-    """Collective. Raises `PlacementError` for sizes that do not divide the ranks."""
+    """Build the device meshes of a role. Collective.
+
+    Raises `PlacementError` if the configured sizes do not divide the ranks.
+    """
     tensor, context = config.tensor_model_parallel_size, config.context_size
     if mesh.world_size % (tensor * context):
         sizes = {"tensor_model_parallel_size": tensor, config.context_key: context}
@@ -128,7 +144,7 @@ def _without(whole: DeviceMesh, dimension: str) -> DeviceMesh:
 
 
 def _mesh(mesh: MeshInfo, *dimensions: tuple[str, int]) -> DeviceMesh:
-    """Without the dimension of copies if there is one copy."""
+    """Build a device mesh; omit the dimension `replicate` if there is only one replica."""
     wanted = [(name, size) for name, size in dimensions if name != "replicate" or size > 1]
     names, sizes = zip(*wanted, strict=True)
     return init_device_mesh(torch.device(mesh.device).type, sizes, mesh_dim_names=names)
@@ -141,8 +157,11 @@ def shard(
     compute_dtype: torch.dtype,
     experts: Sequence[nn.Module] = (),
 ) -> Root:
-    """Replace the parameters of `model` by this rank's shares, in place; they move to the mesh's device, or to the host
-    with `offload_policy`. Modules of `experts` are shared among fewer ranks than the rest of their layer."""
+    """Replace the parameters of `model` by this rank's shards, in place.
+
+    They move to the mesh's device, or to host memory with `offload_policy`. The modules in `experts` are sharded over
+    fewer ranks (`meshes.expert_shards`) than the rest of their layer.
+    """
     root = Root(model)
     layers = find_layers(model, config.wrap_policy.transformer_layer_cls_to_wrap)
     on_host = CPUOffloadPolicy(pin_memory=meshes.layers.device_type != "cpu")
@@ -157,17 +176,20 @@ def shard(
         fully_shard(layer, mesh=meshes.layers, **options)
     fully_shard(root, mesh=meshes.rest, **options)
     for module in sharded_modules(root):
-        # Sums, not means: what a batch's gradient is divided by is in the loss.
+        # Sum instead of average: the loss already contains the batch's divisor.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # Experts that no token went to, on this rank only.
+        # On some ranks, an expert may receive no tokens and have no gradient.
         module.set_reduce_scatter_unused_params(True, recurse=False)
     as_fsdp(root).set_gradient_divide_factor(float(meshes.tensor_size))
     return root
 
 
 def find_layers(model: PreTrainedModel, class_names: Sequence[str]) -> list[nn.Module]:
-    """The outermost modules of these classes, by default of those that the architecture says must not be split."""
+    """The outermost modules of the classes `class_names`. Default: the classes in the model's `_no_split_modules`.
+
+    Raises `ModelError` if the model has no such module.
+    """
     wanted = set(class_names) or set(model._no_split_modules or ())
     found: list[nn.Module] = []
 
@@ -190,17 +212,20 @@ def find_layers(model: PreTrainedModel, class_names: Sequence[str]) -> list[nn.M
 
 
 def as_fsdp(root: Root) -> FSDPModule:
-    """The root by the methods that `shard` has given it."""
+    """The root, typed with the methods that `fully_shard` adds to it."""
     return cast("FSDPModule", root)
 
 
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
-    """The root and the layers."""
+    """All modules that FSDP wraps: the root, the layers, and the experts if they are distributed."""
     return [each for each in root.modules() if isinstance(each, FSDPModule)]
 
 
 def _precision(model: PreTrainedModel, compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
-    """Inputs are not cast: a model whose parameters are bfloat16 says itself what it keeps in float32."""
+    """The mixed-precision policy. Inputs are not cast: a bfloat16 model itself keeps some computations in float32.
+
+    Raises `ModelError` if the architecture keeps some parameters in float32 while the others compute in `compute`.
+    """
     held = {each.dtype for each in model.parameters()}
     if held == {compute}:
         return MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)

@@ -1,6 +1,6 @@
-"""Train strategies on FSDP2: each rank holds a share of every parameter, gradient and moment.
+"""Train strategies on FSDP2: each rank holds a shard of every parameter, gradient and Adam moment.
 
-build -> { Passes: outputs, gradients -> ShardedAdamW: clip and step on the shares }* -> Weights: gathered again
+build -> { Passes: outputs, gradients -> ShardedAdamW: clip and step on the shards }* -> Weights: gather
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 
 
 class FSDP2Strategy(TrainStrategy):
-    """Trains or, without `training`, only scores. Dropout is off."""
+    """FSDP2 strategy. Without `training` it is forward-only. Dropout is off."""
 
     capabilities = CAPABILITIES
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
-        """Load the model, keep this rank's share, find out how it computes. Collective."""
+        """Load the model, shard it, and set up passes, weights and optimizer. Collective."""
         if mesh.num_threads:
             torch.set_num_threads(mesh.num_threads)
         self._mesh, self.spec = mesh, model
@@ -70,7 +70,7 @@ class FSDP2Strategy(TrainStrategy):
         opened = open_empty(model)
         self.model: PreTrainedModel = opened[0] if opened else load_model(model)
         self.adapters = self._add_adapters(model)
-        # What is stepped is float32, begun at the weights as the model's dtype rounds them. Buffers stay as they are.
+        # Master weights are float32, initialized from weights rounded to the model's dtype. Buffers keep their dtype.
         held = torch.float32 if self.training is not None else self.compute_dtype
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(held)
@@ -98,7 +98,7 @@ class FSDP2Strategy(TrainStrategy):
 
     @property
     def data_rank(self) -> DataRank:
-        """Ranks that compute a sequence together stand side by side; the first of them leads."""
+        """Data-parallel rank. Adjacent ranks compute a sequence together; the first of them is the leader."""
         together = self.meshes.num_together
         index, place = divmod(self._mesh.rank, together)
         return DataRank(index=index, size=self._mesh.world_size // together, leader=place == 0)
@@ -118,7 +118,7 @@ class FSDP2Strategy(TrainStrategy):
         return found
 
     def _add_adapters(self, model: ModelSpec) -> Adapters | None:
-        """And say what has gradients."""
+        """Add LoRA adapters if the spec has them, and set `requires_grad` of the parameters."""
         found: Adapters | None = None
         if model.lora is not None:
             from roll_modeling.lora import add_adapters
@@ -131,18 +131,28 @@ class FSDP2Strategy(TrainStrategy):
     # -- computing -----------------------------------------------------------------------------------------------------
 
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        """On the mesh's device. Collective: every rank calls it as often as the others."""
+        """Forward pass of one microbatch without gradients; outputs are on the mesh's device.
+
+        Collective: every rank must call it the same number of times.
+        """
         (found,) = self.passes.score([micro], want)
         return found
 
     def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
-        """The idle passes are done at once, the others as they are taken."""
+        """Forward passes of all microbatches.
+
+        Idle passes run immediately; the others run as the iterator is consumed.
+        """
         self.passes.make_up_for(len(micros), want)
         return self.passes.score(micros, want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
-        """Raises `NonFiniteError`, which names the sequences, on every rank; what the gradients were is lost then.
-        Collective: a rank that finds one makes the passes that the others need, and then tells them."""
+        """Accumulate the gradients of `micros`. Collective.
+
+        Raises `NonFiniteError`, which names the sequences, on every rank, and drops the accumulated gradients. A rank
+        with a non-finite loss completes its passes, because they are collective; the error is raised on all ranks
+        afterwards.
+        """
         optimizer = self._require_training()
         try:
             return self.passes.forward_backward(micros, loss)
@@ -151,7 +161,7 @@ class FSDP2Strategy(TrainStrategy):
             raise
 
     def optimizer_step(self) -> StepStats:
-        """Collective over the ranks."""
+        """Clip gradients and run the optimizer step. Collective."""
         return self._require_training().step()
 
     def _require_training(self) -> ShardedAdamW:
@@ -169,24 +179,30 @@ class FSDP2Strategy(TrainStrategy):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Weights.export`."""
+        """Full tensors of the weights; see `Weights.export`. Collective."""
         return self.weights.export()
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """A and B in float32, the scale in B, whole on every rank. Collective."""
+        """LoRA factors A and B as full float32 tensors on every rank; B includes the LoRA scale. Collective.
+
+        Raises `UnsupportedError` without adapters.
+        """
         if self.adapters is None:
             raise UnsupportedError(f"role {self._mesh.role} trains its whole model: there are no adapters to export")
         return self.adapters.exported(self.weights.whole)
 
     def export_model(self, path: Path) -> None:
-        """See `Weights.write`."""
+        """Write a Hugging Face model directory; see `Weights.write`. Collective."""
         self.weights.write(path)
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> Callable[[], None] | None:
-        """Into rank 0's directory, see `checkpoint`. Of a model with adapters only what is trained is written, and what
-        identifies the rest. With `async_save_ckpt` the shares are copied, and left to be written. Collective."""
+        """Save into rank 0's directory, in the format of `checkpoint`. Collective.
+
+        For a model with adapters, only the trained parameters are written, with an identity of the base model. With
+        `async_save_ckpt`, shards are copied to host memory, and the returned function writes them.
+        """
         said: dict[str, Any] = {"step_count": self.optimizer.step_count if self.optimizer is not None else 0}
         if self.adapters is not None:
             said["adapters"] = self.weights.identity()
@@ -194,7 +210,7 @@ class FSDP2Strategy(TrainStrategy):
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """From rank 0's directory, whatever the number of ranks was. Collective."""
+        """Load from rank 0's directory. The number of ranks may differ from that of the save. Collective."""
         here = self.weights.identity()
         said = load_state(
             path, self._state(), lambda said: check_adapters(said.get("adapters"), self.adapters, here, path)
@@ -203,7 +219,7 @@ class FSDP2Strategy(TrainStrategy):
             self.optimizer.restored(int(said["step_count"]))
 
     def export_state(self) -> PortableState:
-        """Gathered parameter by parameter, on every rank. Collective."""
+        """Strategy-independent state. `read` gathers one full parameter at a time on every rank. Collective."""
         optimizer = self._require_training()
         return PortableState(
             step_count=optimizer.step_count,
@@ -214,7 +230,10 @@ class FSDP2Strategy(TrainStrategy):
         )
 
     def import_state(self, state: PortableState) -> None:
-        """Each rank reads all of it, a parameter at a time, and keeps its share. Collective."""
+        """Load strategy-independent state.
+
+        Each rank reads one full parameter at a time and keeps its shard. Collective.
+        """
         optimizer = self._require_training()
         check_same(state, shapes(optimizer), adapters=self.adapters, identity=self.weights.identity())
         take_over(optimizer, state)
@@ -228,19 +247,22 @@ class FSDP2Strategy(TrainStrategy):
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """The memory of this rank's shares; where that is the host's already (`offload_policy`) it stays."""
+        """Move this rank's shards of `parts` to host memory.
+
+        No-op on CPU devices; with `offload_policy` they are on the host.
+        """
         if not self.moves:
             return
         for part in parts:
             self.mover.away(part, self._held()[part])
 
     def onload(self, parts: Sequence[Part]) -> None:
-        """Into the same tensors."""
+        """Move `parts` back into the same tensors."""
         for part in parts:
             self.mover.back(part)
 
     def memory(self) -> Mapping[str, int]:
-        """Measured on this rank's shares; 0 for what is moved away."""
+        """Bytes of this rank's shards by part; 0 for parts that are offloaded."""
         held = {part: sum(each.nbytes for each in tensors) for part, tensors in self._held().items()}
         return {part: 0 if self.mover.is_away(part) else size for part, size in held.items()}
 
@@ -251,7 +273,7 @@ class FSDP2Strategy(TrainStrategy):
         return {"weights": weights, "grads": self.optimizer.gradients(), "optimizer": self.optimizer.states()}
 
     def close(self) -> None:
-        """Leave the process group and drop the optimizer's state."""
+        """Drop the optimizer state and close the process group."""
         self.optimizer = None
         if hasattr(self, "process_group"):
             self.process_group.close()

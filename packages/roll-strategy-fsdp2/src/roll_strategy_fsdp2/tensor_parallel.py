@@ -1,13 +1,13 @@
-"""Tensor parallelism by the plan that transformers brings with an architecture.
+"""Tensor parallelism by the plan that transformers ships with an architecture.
 
-    colwise   whole x  -> x Wᵀ, W cut by rows      -> a piece of the features (heads, hidden units)
-    rowwise   a piece  -> x Wᵀ, W cut by columns   -> partial, added up over the ranks, and the bias once
+    colwise   full x   -> x Wᵀ, W split by rows      -> a slice of the features (heads, hidden units)
+    rowwise   a slice  -> x Wᵀ, W split by columns   -> partial sums, all-reduced; the bias is added once
 
-Parameters become DTensors, which FSDP then cuts further; what computes is the module's own code on the plain tensors
-inside. Where a rank uses a whole parameter on a piece (norms of queries and keys) its gradient is partial; FSDP adds it
-up when it reduces it. What the plan does not name every rank computes alike.
+Parameters become DTensors, which FSDP then shards further. The module's own code computes on the local tensors. If a
+rank applies a replicated parameter to a slice (query and key norms), its gradient is partial; FSDP sums it during the
+reduction. Every rank computes modules outside the plan identically.
 
-Of mixtures each rank holds some experts whole, see `experts`.
+Each rank holds some of the experts of an MoE layer, see `experts`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ STYLES = (
     "replicated_with_grad_allreduce",
     EXPERTS,
 )
-"""Of modules in transformers' plans, those that are known here."""
+"""Supported module styles of transformers' plans."""
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Cut what the model's plan names over `mesh`, which has one dimension, and let it compute on its pieces. In place;
-    parameters may be on `meta`.
+    """Shard the modules in the model's tensor-parallel plan over `mesh`, which has one dimension.
 
-    Raises `UnsupportedError` for a plan that is not understood, `PlacementError` where sizes are no multiples of ranks.
+    The model is changed in place; its parameters may be on the meta device.
+
+    Raises `UnsupportedError` if the plan is missing or unsupported, and `PlacementError` if a size is not a multiple of
+    the number of ranks.
     """
     modules = dict(model.base_model.named_modules())
     plan = {name: style for name in modules if (style := _plan(model).get(generic(name)))}
@@ -60,7 +62,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def _plan(model: PreTrainedModel) -> Mapping[str, str]:
-    """By generic names below the base model."""
+    """The model's tensor-parallel plan. Its keys are module paths relative to the base model, with `*` for numbers."""
     found: Mapping[str, str] = getattr(model.base_model, "_tp_plan", None) or model.config.base_model_tp_plan or {}
     return found
 
@@ -69,7 +71,10 @@ def _plan(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def _check_plan(model: PreTrainedModel, plan: dict[str, str], modules: Mapping[str, nn.Module]) -> None:
-    """Also drops what belongs to no layer: it is spread by other means."""
+    """Raise `UnsupportedError` for an unsupported plan.
+
+    Also removes modules outside the layers, which FSDP shards, from `plan`.
+    """
     for name in [each for each in plan if not re.search(r"\.\d+\.", each)]:
         del plan[name]
     if not plan:
@@ -116,7 +121,7 @@ def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> 
 
 
 class _Piece:
-    """Takes the place of a module's `forward`: the same code on this rank's piece of its parameters."""
+    """Replacement of a module's `forward`: runs the original code on this rank's local parameters."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, style: str, path: str) -> None:
         self.style, self.group = style, mesh.get_group()
@@ -137,8 +142,11 @@ class _Piece:
         module.forward = self
 
     def _place(self, path: str) -> tuple[Placement, Placement]:
-        """How a parameter is cut, and what its gradient is. Low-rank adapters W + B A are cut where W is: B by rows
-        beside a W cut by rows, A by columns beside one cut by columns; the other factor is whole, on a piece."""
+        """Placement of a parameter and of its gradient.
+
+        For LoRA, W + B A, one factor is split like W: B by rows for colwise, A by columns for rowwise modules. The
+        other factor is replicated but applied to a slice, so its gradient is partial.
+        """
         is_bias, factor = path.endswith(".bias"), re.search(r"(?:^|\.)lora_([AB])\.", path)
         if self.style.startswith("colwise"):
             whole = factor is not None and factor[1] == "A"

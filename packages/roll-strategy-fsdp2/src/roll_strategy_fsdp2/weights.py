@@ -1,4 +1,4 @@
-"""A sharded model's weights as others read them: whole, by Hugging Face's names, and adapters merged."""
+"""Exports of a sharded model: full tensors by Hugging Face names, with adapters merged."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ if TYPE_CHECKING:
 
 
 class Weights:
-    """Of one model, gathered one at a time. All ranks call together."""
+    """Exporter of one model; gathers one parameter at a time. All methods are collective."""
 
     def __init__(
         self, model: PreTrainedModel, spec: ModelSpec, adapters: Adapters | None, dtype: torch.dtype, device: str
     ) -> None:
-        """`dtype` is that which computes, `device` that of the collectives."""
+        """`dtype` is the compute dtype, `device` the device of the collectives."""
         self._model, self._adapters = model, adapters
         self._dtype, self._device = dtype, device
         self._spec = replace(spec, dtype="bf16" if dtype == torch.bfloat16 else "fp32")
 
     def held(self) -> dict[str, Tensor]:
-        """What a state keeps of them: this rank's shares of all, or of the adapters alone."""
+        """The sharded tensors of a checkpoint: all parameters, or only the trained ones if there are adapters."""
         kept = dict(self._model.named_parameters()) if self._adapters is None else self._adapters.trained()
         return {name: like(each, local(each)) for name, each in kept.items()}
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in the dtype that computes, on every rank. Tied weights come once, under their first name;
-        adapters are merged in float32."""
+        """Full tensors in the compute dtype, on every rank.
+
+        Tied weights are yielded once, under their first name. Adapters are merged in float32.
+        """
         if self._adapters is None:
             for name, parameter in self._model.named_parameters():
                 yield name, self._whole(parameter, self._dtype)
@@ -49,8 +51,8 @@ class Weights:
             yield name, tensor.to(self._dtype)
 
     def write(self, path: Path) -> None:
-        """As a directory that transformers loads, by rank 0: the model, or the adapters alone where `lora_export` says
-        so."""
+        """Rank 0 writes a directory that transformers loads: the model, or only the adapters with `lora_export:
+        adapter`."""
         write_gathered(
             self._model,
             self._spec,
@@ -64,15 +66,18 @@ class Weights:
         dist.barrier()
 
     def identity(self) -> dict[str, Any] | None:
-        """Where there are adapters, what has to be the same where they go on."""
+        """Identity of the base model and adapters, which must match when training resumes; None without adapters."""
         return self._adapters.identity(self.whole) if self._adapters is not None else None
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Adapters as they are stepped, the model beneath as it computes."""
+        """The full tensor: trained adapters in float32, base-model parameters in the compute dtype."""
         return self._whole(parameter, torch.float32 if parameter.requires_grad else self._dtype)
 
     @torch.no_grad()
     def _whole(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rounded before it travels, and gathered on the device even where the shares lie on the host."""
+        """Gather a parameter in `dtype` on the device, even if its shards are in host memory.
+
+        Casting first halves traffic for bfloat16.
+        """
         share = local(parameter).to(self._device, dtype)
         return like(parameter, share).full_tensor()

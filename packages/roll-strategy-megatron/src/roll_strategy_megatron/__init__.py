@@ -1,1 +1,1 @@
-"""Megatron-Core as a train strategy of ROLL."""
+"""ROLL's train strategies on Megatron-Core."""

@@ -1,14 +1,15 @@
-"""Low-rank adapters on Megatron's layers, with the numbers of peft's on the layers of transformers.
+"""LoRA adapters on Megatron's layers, numerically equal to peft's on transformers' layers.
 
-    y = x Wᵀ + scale · (x Aᵀ) Bᵀ          of a fused layer for each part of it: [q k v], [gate up]
+    y = x Wᵀ + scale · (x Aᵀ) Bᵀ          for each part of a fused layer: [q k v], [gate up]
 
-| the layer is cut by | A `[R, I]` | B `[O, R]` | over its ranks |
+| the layer is split by | A `[R, I]` | B `[O, R]` | over its ranks |
 |---|---|---|---|
-| outputs | whole | rows, like W | the gradient of x Aᵀ is summed |
-| inputs | columns, like W | whole | x Aᵀ is summed |
-| nothing | whole | whole | |
+| outputs | replicated | rows, like W | the gradient of x Aᵀ is summed |
+| inputs | columns, like W | replicated | x Aᵀ is summed |
+| nothing | replicated | replicated | |
 
-Experts that ranks cut stand between collectives that sum for them: here nothing is, but gradients of what is whole.
+Collectives around an expert already sum its inputs' gradients and its outputs. So its adapters need no further sums,
+except of the gradients of replicated factors.
 
 Shapes: L tokens of this rank, I inputs and O outputs of a layer, R rank.
 """
@@ -41,15 +42,17 @@ Cut = Literal["outputs", "inputs", "nothing"]
 
 
 def cut_of(transform: Transform) -> Cut:
-    """How tensor parallel ranks share a layer."""
+    """The dimension by which tensor-parallel ranks split a layer."""
     if transform.tp_dim is None:
         return "nothing"
     return "inputs" if type(transform) is Copy and transform.tp_dim == 1 else "outputs"
 
 
 def stand_on(linear: nn.Module, adapter: Adapter) -> None:
-    """The layer adds to its output what the adapter finds; one that computes several experts together, what theirs
-    find of their tokens."""
+    """Attach an adapter to a layer by a forward hook, which adds the adapter's output to that of the layer.
+
+    A layer that computes several experts (grouped GEMM) gets one adapter per expert.
+    """
     beside = getattr(linear, "adapter", None)
     if isinstance(beside, OfExperts):
         beside.append(adapter)
@@ -61,15 +64,17 @@ def stand_on(linear: nn.Module, adapter: Adapter) -> None:
 
 
 class Adapter(nn.Module):
-    """Of one of Megatron's layers, or of an expert's weight in one."""
+    """Adapter of one of Megatron's layers, or of one expert's weight in a grouped layer."""
 
     enabled = True
 
     def __init__(
         self, linear: nn.Module, held: Held, num_parts: int, sizes: Sizes, group: Any, *, scale: float
     ) -> None:
-        """`sizes` are those of this rank's share, `group` the ranks that share the layer. Without factors: see
-        `add`."""
+        """`sizes` are those of this rank's shard; `group` are the ranks that shard the layer.
+
+        `add` adds the factors.
+        """
         super().__init__()
         self.held, weight = held, held.parameter
         self._group = group
@@ -83,11 +88,11 @@ class Adapter(nn.Module):
         self.factors_a, self.factors_b = nn.ParameterDict(), nn.ParameterDict()
 
     def add(self, part: int, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-        """A, without numbers, and B, which is 0, of a part of the layer; in float32 whatever the layer is."""
+        """Add the factors A (uninitialized) and B (zero) for a part of the layer, in float32. Returns both."""
         options: Any = {"dtype": torch.float32, "device": self.held.parameter.device}
         a_RI = nn.Parameter(torch.empty(rank, self.held.parameter.shape[1], **options))
         b_OR = nn.Parameter(torch.zeros(self._rows[part], rank, **options))
-        # With sequence parallel a rank has the gradient of its tokens, of factors that are whole on every rank.
+        # With sequence parallelism, a rank's gradient of a replicated factor only covers its own tokens.
         partial_a = self.sequence_parallel and self.cut != "inputs"
         partial_b = self.sequence_parallel and self.cut != "outputs"
         for each, partial in ((a_RI, partial_a), (b_OR, partial_b)):
@@ -96,7 +101,7 @@ class Adapter(nn.Module):
         return a_RI, b_OR
 
     def added(self, linear: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """The hook of a layer."""
+        """Forward hook of a layer: add the adapter's output."""
         if not self.enabled:
             return output
         found, bias = output
@@ -104,7 +109,7 @@ class Adapter(nn.Module):
         return (found + delta_LO.view(found.shape)).to(found.dtype), bias
 
     def forward(self, x_LI: Tensor) -> Tensor:
-        """`[L, O]` in float32, to be added."""
+        """The adapter's output, `[L, O]` in float32."""
         x_LI = x_LI.float()
         parts: list[Tensor | None] = []
         for part in range(len(self._rows)):
@@ -121,7 +126,7 @@ class Adapter(nn.Module):
         return self._transform.join(columns, self._sizes).flatten(0, -2).T * self.scale
 
     def _low(self, x_LI: Tensor, a_RI: Tensor) -> Tensor:
-        """x Aᵀ of all the tokens of which the layer gives outputs here."""
+        """x Aᵀ of all tokens for which the layer computes outputs on this rank."""
         group = self._group
         low_LR: Tensor = F.linear(x_LI, a_RI)
         if self.is_expert or self.cut == "nothing":
@@ -139,7 +144,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """This rank's share of W + scale · B A, a new tensor in the weight's dtype, computed in float32."""
+        """This rank's shard of W + scale · B A: a new tensor in the weight's dtype, computed in float32."""
         weight = self.held.parameter.detach()
         parts = [
             self.factors_b[key] @ self.factors_a[key]
@@ -152,10 +157,10 @@ class Adapter(nn.Module):
 
 
 class OfExperts(nn.ModuleList):
-    """Of a layer that computes the experts of a rank together, and is told how many tokens each has."""
+    """Adapters of a layer that computes a rank's experts together, from the number of tokens per expert."""
 
     def added(self, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """The hook of the layer. Its tokens stand in the order of its experts, which all have an adapter."""
+        """Forward hook of the layer. Its tokens are sorted by expert, and every expert has an adapter."""
         adapters: list[Any] = sorted(self, key=lambda each: each.held.expert)
         if not adapters[0].enabled:
             return output
@@ -166,7 +171,7 @@ class OfExperts(nn.ModuleList):
 
 
 def partial_factors(adapters: Sequence[Adapter]) -> list[nn.Parameter]:
-    """Those whose gradient is a part of a sum over the ranks that cut an expert."""
+    """Factors whose gradient is a partial sum over the ranks that shard an expert."""
     found: list[nn.Parameter] = []
     for each in adapters:
         if each.is_expert and each.cut != "nothing":

@@ -1,9 +1,9 @@
-"""Core attention over packed sequences, shared among context parallel ranks, by torch's own kernels.
+"""Core attention over packed sequences by torch's kernels, with context parallelism.
 
-Keys and values are gathered over the context parallel ranks (as in Llama 3's training, arXiv:2407.21783, 3.3.2), and
-each rank attends with its own queries; gradients of keys and values are summed on the way back.
+Keys and values are all-gathered over the context-parallel ranks (as in Llama 3's training, arXiv:2407.21783, 3.3.2),
+and each rank attends with its own queries. Gradients of keys and values are summed in the backward pass.
 
-Shapes: L tokens on this rank, P over all context parallel ranks, H query heads, K key/value heads, D head size.
+Shapes: L tokens on this rank, P over all context-parallel ranks, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ if TYPE_CHECKING:
 
 
 KERNEL = varlen_attn is not None and {"window_size", "enable_gqa"} <= {*inspect.signature(varlen_attn).parameters}
-"""Torch's door to the kernels has windows and grouped heads."""
+"""True if torch's `varlen_attn` supports sliding windows and grouped-query attention."""
 LARGEST_HEAD = 192
-"""Beyond it they have no backward pass on some devices."""
+"""Largest head size with a backward pass on all supported devices."""
 AMPERE = (8, 0)
 
 
 class PackedAttention(nn.Module):
-    """Stands where Megatron puts its core attention, which takes neither packed sequences nor shared ones."""
+    """Replacement of Megatron's local core attention, which supports neither packed sequences nor context
+    parallelism."""
 
     def __init__(
         self, config: Any, layer_number: int, *, scale: float | None = None, pg_collection: Any, **_unused: object
     ) -> None:
-        """`scale` of the scores; by the head size where not given."""
+        """`scale` multiplies the attention scores. Default: 1 / sqrt(head size)."""
         super().__init__()
         self.scale = config.kv_channels**-0.5 if scale is None else scale
         self.window: int = config.window_size[0] + 1 if config.window_size else 0
@@ -64,8 +65,13 @@ class PackedAttention(nn.Module):
         packed_seq_params: Packed,
         **_unused: object,
     ) -> Tensor:
-        """`[L, H, D]` queries and `[L, K, D]` keys and values to `[L, H · D]`. Values may be smaller than keys: they
-        are filled up with zeros, and what comes of these is cut off."""
+        """Attention of `[L, H, D]` queries, `[L, K, D]` keys and values.
+
+        Returns `[L, H · D]`, with D the head size of the values.
+
+        Values may be smaller than keys. They are then padded with zeros, and the corresponding part of the output is
+        dropped.
+        """
         size = value.shape[-1]
         if size < key.shape[-1]:
             value = F.pad(value, (0, key.shape[-1] - size))
@@ -94,10 +100,10 @@ class PackedAttention(nn.Module):
         both = gather_from_sequence_parallel_region(
             torch.stack([key, value], dim=1).contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
         )
-        # Of each rank, then of each sequence: its piece from the front and its piece from the back.
+        # Per rank, then per sequence: its front piece and its back piece.
         by_rank = [torch.split(each, shares) for each in torch.split(both, sum(shares))]
         pieces = [share // 2 for share in shares for _ in range(2)]
-        seen: list[Tensor] = []  # of each piece of queries, which are the last of the sequence so far
+        seen: list[Tensor] = []  # keys and values that each piece of queries attends to
         for at, share in enumerate(shares):
             halves = [each[at].chunk(2) for each in by_rank]
             whole = torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
@@ -115,8 +121,9 @@ class PackedAttention(nn.Module):
         return torch.cat([self._attend(part, *each.unbind(1)) for part, each in zip(queries, seen, strict=True)])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries are the last of the sequence so far."""
-        # On a device whose kernels know this shape no mask is made: a long sequence's would be larger than all else.
+        """Causal attention of queries that are the last tokens of the keys' sequence."""
+        # Where fused kernels support this bias, no mask is allocated; for long sequences it would exceed all other
+        # memory.
         seen: Tensor = causal_lower_right(query.shape[0], key.shape[0])
         if self.window:
             before = key.shape[0] - query.shape[0]
@@ -142,7 +149,7 @@ class PackedAttention(nn.Module):
         longest_query: int,
         longest_key: int,
     ) -> Tensor:
-        """All sequences, or all pieces of them, at once."""
+        """Attention of all sequences, or all pieces of them, by one kernel call."""
         found: Tensor = varlen_attn(
             query,
             key,
@@ -159,7 +166,7 @@ class PackedAttention(nn.Module):
 
 
 def kernel_takes(query: Tensor) -> bool:
-    """Whether torch's kernels of flash-attn 2 take these `[L, H, D]`, so that one call is enough for all sequences."""
+    """True if torch's flash-attn 2 kernels support this `[L, H, D]` tensor, so that one call handles all sequences."""
     return (
         KERNEL
         and query.is_cuda
@@ -176,5 +183,5 @@ def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _heads_first(each: Tensor) -> Tensor:
-    """`[L, H, D]` to `[1, H, L, D]`."""
+    """Transpose `[L, H, D]` to `[1, H, L, D]`."""
     return each.transpose(0, 1)[None]

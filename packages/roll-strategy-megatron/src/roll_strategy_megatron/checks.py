@@ -1,4 +1,4 @@
-"""What `roll-core doctor` says of libraries that Megatron's layers are made of where these are there."""
+"""Checks of `roll-core doctor` for the libraries that Megatron's layers use if they are installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def layers(situation: Situation) -> Iterator[CheckResult]:
-    """Transformer Engine and flash-attn, by what is installed: neither is imported."""
+    """Check the installed versions of Transformer Engine and flash-attn, without importing them."""
     asked = _asked(situation)
     if situation.config is not None and not asked:
         return
@@ -44,7 +44,7 @@ def layers(situation: Situation) -> Iterator[CheckResult]:
 
 
 def _asked(situation: Situation) -> dict[str, str]:
-    """`transformer_impl` of the roles that would run on Megatron in this environment."""
+    """`transformer_impl` by role, for the roles that run on Megatron in this environment."""
     names = {each.name for each in roll_train_strategies()}
     found: dict[str, str] = {}
     for name, role in situation.config.roles().items() if situation.config is not None else ():

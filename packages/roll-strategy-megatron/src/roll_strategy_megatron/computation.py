@@ -1,8 +1,8 @@
-"""Passes of microbatches through the ranks of a replica, and what stands at the end of the last stage.
+"""Forward and backward passes of microbatches through the stages of a replica, and the outputs of the last stage.
 
     stage 0: tokens -> layers ->  stage 1: layers -> hidden states -> head -> outputs -> loss
 
-Shapes: T flat tokens, L tokens of this rank, N of them with one after them, H hidden size, K top-k.
+Shapes: T flat tokens, L tokens of this rank, N of them with a successor, H hidden size, K top-k.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 
 class Computation:
-    """Of the runs of layers of one model; `wrapped` are the same as they are trained."""
+    """Passes of one model's chunks (`runs`); `wrapped` are the chunks inside `DistributedDataParallel`, if they are
+    trained."""
 
     def __init__(
         self,
@@ -72,10 +73,16 @@ class Computation:
         *,
         backward: bool,
     ) -> tuple[list[Any], list[Tensor | None]]:
-        """What `at_end` returned beside the loss, of each microbatch; None but on the last stage. And, on every rank,
-        `routing_disagreement_T` of each: it is complete only after the last stage. Where experts are spread over
-        replicas, all of them call it together."""
-        # Where each bucket of gradients is added up as soon as it is there, every replica has to have some.
+        """Run all microbatches through the pipeline.
+
+        Returns, for each microbatch:
+
+        - what `at_end` returned beside the loss; None except on the last stage
+        - `routing_disagreement_T`, on every rank, complete after all stages
+
+        Collective over the replica, and over all replicas that share experts.
+        """
+        # With overlapped reduction, every replica must run at least one backward pass.
         fewest = 1 if backward and self.config.overlap_grad_reduce else 0
         balanced = backward and self.balancing is not None
         passages = self._passages(micros, want, fewest, balanced=balanced)
@@ -101,14 +108,17 @@ class Computation:
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             outputs = self._outputs(hidden, passage, want)
             loss, found = at_end(passage, outputs)
-            # Megatron would divide by a number of tokens: losses here bring their own denominators.
+            # A token count of 0, because the loss already contains its divisor.
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), found
 
         return model(passage.packing), finish
 
     def _passages(self, micros: Sequence[MicroBatch], want: Want, fewest: int, *, balanced: bool) -> list[Passage]:
-        """Replicas that share experts go through as many microbatches as each other, interleaved stages through a
-        multiple of their number. What is lacking comes last, and counts for nothing."""
+        """Pack the microbatches and append idle ones at the end.
+
+        Replicas that share experts need equal numbers of microbatches; interleaved schedules need a multiple of the
+        stages.
+        """
         for each in micros:
             self._check_experts(each)
         number = max(len(micros), fewest)
@@ -121,7 +131,7 @@ class Computation:
         cp_size, align = self.parallel.cp.size(), self.parallel.tp.size() if self.config.sequence_parallel else 1
         tokens = [0] * number
         if number and self.parallel.replicas_share_experts and self.config.moe_token_dispatcher_type == "allgather":
-            # Each rank gets the tokens of all, and takes there to be as many on each as it has itself.
+            # Each rank receives the tokens of all ranks, and assumes that all have as many as itself.
             padded = [num_padded(each.lengths, cp_size=cp_size, align=align) for each, _ in moved]
             tokens = self.parallel.most(padded, self.parallel.dp)
         return [
@@ -159,7 +169,7 @@ class Computation:
     # -- the last stage ------------------------------------------------------------------------------------------------
 
     def _outputs(self, hidden: Tensor, passage: Passage, want: Want) -> TokenOutputs:
-        """Complete on each of the stage's ranks."""
+        """Outputs of a microbatch, complete on each rank of the last stage."""
         if self.task == "causal_lm":
             return self._of_tokens(hidden, passage, want)
         scores_L: Tensor = self.runs[-1].output_layer(hidden)
@@ -197,14 +207,16 @@ class Computation:
         )
 
     def _spread(self, rows_N: Tensor, passage: Passage) -> Tensor:
-        """To their places among all tokens."""
+        """Scatter rows to the indices of their tokens among the T, and sum over context-parallel ranks."""
         places_N = passage.packing.places_N
         own = rows_N.new_zeros(passage.micro.num_tokens, *rows_N.shape[1:]).index_copy(0, places_N, rows_N)
         return self._over_context(own)
 
     def _over_context(self, own: Tensor) -> Tensor:
-        """Each rank has some tokens' outputs and 0 for the others. All compute the same loss of all of them, so that a
-        rank's gradient is that of its own tokens."""
+        """Sum over context-parallel ranks, each of which has its own tokens' outputs and 0 for the others.
+
+        All ranks compute the same loss of all tokens, so the backward pass needs no sum.
+        """
         if self.parallel.cp.size() == 1:
             return own
         if own.requires_grad:
@@ -218,7 +230,7 @@ class Computation:
     def on_all_stages(
         self, outputs: TokenOutputs | None, micro: MicroBatch, want: Want, disagreement_T: Tensor | None
     ) -> TokenOutputs:
-        """What the last stage has, beside what all have. Collective over the stages."""
+        """Broadcast the last stage's outputs to all stages and add `disagreement_T`. Collective over the stages."""
         last = self.parallel.pp.size() - 1
 
         def of(found: Tensor | None, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -240,13 +252,13 @@ class Computation:
 
 
 def idle_micro() -> MicroBatch:
-    """What a rank computes that has nothing to compute while others need it: two tokens."""
+    """A microbatch of one dummy sequence with two tokens, for ranks that only participate in collectives."""
     mask = np.array([False, True])
     return pack([TrainSequence(id="idle", tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]
 
 
 def nothing(outputs: TokenOutputs) -> Tensor:
-    """A loss of 0 that depends on everything that a real one may depend on."""
+    """A loss of 0 that depends on every output that a real loss may depend on."""
     every = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
     parts = [each for each in every if each is not None and each.requires_grad]
     return torch.stack([each.sum() * 0.0 for each in parts]).sum() if parts else torch.zeros(())

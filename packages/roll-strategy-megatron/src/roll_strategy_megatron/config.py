@@ -1,8 +1,9 @@
-"""Configuration of the Megatron strategies, in the words that Megatron and ROLL's users have. Light.
+"""Configuration of the Megatron strategies, with the key names of Megatron and ROLL. Imports no torch.
 
     ranks of the role = tensor × pipeline × context × data parallel
 
-Experts are spread over the ranks of tensor × context × data parallel, in groups of expert tensor × expert parallel.
+Experts are distributed over the tensor × context × data parallel ranks of a stage, in groups of expert tensor × expert
+parallel ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ REFUSED = {
     "use_precision_aware_optimizer": "moments and masters are float32",
     "additional_configs": "keys that nothing checks would be ignored when they are misspelt",
 }
-"""Keys that configs written for ROLL may have, and why they are not honoured; a value that says no is accepted."""
+"""Keys in configs written for ROLL that are not supported, and why. A value that disables the feature is accepted."""
 MICROBATCHES = (
     "its gradient depends on how a batch is cut into microbatches; seq_aux_loss balances each sequence by itself"
 )
@@ -59,16 +60,15 @@ BALANCED_OTHERWISE = {
     "global_aux_loss": MICROBATCHES,
     "sinkhorn": "it chooses other experts in training than the engine that generates",
 }
-"""Megatron's values of `moe_router_load_balancing_type` that are refused."""
+"""Values of `moe_router_load_balancing_type` that Megatron supports and ROLL does not, and why."""
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures without experts."""
-"""What architectures call it."""
+"""Model types without experts."""
 LATENT = ("deepseek_v3",)
-"""Architectures with latent attention."""
+"""Model types with latent attention."""
 ARCHITECTURES = (*DENSE, *LATENT, "mixtral", "qwen3_moe")
-"""That the bridge knows without another package."""
+"""Model types that the bridge supports without other packages."""
 ENTRY_POINTS = "roll.megatron_architectures"
-"""By which packages bring further ones."""
+"""Entry point group by which packages add architectures."""
 RECOMPUTATION = (
     "recompute_granularity",
     "recompute_method",
@@ -76,108 +76,144 @@ RECOMPUTATION = (
     "recompute_modules",
     "moe_layer_recompute",
 )
-"""Keys that say what gradient checkpointing computes again."""
+"""Keys that configure gradient checkpointing."""
 MASTERS_APART = (
     "models in bf16 that are trained whole (model_args.dtype: bf16, no lora_target): of tensors in float32 Megatron can"
     " put no copies on the host"
 )
 OF_EXPERTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_layer_recompute", "moe_grouped_gemm")
-"""Keys that ask for something of experts."""
+"""Keys that require a model with experts."""
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
 
 
 class MegatronConfig(StrategyConfig):
-    """`strategy_config` of `megatron_train`, and all that of `megatron_infer`."""
+    """`strategy_config` of `megatron_train`. `megatron_infer` has the same keys, see `ScoringConfig`."""
 
     tensor_model_parallel_size: PositiveInt = 1
-    """Ranks that share each layer: they cut its matrices. They should stand on one host."""
+    """Degree of tensor parallelism: ranks that shard the matrices of each layer. They should be on one host."""
     pipeline_model_parallel_size: PositiveInt = 1
-    """Stages: groups of ranks with different layers, through which microbatches flow one behind the other."""
+    """Number of pipeline stages: groups of ranks with different layers, through which microbatches are pipelined."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Runs of layers that each stage holds, through which microbatches go in turns: stages wait less for each other,
-    and send more. A step's microbatches are filled up to a multiple of `pipeline_model_parallel_size` by empty ones."""
+    """Number of model chunks per stage (interleaved schedule).
+
+    More chunks mean a smaller pipeline bubble and more communication. A step's microbatches are padded to a multiple of
+    `pipeline_model_parallel_size` by idle ones.
+    """
     pipeline_model_parallel_layout: str | None = None
-    """Which layers each run holds, as Megatron writes it, one run of all stages after the other: `E` the embedding, `t`
-    a layer, `L` the output layer, a bar between runs; `t*3` is three layers. Spread evenly where not given."""
+    """Layers of each model chunk in Megatron's notation; the chunks of all stages follow one another.
+
+    `E` is the embedding, `t` a layer, `L` the output layer, and a bar separates chunks; `t*3` is three layers. Default:
+    an even split.
+    """
     context_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence's tokens."""
+    """Degree of context parallelism: ranks that split the tokens of each sequence."""
     expert_model_parallel_size: PositiveInt = 1
-    """Ranks over which the experts of a mixture are spread."""
+    """Degree of expert parallelism: ranks over which the experts of each MoE layer are distributed."""
     expert_tensor_parallel_size: PositiveInt | None = None
-    """Ranks that cut the matrices of each expert; `tensor_model_parallel_size` where not given."""
+    """Degree of tensor parallelism within each expert. Default: `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
-    """Cut activations between the layers by tokens over the tensor parallel ranks: less memory for the same numbers.
-    Beside a `tensor_model_parallel_size` above 1, training a model with experts needs it, and latent attention does
-    everywhere."""
+    """Split the activations between layers by tokens over the tensor-parallel ranks, which saves memory.
+
+    With a `tensor_model_parallel_size` above 1, it is required for training MoE models, for
+    `expert_model_parallel_size` above 1, and for latent attention.
+    """
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """What layers are made of: Megatron's own modules (`local`) or Transformer Engine's. `auto`: Transformer Engine's
-    where it is installed, for models in bf16 on CUDA. What is saved is the same."""
+    """Layer implementation: Megatron's own modules (`local`) or Transformer Engine's.
+
+    `auto` selects Transformer Engine for bf16 models on CUDA if it is installed. Checkpoints are the same for both.
+    """
     attention_backend: Literal["auto", "flash", "fused"] = "auto"
-    """Of Transformer Engine's layers: flash-attn's attention, cuDNN's (`fused`), or whichever it finds faster. Stands
-    for NVTE_FLASH_ATTN and NVTE_FUSED_ATTN, which Megatron sets."""
+    """Attention kernel of Transformer Engine's layers: flash-attn, cuDNN (`fused`), or the faster one (`auto`).
+
+    It replaces the variables NVTE_FLASH_ATTN and NVTE_FUSED_ATTN, which Megatron sets.
+    """
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer when layers are spread over stages."""
+    """Count the embedding as a layer when layers are split into stages."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count the output layer as a layer when layers are spread over stages."""
+    """Count the output layer as a layer when layers are split into stages."""
     use_distributed_optimizer: Literal[True] = True
-    """Spread the optimizer's state over data parallel ranks. Always so: the numbers are the same, the memory less."""
+    """Shard the optimizer state over data-parallel ranks. Always on; it changes memory use, not results."""
     overlap_grad_reduce: bool = False
-    """Add gradients up over replicas while the backward pass of the last microbatch still runs, bucket by bucket."""
+    """Reduce gradients over replicas bucket by bucket during the backward pass of the last microbatch."""
     ddp_bucket_size: PositiveInt | None = None
-    """Of `overlap_grad_reduce`: parameters of a bucket, on the first stage; others have one. Where not given Megatron's
-    40 million, or a million per replica where that is more."""
+    """With `overlap_grad_reduce`: number of parameters per bucket on the first stage; other stages have one bucket.
+
+    Default (Megatron's): 40 million, or 1 million per replica if that is more.
+    """
     optimizer_cpu_offload: bool = False
-    """Keep AdamW's moments on the hosts and take its steps there (Megatron's HybridDeviceOptimizer): 8 bytes less per
-    parameter of a rank's share on the device, 16 on the host, and slower steps."""
+    """Keep AdamW's moments in host memory and run the optimizer step there (Megatron's HybridDeviceOptimizer).
+
+    Per parameter of a rank's shard, it saves 8 bytes on the device and needs 16 on the host. Steps are slower.
+    """
     optimizer_offload_fraction: Fraction = 1.0
-    """Of `optimizer_cpu_offload`: the share of a rank's parameters, as many whole tensors as it takes."""
+    """With `optimizer_cpu_offload`: fraction of a rank's parameters that are offloaded, in full tensors."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
-    """Of `optimizer_cpu_offload`: copy gradients and parameters of some tensors while others are stepped."""
+    """With `optimizer_cpu_offload`: copy gradients and parameters of some tensors while others are updated."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """What is computed again in the backward pass where `model_args` asks for gradient checkpointing: whole layers
-    (where not given), or the parts named in `recompute_modules`."""
+    """What to recompute in the backward pass if `model_args` enables gradient checkpointing.
+
+    `full` (default): whole layers. `selective`: the modules in `recompute_modules`.
+    """
     recompute_method: Literal["uniform", "block"] | None = None
-    """Of `full`: groups of `recompute_num_layers` layers, or the first so many of each stage. `uniform` where not
-    given."""
+    """With `full`: recompute in groups of `recompute_num_layers` layers (`uniform`, default), or only the first
+    `recompute_num_layers` layers of each stage (`block`)."""
     recompute_num_layers: PositiveInt | None = None
-    """See `recompute_method`; 1 where not given."""
+    """Number of layers, see `recompute_method`. Default: 1."""
     recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = None
-    """Of `selective`; `core_attn` where not given. `mlp` are feed-forward layers without experts, `moe` those with.
-    Megatron has others, for Transformer Engine's layers, which have not been tried."""
+    """With `selective`: the recomputed modules. Default: `core_attn`.
+
+    `mlp` are dense feed-forward layers, `moe` those with experts. Megatron's other values are for Transformer Engine
+    and not tested.
+    """
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts. With `allgather` all go to all ranks that share experts, and microbatches are
-    padded to the longest among these."""
+    """Token dispatcher of MoE layers.
+
+    With `allgather`, all ranks that share experts receive all tokens, and microbatches are padded to the longest of
+    these ranks.
+    """
     moe_grouped_gemm: bool | None = None
-    """Compute the experts of a rank together, by Transformer Engine's GroupedLinear, rather than one after another.
-    Where not given, wherever layers are Transformer Engine's."""
+    """Compute a rank's experts together by Transformer Engine's GroupedLinear instead of one after another.
+
+    Default: true with Transformer Engine's layers.
+    """
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
-    """In which experts are chosen."""
+    """Dtype of the router computation."""
     moe_layer_recompute: bool = False
-    """Adds `moe` to `recompute_modules`; where `recompute_granularity` is not given it is `selective` then."""
+    """Add `moe` to `recompute_modules`. `recompute_granularity` then defaults to `selective`."""
     moe_aux_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the load balancing loss that every layer with experts adds to the objective; reported as
-    `load_balancing_loss`, which is 1 where experts are used alike. 0.001 is usual."""
+    """Coefficient of the load-balancing loss that each MoE layer adds to the objective; 0.001 is common.
+
+    Reported as `load_balancing_loss`, which is 1 if all experts are used equally.
+    """
     moe_router_load_balancing_type: Literal["seq_aux_loss", "none"] = "seq_aux_loss"
-    """What `moe_aux_loss_coeff` weighs: the balance within each sequence that is trained, averaged over the step's."""
+    """Type of the load-balancing loss: the balance within each trained sequence, averaged over the sequences of a
+    step."""
     moe_z_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the mean square of the routers' log-normalisers, which keeps their logits small; reported as
-    `router_z_loss`. 0.001 is usual."""
+    """Coefficient of the router z-loss, the mean square of the log-sum-exp of router logits; 0.001 is common.
+
+    It keeps router logits small. Reported as `router_z_loss`.
+    """
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits exist at once while logprobs and entropy are computed; by vocabulary and device where not
-    given."""
+    """Tokens per chunk when logprobs and entropy are computed; the logits of one chunk are in memory at a time.
+
+    Default: depends on the vocabulary size and the device.
+    """
     async_save_ckpt: bool = False
-    """Copy what a checkpoint holds to the hosts and write it while the next steps run: takes them as much memory as it
-    is large, 12 bytes per parameter, for so long. Where not given, a step waits until all is written."""
+    """Copy checkpoints to host memory and write them in the background during the next steps.
+
+    Until the files are written, the copies need 12 bytes of host memory per parameter, divided over the hosts. If
+    false, training continues only after the checkpoint is written.
+    """
 
     @property
     def trains(self) -> bool:
-        """Whether the strategy has an optimizer."""
+        """True if the strategy has an optimizer."""
         return True
 
     @property
     def runs_per_stage(self) -> int:
-        """Runs of layers that a stage holds: 1 unless stages are interleaved."""
+        """Number of model chunks per stage; 1 unless the schedule is interleaved."""
         if self.pipeline_model_parallel_layout is not None:
             return len(runs(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size
         return self.virtual_pipeline_model_parallel_size or 1
@@ -192,7 +228,7 @@ class MegatronConfig(StrategyConfig):
         }
 
     def replica_arithmetic(self) -> str:
-        """Spelled out."""
+        """The product of the parallel sizes of one replica, for error messages."""
         return (
             f"tensor_model_parallel_size {self.tensor_model_parallel_size} × pipeline_model_parallel_size"
             f" {self.pipeline_model_parallel_size} × context_parallel_size {self.context_parallel_size}"
@@ -200,24 +236,29 @@ class MegatronConfig(StrategyConfig):
 
     @property
     def recomputation(self) -> Literal["full", "selective"]:
-        """What is done where `model_args` asks for gradient checkpointing."""
+        """Granularity of recomputation if `model_args` enables gradient checkpointing."""
         return self.recompute_granularity or ("selective" if self.moe_layer_recompute else "full")
 
     @property
     def recomputed_modules(self) -> list[str]:
-        """Of `selective`."""
+        """Modules that `selective` recomputes."""
         modules: list[str] = [*(self.recompute_modules or ("core_attn",))]
         return [*modules, "moe"] if self.moe_layer_recompute and "moe" not in modules else modules
 
     def worker_environment(self) -> tuple[EnvVar, ...]:
-        """Where ranks share a layer or a sequence."""
+        """Environment variables of the worker processes: CUDA_DEVICE_MAX_CONNECTIONS with tensor or context
+        parallelism."""
         if self.tensor_model_parallel_size == self.context_parallel_size == 1:
             return ()
         why = "Megatron begins to communicate before it computes, and relies on the device to begin in the same order"
         return (EnvVar(name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", reason=why),)
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """The bridge has the architecture; layers go evenly over stages, and what ranks share of a layer over them."""
+        """Check the model's config keys against this strategy config.
+
+        Raises `ValueError` if the bridge does not support the architecture, or if layers, heads, hidden units or
+        experts cannot be divided evenly.
+        """
         if "text_config" not in keys:
             _check_architecture(keys.get("model_type"))
         layers = keys.get("num_hidden_layers")
@@ -245,7 +286,7 @@ class MegatronConfig(StrategyConfig):
             raise ValueError(f"{asked[0]} is for models with experts; a {keys['model_type']} has none")
 
     def check_sequence_parallel(self, *, experts: bool, latent: bool) -> None:
-        """Raises `ValueError` for a model that Megatron computes with tensor parallel only beside it."""
+        """Raise `ValueError` if the model requires sequence parallelism with tensor parallelism, and it is off."""
         if self.tensor_model_parallel_size == 1 or self.sequence_parallel:
             return
         beside = "under a tensor_model_parallel_size above 1 needs sequence_parallel: true"
@@ -255,7 +296,8 @@ class MegatronConfig(StrategyConfig):
             raise ValueError(f"training a model with experts {beside}; where it only scores, megatron_infer does not")
 
     def check_model_args(self, given: Mapping[str, Any]) -> None:
-        """What is to be computed again is said only where something is."""
+        """Raise `ValueError` for recomputation keys without gradient checkpointing, and for unsupported optimizer
+        offload."""
         asked = [key for key in RECOMPUTATION if getattr(self, key)]
         if asked and given.get("disable_gradient_checkpointing") is True:
             raise ValueError(
@@ -364,7 +406,7 @@ class MegatronConfig(StrategyConfig):
 
 
 class ScoringConfig(MegatronConfig):
-    """The same keys for `megatron_infer`."""
+    """`strategy_config` of `megatron_infer`, which has no optimizer."""
 
     @property
     @override
@@ -384,8 +426,10 @@ def _check_architecture(model_type: object) -> None:
 
 
 def runs(layout: str) -> list[str]:
-    """Of a `pipeline_model_parallel_layout`, without repetitions: `Et|(tt|)*2L` is `Et`, `tt`, `tt`, `L`. Raises
-    `ValueError` for what is none."""
+    """Model chunks of a `pipeline_model_parallel_layout`, with repetitions expanded.
+
+    `Et|(tt|)*2L` becomes `Et`, `tt`, `tt`, `L`. Raises `ValueError` for an invalid layout.
+    """
     text = layout.replace(",", "").replace(" ", "")
     for repeated in (r"\(([^()]+)\)\*(\d+)", r"([EtL|])\*(\d+)"):
         text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)

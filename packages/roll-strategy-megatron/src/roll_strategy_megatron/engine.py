@@ -1,4 +1,4 @@
-"""Whether a model is made of Transformer Engine's modules, which need CUDA and are not there everywhere."""
+"""Choice between Megatron's own layers and Transformer Engine's, which require CUDA and a separate installation."""
 
 from __future__ import annotations
 
@@ -21,29 +21,35 @@ if TYPE_CHECKING:
 
 ENGINE = "transformer_engine"
 OLDEST = "2.9"
-"""The first that megatron-core 0.16.1 names."""
+"""Oldest version supported by megatron-core 0.16.1."""
 INSTALL = f"pip install --no-build-isolation 'transformer-engine[pytorch]>={OLDEST}'"
 BACKENDS = {"auto": "111", "flash": "100", "fused": "010"}
-"""What Megatron sets NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN to, by `attention_backend`."""
+"""Values of NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN that Megatron sets, by `attention_backend`."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Make:
-    """What the layers of a model are made of."""
+    """Implementation of a model's layers."""
 
     engine: bool
-    """Transformer Engine's modules rather than Megatron's own."""
+    """Use Transformer Engine's modules instead of Megatron's own."""
     grouped: bool = False
-    """The experts of a rank are computed together."""
+    """Compute a rank's experts together (grouped GEMM)."""
     fused_norms: bool = False
-    """A norm and the matrix behind it are one module, from which what adapters take in does not come out."""
+    """Fuse norms with the following linear layer.
+
+    Off with LoRA, because a fused module does not expose the adapters' input.
+    """
 
 
 def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, settings: Mapping[str, Any]) -> Make:
-    """For a model with these arguments of Megatron's `TransformerConfig`. Raises `UnsupportedError` for what is asked
-    for by name and cannot be had."""
+    """Choose the layer implementation. `settings` are the arguments of Megatron's `TransformerConfig`.
+
+    Raises `UnsupportedError` if the config requires Transformer Engine and it cannot be used, and `ModelError` if
+    environment variables contradict `attention_backend`.
+    """
     asked = config.transformer_impl == ENGINE
     reason = _why_not(config, settings)
     if asked and reason:
@@ -67,12 +73,12 @@ def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, setti
 
 
 def lacking_engine() -> str:
-    """Why Transformer Engine cannot be used in this process; empty where it can."""
+    """Why Transformer Engine cannot be used in this process; empty if it can."""
     if find_spec(ENGINE) is None:
         return f"Transformer Engine is not installed. It needs CUDA: {INSTALL}"
     try:
         importlib.import_module(f"{ENGINE}.pytorch")
-    except Exception as error:  # of a library that was compiled for another torch or CUDA: whatever it raises
+    except Exception as error:  # a library built for a different torch or CUDA may raise anything
         return f"Transformer Engine cannot be imported ({type(error).__name__}: {error}). Compiled anew: {INSTALL}"
     from megatron.core.utils import get_te_version, is_te_min_version
 
@@ -82,7 +88,7 @@ def lacking_engine() -> str:
 
 
 def _why_not(config: MegatronConfig, settings: Mapping[str, Any]) -> str:
-    """What speaks against it, whether or not it is asked for."""
+    """Why Transformer Engine cannot be used with this config; empty if it can."""
     if config.transformer_impl == "local":
         return "transformer_impl is local"
     lacking = lacking_engine()
@@ -96,7 +102,7 @@ def _why_not(config: MegatronConfig, settings: Mapping[str, Any]) -> str:
 
 
 def _unsuited(model: ModelSpec, device: torch.device) -> str:
-    """Why `auto` does without it."""
+    """Why `auto` selects Megatron's own layers; empty if it does not."""
     if device.type != "cuda":
         return f"the device is {device}"
     if model.dtype != "bf16":
@@ -105,7 +111,8 @@ def _unsuited(model: ModelSpec, device: torch.device) -> str:
 
 
 def _check_environment(config: MegatronConfig) -> None:
-    """Megatron wants three variables to be what the config says, or not set."""
+    """Raise `ModelError` if NVTE variables in the environment contradict `attention_backend`; Megatron would fail on
+    them."""
     names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     for name, expected in zip(names, BACKENDS[config.attention_backend], strict=True):
         found = os.environ.get(name, expected)

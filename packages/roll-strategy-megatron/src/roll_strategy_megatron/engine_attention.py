@@ -1,4 +1,4 @@
-"""Transformer Engine's core attention over packed sequences. Imported only where Transformer Engine is there."""
+"""Transformer Engine's core attention over packed sequences. Imported only if Transformer Engine is installed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 
 class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
-    """For values that are smaller than keys, too (latent attention), which it takes of sequences side by side alone:
-    they are filled up with zeros, and what comes of these is cut off."""
+    """Transformer Engine's attention that also supports values smaller than keys (latent attention).
+
+    Transformer Engine supports these only for unpacked sequences. Here values are padded with zeros, and the
+    corresponding part of the output is dropped.
+    """
 
     def __init__(
         self,
@@ -24,7 +27,7 @@ class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
         v_channels: int | None = None,
         **options: Any,
     ) -> None:
-        """`scale` of the scores goes before what Megatron computes."""
+        """`scale` of the attention scores overrides `softmax_scale`, which Megatron passes."""
         super().__init__(
             softmax_scale=softmax_scale if scale is None else scale,
             k_channels=k_channels,
@@ -33,7 +36,10 @@ class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
         )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """`[L, H, D]` queries and `[L, K, D]` keys and values to `[L, H · D]`, D that of the values."""
+        """Attention of `[L, H, D]` queries, `[L, K, D]` keys and values.
+
+        Returns `[L, H · D]`, with D the head size of the values.
+        """
         size, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
         if missing:
             value = F.pad(value, (0, missing))

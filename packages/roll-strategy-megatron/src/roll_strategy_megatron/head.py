@@ -1,9 +1,11 @@
-"""Logprobs, entropies and top-k of tokens where each tensor parallel rank holds the output layer of a share of the
-vocabulary, a chunk of tokens at a time: the logits of all tokens, or of all the vocabulary, never exist at once.
+"""Vocabulary-parallel logprobs, entropies and top-k, computed in chunks of tokens.
 
-Shapes: N tokens, C of a chunk, H hidden size, V this rank's share of the vocabulary, K top-k.
+Each tensor-parallel rank has the output layer's rows of a shard of the vocabulary. The full logits, over all tokens or
+over the whole vocabulary, are never in memory.
 
-Of `z = logits / temperature` over all ranks' shares, `log Z` and the entropy `S` are put together from maxima and sums.
+Shapes: N tokens, C tokens of a chunk, H hidden size, V this rank's shard of the vocabulary, K top-k.
+
+With `z = logits / temperature`, `log Z` and the entropy `S` are computed from maxima and sums over all ranks' shards.
 With upstream gradients `g` of the logprob of token `y`, and `e` of the entropy, and `p = exp(z - log Z)`:
 
     d z = g * (onehot(y) - p) - e * p * (log p + S)
@@ -27,21 +29,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyShare:
-    """Which tokens this rank knows of."""
+    """This rank's shard of the vocabulary."""
 
     group: Any
-    """Of the ranks that share the vocabulary."""
+    """Process group of the ranks that shard the vocabulary."""
     first: int
-    """Token of row 0 of this rank's weight."""
+    """Token id of row 0 of this rank's weight."""
     num_real: int
-    """Rows that are tokens; the rest is padding."""
+    """Number of rows that are tokens; the rest is padding."""
 
 
 def sharded_head_outputs(
     hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, request: HeadRequest, share: VocabularyShare
 ) -> HeadOutputs:
-    """With gradients. That of the hidden states is this rank's part of a sum over the ranks that share the
-    vocabulary. Collective over these."""
+    """Logprobs, entropies and top-k with gradients. Collective over the ranks that shard the vocabulary.
+
+    The gradient of `hidden_NH` is this rank's part of a sum over these ranks.
+    """
     logprobs_N, entropy_N, topk_NK, ids_NK = _ShardedHead.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, targets_N, request, share
     )
@@ -105,7 +109,7 @@ class _ShardedHead(torch.autograd.Function):
             grad_hidden.append(d_CV @ weight_VH)
             if grad_weight_VH is not None:
                 grad_weight_VH += d_CV.T @ hidden_CH
-            del d_CV  # before the next chunk's logits are made
+            del d_CV  # free it before the next chunk's logits are allocated
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         return torch.cat(grad_hidden).to(hidden_NH.dtype), grad_weight, None, None, None
 
@@ -113,7 +117,7 @@ class _ShardedHead(torch.autograd.Function):
 def _of_chunk(
     hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor, request: HeadRequest, share: VocabularyShare
 ) -> tuple[Tensor, ...]:
-    """Logprobs, log Z, expected logits, top-k and its tokens."""
+    """Logprobs, log Z, expected logits, top-k logprobs and top-k token ids of a chunk."""
     z_CV = _logits(hidden_CH, weight_VH, request, share)
     mine_C, columns_C = z_CV.max(dim=1)
     greatest_C = mine_C.clone()
@@ -128,10 +132,11 @@ def _of_chunk(
 
 
 def _d_logits(logp_CV: Tensor, grad_C: Tensor, slope_C: Tensor | None, entropy_C: Tensor) -> Tensor:
-    """But for the one-hot part. Uses up `logp_CV`."""
+    """Gradient with respect to `z`, without the one-hot part. Overwrites `logp_CV`."""
     if slope_C is None:
         return logp_CV.exp_().mul_(-grad_C[:, None])
-    # -(e * (log p + S) + g) * p; of padding p is 0 and log p the least number, times which most overflow.
+    # -(e * (log p + S) + g) * p. For padding, p is 0 and log p the lowest float32: multiply by p first, because other
+    # products overflow.
     p_CV = logp_CV.exp()
     d_CV = logp_CV.clamp_(min=torch.finfo(logp_CV.dtype).min).add_(entropy_C[:, None]).mul_(p_CV)
     return d_CV.mul_(-slope_C[:, None]).sub_(p_CV.mul_(grad_C[:, None]))
@@ -142,14 +147,14 @@ def _chunks(size: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, request: HeadRequest, share: VocabularyShare) -> Tensor:
-    """Divided by the temperature, in float32; the least number for padding."""
+    """Logits divided by the temperature, in float32; the lowest float32 for padding."""
     z_CV = (hidden_CH @ weight_VH.T).float().div_(request.temperature)
     z_CV[:, share.num_real :] = torch.finfo(torch.float32).min
     return z_CV
 
 
 def _norm(z_CV: Tensor, greatest_C: Tensor, share: VocabularyShare, entropy: bool) -> tuple[Tensor, Tensor]:
-    """`log Z`, and the expected logit, from which the entropy follows."""
+    """`log Z` and the expected logit, from which the entropy follows."""
     e_CV = (z_CV - greatest_C[:, None]).exp_()
     sum_C = e_CV.sum(dim=1)
     sums_2C = torch.stack([sum_C, e_CV.mul_(z_CV).sum(dim=1) if entropy else torch.zeros_like(sum_C)])
@@ -158,7 +163,7 @@ def _norm(z_CV: Tensor, greatest_C: Tensor, share: VocabularyShare, entropy: boo
 
 
 def _mine(targets_C: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor]:
-    """Which targets are among this rank's tokens, and in which column; 0 for others."""
+    """Mask of the targets in this rank's shard, and their columns; column 0 for the others."""
     columns_C = targets_C - share.first
     here_C = (columns_C >= 0) & (columns_C < share.num_real)
     return here_C, torch.where(here_C, columns_C, 0)
@@ -172,7 +177,7 @@ def _at_targets(z_CV: Tensor, targets_C: Tensor, share: VocabularyShare) -> Tens
 
 
 def _first_choice(mine_C: Tensor, columns_C: Tensor, greatest_C: Tensor, share: VocabularyShare) -> Tensor:
-    """The first token that has the greatest logit, from the column of each rank's own greatest."""
+    """The argmax token; ties are resolved to the smallest id. Computed from each rank's own argmax column."""
     none = torch.iinfo(torch.int64).max
     ids_C = torch.where(mine_C < greatest_C, none, columns_C + share.first)
     dist.all_reduce(ids_C, dist.ReduceOp.MIN, group=share.group)
@@ -180,7 +185,7 @@ def _first_choice(mine_C: Tensor, columns_C: Tensor, greatest_C: Tensor, share: 
 
 
 def _topk(z_CV: Tensor, k: int, share: VocabularyShare) -> tuple[Tensor, Tensor]:
-    """The best of the best of each rank."""
+    """Global top-k from each rank's local top-k."""
     if not k:
         return z_CV.new_zeros(len(z_CV), 0), torch.zeros(len(z_CV), 0, dtype=torch.int64, device=z_CV.device)
     mine = z_CV.topk(min(k, z_CV.shape[1]), dim=1)

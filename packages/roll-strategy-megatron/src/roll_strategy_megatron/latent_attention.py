@@ -1,10 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) in Megatron's layers, with gradients that are whole.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) in Megatron's layers, with complete gradients.
 
     hidden --down--> latent [+ rotated key, one for all heads] --norm, up--> heads of this rank
 
-Megatron cuts the two small matrices that go down over tensor parallel ranks and gathers what they give. On the way back
-each rank then has the gradient of its own heads for the key that all heads share, and nothing adds these up. Here each
-rank holds the small matrices whole, as Megatron does with Transformer Engine, and has them compute its own tokens.
+Without Transformer Engine, Megatron splits the two down-projections over tensor-parallel ranks and gathers their
+outputs. In the backward pass, each rank then has the gradient of the shared key from its own heads only. Megatron does
+not sum these gradients. Here each rank holds the full down-projections, as Megatron does with Transformer Engine, and
+applies them to its own tokens.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ if TYPE_CHECKING:
 
 
 class Down(nn.Module):
-    """A layer that every tensor parallel rank holds whole, and feeds with its tokens."""
+    """Linear layer that is replicated on all tensor-parallel ranks and applied to each rank's own tokens."""
 
     def __init__(self, config: Any, inputs: int, outputs: int, group: Any) -> None:
         super().__init__()
         self.config, self.tp_group = config, group
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
-        # Each rank has the gradient of its tokens: Megatron adds up those of such weights. What it gathers of the
-        # tokens' outputs brings their whole gradients back.
+        # With this attribute, Megatron sums the gradient over ranks, each of which has that of its own tokens. The
+        # gather of the outputs passes complete gradients back to each rank's tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Like Megatron's layers: the output, and a bias that is not there."""
+        """Return the output and None for the bias, like Megatron's linear layers."""
         return F.linear(hidden, self.weight), None
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """With `Down` for what goes down."""
+    """Megatron's latent attention with replicated down-projections (`Down`)."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)

@@ -1,9 +1,10 @@
-"""What each of Megatron's layers consists of.
+"""Module specs of Megatron's layers.
 
-Megatron's own                             Transformer Engine's
-norm -> matrix                             one module (where no adapter stands between)
-experts of a rank, one after another       one module for all
-PackedAttention                            TEDotProductAttention
+| Megatron's own (local) | Transformer Engine |
+|---|---|
+| norm -> linear | one module (two with adapters) |
+| one module per local expert | one module for all local experts |
+| `PackedAttention` | `TEDotProductAttention` |
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
 
 
 class Norm(nn.RMSNorm):
-    """Megatron's own stand-in for torch's norm refuses sequence parallel, where gradients of norms need a sum over the
-    tensor parallel ranks; Megatron makes it for weights that say so."""
+    """RMSNorm that supports sequence parallelism; Megatron's wrapper of torch's norm rejects it.
+
+    With sequence parallelism, gradients of norms must be summed over the tensor-parallel ranks. Megatron does this for
+    weights with the attribute `sequence_parallel`.
+    """
 
     def __init__(self, *, config: Any, hidden_size: int, eps: float, **_unused: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -40,7 +44,7 @@ class Norm(nn.RMSNorm):
 
 
 def mixtures(config: TransformerConfig) -> list[int]:
-    """1 for each layer with experts, 0 for others."""
+    """One entry per layer: 1 for MoE layers, 0 for dense ones."""
     if config.num_moe_experts is None:
         return [0] * config.num_layers
     return config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
@@ -49,7 +53,10 @@ def mixtures(config: TransformerConfig) -> list[int]:
 def block_spec(
     config: TransformerConfig, make: Make, run: int | None, balancing: Balancing | None, scale: float | None
 ) -> TransformerBlockSubmodules:
-    """Of this rank's layers of a run. `scale` is that of attention scores, where Megatron's own is another."""
+    """Layer specs of one model chunk (`run`) of this rank.
+
+    `scale` overrides Megatron's scale of the attention scores.
+    """
     first, number = get_transformer_layer_offset(config, run), get_num_layers_to_build(config, run)
     spec = _engine_spec if make.engine else _local_spec
     layers = []

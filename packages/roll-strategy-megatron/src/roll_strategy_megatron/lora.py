@@ -1,8 +1,8 @@
-"""Which of Megatron's layers get adapters, under which of peft's names, and how these go in and out.
+"""LoRA on Megatron's layers: targets, peft's parameter names, loading and export.
 
-The targets are looked up in transformers' model, as everywhere (`roll_modeling.lora`); the bridge knows which
-layers of Megatron they are parts of. Experts, which transformers holds as one tensor, are targets by the names that
-files give them: `gate_proj`, `mlp.experts.up_proj`.
+Targets are matched in transformers' model, as in `roll_modeling.lora`. The bridge maps them to parts of Megatron's
+layers. Experts, which transformers stores as one tensor, are targets by their names in checkpoint files: `gate_proj`,
+`mlp.experts.up_proj`.
 """
 
 from __future__ import annotations
@@ -36,45 +36,48 @@ EXPERT = "{expert}"
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A layer that gets an adapter, as transformers or its files name it."""
+    """A layer with an adapter, by its name in transformers or in checkpoint files."""
 
     path: str
-    """With `{expert}` where each expert has one."""
+    """Module path, with `{expert}` for layers of experts."""
     rule: Rule
-    """Of the layer's weight."""
+    """Rule of the layer's weight."""
     layer: int
     part: int
-    """Which of the tensors that Megatron's layer is made of."""
+    """Index among the tensors that are fused into Megatron's layer."""
     num_parts: int
     shape: tuple[int, int]
-    """O, I."""
+    """Number of outputs O and inputs I."""
 
     def name(self, side: str) -> str:
-        """Of A or B, as peft calls it; without the expert where each has one."""
+        """peft's name of factor A or B (`side`), without the expert index."""
         return f"{self.path.replace(f'{EXPERT}.', '')}.lora_{side}.{ADAPTER}.weight"
 
 
 class Carrier(Bridge):
-    """The bridge for what is trained: A and B of every target, and modules that are trained in full."""
+    """Bridge for the trained parameters: the LoRA factors of every target, and modules trained in full."""
 
     def __init__(self, base: Bridge, held: list[Held], groups: dict[str, tuple[Rule, int]], shapes: dict[str, Any]):
-        """Collective over the stages."""
+        """Build the bridge from its parts. Collective over the stages."""
         self.sizes, self.parallel, self.num_experts = base.sizes, base.parallel, base.num_experts
         self.tied, self.held, self.groups, self.shapes = False, held, groups, shapes
         self.stages = self._stages()
 
 
 class Lora:
-    """The adapters of one model, whose other parameters are frozen."""
+    """LoRA adapters of one model, whose other parameters are frozen."""
 
     def __init__(self, runs: Sequence[PackedModel], base: Bridge, spec: ModelSpec) -> None:
-        """Collective. Raises `ModelError` and `UnsupportedError` for targets that the model does not have, or that
-        Megatron's layers cannot have."""
+        """Add the adapters to the layers. Collective.
+
+        Raises `ModelError` and `UnsupportedError` for targets that are missing in the model or unsupported on
+        Megatron's layers.
+        """
         if spec.lora is None:
             raise AssertionError("asked only of models with adapters")
         self.spec, self.lora, self.base = spec, spec.lora, base
         inside, self.expert_targets = _expert_targets(base, spec)
-        # Without numbers: it says which modules there are, what they are called, and how they are written.
+        # A model on the meta device, only for module names, parameter names and export.
         self.described = add_adapters(empty_model(replace(spec, lora=None)), replace(spec, lora=inside))
         names = self.described.trained()
         self.targets = [*(_target(base, name) for name in names if _side(name) == "A"), *self.expert_targets]
@@ -97,7 +100,7 @@ class Lora:
 
     @property
     def partial(self) -> list[nn.Parameter]:
-        """What `partial_factors` finds."""
+        """Factors whose gradients are partial sums, see `partial_factors`."""
         return partial_factors(list(self.adapters.values()))
 
     # -- making --------------------------------------------------------------------------------------------------------
@@ -141,7 +144,7 @@ class Lora:
         return self.adapters[place.parameter]
 
     def _whole_modules(self, names: list[str]) -> tuple[list[Held], dict[str, tuple[Rule, int]]]:
-        """What is trained in full: the parameters themselves, beside a copy of what they were."""
+        """Modules trained in full: their parameters, beside a copy of the original values."""
         held: list[Held] = []
         groups: dict[str, tuple[Rule, int]] = {}
         by_base = {plain: name for name, plain in self.extras.items()}
@@ -158,7 +161,7 @@ class Lora:
             own = Rule(mcore=trained[0], hf=trained, transform=rule.transform)
             groups.update(dict.fromkeys(trained, (own, -1)))
             for place in self.base.held:
-                first = plain == together[0]  # of parameters that several names stand for, once
+                first = plain == together[0]  # once per fused parameter, which has several names
                 if first and place.rule is rule and place.layer == layer:
                     place.parameter.requires_grad_(True)
                     self.originals[place.parameter] = place.parameter.detach().clone()
@@ -167,7 +170,10 @@ class Lora:
 
     @torch.no_grad()
     def _draw(self) -> None:
-        """A as peft draws it; of experts in the same way, one after another."""
+        """Initialize A as peft does: uniform in ±1 / sqrt(I).
+
+        Experts' A are sampled from one generator with the model's seed.
+        """
         drawn = self.described.drawn()
         generator = torch.Generator().manual_seed(self.spec.seed)
         for target in self.expert_targets:
@@ -181,11 +187,14 @@ class Lora:
     # -- as others read them -------------------------------------------------------------------------------------------
 
     def merged(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's share of a weight that computes what it and its adapter do."""
+        """This rank's shard of a weight with its adapter merged."""
         return self.adapters[parameter].merged() if parameter in self.adapters else parameter.detach()
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """As `TrainStrategy.export_adapters` yields them. Collective."""
+        """The factors as `TrainStrategy.export_adapters` yields them; B includes the LoRA scale. Collective.
+
+        Raises `UnsupportedError` if modules are trained in full beside the adapters.
+        """
         if self.lora.extra_modules:
             raise UnsupportedError(
                 f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full beside the adapters: an"
@@ -195,7 +204,7 @@ class Lora:
             yield name.replace(f".{ADAPTER}.", "."), whole * self.lora.scale if _side(name) == "B" else whole
 
     def write(self, path: Path, *, leads: bool) -> None:
-        """What peft loads. Collective; written where `leads`."""
+        """Write the adapters in peft's format; the rank with `leads` writes. Collective."""
         state = {name: each.cpu() for name, each in self._factors_of_layers() if leads}
         if leads:
             if self.expert_targets:
@@ -203,7 +212,7 @@ class Lora:
             self.described.export(path, state)
 
     def _factors_of_layers(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that is trained, with the experts' apart."""
+        """All trained tensors, with one tensor per expert."""
         paths = {target.name(side): target for target in self.expert_targets for side in "AB"}
         for name, whole in self.carrier.export(lambda parameter: parameter.detach(), torch.float32):
             if name not in paths:
@@ -214,7 +223,7 @@ class Lora:
                 yield target.path.replace(EXPERT, str(expert)) + ending, factor
 
     def identity(self) -> dict[str, Any]:
-        """As `Adapters.identity` of `roll_modeling.lora`. Collective."""
+        """Identity of base model and adapters, as `Adapters.identity` of `roll_modeling.lora`. Collective."""
         if not hasattr(self, "_digest"):
             dtype = next(iter(self.base.held)).parameter.dtype
             beneath = self.base.export(lambda each: self.originals.get(each, each).detach(), dtype)
@@ -223,7 +232,7 @@ class Lora:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """For the time being the model computes as it did before training."""
+        """Disable the adapters and restore the original values of modules trained in full, inside the context."""
         trained = {each: each.detach().clone() for each in self.originals}
         self._switch(on=False, numbers=self.originals)
         try:
@@ -250,7 +259,7 @@ def _factor_rules(target: Target) -> dict[str, Rule]:
 
 
 def _side(name: str) -> str:
-    """A or B of a factor's name; empty for what is trained in full."""
+    """`A` or `B` for a factor's name; empty for a module trained in full."""
     found = re.search(r"\.lora_([AB])\.", name)
     return found[1] if found else ""
 
@@ -278,7 +287,7 @@ def _target(base: Bridge, name: str) -> Target:
 
 
 def _expert_targets(base: Bridge, spec: ModelSpec) -> tuple[Any, list[Target]]:
-    """The rest of the targets, which transformers' model has as layers, and those that are experts'."""
+    """The LoRA config without targets that only match experts, and the experts' targets."""
     lora = spec.lora
     if lora is None or isinstance(lora.targets, str) or lora.targets == ("all-linear",):
         return lora, []

@@ -1,4 +1,4 @@
-"""How much memory a rank of the Megatron strategies takes: the formulas of docs/plan.md. Light."""
+"""Memory model of the Megatron strategies: bytes per rank, by the formulas in docs/plan.md. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from roll_core.spec.plan import MemoryQuestion, ModelSize
 
 HOST_BYTES = 16
-"""Of a parameter that is stepped on the host: its copy, its gradient, two moments."""
+"""Host memory per offloaded parameter: master copy, gradient, two moments."""
 
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:
-    """Of a rank of the first or last pipeline stage, whichever holds more."""
+    """Memory use of a rank of the first or last pipeline stage, whichever needs more."""
     config = question.config
     if not isinstance(config, MegatronConfig):
         raise TypeError(f"the Megatron strategies take a MegatronConfig, not a {type(config).__name__}")
@@ -38,8 +38,11 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
 
 
 def _parameters(model: ModelSize, config: MegatronConfig) -> tuple[int, int]:
-    """Of a rank: dense ones are cut by tensor parallelism, experts by their own; layers by stages. Each end has one of
-    the two matrices of the vocabulary."""
+    """Numbers of dense and expert parameters on a rank.
+
+    Tensor parallelism shards dense parameters, expert parallelism shards experts, and stages split layers. The first
+    and the last stage each have one of the two vocabulary matrices.
+    """
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or tensor)
     layers = sum(layer.parameters - layer.experts for layer in model.layers)
@@ -49,7 +52,10 @@ def _parameters(model: ModelSize, config: MegatronConfig) -> tuple[int, int]:
 
 
 def _start(question: MemoryQuestion) -> Iterator[Use]:
-    """A model that is drawn is drawn whole on every rank; one that is read is read tensor by tensor."""
+    """Host memory at start.
+
+    Random initialization builds the full model on every rank; a checkpoint is read tensor by tensor.
+    """
     if question.random_weights:
         count = question.model.parameters
         formula = f"4 × {millions(count)}, drawn before it is cut"
@@ -57,12 +63,14 @@ def _start(question: MemoryQuestion) -> Iterator[Use]:
 
 
 def _trained(question: MemoryQuestion, config: MegatronConfig, dense: int, experts: int) -> Iterator[Use]:
-    """Gradients of all that a rank trains, in float32; AdamW's state of a share of it. One factor of an adapter is cut
-    by tensor parallelism and the other is not: both are counted as if they were not."""
+    """Float32 gradients of a rank's trained parameters, and AdamW state of its shard.
+
+    One of an adapter's two factors is sharded by tensor parallelism; both are counted as replicated.
+    """
     if question.added_parameters:
         dense, experts = -(-question.trained_parameters // config.pipeline_model_parallel_size), 0
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    replicas = max(1, question.world_size // (tensor * stages))  # over data and context parallel ranks
+    replicas = max(1, question.world_size // (tensor * stages))  # over data-parallel and context-parallel ranks
     expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or tensor)
     expert_replicas = max(1, question.world_size // (expert_ranks * stages))
     formula = f"4 × {millions(dense + experts)} on a rank"
@@ -83,8 +91,8 @@ def _trained(question: MemoryQuestion, config: MegatronConfig, dense: int, exper
 
 
 def _stage(question: MemoryQuestion, config: MegatronConfig) -> MemoryQuestion:
-    """What a rank of the first stage computes: its layers, of the microbatches that are on their way before the first
-    comes back."""
+    """The `MemoryQuestion` of a first-stage rank: its layers, for the microbatches in flight before the first backward
+    pass."""
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     model = question.model
     layers = tuple(replace(layer, active_width=layer.active_width // tensor) for layer in model.layers)
@@ -108,14 +116,17 @@ def _stage(question: MemoryQuestion, config: MegatronConfig) -> MemoryQuestion:
 
 
 def _on_their_way(config: MegatronConfig) -> float:
-    """Microbatches whose activations the first stage holds at once: as many as there are stages. Interleaved, it goes
-    twice as far ahead of the last one (arXiv:2104.04473, 2.2.2), by runs, each of which has a share of its layers."""
+    """Number of microbatches whose activations the first stage keeps at once.
+
+    It is the number of stages. An interleaved schedule runs up to twice as far ahead (arXiv:2104.04473, 2.2.2), counted
+    in model chunks, each with a fraction of the stage's layers.
+    """
     stages, runs = config.pipeline_model_parallel_size, config.runs_per_stage
     return stages if runs == 1 else (2 * (stages - 1) + (runs - 1) * stages + 1) / runs
 
 
 def _levers(question: MemoryQuestion, config: MegatronConfig) -> Iterator[Lever]:
-    # Megatron has a copy on the host of tensors that have a master beside them: see `check_model_args`.
+    # Megatron can only offload the optimizer of tensors with separate master weights: see `check_model_args`.
     has_masters = question.dtype != "fp32" and not question.added_parameters
     if question.trains and has_masters and not config.optimizer_cpu_offload:
         yield Lever(keys={"optimizer_cpu_offload": True}, costs="optimizer steps are taken by the host's processors")

@@ -1,4 +1,4 @@
-"""Megatron's model as a strategy needs it: packed sequences in, hidden states out; the head is computed in chunks."""
+"""Megatron's GPT model for packed sequences: it returns hidden states, and the head is computed in chunks elsewhere."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ if TYPE_CHECKING:
 
 
 class PackedModel(GPTModel):  # type: ignore[misc]
-    """Without its output layer, whose weight is there."""
+    """GPT model whose forward pass ends before the output layer. The output layer's weight exists on the last stage."""
 
     replay: RouterReplay | None = None
-    """Of its routers, where these are told what to choose."""
+    """Replay of the engine's expert choices in this chunk's routers, if configured."""
     padding_id: int | None = None
-    """A token from whose row of the embedding transformers keeps gradients away."""
+    """The embedding's `padding_idx` in transformers, whose row gets no gradient."""
 
     def forward(self, packing: Packing) -> Tensor:
-        """Hidden states of this rank's tokens (L, or its share of them with sequence parallel), `[., 1, H]`; of an
-        inner stage what the next one takes."""
+        """Hidden states of this rank's tokens, `[L, 1, H]`; with sequence parallelism, of its slice of the L tokens.
+
+        On inner pipeline stages these are the inputs of the next stage.
+        """
         embedded = self._embedded(packing.tokens_1L) if self.pre_process else None
         with (
             nullcontext() if self.replay is None else self.replay.forward(packing.routed_experts, trains=self.training)
@@ -55,8 +57,11 @@ class PackedModel(GPTModel):  # type: ignore[misc]
         return found
 
     def _members(self, members_SL: Tensor | None) -> Tensor | None:
-        """Of the tokens that go through this rank's layers. Megatron hands padding masks on to routers, also where
-        layers are computed again; what it does not hand on is which tokens make a sequence."""
+        """`members_SL` of the tokens that pass through this rank's layers.
+
+        Megatron passes padding masks on to routers, also when it recomputes layers. It has no argument for sequence
+        membership, so `padding_mask` carries it.
+        """
         if members_SL is None or not self.config.sequence_parallel:
             return members_SL
         group = self.pg_collection.tp
@@ -64,7 +69,7 @@ class PackedModel(GPTModel):  # type: ignore[misc]
         return share
 
     def _rotation(self, packing: Packing) -> Tensor | None:
-        """Of all layers; latent attention makes its own."""
+        """Rotary embedding for all layers; None with latent attention, which computes its own."""
         if self.config.multi_latent_attention:
             return None
         found: Tensor = self.rotary_pos_emb(packing.packed.max_seqlen_q, packed_seq=True)
@@ -73,17 +78,17 @@ class PackedModel(GPTModel):  # type: ignore[misc]
     def _embedded(self, tokens_1L: Tensor) -> Tensor:
         found: Tensor = self.embedding(input_ids=tokens_1L, position_ids=None)
         if torch.is_grad_enabled() and not found.requires_grad:
-            # Beside adapters. Layers that are computed again give gradients only where their input has one.
+            # With LoRA, embeddings are frozen. Recomputed layers only have gradients if their input requires one.
             return found.requires_grad_()
         if self.padding_id is None:
             return found
-        # With sequence parallel each tensor parallel rank goes on with a run of the tokens.
+        # With sequence parallelism, each tensor-parallel rank continues with a contiguous slice of the tokens.
         start = self.pg_collection.tp.rank() * len(found) if self.config.sequence_parallel else 0
         mine = tokens_1L[0, start : start + len(found)]
         return torch.where((mine == self.padding_id)[:, None, None], found.detach(), found)
 
     def head_weight(self) -> Tensor:
-        """Of the last stage: this rank's rows."""
+        """This rank's rows of the output layer's weight. Only on the last stage."""
         if self.share_embeddings_and_output_weights:
             shared: Tensor = self.shared_embedding_or_output_weight()
             return shared
@@ -94,7 +99,7 @@ class PackedModel(GPTModel):  # type: ignore[misc]
 def make_config(
     settings: Mapping[str, Any], config: MegatronConfig, spec: ModelSpec, dtype: torch.dtype, make: Make
 ) -> TransformerConfig:
-    """Megatron's own. Raises `ModelError` for what it refuses."""
+    """Build Megatron's `TransformerConfig`. Raises `ModelError` for settings that Megatron rejects."""
     try:
         config.check_sequence_parallel(
             experts=bool(settings.get("num_moe_experts")), latent=bool(settings.get("multi_latent_attention"))
@@ -117,9 +122,9 @@ def make_config(
             masked_softmax_fusion=False,
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
-            # A loss's value is its own share of the objective: nothing is averaged over microbatches and ranks.
+            # Losses already contain their divisor: do not average over microbatches and ranks.
             calculate_per_token_loss=True,
-            # Of microbatches that are passed on from stage to stage.
+            # The hidden states sent between stages have a different length in each microbatch.
             variable_seq_lengths=config.pipeline_model_parallel_size > 1,
             moe_token_dispatcher_type=config.moe_token_dispatcher_type,
             moe_router_dtype=config.moe_router_dtype,
@@ -138,7 +143,7 @@ def _parallelism(config: MegatronConfig) -> dict[str, Any]:
         "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": config.runs_per_stage if interleaved else None,
         "pipeline_model_parallel_layout": config.pipeline_model_parallel_layout,
-        # Megatron's schedule for several runs of layers on a stage sends in each direction apart from the other.
+        # Megatron's interleaved schedule sends forward and backward tensors separately.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "context_parallel_size": config.context_parallel_size,
@@ -163,7 +168,10 @@ def _recomputation(config: MegatronConfig, spec: ModelSpec) -> dict[str, Any]:
 
 
 def make_balancing(settings: TransformerConfig, config: MegatronConfig, device: torch.device) -> Balancing | None:
-    """Of the routers' losses, where there are any. Raises `ModelError` where there are no routers."""
+    """Build the routers' auxiliary losses; None if both coefficients are 0.
+
+    Raises `ModelError` if the model has no MoE layers.
+    """
     if not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
         return None
     experts = mixtures(settings)
@@ -188,8 +196,11 @@ def make_runs(
     *,
     scalar: bool,
 ) -> list[PackedModel]:
-    """This rank's layers, run by run, without numbers but those of rotary frequencies, which are transformers' own.
-    `scalar` models end in a layer with one output."""
+    """Build this rank's model chunks (one per virtual pipeline stage), without loading weights.
+
+    Only the rotary frequencies are set, to those of transformers. With `scalar`, the model ends in a layer with one
+    output.
+    """
     return [
         _make_run(config, make, run, num_runs, sizes, hf, parallel, balancing, scalar=scalar) for run in range(num_runs)
     ]
@@ -229,7 +240,7 @@ def _make_run(
 
 
 def own_frequencies(model: PackedModel, hf: PreTrainedModel, device: torch.device) -> None:
-    """The rotation that transformers computes, in the places where Megatron's own is."""
+    """Replace Megatron's rotary frequencies by those of transformers."""
     found = frequencies(hf).to(device)
     if not model.config.multi_latent_attention:
         model.rotary_pos_emb.inv_freq = found
@@ -239,7 +250,7 @@ def own_frequencies(model: PackedModel, hf: PreTrainedModel, device: torch.devic
 
 
 def _scale(config: TransformerConfig, hf: PreTrainedModel) -> float | None:
-    """Of the scores of latent attention, which some rotations change."""
+    """Scale of the attention scores with latent attention, which depends on the rotary scaling; otherwise None."""
     if not config.multi_latent_attention:
         return None
     attention: Any = hf.get_submodule("model.layers.0.self_attn")
@@ -247,7 +258,10 @@ def _scale(config: TransformerConfig, hf: PreTrainedModel) -> float | None:
 
 
 def frequencies(hf: PreTrainedModel) -> Tensor:
-    """Of the rotation of queries and keys, as transformers computes them from its config, scaled or not."""
+    """Rotary frequencies as transformers computes them from its config, including scaling.
+
+    Raises `ModelError` for unsupported types of rotary embeddings.
+    """
     rotary: Any = hf.get_submodule("model.rotary_emb")
     if rotary.attention_scaling != 1.0 or rotary.rope_type not in ("default", "linear", "llama3", "yarn"):
         raise ModelError(

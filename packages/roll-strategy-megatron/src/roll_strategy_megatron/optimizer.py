@@ -1,6 +1,6 @@
-"""Megatron's distributed optimizer: each data parallel rank steps a share of what its model parallel rank holds.
+"""Megatron's distributed optimizer: each data-parallel rank updates a shard of its model-parallel rank's parameters.
 
-gradients of all calls --summed over ranks--> norm --> clip --> AdamW on float32 shares --> gather the weights
+gradients of all calls --summed over ranks--> norm --> clip --> AdamW on float32 shards --> all-gather of the weights
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from roll_strategy_megatron.config import MegatronConfig
 
 KINDS = ("master", *MOMENTS)
-"""What is kept of each parameter, in float32."""
+"""State kept of each parameter, in float32: the master weight and the Adam moments."""
 
 
 class Optimizer:
-    """Of a rank's runs of layers, each wrapped in Megatron's data parallelism."""
+    """Optimizer of a rank's model chunks, each wrapped in Megatron's `DistributedDataParallel`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Optimizer:
         config: MegatronConfig,
         partial: Sequence[nn.Parameter] = (),
     ) -> None:
-        """Of the parameters `partial` a rank has a part of the gradient, of a sum over those that cut an expert."""
+        """The gradients of `partial` are partial sums over the ranks that shard an expert."""
         self.runs, self.training, self.partial = runs, training, partial
         self.schedule = schedule(training)
         self.step_count = 0
@@ -76,17 +76,20 @@ class Optimizer:
         }
 
     def begin(self) -> None:
-        """Before passes that add to the gradients."""
+        """Call before passes that accumulate gradients."""
         if self.reduction is not None:
             self.reduction.begin()
 
     def settle(self) -> None:
-        """Until nothing is on its way into the gradients."""
+        """Block until no reduction writes into the gradients."""
         if self.reduction is not None:
             self.reduction.wait()
 
     def step(self) -> StepStats:
-        """Collective over the ranks."""
+        """Reduce and clip gradients, run the optimizer step and clear the gradients. Collective.
+
+        If the gradient norm is not finite, the step is skipped.
+        """
         finalize_model_grads(self.runs)
         for parameter in self.partial:
             gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # Megatron's buffer
@@ -114,7 +117,7 @@ class Optimizer:
         self.mcore.zero_grad()
 
     def _clip(self, norm: float) -> None:
-        """Of dense layers and of experts, whose ranks are others, by the norm of both."""
+        """Clip the gradients of dense layers and of experts by their common norm. Their ranks differ."""
         if not self.training.max_grad_norm:
             return
         for each in self.mcore.chained_optimizers:
@@ -123,8 +126,7 @@ class Optimizer:
     # -- what is kept --------------------------------------------------------------------------------------------------
 
     def whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        """One of `KINDS`, in the parameter's shape, put together from the data parallel ranks. Collective over
-        them."""
+        """One of `KINDS` in the parameter's shape, gathered from the data-parallel ranks. Collective over these."""
         found = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         own = self._own(parameter)
         if own is not None:
@@ -135,7 +137,7 @@ class Optimizer:
 
     @torch.no_grad()
     def put(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
-        """Undoes `whole`. The master is what the parameter is rounded from."""
+        """Store one of `KINDS`: the inverse of `whole`. Setting the master weight also sets the parameter."""
         own = self._own(parameter)
         if own is not None:
             start, end, kept = own
@@ -146,36 +148,40 @@ class Optimizer:
             parameter.copy_(value)
 
     def restored(self, step_count: int) -> None:
-        """Call after everything was `put`: continue at this step."""
+        """Continue at `step_count`. Call after all state was stored by `put`."""
         self.step_count = step_count
         for each in {optimizer for optimizer, _ in self._stepped.values()}:
             for state in each.state.values():
                 if "step" in state:
                     state["step"].fill_(float(step_count))
-            # torch counts the steps of each parameter, those of Transformer Engine and Apex, which Megatron takes where
-            # they are installed, the steps of each group.
+            # torch's AdamW counts steps per parameter. Those of Transformer Engine and Apex, which Megatron prefers if
+            # installed, count steps per group.
             if not isinstance(each, torch.optim.AdamW):
                 for group in each.param_groups:
                     group["step"] = step_count
         self.clear()
 
     def gradients(self) -> list[Tensor]:
-        """All that this rank holds of them."""
+        """This rank's gradient buffers."""
         return [each.grad_data for run in self.runs for each in (*run.buffers, *run.expert_parallel_buffers)]
 
     def states(self) -> list[Tensor]:
-        """Moments of this rank's share, and masters where these are not the weights themselves, as those of float32
-        parameters are; what Megatron keeps on the host is not among them."""
+        """Optimizer state on the device: this rank's moments, and master weights that do not share memory with the
+        parameters.
+
+        Float32 parameters are their own master weights. State that Megatron keeps on the host is excluded.
+        """
         weights = {parameter.untyped_storage()._cdata for parameter in self._owners}
         found: list[Tensor] = [main for main in self._stepped if main.untyped_storage()._cdata not in weights]
         for main, (optimizer, stepped) in self._stepped.items():
             if stepped is main:
-                # Beside what is kept on the host Megatron has the master once more among the moments.
+                # With CPU offload, Megatron stores the master weight once more among the moments.
                 found += [each for each in optimizer.state.get(main, {}).values() if each is not main]
         return [each for each in found if isinstance(each, torch.Tensor)]
 
     def _own(self, parameter: nn.Parameter) -> tuple[int, int, dict[str, Tensor]] | None:
-        """Where this rank's share of a parameter begins and ends, and what is kept of it."""
+        """Start and end of this rank's shard in a flattened parameter, and its state; None if this rank has no
+        shard."""
         if parameter not in self._owners:
             return None
         owner = self._owners[parameter]
@@ -188,8 +194,11 @@ class Optimizer:
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, tuple[Any, Tensor]]]:
-    """Of each tensor that Megatron hands to its optimizer, the optimizer that steps it, and what that steps: the tensor
-    itself, or its copy on the host."""
+    """For each tensor in Megatron's optimizer: the torch optimizer that updates it, and the tensor that this one
+    updates.
+
+    The latter is the tensor itself or, with CPU offload, its copy on the host.
+    """
     if not isinstance(optimizer, HybridDeviceOptimizer):
         groups = optimizer.param_groups if optimizer is not None else []
         yield from ((each, (optimizer, each)) for group in groups for each in group["params"])
@@ -200,7 +209,10 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, tuple[Any, Tensor]]]:
 
 
 def _replicas(parameter: nn.Parameter) -> Any:
-    """The ranks that hold the same parameter and share its optimizer state: experts have others."""
+    """The ranks over which a parameter is replicated and its optimizer state is sharded.
+
+    Experts have a group of their own.
+    """
     if getattr(parameter, "allreduce", True):
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
     return parallel_state.get_expert_data_parallel_group()

@@ -1,13 +1,13 @@
-"""How the sequences of a microbatch lie on the ranks that share it.
+"""Placement of a microbatch's sequences on the ranks that share it.
 
-Context parallel ranks cut each sequence into 2 · CP pieces, and rank r takes the r-th from both ends, so that all have
-as much to attend to (arXiv:2411.01783 calls it load balance); sequences are padded to a multiple of that. With sequence
-parallel the tokens between layers are cut once more, over TP ranks; the end of the microbatch is padded to fit.
+Context parallelism splits each sequence into 2 · CP pieces; rank r gets the r-th piece from both ends, which balances
+the attention work (load-balanced sharding in arXiv:2411.01783). Sequences are padded to a multiple of 2 · CP. Sequence
+parallelism splits the tokens between layers once more, over TP ranks; the microbatch is padded at its end to fit.
 
     CP = 2    sequence  a0 a1 a2 a3 | b0 b1 b2 .        rank 0: a0 a3 b0 .        rank 1: a1 a2 b1 b2
 
 Shapes: T flat tokens of S sequences, P with padding, L on this rank, N on this rank from whose state an output is
-computed, M layers that have experts, K top-k.
+computed, M MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Packed(PackedSeqParams):  # type: ignore[misc]
-    """What Megatron's layers are told, and the same as plain numbers, so that no layer waits for the device."""
+    """Megatron's packed sequence parameters, with lengths as Python numbers that need no device synchronization."""
 
     padded_lengths: tuple[int, ...]
-    """Of the sequences, over all context parallel ranks."""
+    """Padded lengths of the sequences, over all context-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts:
-    """The engine's choices for this rank's tokens. Those of all layers and microbatches stay where they came, on the
-    host: a stage takes what its own routers need when it computes a microbatch."""
+    """Expert choices of the inference engine for this rank's tokens.
+
+    The choices for all layers and microbatches stay on the host. A stage copies those of its own routers when it
+    computes a microbatch.
+    """
 
     experts_TMK: Tensor
     places_L: Tensor
-    """Among the T, -1 for padding; where the experts are."""
+    """Index of each token among the T, -1 for padding; on the device of `experts_TMK`."""
     device: torch.device
-    """That computes."""
+    """Device of the computation."""
 
     def of(self, layers: Sequence[int], part: int = 0, num_parts: int = 1) -> Tensor:
-        """`[L / num_parts, layers, K]`, int64 on the device, of one part of the tokens; -1 for padding."""
+        """Experts of one slice of the tokens, `[L / num_parts, layers, K]`, int64 on `device`; -1 for padding."""
         places = self.places_L.chunk(num_parts)[part]
         columns = torch.tensor(layers, dtype=torch.int64, device=places.device)
         found = self.experts_TMK[places.clamp(min=0)[:, None], columns[None]]
@@ -55,35 +58,35 @@ class RoutedExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """This rank's share of a microbatch."""
+    """This rank's tokens of a microbatch."""
 
     tokens_1L: Tensor
-    """With 0 where there is padding."""
+    """Token ids; 0 for padding."""
     packed: Packed
     rows_N: Tensor
-    """Among the L, those from whose state an output is computed."""
+    """Indices among the L of the tokens from whose state an output is computed."""
     targets_N: Tensor
-    """The token of which it speaks."""
+    """Target token of each output."""
     places_N: Tensor
-    """Where that token stands among the T."""
+    """Index of each target token among the T."""
     routed_experts: RoutedExperts | None = None
-    """Experts that the tokens are sent to."""
+    """Experts to replay, if given."""
     members_SL: Tensor | None = None
-    """For losses of routers: which of this rank's tokens belong to which of the sequences that are trained."""
+    """`[S, L]`, for router losses: True if a token of this rank belongs to a trained sequence. Otherwise None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A microbatch under way."""
+    """A microbatch in the pipeline."""
 
     micro: MicroBatch
     packing: Packing
     idle: bool
-    """It counts for nothing: other ranks need this one."""
+    """True for a dummy microbatch that runs only because other ranks need this rank in collectives."""
 
 
 def num_padded(lengths: Sequence[int], *, cp_size: int, align: int) -> int:
-    """P, of sequences of these lengths; see `pack_for`."""
+    """Number of tokens P after padding, of sequences with these lengths; see `pack_for`."""
     pieces = _pieces(cp_size)
     tokens = sum(-(-each // pieces) * pieces for each in lengths)
     return -(-tokens // (pieces * align)) * pieces * align
@@ -100,18 +103,23 @@ def pack_for(
     at_least: int = 0,
     members: bool = False,
 ) -> Packing:
-    """`align` divides the number of tokens of each context parallel rank. All of them together have `at_least` so many,
-    a number that `num_padded` gives. Outputs are computed of tokens from the state before them, those in the loss alone
-    if `masked_only`; if `own`, of every token from its own state. `members` as well, if asked for."""
+    """This rank's `Packing` of a microbatch.
+
+    - `align` divides the number of tokens of each context-parallel rank.
+    - `masked_only` restricts outputs to tokens in the loss. Outputs are computed from the state before their token.
+    - `own` computes outputs of every token from its own state instead.
+    - `at_least` is a lower bound of the total number of tokens P, a value of `num_padded`.
+    - `members` also computes `members_SL`.
+    """
     lengths = list(micro.lengths)
     pieces = _pieces(cp_size)
     padded = [-(-each // pieces) * pieces for each in lengths]
     short = max(num_padded(lengths, cp_size=cp_size, align=align), at_least) - sum(padded)
-    if short:  # a sequence of padding, of its own so that no other gets longer
+    if short:  # padding as a separate sequence, so that no other gets longer
         padded, lengths = [*padded, short], [*lengths, 0]
     device = micro.tokens_T.device
     places = torch.cat([_share(length, whole, cp_rank, cp_size) for length, whole in zip(lengths, padded, strict=True)])
-    # Each place is counted in its own sequence, -1 for padding; from here on in the whole microbatch.
+    # Indices within each sequence, -1 for padding; below, within the whole microbatch.
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     share = torch.tensor([each // cp_size for each in padded])
     on_host = torch.where(places < 0, -1, places + starts.repeat_interleave(share))
@@ -133,7 +141,7 @@ def pack_for(
         "max_seqlen_kv": max(padded),
     }
     if cp_size > 1:
-        # Transformer Engine asks for both. What a sequence is padded with stands at its end, where no token sees it.
+        # Transformer Engine requires both. Padding is at the end of a sequence, where causal attention ignores it.
         options |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
     return Packing(
         tokens_1L=tokens_L[None],
@@ -147,7 +155,7 @@ def pack_for(
 
 
 def on_device(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
-    """With its tensors on `device`, but for the experts, which are many numbers for each token: see `RoutedExperts`."""
+    """Move a microbatch to `device`, except for the large `routed_experts_TMK`; see `RoutedExperts`."""
     return replace(replace(micro, routed_experts_TMK=None).to(device), routed_experts_TMK=micro.routed_experts_TMK)
 
 
@@ -159,12 +167,12 @@ def _routed_experts(micro: MicroBatch, places_L: Tensor, device: torch.device) -
 
 
 def _pieces(cp_size: int) -> int:
-    """Into which a sequence is cut."""
+    """Number of pieces that a sequence is split into."""
     return 2 * cp_size if cp_size > 1 else 1
 
 
 def _share(length: int, padded: int, cp_rank: int, cp_size: int) -> Tensor:
-    """Places in a sequence that a rank takes; -1 beyond its end."""
+    """Token indices of one sequence on a context-parallel rank; -1 for padding."""
     every = torch.arange(padded)
     every[length:] = -1
     if cp_size == 1:
@@ -174,7 +182,7 @@ def _share(length: int, padded: int, cp_rank: int, cp_size: int) -> Tensor:
 
 
 def _members(micro: MicroBatch, places_L: Tensor) -> Tensor:
-    """Of padding, and of sequences none of whose tokens is in the loss, nothing."""
+    """`members_SL` of a packing: False for padding, and for sequences without tokens in the loss."""
     trained_S = torch.zeros(micro.num_sequences, dtype=torch.bool, device=places_L.device)
     trained_S[micro.segments_T[micro.loss_mask_T]] = True
     mine_L = micro.segments_T[places_L.clamp(min=0)]
@@ -183,7 +191,7 @@ def _members(micro: MicroBatch, places_L: Tensor) -> Tensor:
 
 
 def _followed(micro: MicroBatch, masked_only: bool) -> Tensor:
-    """Which tokens have one of their sequence after them that is asked for."""
+    """Mask `[T]` of the tokens that are followed by an output token of the same sequence."""
     wanted_T = micro.positions_T > 0
     if masked_only:
         wanted_T = wanted_T & micro.loss_mask_T

@@ -1,8 +1,8 @@
-"""The ranks of a role in Megatron's groups.
+"""The ranks of a role in Megatron's process groups.
 
-    order of the ranks: tensor, context, expert, data, pipeline; neighbours are tensor parallel
+    order of the ranks: tensor, context, expert, data, pipeline; tensor-parallel ranks are adjacent
 
-A replica of the model is all ranks with one data parallel index. Its first rank leads it.
+A replica of the model consists of all ranks with the same data-parallel index. Its first rank is the leader.
 """
 
 from __future__ import annotations
@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 
 
 class Parallel:
-    """Membership of this rank, from construction to `close`. Megatron's groups are the process's: roles of one rank
-    each share theirs."""
+    """Process groups of this rank, from construction to `close`.
+
+    Megatron's groups are global to the process, so roles that share a process share them.
+    """
 
     def __init__(self, mesh: MeshInfo, config: MegatronConfig) -> None:
-        """Collective. Raises `PlacementError` for a number of ranks that does not suit."""
+        """Join the groups.
+
+        Collective. Raises `PlacementError` if the parallel sizes do not divide the number of ranks.
+        """
         check_sizes(mesh, config)
         self.device = torch.device(mesh.device)
         self._group = ProcessGroup(mesh)
@@ -46,7 +51,7 @@ class Parallel:
                 distributed_timeout_minutes=max(1, round(mesh.timeout_s / 60)),
                 create_gloo_process_groups=False,
             )
-            # Layers ask for these random states by name although nothing is drawn: dropout is off.
+            # Layers look up these random states by name, although they are not used: dropout is off.
             model_parallel_cuda_manual_seed(0)
         self.tp: Any = parallel_state.get_tensor_model_parallel_group()
         self.pp: Any = parallel_state.get_pipeline_model_parallel_group()
@@ -57,42 +62,42 @@ class Parallel:
 
     @property
     def data_rank(self) -> DataRank:
-        """All ranks of a replica work on the same share."""
+        """Data-parallel rank; all ranks of a replica work on the same microbatches."""
         leads = self.tp.rank() == 0 and self.cp.rank() == 0 and self.pp.rank() == 0
         return DataRank(index=self.dp.rank(), size=self.dp.size(), leader=leads)
 
     @property
     def place_in_stage(self) -> tuple[int, int]:
-        """This rank's number among those of its stage, which are neighbours, and how many these are."""
+        """Index of this rank among the adjacent ranks of its stage, and their number."""
         size = dist.get_world_size() // int(self.pp.size())
         return dist.get_rank() % size, size
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether losses are computed here."""
+        """True on the last pipeline stage, where losses are computed."""
         return bool(self.pp.rank() == self.pp.size() - 1)
 
     @property
     def replicas_share_experts(self) -> bool:
-        """Whether the ranks over which experts are spread and cut, which are neighbours, are of several replicas."""
+        """True if a group of ranks that share experts (adjacent ranks) contains ranks of several replicas."""
         replica, experts = self.tp.size() * self.cp.size(), self.ep.size() * self.etp.size()
         return bool(replica % experts)
 
     def most(self, numbers: Sequence[int], group: Any) -> list[int]:
-        """The largest of the numbers that the ranks of a group give at each place. Collective over the group."""
+        """Elementwise maximum of `numbers` over a group. Collective over the group."""
         found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         largest: list[int] = found.tolist()
         return largest
 
     def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
-        """What a stage has, into `tensor` on the others; in place. Collective over the stages."""
+        """Broadcast `tensor` from one stage to the others, in place. Collective over the stages."""
         if self.pp.size() > 1:
             dist.broadcast(tensor, dist.get_global_rank(self.pp, stage), group=self.pp)
         return tensor
 
     def object_from_last_stage(self, value: Any) -> Any:
-        """The same for plain values."""
+        """Broadcast a picklable object from the last stage. Collective over the stages."""
         if self.pp.size() == 1:
             return value
         box = [value]
@@ -101,23 +106,25 @@ class Parallel:
         return box[0]
 
     def raise_together(self, error: NonFiniteError | None) -> None:
-        """Where any rank has an error all of them raise. Collective over all ranks."""
+        """Raise on all ranks if any rank has an error. Collective over all ranks."""
         self._group.raise_together(error)
 
     def wait(self) -> None:
-        """Until every rank has come here."""
+        """Block until every rank has reached this call."""
         self._group.wait()
 
     def close(self) -> None:
-        """Leave; may be called several times."""
+        """Leave the groups. Idempotent."""
         if self._group.is_last and parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         self._group.close()
 
 
 def joined(share: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
-    """The shares of a group's ranks as one tensor, in order along `dim`; a share that is alone, itself. Holds the whole
-    once where `dim` is 0, else twice. Collective over the group."""
+    """All-gather the shards of a group and concatenate them along `dim`. Collective over the group.
+
+    Returns `share` itself for a group of one rank. Peak memory is the full tensor once if `dim` is 0, otherwise twice.
+    """
     if group.size() == 1:
         return share
     whole = share.new_empty(group.size(), *share.shape)
@@ -126,7 +133,7 @@ def joined(share: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
 
 
 def check_sizes(mesh: MeshInfo, config: MegatronConfig) -> None:
-    """Raises `PlacementError` with the arithmetic."""
+    """Raise `PlacementError` with the computed sizes if the parallel sizes do not divide the number of ranks."""
     replica = config.ranks_per_replica()
     if mesh.world_size % replica:
         raise PlacementError(

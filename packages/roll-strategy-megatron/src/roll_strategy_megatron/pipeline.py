@@ -1,8 +1,9 @@
-"""The way of microbatches through the stages, back and forth: Megatron's schedules, which here know how long each
-microbatch is.
+"""Pipeline parallelism by Megatron's schedules, with the length of each microbatch known in advance.
 
-    one run of layers per stage      stage 0: [0 1]         stage 1: [2 3]          0 -> 1
-    two (interleaved)                stage 0: [0] [2]       stage 1: [1] [3]        0 -> 1 -> 0 -> 1
+| chunks per stage | stage 0 | stage 1 | path of a microbatch |
+|---|---|---|---|
+| one | layers 0 1 | layers 2 3 | 0 -> 1 |
+| two (interleaved) | layers 0, 2 | layers 1, 3 | 0 -> 1 -> 0 -> 1 |
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ if TYPE_CHECKING:
     from roll_strategy_megatron.packing import Passage
 
 Shape = list[int]
-"""Of what a stage passes on: tokens of a rank, 1, hidden size."""
+"""Shape of the hidden states sent between stages: tokens of a rank, 1, hidden size."""
 
 
 class Pipeline:
-    """Of a rank's runs of layers; `group` are the stages."""
+    """Pipeline schedule of a rank's model chunks (`runs`); `group` contains one rank per stage."""
 
     def __init__(self, config: TransformerConfig, runs: Sequence[Any], group: Any) -> None:
         self.config, self.runs, self.group = config, list(runs), group
         stages, num_runs = group.size(), len(self.runs)
         self.multiple = stages if num_runs > 1 else 1
-        """What the number of microbatches has to be a multiple of."""
+        """The number of microbatches must be a multiple of this."""
         self._schedule: Any = get_forward_backward_func(pp_size=stages, vp_size=num_runs if num_runs > 1 else None)
 
     def run(self, step: Callable[..., Any], passages: Sequence[Passage], *, backward: bool) -> list[Any]:
-        """`step(iterator of passages, run of layers)` for each passage and run; what it returned beside the loss, of
-        each passage, on the last stage; empty on others. Collective over the stages."""
+        """Run `step(iterator of passages, model chunk)` for each passage and chunk. Collective over the stages.
+
+        On the last stage, returns what `step` returned beside the loss, per passage; on the others, an empty list.
+        """
         options: dict[str, Any] = {}
         if self.group.size() > 1:
             options = {
@@ -64,15 +67,19 @@ class Pipeline:
 
 
 class KnownShapes(P2PCommunicator):  # type: ignore[misc]
-    """Sends and receives between stages. Where microbatches differ in length, Megatron has each stage ask the other for
-    every tensor's shape, and waits for the device to know it. Here all ranks of a replica have all microbatches, and a
-    stage receives them in the order of Megatron's table, whichever way they go."""
+    """Point-to-point communication between stages with known shapes.
+
+    For microbatches of different lengths, Megatron's stages exchange the shape of every tensor, which synchronizes with
+    the device. Here all ranks of a replica have all microbatches. A stage receives them in the order of Megatron's
+    schedule table in both directions.
+    """
 
     def __init__(self, group: Any, config: TransformerConfig, shapes: Sequence[Shape], num_runs: int) -> None:
         super().__init__(pp_group=group, config=config)
         table = get_schedule_table(len(shapes), num_runs, config.microbatch_group_size_per_vp_stage)
         every = [shapes[micro] for micro, _ in table]
-        # Nothing comes in to where the way begins: the first run of the first stage, the last one's of the last.
+        # The first chunk of the first stage receives nothing in the forward pass, the last chunk of the last stage
+        # nothing in the backward pass.
         inner = [shapes[micro] for micro, run in table if run > 0]
         self._forward = iter(inner if group.rank() == 0 else every)
         self._backward = iter(inner if group.rank() == group.size() - 1 else every)
@@ -80,6 +87,6 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]
     def _communicate_shapes(
         self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        """Of what comes from the stage before, and of what comes back from the one after."""
+        """Shapes of the tensors received from the previous stage (forward) and from the next stage (backward)."""
         none = [0, 0, 0]
         return next(self._forward) if recv_prev else none, next(self._backward) if recv_next else none

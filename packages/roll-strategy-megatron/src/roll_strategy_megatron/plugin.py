@@ -1,4 +1,4 @@
-"""What this package offers. Imports neither torch nor megatron-core."""
+"""Plugin entry point of the Megatron strategies. Imports neither torch nor megatron-core."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEEDS = ("megatron-core>=0.16.1,<0.17",)
 
 @hookimpl
 def roll_train_strategies() -> Iterator[TrainProvider]:
-    """Train strategies and their forward-only twin."""
+    """Provide `megatron_train` and its forward-only variant `megatron_infer`."""
     yield TrainProvider(
         name="megatron_train",
         target=TARGET,
@@ -64,7 +64,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
 
 @hookimpl
 def roll_checks() -> Iterator[CheckProvider]:
-    """Libraries that layers are made of where they are there."""
+    """Provide the `roll-core doctor` check for Transformer Engine and flash-attn."""
     yield CheckProvider(
         name="megatron_layers",
         target="roll_strategy_megatron.checks:layers",

@@ -1,11 +1,12 @@
-"""Gradients are added up over replicas while the last microbatch's backward pass still runs (`overlap_grad_reduce`).
+"""Gradient reduction over replicas during the backward pass of the last microbatch (`overlap_grad_reduce`).
 
-Megatron begins with a bucket as soon as its gradients are there, and ends with it at the step. Its own loop calls for
-gradients once per step; here there may be several calls, and any but the first finds a sum in this rank's share of each
-bucket, and what was its own part of the sums in the others' shares:
+Megatron starts to reduce a bucket once its gradients are complete, and waits for it in the optimizer step. Its own
+training loop accumulates gradients once per step; here several calls of `forward_backward` may precede a step. After a
+reduce-scatter, this rank's shard of a bucket contains the sum, and the other shards contain this rank's own, already
+reduced gradients. These are zeroed before the next call, so that they are not reduced twice:
 
-    call 1    g1 of this rank        --sum over ranks-->    own share: G1    others' shares: dropped
-    call 2    own share: G1 + g2, others' shares: g2        --sum over ranks-->    own share: G1 + G2
+    call 1    g1 of this rank        --sum over ranks-->    own shard: G1    other shards: zeroed
+    call 2    own shard: G1 + g2, other shards: g2          --sum over ranks-->    own shard: G1 + G2
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OverlappedReduction:
-    """Of a rank's runs of layers, each wrapped in Megatron's data parallelism."""
+    """Overlapped reduction for a rank's model chunks, each wrapped in Megatron's `DistributedDataParallel`."""
 
     def __init__(self, runs: Sequence[Any]) -> None:
         self._groups: list[Any] = [
@@ -28,7 +29,7 @@ class OverlappedReduction:
         self._under_way = False
 
     def begin(self) -> None:
-        """Before a call whose last backward pass begins with it. Waits for the call before."""
+        """Call before `forward_backward`. Blocks on the reductions of the previous call."""
         for group in self._groups if self._under_way else ():
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
@@ -38,13 +39,13 @@ class OverlappedReduction:
         self._under_way = True
 
     def wait(self) -> None:
-        """Until nothing writes into the buffers."""
+        """Block until no reduction writes into the gradient buffers."""
         for group in self._groups:
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
 
     def forget(self) -> None:
-        """What the gradients were; the buffers are the caller's to clear."""
+        """Reset the state of the reductions. The caller clears the gradient buffers."""
         self.wait()
         for group in self._groups:
             group.grad_reduce_handle = None

@@ -1,16 +1,16 @@
-"""The engine's choices of experts in Megatron's routers, by the door that Megatron has for its own `RouterReplay`.
+"""Router replay: Megatron's routers use the expert choices of the inference engine, by Megatron's `RouterReplay` hook.
 
-    forward pass of microbatch i     each router takes the experts of i, and keeps them if its layer is recomputed
-    backward pass of microbatch i    each layer that is recomputed takes what was kept first
+    forward pass of microbatch i     each router uses the experts of i, and keeps them if its layer is recomputed
+    backward pass of microbatch i    each recomputed layer uses the experts that were kept first
 
-Several microbatches are under way on a stage at once; their backward passes come in the order of their forward passes.
-Megatron's own replay is told by hand, for all routers of the process together, which of these passes runs.
+Several microbatches are in flight on a stage; their backward passes run in the order of their forward passes.
+Megatron's own replay needs a manual switch between these passes, for all routers of a process together.
 
-Each router counts the given experts that it would not have chosen. A token passes through the routers of all stages, so
-the counts are added up over the ranks of a replica when all microbatches are through.
+Each router counts the replayed experts that it would not have chosen. A token passes through the routers of all stages,
+so the counts are summed over the ranks of a replica after all microbatches.
 
-Shapes: T flat tokens, L tokens of this rank, N of them from whose state an output is computed, M layers of the whole
-model that have experts, K top-k.
+Shapes: T flat tokens, L tokens of this rank, N of them from whose state an output is computed, M MoE layers of the
+whole model, K top-k.
 """
 
 from __future__ import annotations
@@ -37,28 +37,34 @@ if TYPE_CHECKING:
 
 
 class GivenExperts:
-    """Stands in one router where Megatron's `RouterReplay` would."""
+    """Replacement of Megatron's `RouterReplay` in one router."""
 
     def __init__(self) -> None:
         self.now: Tensor | None = None
-        """`[L, K]` of the forward pass that runs; -1 leaves the choice to the router, None every choice."""
+        """Experts `[L, K]` of the current forward pass; -1 lets the router choose.
+
+        None lets it choose for all tokens.
+        """
         self.missed_L: Tensor | None = None
-        """Of the same pass: given experts that routers would not have chosen. None where nothing is given."""
+        """Replayed experts of the current pass that the router would not have chosen, counted per token.
+
+        None without replay.
+        """
         self.forward = self.trains = False
-        """Whether one runs, and whether a backward pass will follow it."""
+        """`forward`: True during a forward pass. `trains`: True if a backward pass follows."""
         self.again: deque[Tensor | None] = deque()
-        """Of layers that backward passes will compute again."""
+        """Experts of the forward passes whose layers the backward passes will recompute."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute_topk: TopK
     ) -> tuple[Tensor, Tensor]:
-        """The scores of each token's experts and their indices, `[L, K]`: as Megatron asks."""
+        """The scores and the indices of each token's experts, both `[L, K]`. Megatron's routers call this method."""
         given_LK = self._given()
         own_scores_LK, own_LK = compute_topk(scores, topk, num_groups, group_topk)
         if given_LK is None:
             return own_scores_LK, own_LK
         known_LK = given_LK >= 0
-        if self.missed_L is not None:  # not when a layer is computed again
+        if self.missed_L is not None:  # not during recomputation
             self.missed_L += (known_LK & ~(given_LK[:, :, None] == own_LK[:, None]).any(-1)).sum(-1)
         indices_LK = given_LK.where(known_LK, own_LK)
         return scores.gather(1, indices_LK), indices_LK
@@ -66,13 +72,13 @@ class GivenExperts:
     def _given(self) -> Tensor | None:
         if not self.forward:
             return self.again.popleft()
-        if self.trains and not torch.is_grad_enabled():  # so Megatron computes what it will compute again
+        if self.trains and not torch.is_grad_enabled():  # layers to be recomputed first run without gradients
             self.again.append(self.now)
         return self.now
 
 
 class RouterReplay:
-    """The routers of one run of layers."""
+    """Router replay of one model chunk."""
 
     def __init__(self, run: GPTModel) -> None:
         config = run.config
@@ -80,8 +86,10 @@ class RouterReplay:
         mixtures = every if isinstance(every, list) else [1] * config.num_layers
         self.num_layers, self.top_k, self.num_experts = sum(mixtures), config.moe_router_topk, config.num_moe_experts
         self.missed: list[Tensor | None] = []
-        """`[L]` for each forward pass since `forget`: given experts that this run's routers would not have chosen; with
-        sequence parallel, of the tokens that this rank routes."""
+        """Per forward pass since `forget`, `[L]`: how many replayed experts this chunk's routers would not have chosen.
+
+        With sequence parallelism, only tokens that this rank routes are counted.
+        """
         self._share = (run.pg_collection.tp.rank(), run.pg_collection.tp.size()) if config.sequence_parallel else (0, 1)
         self._routers: dict[int, GivenExperts] = {}
         for layer in run.decoder.layers:
@@ -91,7 +99,7 @@ class RouterReplay:
         self._layers = list(self._routers)
 
     def check(self, routed_experts_TMK: Tensor) -> None:
-        """Raise `DataError` where they are of another model."""
+        """Raise `DataError` if the experts are those of a different model."""
         _, layers, top_k = routed_experts_TMK.shape
         if (layers, top_k) != (self.num_layers, self.top_k):
             raise DataError(
@@ -104,16 +112,16 @@ class RouterReplay:
             )
 
     def forget(self) -> None:
-        """What was counted, and what is kept of passes that were given up."""
+        """Drop the counts, and the experts kept for passes that were aborted."""
         self.missed = []
         for router in self._routers.values():
             router.again.clear()
 
     @contextmanager
     def forward(self, given: RoutedExperts | None, *, trains: bool) -> Iterator[None]:
-        """A forward pass inside, which a backward pass will follow if it `trains`."""
+        """Use the experts `given` during the forward pass inside the context. `trains`: a backward pass will follow."""
         mine, missed_L, of_mine = None, None, None
-        if given is not None:  # with sequence parallel each tensor parallel rank routes a run of the tokens
+        if given is not None:  # sequence parallelism: each rank routes a slice
             rank, size = self._share
             mine = given.of(self._layers, rank, size)
             missed_L = torch.zeros(len(given.places_L), dtype=torch.int32, device=given.device)
@@ -133,8 +141,10 @@ class RouterReplay:
 def disagreements(
     replays: Sequence[RouterReplay], passages: Sequence[Passage], parallel: Parallel, *, sequence_parallel: bool
 ) -> list[Tensor | None]:
-    """`TokenOutputs.routing_disagreement_T` of microbatches that have gone through all runs of layers, on every rank;
-    None where no experts were given. Collective over the replica."""
+    """`TokenOutputs.routing_disagreement_T` of each microbatch, on every rank; None for those without replayed experts.
+
+    Call it after the microbatches have passed through all model chunks. Collective over the replica.
+    """
     found: list[Tensor | None] = [None] * len(passages)
     given = [at for at, each in enumerate(passages) if each.packing.routed_experts is not None]
     if not given:

@@ -1,13 +1,13 @@
-"""What is needed to continue: masters and moments as whole float32 tensors by Hugging Face's names, and a few numbers.
+"""Checkpoints: master weights and moments as full float32 tensors by Hugging Face names, and a few numbers.
 
     rank-0/state.json                     numbers, and the names of the tensors
     rank-0/state-00002-00001.safetensors  rank 2's first file: master.<name>, exp_avg.<name>, exp_avg_sq.<name>
-    rank-0/written-2.json                 which tensors rank 2 has written into which of its files
+    rank-0/written-2.json                 the file of each tensor that rank 2 has written
     rank-N/random.safetensors             each rank's random state
 
-Whole tensors, because other numbers of ranks cut them otherwise: what one arrangement wrote any other reads. The ranks
-of a stage gather its tensors one after another, and each writes those of its turn, in files of bounded size: none holds
-more than one of these. All write into rank 0's folder, which all see.
+Full tensors do not depend on the parallel sizes: any arrangement of ranks can load them. The ranks of a stage gather
+its tensors one after another and distribute the writing. Each writes files of bounded size and keeps at most one file
+in memory. All ranks write into rank 0's directory, which must be on a shared file system.
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ if TYPE_CHECKING:
 FORMAT = 2
 STATE, WRITTEN, RANDOM = "state.json", "written-{}.json", "random.safetensors"
 FILE_BYTES = 1 << 30
-"""Of a file; a tensor that is larger has a file of its own."""
+"""Maximum size of a file; a larger tensor gets a file of its own."""
 
 
 def save_state(
     bridge: Bridge, optimizer: Optimizer, path: Path, *, adapters: Mapping[str, Any] | None, later: bool
 ) -> Callable[[], None] | None:
-    """Write it; or, `later`, copy to the host what this rank is to write and return what writes it. `adapters` is the
-    identity of those that are trained. Collective."""
+    """Save the state of `bridge` and `optimizer`. Collective.
+
+    With `later`, copy this rank's tensors to host memory and return a function that writes them. `adapters` is the
+    identity of the trained adapters.
+    """
     rank = dist.get_rank()
     shared = _of_rank_0(path, bridge)
     shared.mkdir(parents=True, exist_ok=True)
@@ -83,7 +86,7 @@ def save_state(
 
 
 def _of_my_turn(bridge: Bridge, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Of what the ranks of this stage gather together, the next is for the one that has had least so far."""
+    """Yield the tensors that this rank writes: each one goes to the rank of the stage with the fewest bytes so far."""
     me, size = bridge.parallel.place_in_stage
     had = [0] * size
     for kind in KINDS:
@@ -97,8 +100,10 @@ def _of_my_turn(bridge: Bridge, optimizer: Optimizer) -> Iterator[tuple[str, Ten
 def load_state(
     bridge: Bridge, optimizer: Optimizer, path: Path, check: Callable[[Mapping[str, Any] | None, Path], None]
 ) -> None:
-    """Whatever the arrangement was that saved. `check` refuses adapters that are not those of this role. Collective.
-    Raises `CheckpointError`."""
+    """Load a state that any arrangement of ranks has saved. Collective.
+
+    `check` rejects adapters of a different role. Raises `CheckpointError`.
+    """
     shared = _of_rank_0(path, bridge)
     try:
         state = json.loads((shared / STATE).read_text(encoding="utf-8"))
@@ -122,8 +127,10 @@ def load_state(
 
 
 def take_over(bridge: Bridge, optimizer: Optimizer, read: Callable[[str], ParameterState]) -> None:
-    """Overwrite this rank's shares with those of what `read` gives by name; it holds the tensors of one rule and
-    layer."""
+    """Overwrite this rank's shards from the full tensors that `read` returns by name.
+
+    At most the tensors of one rule and layer are in memory.
+    """
     for held in bridge.by_rule().values():
         found: dict[str, ParameterState] = {}
 
@@ -141,7 +148,10 @@ def take_over(bridge: Bridge, optimizer: Optimizer, read: Callable[[str], Parame
 def portable_state(
     bridge: Bridge, optimizer: Optimizer, adapters: Mapping[str, Any] | None, buffers: Mapping[str, Tensor]
 ) -> PortableState:
-    """What other strategies continue from, gathered while it is read, on every rank; `buffers` as they are."""
+    """Strategy-independent state; `read` gathers the tensors on every rank. Collective.
+
+    Tensors must be read in the order of `shapes`. `buffers` are passed through.
+    """
     streams = {kind: bridge.export(partial(optimizer.whole, kind=kind), torch.float32) for kind in KINDS}
 
     def read(name: str) -> ParameterState:

@@ -1,7 +1,8 @@
-"""Train strategy on Megatron-Core: models in Megatron's layers, spread by tensor, pipeline, context and expert.
+"""Train strategy on Megatron-Core: Megatron's layers with tensor, pipeline, context and expert parallelism.
 
 MicroBatch -> Computation (Megatron's schedules) -> TokenOutputs -> loss -> gradients in Megatron's buffers
-Optimizer (distributed AdamW) steps them; the Bridge reads Hugging Face models and gives them back
+
+`Optimizer` (distributed AdamW) updates the weights; `Bridge` loads and exports Hugging Face models.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from roll_strategy_megatron.config import MASTERS_APART, MegatronConfig
 from roll_strategy_megatron.plugin import CAPABILITIES
 
 with warnings.catch_warnings():
-    # Of libraries that are not there and are not used, and of what torch is about to drop.
+    # The warnings are about optional libraries that are not used, and about torch's deprecations.
     warnings.simplefilter("ignore")
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -66,12 +67,16 @@ if TYPE_CHECKING:
 
 
 class MegatronStrategy(TrainStrategy):
-    """Trains or, without `training`, only scores. Dropout is off."""
+    """Megatron strategy. Without `training` it is forward-only. Dropout is off."""
 
     capabilities = CAPABILITIES
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
-        """Make this rank's share of the model and read its numbers. Collective."""
+        """Build this rank's shard of the model and load its weights. Collective.
+
+        Raises `UnsupportedError` for unsupported tasks and options, and `ModelError` for models that do not fit the
+        config.
+        """
         if model.task not in CAPABILITIES.tasks:
             raise UnsupportedError(
                 f"role {mesh.role}: the Megatron strategies have language models, values and scores; a model of task"
@@ -118,7 +123,7 @@ class MegatronStrategy(TrainStrategy):
                 bucket_size=self._config.ddp_bucket_size,
             )
             wrapped = [DistributedDataParallel(settings, how, each) for each in self.runs]
-            # Megatron calls all of a list where stages are interleaved, and takes no list elsewhere.
+            # Megatron's interleaved schedule takes a list of functions, its other schedules a single one.
             settings.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
             partial = self.lora.partial if self.lora is not None else ()
             self.optimizer = Optimizer(wrapped, self.training, self.dtype, self._config, partial)
@@ -131,27 +136,38 @@ class MegatronStrategy(TrainStrategy):
 
     @property
     def data_rank(self) -> DataRank:
-        """All ranks of a replica work on the same microbatches."""
+        """Data-parallel rank; all ranks of a replica work on the same microbatches."""
         return self.parallel.data_rank
 
     @property
     def microbatch_multiple(self) -> int:
-        """The number of stages: interleaved ones need it, and others wait less."""
+        """The number of pipeline stages.
+
+        Interleaved schedules require a multiple; others have smaller bubbles with one.
+        """
         return self._config.pipeline_model_parallel_size
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        """Complete on every rank of the replica. Collective over it, and over all ranks where experts are spread."""
+        """Forward pass of one microbatch without gradients; every rank of the replica gets all outputs.
+
+        Collective over the replica, and over all ranks if experts are distributed over replicas.
+        """
         return self._score([micro], want)[0]
 
     def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
-        """All at once: stages work on different microbatches at a time."""
+        """Forward passes of all microbatches, run before this method returns, so that they are pipelined over the
+        stages."""
         return iter(self._score(micros, want))
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
-        """Raises `NonFiniteError`, which names the sequences, on every rank; what the gradients were is lost then.
-        Collective: a rank that finds one goes through the passes that the others need, and then tells them."""
+        """Accumulate the gradients of `micros`. Collective.
+
+        Raises `NonFiniteError`, which names the sequences, on every rank, and drops the accumulated gradients. A rank
+        with a non-finite loss completes its passes, because they are collective; the error is raised on all ranks
+        afterwards.
+        """
         optimizer = self._require_training()
         self._check_wanted(loss.want)
         optimizer.begin()
@@ -173,7 +189,7 @@ class MegatronStrategy(TrainStrategy):
         found, disagreements = self.computation.run(micros, loss.want, at_end, backward=True)
         metrics: list[LossMetrics] = self.parallel.object_from_last_stage(found)
         for each, micro, disagreement_T in zip(metrics, micros, disagreements, strict=True):
-            if disagreement_T is not None:  # losses are computed before it is known
+            if disagreement_T is not None:  # only known after the losses are computed
                 known_T = disagreement_T.to(micro.loss_mask_T.device)
                 each["routing_disagreement"] = float(aggregate(known_T, micro, "token-mean"))
         if self.balancing is not None and metrics:
@@ -186,7 +202,7 @@ class MegatronStrategy(TrainStrategy):
         return metrics
 
     def optimizer_step(self) -> StepStats:
-        """Collective over all ranks."""
+        """Clip gradients and run the optimizer step. Collective."""
         return self._require_training().step()
 
     def _score(self, micros: Sequence[MicroBatch], want: Want) -> list[TokenOutputs]:
@@ -239,20 +255,26 @@ class MegatronStrategy(TrainStrategy):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered tensor by tensor, on every rank. Tied weights come once."""
+        """Full tensors of the weights, gathered one by one on every rank. Tied weights are yielded once. Collective."""
         self.mover.need("weights")
         return self.bridge.export(self.lora.merged if self.lora is not None else Tensor.detach, self.dtype)
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered factor by factor, on every rank; experts' one by one."""
+        """Full LoRA factors, gathered one by one on every rank; those of experts separately. Collective.
+
+        Raises `UnsupportedError` without adapters.
+        """
         if self.lora is None:
             raise UnsupportedError(f"role {self._mesh.role} trains the whole model; there are no adapters to export")
         self.mover.need("weights")
         return self.lora.exported()
 
     def export_model(self, path: Path) -> None:
-        """Gathered tensor by tensor, and written meanwhile by rank 0 in files of bounded size, one of which it holds on
-        its host at a time; or the adapters alone. Collective."""
+        """Write a Hugging Face model directory, or only the adapters. Collective.
+
+        Tensors are gathered one by one. Rank 0 writes them in files of bounded size and keeps one file in memory at a
+        time.
+        """
         leads = self._mesh.rank == 0
         if self.lora is not None and self.lora.lora.export == "adapter":
             self.lora.write(path, leads=leads)
@@ -272,25 +294,31 @@ class MegatronStrategy(TrainStrategy):
     # -- continuing ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> Callable[[], None] | None:
-        """Into rank 0's directory, see `state`: of a model with adapters only what is trained. With `async_save_ckpt`
-        each rank copies what it is to write to its host, and leaves it to be written. Collective."""
+        """Save into rank 0's directory, in the format of `state`. Collective.
+
+        For a model with adapters, only the trained parameters are written. With `async_save_ckpt`, each rank copies its
+        tensors to host memory, and the returned function writes them.
+        """
         optimizer, later = self._require_training(), self._config.async_save_ckpt
         return save_state(self.trained, optimizer, path, adapters=self._identity(), later=later)
 
     def load(self, path: Path) -> None:
-        """From rank 0's directory, whatever arrangement of ranks wrote it. Collective."""
+        """Load from rank 0's directory. The parallel sizes may differ from those of the save. Collective."""
         optimizer, here = self._require_training(), self._identity()
         described = self.lora.described if self.lora is not None else None
         load_state(self.trained, optimizer, path, lambda saved, place: check_adapters(saved, described, here, place))
 
     def export_state(self) -> PortableState:
-        """Gathered parameter by parameter, on every rank. Collective."""
+        """Strategy-independent state. `read` gathers one full parameter at a time on every rank. Collective."""
         optimizer = self._require_training()
         buffers = stored_buffers(self.hf) if self.lora is None else {}
         return portable_state(self.trained, optimizer, self._identity(), buffers)
 
     def import_state(self, state: PortableState) -> None:
-        """Each rank reads all of what its shares are cut from, and keeps these. Collective."""
+        """Load strategy-independent state.
+
+        Each rank reads the full tensors of its shards and keeps the shards. Collective.
+        """
         optimizer = self._require_training()
         described = self.lora.described if self.lora is not None else None
         check_same(state, self.trained.shapes, adapters=described, identity=self._identity())
@@ -306,20 +334,22 @@ class MegatronStrategy(TrainStrategy):
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """The memory of this rank's shares: Megatron keeps weights and gradients in buffers, into which its parameters
-        are views, and these stay."""
+        """Move this rank's shards of `parts` to host memory.
+
+        Megatron's parameters are views of weight and gradient buffers; the views stay valid.
+        """
         if self.optimizer is not None:
             self.optimizer.settle()
         for part in parts:
             self.mover.away(part, self._held()[part])
 
     def onload(self, parts: Sequence[Part]) -> None:
-        """Into the same tensors."""
+        """Move `parts` back into the same tensors."""
         for part in parts:
             self.mover.back(part)
 
     def memory(self) -> Mapping[str, int]:
-        """Measured on this rank's shares; 0 for what is moved away."""
+        """Bytes of this rank's shards by part; 0 for parts that are offloaded."""
         held = {part: sum(each.nbytes for each in tensors) for part, tensors in self._held().items()}
         return {part: 0 if self.mover.is_away(part) else size for part, size in held.items()}
 
@@ -330,7 +360,7 @@ class MegatronStrategy(TrainStrategy):
         return {"weights": weights, "grads": self.optimizer.gradients(), "optimizer": self.optimizer.states()}
 
     def close(self) -> None:
-        """Leave Megatron's groups."""
+        """Leave Megatron's process groups."""
         if hasattr(self, "parallel"):
             self.parallel.close()
 

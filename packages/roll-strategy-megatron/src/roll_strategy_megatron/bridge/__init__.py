@@ -1,1 +1,1 @@
-"""Hugging Face models and Megatron's: the same numbers under other names, joined and cut in other ways."""
+"""Conversion between Hugging Face's and Megatron's weights: names, fused tensors and shards."""

@@ -1,4 +1,4 @@
-"""Llama and what descends from it: Mistral, Qwen2, Qwen3, and the mixtures Qwen3-MoE and Mixtral."""
+"""Llama and related architectures: Mistral, Qwen2, Qwen3, and the MoE models Qwen3-MoE and Mixtral."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ DENSE_MLP = (
 
 
 def experts(stored: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Of a mixture, whose files name experts as `stored` says, and their three matrices so."""
+    """Rules of MoE layers.
+
+    `stored` is the module's prefix in checkpoint files; `gate`, `up` and `down` are the names of an expert's matrices
+    there.
+    """
     mcore = f"{MCORE}mlp.experts.local_experts.{{expert}}."
     return (
         Rule(mcore=f"{MCORE}mlp.router.weight", hf=(f"{HF}mlp.gate.weight",), transform=Copy(), stored=_router(stored)),
@@ -84,7 +88,10 @@ def _router(stored: str) -> tuple[str, ...]:
 
 
 def dense(config: Any) -> Mapping[str, Any]:
-    """Root mean square norms, gated feed-forward layers, no biases, grouped queries, one kind of attention."""
+    """Settings of a dense model: RMSNorm, SiLU-gated feed-forward layers, no biases, grouped-query attention.
+
+    Raises `ModelError` for other activations, for biases, and for different kinds of attention among the layers.
+    """
     import torch.nn.functional as F
 
     if config.hidden_act not in ("silu", "swish"):
@@ -111,7 +118,7 @@ def dense(config: Any) -> Mapping[str, Any]:
 
 
 def _window(config: Any) -> tuple[int, int] | None:
-    """Tokens before a token that it attends to, where that is the same in all layers."""
+    """Sliding window as Megatron's `window_size`; None for full attention. All layers must have the same kind."""
     size = getattr(config, "sliding_window", None)
     if size is None or not getattr(config, "use_sliding_window", True):
         return None
@@ -124,17 +131,17 @@ def _window(config: Any) -> tuple[int, int] | None:
 
 
 def qwen2(config: Any) -> Mapping[str, Any]:
-    """With biases on queries, keys and values."""
+    """Settings of Qwen2: a dense model with biases of queries, keys and values."""
     return {**dense(config), "add_qkv_bias": True}
 
 
 def qwen3(config: Any) -> Mapping[str, Any]:
-    """With normed queries and keys."""
+    """Settings of Qwen3: a dense model with normalized queries and keys."""
     return {**dense(config), "qk_layernorm": True}
 
 
 def mixture(config: Any, *, num_experts: int, expert_size: int, renormalised: bool) -> Mapping[str, Any]:
-    """Of experts, without shared ones, with a plain softmax before or after the choice."""
+    """Settings of MoE layers without shared experts; softmax after top-k if `renormalised`, otherwise before."""
     return {
         "num_moe_experts": num_experts,
         "moe_ffn_hidden_size": expert_size,
@@ -146,7 +153,7 @@ def mixture(config: Any, *, num_experts: int, expert_size: int, renormalised: bo
 
 
 def qwen3_moe(config: Any) -> Mapping[str, Any]:
-    """Every layer a mixture."""
+    """Settings of Qwen3-MoE, in which every layer is an MoE layer."""
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         raise ModelError("qwen3_moe: only some layers are mixtures; the bridge knows models where all are")
     return {
@@ -161,7 +168,7 @@ def qwen3_moe(config: Any) -> Mapping[str, Any]:
 
 
 def mixtral(config: Any) -> Mapping[str, Any]:
-    """Every layer a mixture."""
+    """Settings of Mixtral, in which every layer is an MoE layer."""
     return {
         **dense(config),
         **mixture(

@@ -1,9 +1,9 @@
-"""Carries numbers between a Hugging Face model and the shares of Megatron's that ranks hold, one tensor at a time.
+"""Conversion of weights between a Hugging Face model and Megatron's shards, one tensor at a time.
 
-    files --join--> whole --cut--> share                    each rank reads what its shares are made of
-    share --gather over TP, EP--> whole --split--> parts --over PP--> all ranks, in the order of the Hugging Face model
+    files --join--> full --cut--> shard                     each rank reads the tensors of its own shards
+    shard --gather over TP, EP--> full --split--> parts --over PP--> all ranks, in the order of the Hugging Face model
 
-The same way goes whatever has the layout of the weights: the optimizer's moments.
+Tensors with the layout of the weights, such as Adam moments, are converted in the same way.
 """
 
 from __future__ import annotations
@@ -38,24 +38,23 @@ EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 OUTPUT, TIED = "output_layer.weight", "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 SHOWN = 5
-"""Names that an error lists."""
+"""Maximum number of names in an error."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Held:
-    """A parameter of this rank, and what it is a share of."""
+    """A parameter of this rank, and the tensor that it is a shard of."""
 
     parameter: nn.Parameter
     rule: Rule
     layer: int
-    """Over all stages; -1 outside of layers."""
+    """Layer index over all stages; -1 outside the layers."""
     expert: int
-    """Over all ranks; -1 for what is no expert's."""
+    """Expert index over all ranks; -1 if the parameter belongs to no expert."""
 
 
 class Bridge:
-    """Between one Hugging Face model, of which only names and shapes are looked at, and the runs of layers of this
-    rank."""
+    """Bridge between one Hugging Face model, of which only names and shapes are used, and this rank's model chunks."""
 
     def __init__(
         self,
@@ -66,8 +65,11 @@ class Bridge:
         parallel: Parallel,
         scalar_head: str = "",
     ) -> None:
-        """Collective over the stages. `scalar_head` is the name of the weight that stands in the output layer's place,
-        if one does. Raises `ModelError` for tensors that no rule names, on either side."""
+        """Match parameters with rules. Collective over the stages.
+
+        `scalar_head` is the name of the weight that replaces the output layer's, if any. Raises `ModelError` for
+        parameters without a rule, on either side.
+        """
         self.architecture, self.sizes, self.parallel = architecture, sizes, parallel
         self.rules = tuple(
             Rule(mcore=OUTPUT, hf=(scalar_head,), transform=Copy()) if scalar_head and each.mcore == OUTPUT else each
@@ -88,7 +90,7 @@ class Bridge:
     # -- what belongs together -----------------------------------------------------------------------------------------
 
     def _placed(self, run: PackedModel, name: str, parameter: nn.Parameter) -> Held:
-        """Numbers in a rank's names count from 0 in each run."""
+        """Match a parameter with its rule. Indices in `name` are local to the chunk and the rank."""
 
         def expert(match: re.Match[str]) -> str:
             own = self.num_experts // self.parallel.ep.size()
@@ -108,7 +110,7 @@ class Bridge:
         raise ModelError(f"no rule of the bridge names Megatron's tensor {whole}")
 
     def _buffers(self, runs: Sequence[PackedModel]) -> dict[str, Tensor]:
-        """This rank's tensors that are read and not learned, by Hugging Face's names."""
+        """This rank's buffers of the architecture's rules, by Hugging Face names."""
         known = {
             _named(rule.mcore, layer, -1): _named(rule.hf, layer, -1)
             for rule in self.architecture.buffers
@@ -118,12 +120,12 @@ class Bridge:
         return {known[name]: each for name, each in mine.items() if name in known}
 
     def _groups(self) -> dict[str, tuple[Rule, int]]:
-        """By each name of the Hugging Face model, in its order: the rule and the layer that it stands for."""
+        """Rule and layer of each parameter of the Hugging Face model, in its order."""
         known: dict[str, tuple[Rule, int]] = {}
         for rule in self.rules:
             for layer in range(self.num_layers) if "{layer}" in rule.mcore else (-1,):
                 names = self._hf_names(rule, layer)
-                if all(name in self.shapes for name in names):  # layers need not be alike
+                if all(name in self.shapes for name in names):  # layers may differ
                     for name in names:
                         known.setdefault(name, (rule, layer))
         _refuse("the bridge has no rule for", [name for name in self.shapes if name not in known])
@@ -137,7 +139,7 @@ class Bridge:
         return [EMBEDDING if self.tied and each == TIED else each for each in names]
 
     def _stages(self) -> dict[tuple[str, int], int]:
-        """Which stage has the parameters of a rule and a layer: the first, where two have a copy."""
+        """The stage that has the parameters of each rule and layer; the first, if two stages have a copy."""
         mine = {(each.rule.mcore, each.layer) for each in self.held}
         every: list[set[tuple[str, int]]] = [mine] * self.parallel.pp.size()
         if self.parallel.pp.size() > 1:
@@ -148,8 +150,10 @@ class Bridge:
 
     @torch.no_grad()
     def load(self, source: Source, dtype: torch.dtype) -> None:
-        """Read this rank's shares, rounded to `dtype`. Raises `ModelError` for tensors that are missing, of another
-        shape, or left over."""
+        """Read this rank's shards, rounded to `dtype`.
+
+        Raises `ModelError` for missing tensors, wrong shapes, and unused tensors.
+        """
         self._check(source)
         for each in self.held:
             each.parameter.copy_(self._read(each, source).to(dtype))
@@ -157,19 +161,19 @@ class Bridge:
 
     @torch.no_grad()
     def load_buffers(self, get: Callable[[str], Tensor]) -> None:
-        """What this rank has of tensors that are not learned, which `get` gives whole by Hugging Face's names."""
+        """Set this rank's buffers; `get` returns full tensors by Hugging Face names."""
         for name, buffer in self.buffers.items():
             buffer.copy_(get(name))
 
     def _read(self, held: Held, source: Source) -> Tensor:
-        """A share, beside which nothing of the files is kept."""
+        """Read one shard. Only the tensors of its rule are in memory meanwhile."""
         parts = [source.get(name) for name in self._source_names(held.rule, held.layer, held.expert, source)]
         if held.rule.is_expert and not self._kept_apart(held.rule, held.layer, source):
             parts = [part[held.expert] for part in parts]
         return self.share(held, parts)
 
     def share(self, held: Held, parts: Sequence[Tensor]) -> Tensor:
-        """Of Hugging Face's whole tensors what this rank holds."""
+        """This rank's shard of Hugging Face's full tensors. Raises `ModelError` for wrong shapes."""
         group = self.parallel.etp if held.rule.is_expert else self.parallel.tp
         whole = held.rule.transform.join(parts, self.sizes)
         cut = held.rule.transform.cut(whole, group.rank(), group.size())
@@ -182,15 +186,17 @@ class Bridge:
         return cut.reshape(held.parameter.shape)
 
     def by_rule(self) -> dict[tuple[str, int], list[Held]]:
-        """What this rank holds, by the name in its rule and by its layer: the experts of a layer together."""
+        """This rank's parameters by rule name and layer; the experts of a layer are in one list."""
         found: dict[tuple[str, int], list[Held]] = {}
         for each in self.held:
             found.setdefault((each.rule.mcore, each.layer), []).append(each)
         return found
 
     def shares_of(self, held: Sequence[Held], get: Callable[[str], Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """What the parameters of one entry of `by_rule` hold of whole tensors by the names of transformers' model, each
-        of which is asked for once."""
+        """The shards of the parameters in one entry of `by_rule`.
+
+        `get` returns full tensors by transformers' names; it is called once per name.
+        """
         parts = [get(name) for name in self._hf_names(held[0].rule, held[0].layer)]
         for each in held:
             yield each.parameter, self.share(each, [part[each.expert] for part in parts] if each.expert >= 0 else parts)
@@ -223,8 +229,13 @@ class Bridge:
 
     @torch.no_grad()
     def export(self, read: Callable[[nn.Parameter], Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by the names and in the order of transformers' model, on every rank, new ones. `read` says what
-        of a parameter is wanted, in its shape and in `dtype`. Collective; holds the tensors of one rule and layer."""
+        """Full tensors on every rank, by the names and in the order of transformers' model, as new tensors.
+
+        Collective.
+
+        `read` returns the tensor to export for a parameter, such as a moment, in the parameter's shape and in `dtype`.
+        At most the tensors of one rule and layer are in memory.
+        """
         pending: dict[str, Tensor] = {}
         mine = self.by_rule()
         for name, (rule, layer) in self.groups.items():
@@ -241,7 +252,10 @@ class Bridge:
 
     @torch.no_grad()
     def export_stage(self, read: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The same of what this stage has, on its ranks alone: over all stages each tensor comes once."""
+        """As `export`, but each stage yields only its own tensors. Over all stages each tensor is yielded once.
+
+        Collective over the ranks of a stage.
+        """
         here, mine = self.parallel.pp.rank(), self.by_rule()
         for rule, layer in dict.fromkeys(self.groups.values()):
             if self.stages[(rule.mcore, layer)] == here:
@@ -249,7 +263,7 @@ class Bridge:
                 yield from zip(self._hf_names(rule, layer), parts, strict=True)
 
     def _parts(self, rule: Rule, held: Sequence[Held], read: Callable[[nn.Parameter], Tensor]) -> list[Tensor]:
-        """Hugging Face's tensors, from the shares of all ranks of this stage."""
+        """Hugging Face's tensors, gathered from the shards of the ranks of this stage."""
         if not rule.is_expert:
             return self._split(rule, read(held[0].parameter), self.parallel.tp)
         in_order = sorted(held, key=lambda each: each.expert)
@@ -270,23 +284,26 @@ class Bridge:
 
 
 def mark(parameter: Any, rule: Rule, parallel: Parallel) -> None:
-    """Say of a parameter what Megatron asks it: over which ranks its gradient is summed, and which of them count it in
-    the norm of gradients. Before Megatron's data parallelism is around the model."""
+    """Set the attributes by which Megatron reduces a parameter's gradient and counts it in the gradient norm.
+
+    Call before the model is wrapped in `DistributedDataParallel`.
+    """
     cut = rule.transform.tp_dim is not None
     if not rule.is_expert:
-        # Megatron says so where it draws weights, which it does not here.
+        # Megatron sets this when it initializes weights, which is skipped here.
         parameter.tensor_model_parallel = cut
         return
-    # Megatron says so of experts that are spread. Others it takes to be cut and copied as dense layers are, which they
-    # are not where expert_tensor_parallel_size differs from tensor_model_parallel_size.
+    # Megatron sets this only with expert parallelism. Other experts it treats like dense layers, which is wrong if
+    # expert_tensor_parallel_size differs from tensor_model_parallel_size.
     parameter.allreduce = False
-    # What is not cut Megatron counts on the first of the ranks that cut dense layers: of experts others have copies.
+    # Megatron counts a replicated parameter on the first rank of the dense tensor-parallel group. Experts have their
+    # own group: count their replicated parameters on its first rank instead.
     parameter.tensor_model_parallel = True
     parameter.shared = not cut and parallel.etp.rank() > 0
 
 
 def _over_stages(run: PackedModel, name: str) -> str:
-    """A name in a run as rules have it: with the layer's number over all stages, whatever the layer is made of."""
+    """A parameter's name with the layer index over all stages, and as in Megatron's own layers."""
 
     def layer(match: re.Match[str]) -> str:
         return f"decoder.layers.{run.decoder.layers[int(match[1])].layer_number - 1}."

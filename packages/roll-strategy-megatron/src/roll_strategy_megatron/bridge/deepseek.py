@@ -1,5 +1,4 @@
-"""DeepSeek-V3: latent attention, experts in groups chosen with a bias, an expert that all tokens go through, and first
-layers without experts."""
+"""DeepSeek-V3: latent attention, grouped experts with a selection bias, a shared expert, and dense first layers."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ ATTENTION = {
     "kv_layernorm": ("kv_a_layernorm", Copy()),
     "linear_kv_up_proj": ("kv_b_proj", Copy(tp_dim=0)),
 }
-"""Megatron's name of each part: transformers' name, and how ranks share it."""
+"""Megatron's name of each module: transformers' name, and its transform."""
 
 RULES = (
     *(each for each in COMMON if "linear_qkv" not in each.mcore),
@@ -47,7 +46,11 @@ BIAS = BufferRule(mcore=f"{MCORE}mlp.router.expert_bias", hf=f"{HF}mlp.gate.e_sc
 
 
 def settings(config: Any) -> Mapping[str, Any]:
-    """Megatron scores a group by its best `num_experts_per_tok / topk_group` experts, the model by its best two."""
+    """Arguments of Megatron's `TransformerConfig` from a DeepSeek-V3 config.
+
+    Megatron scores a group of experts by its best `num_experts_per_tok / topk_group` experts, the model by its best
+    two. Raises `ModelError` if these differ, and for other settings that Megatron cannot compute.
+    """
     if not config.rope_interleave:
         raise ModelError("deepseek_v3: rope_interleave is false; the bridge knows interleaved rotations")
     if not config.norm_topk_prob:
@@ -84,7 +87,7 @@ def settings(config: Any) -> Mapping[str, Any]:
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        # As transformers trains it: the bias stays what it is.
+        # As in transformers, training does not change the bias.
         "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -95,5 +98,5 @@ DEEPSEEK_V3 = Architecture(
     rules=RULES,
     buffers=(BIAS,),
     settings=settings,
-    ignored=(r"model\.layers\.61\..*",),  # the layer that predicts a second token, which transformers leaves out
+    ignored=(r"model\.layers\.61\..*",),  # the multi-token prediction layer, which transformers omits
 )

@@ -1,8 +1,9 @@
-"""What Transformer Engine's modules call a parameter, as Megatron's own layers call it: the rules of architectures, and
-with them everything that is written, know these names alone.
+"""Names of Transformer Engine's parameters, mapped to those of Megatron's own layers.
 
-    norm and matrix in one     mlp.linear_fc1.layer_norm_weight  ->  pre_mlp_layernorm.weight
-    experts of a rank in one   mlp.experts.linear_fc1.weight3    ->  mlp.experts.local_experts.3.linear_fc1.weight
+Rules and checkpoints use only the names of Megatron's own layers.
+
+    fused norm and linear      mlp.linear_fc1.layer_norm_weight  ->  pre_mlp_layernorm.weight
+    grouped local experts      mlp.experts.linear_fc1.weight3    ->  mlp.experts.local_experts.3.linear_fc1.weight
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ENGINE = tuple(
 
 
 def own_name(name: str) -> str:
-    """`name` itself where it is no name of Transformer Engine's."""
+    """The name in Megatron's own layers; other names are returned unchanged."""
     for pattern, ours in ENGINE:
         found = pattern.fullmatch(name)
         if found is not None:

@@ -1,6 +1,6 @@
-"""Which architectures there are: ours, and those that other packages bring.
+"""Registry of architectures: builtin ones, and those of other packages.
 
-Another one is an `Architecture` and an entry point:
+A package adds an architecture by an `Architecture` object and an entry point:
 
     [project.entry-points."roll.megatron_architectures"]
     my_model = "my_package.my_model:ARCHITECTURE"          # the name is the `model_type` of its config.json
@@ -26,7 +26,10 @@ BUILTIN = {**LLAMA_FAMILY, "deepseek_v3": DEEPSEEK_V3}
 
 
 def find_architecture(model_type: str) -> Architecture:
-    """Installed packages first. Raises `ModelError` for one that nobody knows, naming those that there are."""
+    """The architecture of a `model_type`; those of installed packages override the builtin ones.
+
+    Raises `ModelError` for an unknown one, with the list of known ones.
+    """
     brought = {each.name: each for each in entry_points(group=GROUP)}
     if model_type in brought:
         return _loaded(brought[model_type])
@@ -46,7 +49,7 @@ def _loaded(entry: EntryPoint) -> Architecture:
 
     try:
         found = entry.load()
-    except Exception as error:  # of foreign code: whatever it raises, the package is what has to be named
+    except Exception as error:  # third-party code may raise anything; name the package
         raise ModelError(f"entry point {entry.name} = {entry.value!r} of {GROUP} cannot be loaded: {error}") from error
     if not isinstance(found, Architecture):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The words in which an architecture is described to the bridge."""
+"""Declarative description of an architecture for the bridge."""
 
 from __future__ import annotations
 
@@ -15,45 +15,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Which tensors of a Hugging Face model are one of Megatron's. In names, `{layer}` and `{expert}` are numbers."""
+    """Mapping of Hugging Face's tensors to one of Megatron's. Names contain `{layer}` and `{expert}` for indices."""
 
     mcore: str
-    """Name in Megatron's model, numbers counted over all stages and ranks."""
+    """Name in Megatron's model, with indices counted over all stages and ranks."""
     hf: tuple[str, ...]
-    """Names in transformers' model. Where `mcore` has `{expert}`, tensors whose first dimension is the experts'."""
+    """Names in transformers' model. If `mcore` has `{expert}`, the first dimension of these tensors is the expert."""
     transform: Transform
     stored: tuple[str, ...] = ()
-    """Names in files, where these keep experts apart and transformers' model does not."""
+    """Names in checkpoint files, if these store experts separately and transformers' model does not."""
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Of `mcore`."""
+        """Regular expression that matches `mcore`."""
         text = re.escape(self.mcore).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{expert\}", r"(?P<expert>\d+)")
         return re.compile(text)
 
     @property
     def is_expert(self) -> bool:
-        """Whether experts have one each."""
+        """True if the rule describes one tensor per expert."""
         return "{expert}" in self.mcore
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferRule:
-    """A tensor that is read and not learned, whole on every rank of its stage."""
+    """Mapping of a buffer: loaded, not trained, and replicated on every rank of its stage."""
 
     mcore: str
     hf: str
-    """Also its name in files."""
+    """Name in transformers' model and in checkpoint files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A `model_type` of transformers."""
+    """Rules and settings of one `model_type` of transformers."""
 
     rules: tuple[Rule, ...]
     settings: Callable[[Any], Mapping[str, Any]]
-    """From transformers' config: arguments of Megatron's `TransformerConfig`. Raises `ModelError` for what Megatron's
-    layers cannot compute."""
+    """Function from transformers' config to arguments of Megatron's `TransformerConfig`.
+
+    Raises `ModelError` for settings that Megatron's layers cannot compute.
+    """
     buffers: tuple[BufferRule, ...] = ()
     ignored: tuple[str, ...] = field(default=())
-    """Regular expressions of names in files that hold nothing to learn."""
+    """Regular expressions of tensor names in checkpoint files that are ignored."""

@@ -1,4 +1,4 @@
-"""Where a model's tensors come from: its files, one tensor at a time, or a model that was made in memory."""
+"""Sources of a model's tensors: checkpoint files, read one tensor at a time, or a model in memory."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """Tensors by Hugging Face's names."""
+    """Tensors by Hugging Face names."""
 
     names: frozenset[str]
 
     @abstractmethod
     def get(self, name: str) -> Tensor:
-        """One of them, on the host."""
+        """Return a tensor, on the host."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing more will be read."""
+        """Release the source after the last read."""
 
 
 class FileSource(Source):
-    """Safetensors files, and what was made because they lack it."""
+    """Tensors in safetensors files, and tensors created because the files lack them."""
 
     def __init__(self, places: Mapping[str, Path], made: Mapping[str, Tensor] | None = None) -> None:
-        """`places` says which tensor stands in which."""
+        """`places` maps each tensor to its file; `made` are the created tensors."""
         self._places, self._made = places, made or {}
         self.names = frozenset((*places, *self._made))
         self._stack, self._opened = ExitStack(), dict[Path, Any]()
 
     def get(self, name: str) -> Tensor:
-        """Read now; the file stays open."""
+        """Read a tensor; its file stays open."""
         from safetensors import safe_open
 
         if name in self._made:
@@ -60,36 +60,36 @@ class FileSource(Source):
 
 
 class MemorySource(Source):
-    """Tensors that are there."""
+    """Tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.names = frozenset(tensors)
 
     def get(self, name: str) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor without copying."""
         return self._tensors[name]
 
     def close(self) -> None:
-        """Let go of them."""
+        """Drop the references to the tensors."""
         self._tensors = {}
 
 
 def open_source(spec: ModelSpec) -> tuple[PreTrainedModel, Source]:
-    """The model as transformers describes it, its parameters without numbers, and its tensors."""
+    """transformers' model on the meta device, and the source of its tensors."""
     if spec.random_init is None and Path(spec.path).is_dir():
         files = ModelFiles(Path(spec.path))
         if files.places:
             model = empty_model(spec)
             return model, _described(model, FileSource(files.places, _made(model, spec, files)))
     source = MemorySource(dict(load_model(spec).state_dict()))
-    # Not the same model without its numbers: tied parameters would come apart.
+    # A new model, because moving the loaded one to the meta device would untie its parameters.
     model = empty_model(spec)
     return model, _described(model, source)
 
 
 def _described(model: PreTrainedModel, source: Source) -> Source:
-    """`source`, whose buffers are the model's from here on: they are written again when it is exported."""
+    """Copy the source's buffers into the model, which writes them again on export. Returns `source`."""
     for name, buffer in model.named_buffers():
         if name in source.names:
             buffer.copy_(source.get(name))
@@ -97,14 +97,17 @@ def _described(model: PreTrainedModel, source: Source) -> Source:
 
 
 def head_name(model: PreTrainedModel) -> str:
-    """Of the weight of the layer with one output that a model of task `value` or `reward` has."""
+    """Name of the weight of the one-output layer of a model with task `value` or `reward`."""
     head = scalar_head(model).weight
     name: str = next(name for name, each in model.named_parameters() if each is head)
     return name
 
 
 def _made(model: PreTrainedModel, spec: ModelSpec, files: ModelFiles) -> dict[str, Tensor]:
-    """The head of a critic that begins from a language model."""
+    """A new value head, for a critic that is initialized from a language model.
+
+    Raises the error of `not_a_reward_model` for a reward model without head.
+    """
     if spec.task == "causal_lm":
         return {}
     name = head_name(model)
