@@ -1,4 +1,4 @@
-"""`roll-core run CONFIG... [key=value ...]`: one run per config, in order."""
+"""`roll-core run CONFIG... [key=value ...]`: executes one run per config, in order."""
 
 from __future__ import annotations
 

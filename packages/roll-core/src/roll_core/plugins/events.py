@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """The event hooks, called plugin by plugin in order of registration."""
+    """Calls the event hooks, plugin by plugin in order of registration."""
 
     def __init__(self, registry: Registry) -> None:
         self._plugins = [plugin for plugin in registry.plugins if plugin.manager is not None]

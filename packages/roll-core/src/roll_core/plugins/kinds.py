@@ -24,7 +24,7 @@ from roll_core.spec.providers import (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of part."""
+    """One kind of part: its hook, its record class and its names."""
 
     hook: str
     record: type[Provider]
