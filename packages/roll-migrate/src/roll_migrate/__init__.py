@@ -1,1 +1,1 @@
-"""Other trainers' configs, rewritten into ours: what became of each key, and why."""
+"""Converts other frameworks' configs to roll-core's, and reports the outcome for each key with the reason."""

@@ -1,4 +1,4 @@
-"""The plugin: importers of other frameworks' configs."""
+"""Hooks of the plugin, which provides importers of other frameworks' configs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_importers() -> Iterator[ImporterProvider]:
-    """Configs of alibaba/ROLL."""
+    """Importer of alibaba/ROLL's configs."""
     yield ImporterProvider(
         name="roll",
         target="roll_migrate.roll:import_roll",

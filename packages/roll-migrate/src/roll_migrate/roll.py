@@ -1,7 +1,7 @@
-"""A config of alibaba/ROLL, rewritten into ours, and what became of each of its keys.
+"""Converts a config of alibaba/ROLL to roll-core's, and reports the outcome for each of its keys.
 
-compose (fragments, interpolations) -> which pipeline -> key by key, by `roll_keys` -> what each strategy takes
--> defaults that differ -> our order
+compose (fragments, interpolations) -> recognise the pipeline -> convert each key by `roll_keys`
+-> remove keys that a strategy refuses -> add defaults that differ
 """
 
 from __future__ import annotations
@@ -43,16 +43,22 @@ _ENVIRONMENT = re.compile(r"\$\{oc\.(?:env:[^${}]*|decode:\s*\$\{oc\.env:[^${}]*
 
 
 def import_roll(path: Path, registry: Registry) -> ImportedConfig:
-    """Rewrite the config at `path`. Raises `ConfigError` for one that cannot be read or composed, and
-    `UnsupportedError` for one of a pipeline that is not here."""
+    """Convert the config at `path`.
+
+    Raises `ConfigError` if it cannot be read or composed, and `UnsupportedError` if roll-core has no equivalent of its
+    pipeline.
+    """
     composed = compose(path, (), registry)
     data = _with_environment(composed)
     return _Import(composed, data, recognise(data, composed.written), registry, str(path)).run()
 
 
 def _with_environment(composed: Composed) -> dict[str, Any]:
-    """The composed values, but what comes from the environment as it was written: it may be a secret, and need not be
-    set here. Raises `ConfigError` for other interpolations that give nothing."""
+    """Return the composed values, with interpolations of environment variables left as they are written.
+
+    Their values may be secrets, and the variables need not be set here. Raises `ConfigError` if another interpolation
+    cannot be resolved.
+    """
     data: dict[str, Any] = deepcopy(composed.data)
     from_environment = {path: text for path in _leaves(data) if (text := _environment_text(path, composed))}
     problems = [each for each in composed.problems if tuple(each.key.split(".")) not in from_environment]
@@ -67,7 +73,7 @@ def _with_environment(composed: Composed) -> dict[str, Any]:
 
 
 def _environment_text(path: KeyPath, composed: Composed) -> str:
-    """The interpolation that reads `path` from the environment, and nothing else; empty if there is none."""
+    """Text of the interpolation if `path` comes only from the environment; otherwise empty."""
     found = composed.written.interpolations.get(path)
     for _ in range(len(composed.written.interpolations)):
         if found is None or found.from_environment or found.target is None:
@@ -79,7 +85,7 @@ def _environment_text(path: KeyPath, composed: Composed) -> str:
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Paths of all values, items of lists among them."""
+    """Yield the paths of all values, including items of lists."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in items:
         yield from _leaves(each, (*path, str(key)))
@@ -88,7 +94,7 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _keys(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Paths of all keys that hold no further keys."""
+    """Yield the paths of all keys without further keys below them."""
     if isinstance(value, dict) and value:
         for key, each in value.items():
             yield from _keys(each, (*path, str(key)))
@@ -106,7 +112,7 @@ class _Import:
     config: dict[str, Any] = field(default_factory=dict)
     entries: dict[KeyPath, ImportedKey] = field(default_factory=dict)
     eight_bits: bool = False
-    """True if the engine takes weights in 8 bits."""
+    """True if the engine receives weights in a format other than their dtype, such as fp8."""
 
     def run(self) -> ImportedConfig:
         self.config["pipeline"] = self.pipeline
@@ -121,7 +127,7 @@ class _Import:
     # -- key by key ----------------------------------------------------------------------------------------------------
 
     def _composition(self) -> None:
-        """What has done its work when the files are composed."""
+        """Record `defaults` and `hydra`, which have no effect once the files are composed."""
         for layer in self.composed.written.layers:
             if isinstance(layer, FileLayer) and layer.source.name == self.name:
                 for key, note in (("defaults", "its fragments are part of the new file"), ("hydra", "it does nothing")):
@@ -175,7 +181,7 @@ class _Import:
         self._record(path, value, outcome)
 
     def _record(self, path: KeyPath, value: Any, outcome: Outcome) -> None:
-        """Write what is to be written, and an entry for every key of `value`."""
+        """Write the outcome's values to the new config, and record an entry for every key of `value`."""
         for target, written in outcome.writes:
             _put(self.config, target, deepcopy(written))
         outcome = _with_values(path, value, outcome)
@@ -190,7 +196,7 @@ class _Import:
             self.entries[leaf] = ImportedKey(where, ".".join(leaf), outcome.status, to, outcome.note)
 
     def _unused_roles(self) -> dict[str, str]:
-        """Roles that ROLL starts, or lets stand in the file, without any effect on what is learnt."""
+        """Roles that ROLL starts or accepts without any effect on training results, each with the reason."""
         if self.pipeline != "rlvr":
             return {}
         source = self.source
@@ -206,13 +212,13 @@ class _Import:
     # -- strategies ----------------------------------------------------------------------------------------------------
 
     def _strategy(self, role: str) -> None:
-        """Leave out what the strategy does not take, with its reasons."""
+        """Remove the keys of `strategy_config` that the strategy's schema refuses, and record the reasons."""
         arguments = self.config[role]["strategy_args"]
         kind: type[InferProvider] | type[TrainProvider] = InferProvider if role == GENERATES else TrainProvider
         try:
             provider = self.registry.find(kind, arguments["strategy_name"])
         except PluginError:
-            return  # `check` says which package brings it; its keys cannot be judged without
+            return  # `check` names the missing package; without its schema no key can be checked
         owner = self.registry.owner(provider)
         schema = schema_of(provider, StrategyConfig, owner=owner)
         keys = arguments.get("strategy_config") or {}
@@ -240,7 +246,7 @@ class _Import:
             )
 
     def _withdraw(self, target: KeyPath, status: ImportStatus, reason: str) -> None:
-        """Take a key out of the new config again, and say so where it came from."""
+        """Remove a key from the new config, and change the entries of the keys that it came from."""
         _take(self.config, target)
         dotted = ".".join(target)
         for path, entry in self.entries.items():
@@ -250,7 +256,7 @@ class _Import:
     # -- defaults ------------------------------------------------------------------------------------------------------
 
     def _add(self) -> list[ImportedKey]:
-        """What ROLL does without being told, where roll-core does something else."""
+        """Add ROLL's default behaviour where roll-core's differs, and return an entry for each added key."""
         added: list[tuple[KeyPath, object, str]] = [
             (path, value, f"ROLL's default{f'; {DIFFERS[path]}' if path in DIFFERS else ''}")
             for path, value in DEFAULTS[self.pipeline].items()
@@ -280,7 +286,7 @@ class _Import:
         return entries
 
     def _weights_and_epochs(self) -> list[tuple[KeyPath, object, str]]:
-        """What roll-core does by itself in rlvr, and ROLL does not."""
+        """Settings that disable what roll-core does by default in rlvr and ROLL does not do."""
         added: list[tuple[KeyPath, object, str]] = []
         config = self.config
         if config.get("async_generation_ratio") or config.get("is_use_additional_prompts") or self.eight_bits:
@@ -292,7 +298,7 @@ class _Import:
 
 
 def _with_values(path: KeyPath, value: Any, outcome: Outcome) -> Outcome:
-    """Its note begins with the old and the new value, where these are short and differ."""
+    """Prefix the note with the old and the new value, if these are single values and differ."""
     if len(outcome.writes) != 1 or outcome.status not in ("changed", "renamed"):
         return outcome
     written = outcome.writes[0][1]
@@ -303,8 +309,7 @@ def _with_values(path: KeyPath, value: Any, outcome: Outcome) -> Outcome:
 
 
 def _own_keys(arguments: Mapping[str, Any]) -> Table:
-    """Rules for `strategy_config`: those of the table, and for every other key to stand as it is until the strategy's
-    schema has judged it."""
+    """Rules for `strategy_config`: those in `STRATEGIES`; other keys are kept until the schema checks them."""
     keys = arguments.get("strategy_config")
     table = STRATEGIES.get(str(arguments.get("strategy_name")).partition("_")[0], {})
     stands = Rule("kept where the strategy takes it", lambda value, key: Outcome("kept", ((key.path, value),)))
@@ -326,7 +331,10 @@ def _has(data: Any, path: KeyPath) -> bool:
 
 
 def _put(data: dict[str, Any], path: KeyPath, value: Any) -> bool:
-    """False where something else than a mapping stands on the way, which `check` refuses."""
+    """Set the value at `path`, and create missing mappings on the way.
+
+    Returns False if a value that is not a mapping is in the way; `roll-core check` refuses such a config.
+    """
     for step in path[:-1]:
         data = data.setdefault(step, {})
         if not isinstance(data, dict):
@@ -336,7 +344,7 @@ def _put(data: dict[str, Any], path: KeyPath, value: Any) -> bool:
 
 
 def _take(data: dict[str, Any], path: KeyPath) -> None:
-    """Remove what is at `path`, and mappings that are empty then."""
+    """Remove the value at `path`, and mappings that become empty."""
     parent = value_at(data, path[:-1])
     parent.pop(path[-1], None)
     if not parent and len(path) > 1:

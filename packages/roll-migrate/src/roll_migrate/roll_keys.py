@@ -1,7 +1,7 @@
-"""The keys of alibaba/ROLL's configs (0.3.0), and what becomes of each. The one place to change when either side does.
+"""Conversion rules for the keys of alibaba/ROLL's configs (0.3.0). Update them here if keys change on either side.
 
-What ROLL does with a key is read from its sources: the dataclasses of roll/configs, the pipelines' own of
-roll/pipeline/<name>/<name>_config.py; that a key does nothing, from the absence of any reader.
+The meaning of a key in ROLL is taken from its sources: the dataclasses of roll/configs, and those of each pipeline in
+roll/pipeline/<name>/<name>_config.py. A key is `dead` if no code of ROLL reads it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ GENERATING: Table = {
 }
 
 STRATEGY: Table = {"strategy_name": keep()}
-"""`strategy_config` is judged by the strategy's own schema, after `STRATEGIES`."""
+"""`strategy_config` is checked by the strategy's own schema, after the rules in `STRATEGIES`."""
 
 ROLE: Table = {
     "name": unneeded("a role has the name of its key"),
@@ -337,10 +337,10 @@ STRATEGIES: dict[str, Table] = {
         **each("param_dtype reduce_dtype", change("kept; torch's names become ours", values.torch_dtype)),
     },
 }
-"""What a strategy's own schema cannot say, by the first part of its name."""
+"""Rules for `strategy_config` that a strategy's own schema cannot express, by the first part of the strategy's name."""
 
 NULL_MEANS_SOMETHING = ("track_with",)
-"""Keys for which null is not what leaving them out is."""
+"""Keys for which null and a missing key mean different things."""
 
 DEFAULTS: dict[str, dict[tuple[str, ...], object]] = {
     "rlvr": {
@@ -360,10 +360,10 @@ DEFAULTS: dict[str, dict[tuple[str, ...], object]] = {
         ("sft_train", "data_args", "response"): "output",
     },
 }
-"""ROLL's, where ours is another. Written only where the role is there."""
+"""ROLL's defaults that differ from roll-core's. A role's defaults are added only if the config has the role."""
 
 DIFFERS: dict[tuple[str, ...], str] = {
     ("actor_infer", "generating_args", "temperature"): values.AT_TEMPERATURE,
     ("shuffle",): "rows as they stand in the files; ROLL also leaves out what fills no batch at the end of each epoch",
 }
-"""Of these: what is another result all the same."""
+"""Notes on keys of `DEFAULTS` whose results still differ from ROLL's."""

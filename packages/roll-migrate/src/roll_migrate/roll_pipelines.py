@@ -1,4 +1,4 @@
-"""Which of ROLL's pipelines a config is for. Its files do not say: each pipeline has a launcher of its own."""
+"""Recognises the ROLL pipeline of a config. ROLL's files do not name it: each pipeline has its own launcher."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("rlvr with images", "images or video", ("vlm_filter",)),
     ("rlvr", "", ("rewards",)),
 )
-"""Pipelines in the order in which they are looked for: ROLL's name, what it has that is not here, and keys that only it
-has."""
+"""Pipelines in the order of detection: ROLL's name, the feature that roll-core lacks, and keys that only it has."""
 IMPORTABLE = ("rlvr", "sft")
 OF_IMAGES = ("image", "video", "audio")
 REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")
 
 
 def recognise(data: Mapping[str, Any], written: Written) -> str:
-    """Our pipeline for a config. Raises `UnsupportedError` where there is none, with where that was seen."""
+    """Return roll-core's pipeline for a config. Raises `UnsupportedError`, with the decisive key, if there is none."""
     name, lacks, seen = _kind(data)
     if name in IMPORTABLE:
         return name

@@ -1,4 +1,4 @@
-"""Values of ROLL's that mean something else here, each with where ROLL's meaning stands: files of its repository."""
+"""Converts values whose meaning differs in ROLL. Docstrings cite the files of ROLL's repository that define it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from roll_migrate.rules import Key
 
 DEFAULT_PROMPT_LENGTH = 1024
-"""Of ROLL and of roll-core."""
+"""Default of `prompt_length` in both ROLL and roll-core, in tokens."""
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
 def exp_name(value: Any, key: Key) -> Outcome:
-    """ROLL takes any text; here it names a directory."""
+    """ROLL accepts any text; here the name is that of a directory."""
     name = re.sub(r"[^\w.-]+", "-", str(value)).strip("-") or "roll"
     if name == value:
         return Outcome("kept", ((key.path, value),))
@@ -29,18 +29,18 @@ def exp_name(value: Any, key: Key) -> Outcome:
 
 
 def response_length(value: Any, key: Key) -> Outcome:
-    """Only read where there is no `sequence_length` (roll/configs/base_config.py)."""
+    """ROLL reads it only if there is no `sequence_length` (roll/configs/base_config.py)."""
     if key.at("sequence_length") is not None:
         return Outcome("dead", (), "ROLL reads it only where there is no sequence_length")
     return Outcome("kept", ((key.path, value),))
 
 
 def sequence_length(value: Any, key: Key) -> Outcome:
-    """Prompt and response together; responses get what prompt_length leaves of it (roll/configs/base_config.py)."""
+    """Limit of prompt plus response: a response gets the rest after `prompt_length` (roll/configs/base_config.py)."""
     if not isinstance(value, int):
         return Outcome("kept", ((key.path, value),))
     if key.pipeline == "sft":
-        # There it bounds the whole row (roll/pipeline/sft/sft_pipeline.py).
+        # In sft it bounds the whole row (roll/pipeline/sft/sft_pipeline.py).
         writes = ((("prompt_length",), value), (("response_length",), value))
         return Outcome("renamed", writes, "rows up to this length have prompts and responses up to it")
     prompt = _number(key.at("prompt_length"), DEFAULT_PROMPT_LENGTH)
@@ -49,7 +49,7 @@ def sequence_length(value: Any, key: Key) -> Outcome:
 
 
 def prompt_length(value: Any, key: Key) -> Outcome:
-    """sft reads `sequence_length` alone, where it is given (roll/pipeline/sft/sft_pipeline.py)."""
+    """ROLL's sft reads only `sequence_length` if that is given (roll/pipeline/sft/sft_pipeline.py)."""
     if key.pipeline == "sft" and key.at("sequence_length") is not None:
         return Outcome("dead", (), "ROLL's sft looks at sequence_length alone")
     return Outcome("kept", ((key.path, value),))
@@ -60,7 +60,7 @@ def _number(value: Any, default: int) -> int:
 
 
 def val_sequence_length(value: Any, key: Key) -> Outcome:
-    """Answers of an evaluation are as long as this less `val_prompt_length` (roll/pipeline/rlvr/rlvr_config.py)."""
+    """Limit of an evaluation's response plus `val_prompt_length` (roll/pipeline/rlvr/rlvr_config.py)."""
     prompt = key.at("val_prompt_length")
     if key.at("validation") is None or not (isinstance(value, int) and isinstance(prompt, int)):
         return Outcome("not needed", (), "there is no evaluation whose answers it would bound")
@@ -69,7 +69,7 @@ def val_sequence_length(value: Any, key: Key) -> Outcome:
 
 
 def val_prompt_length(value: Any, key: Key) -> Outcome:
-    """Evaluations have no limit of their own here."""
+    """roll-core has no separate prompt limit for evaluations."""
     same = key.at("prompt_length") or DEFAULT_PROMPT_LENGTH
     if value == same:
         return Outcome("not needed", (), "the same as prompt_length, which holds for evaluations too")
@@ -77,7 +77,7 @@ def val_prompt_length(value: Any, key: Key) -> Outcome:
 
 
 def resume_from_checkpoint(value: Any, key: Key) -> Outcome:
-    """A path is one to a checkpoint of ROLL's."""
+    """A path refers to a checkpoint of ROLL, which roll-core cannot read."""
     if isinstance(value, str):
         return Outcome(
             "unsupported",
@@ -91,7 +91,7 @@ NO_TRACKER = ("stdout", "None", "none", "", None, False)
 
 
 def track_with(value: Any, key: Key) -> Outcome:
-    """`stdout` prints metrics, as a run here always does; falsy is none (roll/utils/tracking.py)."""
+    """`stdout` prints metrics, as every run here does; a false value means no tracker (roll/utils/tracking.py)."""
     if value in NO_TRACKER:
         return Outcome(
             "changed", ((key.path, []),), "a run prints its metrics and writes metrics.jsonl without a tracker"
@@ -102,7 +102,7 @@ def track_with(value: Any, key: Key) -> Outcome:
 
 
 def tracker_kwargs(value: Any, key: Key) -> Outcome:
-    """ROLL has one tracker and its options; here there may be several, each with its own."""
+    """ROLL has one tracker and its options; roll-core groups options by tracker."""
     name = key.source.get("track_with", "tensorboard")
     if name in NO_TRACKER or not value:
         return Outcome("not needed", (), "there is no tracker")
@@ -116,7 +116,7 @@ def _no_tracker(name: Any, key: Key) -> str:
 
 
 def environment_variable(value: Any, key: Key) -> Outcome:
-    """Text, or a number that is taken for text."""
+    """Booleans become text; text and numbers are kept, and numbers are read as text."""
     if isinstance(value, bool):
         return Outcome("changed", ((key.path, str(value).lower()),))
     return Outcome("kept", ((key.path, value),))
@@ -130,13 +130,13 @@ ROUTERS = {
 
 
 def router_name(value: Any, key: Key) -> Outcome:
-    """An unknown name becomes `SglangRouter` (roll/distributed/scheduler/router.py)."""
+    """ROLL treats an unknown name as `SglangRouter` (roll/distributed/scheduler/router.py)."""
     name, how = ROUTERS.get(value, ROUTERS["SglangRouter"])
     return Outcome("changed", ((key.path, name),), how)
 
 
 def model_download_type(value: Any, key: Key) -> Outcome:
-    """ROLL's default is ModelScope."""
+    """ROLL's default is ModelScope; roll-core supports only the Hugging Face Hub."""
     if value == "HUGGINGFACE_HUB":
         return Outcome("not needed", (), "ids are those of the Hugging Face hub")
     return Outcome(
@@ -145,7 +145,7 @@ def model_download_type(value: Any, key: Key) -> Outcome:
 
 
 def rollout_mock(value: Any, key: Key) -> Outcome:
-    """`dump` writes pickles of each step, `mock` reads them (roll/configs/base_config.py)."""
+    """In ROLL `dump` writes pickles of each step and `mock` reads them (roll/configs/base_config.py)."""
     if isinstance(value, Mapping) and not value.get("enable"):
         return Outcome("not needed", (), "it is not enabled")
     if key.pipeline == "rlvr" and value_at(value, ("mode",)) == "dump":
@@ -165,28 +165,34 @@ OWN_LOSS = "ActorPGWorker"
 
 
 def adv_estimator(value: Any, key: Key) -> Outcome:
-    """In rlvr all but gae and grpo are the discounted return (compute_advantage in roll/utils/functionals.py)."""
+    """Convert estimators that have no name of their own here.
+
+    In rlvr all estimators but gae and grpo are the discounted return (compute_advantage in roll/utils/functionals.py).
+    """
     if value in ESTIMATORS:
         return Outcome("changed", ((key.path, ESTIMATORS[value]),), f"in rlvr, ROLL computes the same for {value}")
     return Outcome("kept", ((key.path, value),))
 
 
 def norm_type(value: Any, key: Key) -> Outcome:
-    """grpo sets both to the group (reward_postprocess in roll/utils/functionals.py)."""
+    """With grpo, ROLL ignores the value and uses the group (reward_postprocess in roll/utils/functionals.py)."""
     if key.at("adv_estimator") == "grpo":
         return Outcome("dead", (), "with grpo, ROLL takes the group's mean and deviation whatever this says")
     return Outcome("kept", ((key.path, value),))
 
 
 def kl_penalty(value: Any, key: Key) -> Outcome:
-    """compute_approx_kl in roll/utils/functionals.py; `full` expects distributions and gets tokens there."""
+    """Convert ROLL's names of KL estimators (compute_approx_kl in roll/utils/functionals.py).
+
+    `full` expects distributions, but ROLL passes it the logprobs of tokens.
+    """
     if value in KL:
         return Outcome("changed", ((key.path, KL[value]),), "the same estimator by its usual name")
     return Outcome("kept", ((key.path, value),))
 
 
 def target_kl(value: Any, key: Key) -> Outcome:
-    """Only the coefficient of the KL in the reward is adapted."""
+    """ROLL adapts only the coefficient of the KL penalty in the reward."""
     if not key.at("add_token_level_kl"):
         return Outcome("not needed", (), "it adapts the KL in the reward, and there is none")
     if not has_domains(key):
@@ -196,7 +202,7 @@ def target_kl(value: Any, key: Key) -> Outcome:
 
 
 def has_domains(key: Key) -> bool:
-    """True if there are several, which ROLL treats one after the other (roll/pipeline/rlvr/rlvr_pipeline.py)."""
+    """True if there are several domains, which ROLL processes one by one (roll/pipeline/rlvr/rlvr_pipeline.py)."""
     rewards = key.at("rewards")
     return isinstance(rewards, Mapping) and len(rewards) > 1
 
@@ -205,7 +211,7 @@ SAMPLE_MASKS = ("max_len_mask", "difficulty_mask", "error_max_len_clip")
 
 
 def whiten(value: Any, key: Key) -> Outcome:
-    """Each domain by itself, over the samples that masks keep (compute_advantage in roll/utils/functionals.py)."""
+    """ROLL whitens each domain over the samples that masks keep (compute_advantage in roll/utils/functionals.py)."""
     masks = [name for name in SAMPLE_MASKS if key.at(name)]
     scopes = ["each domain by itself"] if has_domains(key) else []
     if masks:
@@ -216,7 +222,7 @@ def whiten(value: Any, key: Key) -> Outcome:
 
 
 def loss_agg_mode(value: Any, key: Key) -> Outcome:
-    """agg_loss in roll/utils/functionals.py."""
+    """ROLL's modes are those of agg_loss in roll/utils/functionals.py."""
     if value != "seq-mean-token-sum-norm":
         return Outcome("kept", ((key.path, value),))
     note = (
@@ -231,21 +237,24 @@ AT_TEMPERATURE = "logprobs and entropy in training are at this temperature, whic
 
 
 def temperature(value: Any, key: Key) -> Outcome:
-    """ROLL's trainers compute from logits as they are (op_compute_log_probs of roll/distributed/strategy)."""
+    """ROLL's trainers do not scale logits by temperature (op_compute_log_probs of roll/distributed/strategy)."""
     if key.path[0] != "actor_infer" or not isinstance(value, (int, float)) or value in (0, 1):
         return Outcome("kept", ((key.path, value),))
     return Outcome("differs", ((key.path, value),), AT_TEMPERATURE)
 
 
 def pg_variant(value: Any, key: Key) -> Outcome:
-    """Only this worker class reads it (roll/pipeline/rlvr/actor_pg_worker.py)."""
+    """Only the worker class ActorPGWorker reads it (roll/pipeline/rlvr/actor_pg_worker.py)."""
     if not str(key.beside("worker_cls")).endswith(OWN_LOSS):
         return Outcome("dead", (), f"only worker_cls {OWN_LOSS} reads it")
     return Outcome("renamed", ((("pg_variant",), value),), "one policy loss for the run")
 
 
 def router_replay(value: Any, key: Key) -> Outcome:
-    """Of the policy's trainer and its engine; R2, which would replay the trainer's own choices, exists nowhere."""
+    """Only R3 of the policy's trainer and engine is supported.
+
+    R2, which would replay the experts that the trainer itself chose, is implemented neither in ROLL nor here.
+    """
     if value in (None, "disable"):
         return Outcome("not needed", (), "disable asks for nothing")
     if value == "R3" and key.pipeline == "rlvr" and key.role in (("actor_train",), ("actor_infer",)):
@@ -256,7 +265,7 @@ def router_replay(value: Any, key: Key) -> Outcome:
 
 
 def topr_weight(value: Any, key: Key) -> Outcome:
-    """Factors of topr's two halves."""
+    """Factors of the two terms of the topr loss, for positive and negative samples."""
     if key.beside("pg_variant") != "topr" or not isinstance(value, (int, float)) or value == 1:
         return Outcome("not needed", (), "only topr has such a weight, and 1 changes nothing")
     return Outcome(
@@ -265,7 +274,7 @@ def topr_weight(value: Any, key: Key) -> Outcome:
 
 
 def worker_cls(value: Any, key: Key) -> Outcome:
-    """Which of ROLL's classes is only said where it chooses another loss."""
+    """ROLL's own classes follow from the role and `pg_variant`; a class of the user is refused."""
     if str(value).startswith("roll."):
         return Outcome("not needed", (), "the role and pg_variant decide")
     note = "code of yours: see docs/plugins.md; left in the config, which `check` refuses"
@@ -273,14 +282,14 @@ def worker_cls(value: Any, key: Key) -> Outcome:
 
 
 def reward_pretrain(value: Any, key: Key) -> Outcome:
-    """The critic's, where it names none (roll/configs/base_config.py)."""
+    """Model of the critic, if the critic names none (roll/configs/base_config.py)."""
     if key.at("critic") is None or key.at("critic", "model_args", "model_name_or_path") is not None:
         return Outcome("not needed", (), "no role without a model of its own is left that would begin from it")
     return Outcome("renamed", ((("critic", "model_args", "model_name_or_path"), value),))
 
 
 def ahead(value: Any, key: Key) -> Outcome:
-    """Asynchronous training keeps the engine full without it."""
+    """Applies only to synchronous training: asynchronous training keeps the engine full without it."""
     if key.at("async_generation_ratio"):
         return Outcome("not needed", (), "async_generation_ratio keeps the engine full")
     return Outcome("kept", ((key.path, value),))
@@ -289,11 +298,11 @@ def ahead(value: Any, key: Key) -> Outcome:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 TEMPLATES = {"native": "native", "qwen2_5": "native", "qwen3": "native", "chatml": "chatml", "empty": "chatml"}
-"""roll/datasets/chat_template.py: most names are the tokenizer's own template."""
+"""ROLL's name -> roll-core's. Most are the tokenizer's own template (roll/datasets/chat_template.py)."""
 
 
 def template(value: Any, key: Key) -> Outcome:
-    """The run's, if it has one, wins over a role's (roll/pipeline/rlvr/rlvr_pipeline.py)."""
+    """Template of a role. The run's global_template takes precedence (roll/pipeline/rlvr/rlvr_pipeline.py)."""
     if key.at("global_template") is not None:
         return Outcome("dead", (), "global_template wins")
     trained = "sft_train" if key.pipeline == "sft" else "actor_train"
@@ -303,7 +312,7 @@ def template(value: Any, key: Key) -> Outcome:
 
 
 def global_template(value: Any, key: Key) -> Outcome:
-    """For the rows that are trained on; those of an evaluation follow."""
+    """Template of the training rows, which evaluation rows use too."""
     return _templated(value, key)
 
 
@@ -325,7 +334,7 @@ def _templated(value: Any, key: Key) -> Outcome:
 
 
 def sft_column(name: str) -> Any:
-    """A judge for the key that names a column: sft has them at the top."""
+    """Build the conversion of a key that names a column; ROLL's sft has these keys at the top level."""
 
     def judge(value: Any, key: Key) -> Outcome:
         return Outcome("renamed", ((("sft_train", "data_args", name), value),))
@@ -334,12 +343,12 @@ def sft_column(name: str) -> Any:
 
 
 def has_bare_prompts(data: Any, pipeline: str) -> bool:
-    """Without messages a prompt's text goes to the model as it stands (get_encode_function in rlvr_pipeline.py)."""
+    """True if prompts get no chat template, as in rlvr without messages (get_encode_function in rlvr_pipeline.py)."""
     return pipeline == "rlvr" and bool(value_at(data, ("prompt",))) and not value_at(data, ("messages",))
 
 
 def prompt_column(value: Any, key: Key) -> Outcome:
-    """Of the prompts' texts, where there are no messages."""
+    """Column with the text of prompts, which is read if there are no messages."""
     if not has_bare_prompts(key.at(*key.path[:-1]), key.pipeline):
         return Outcome("dead", (), "ROLL reads prompt_key" if key.pipeline == "sft" else "messages wins")
     writes = ((key.path, value), ((*key.path[:-1], "template"), "plain"))
@@ -347,15 +356,17 @@ def prompt_column(value: Any, key: Key) -> Outcome:
 
 
 def messages_column(value: Any, key: Key) -> Outcome:
-    """sft has columns of its own (roll/pipeline/sft/sft_pipeline.py)."""
+    """ROLL's sft ignores it and reads prompt_key and response_key (roll/pipeline/sft/sft_pipeline.py)."""
     if key.pipeline == "sft":
         return Outcome("dead", (), "ROLL's sft reads prompt_key and response_key")
     return Outcome("kept", ((key.path, value),))
 
 
 def file_name(value: Any, key: Key) -> Outcome:
-    """ROLL hands names to `datasets.load_dataset`, which expands patterns (roll/pipeline/rlvr/rlvr_pipeline.py). Our
-    names are literal, so the pattern's files are listed."""
+    """Replace glob patterns by the files that match them now; names are literal in roll-core.
+
+    ROLL passes names to `datasets.load_dataset`, which expands patterns (roll/pipeline/rlvr/rlvr_pipeline.py).
+    """
     names = value if isinstance(value, list) else [value]
     patterns = [name for name in names if isinstance(name, str) and glob.has_magic(name)]
     if not patterns:
@@ -370,7 +381,7 @@ def file_name(value: Any, key: Key) -> Outcome:
 
 
 def dataset_type(value: Any, key: Key) -> Outcome:
-    """Registered loaders: json, arrow, csv, parquet, text (roll/datasets/dataset.py)."""
+    """ROLL has loaders for json, arrow, csv, parquet and text (roll/datasets/dataset.py)."""
     if value in ("json", "arrow", "csv", "parquet"):
         return Outcome("kept", ((key.path, value),))
     return Outcome("unsupported", ((key.path, value),), "rows come from json, parquet, csv or arrow files")
@@ -380,14 +391,14 @@ def dataset_type(value: Any, key: Key) -> Outcome:
 
 
 def attention(value: Any, key: Key) -> Outcome:
-    """auto, sdpa, fa2; None is auto (roll/configs/model_args.py)."""
+    """ROLL's values are auto, sdpa and fa2; None means auto (roll/configs/model_args.py)."""
     if value == "sdpa":
         return Outcome("kept", ((key.path, value),))
     return Outcome("not needed", (), "the fastest exact one is taken")
 
 
 def lora(value: Any, key: Key) -> Outcome:
-    """LoRA is on where `lora_target` is given."""
+    """Options of LoRA, which is enabled if `lora_target` is given."""
     if key.beside("lora_target") is None:
         return Outcome("dead", (), "LoRA is on where lora_target is given")
     if key.role[0] not in ("actor_train", "critic", "sft_train"):
@@ -402,7 +413,7 @@ def lora(value: Any, key: Key) -> Outcome:
 
 
 def ulysses_size(value: Any, key: Key) -> Outcome:
-    """fsdp2 alone reads it."""
+    """Only ROLL's fsdp2 strategy reads it."""
     if asks_for_nothing(value, (1,)):
         return Outcome("not needed", (), "1 is none")
     return Outcome("renamed", (((*key.role, "strategy_args", "strategy_config", "ulysses_size"), value),))
@@ -412,7 +423,7 @@ BY_SEQUENCE = "each sequence is balanced by itself, in ROLL each microbatch"
 
 
 def moe_aux_loss_coef(value: Any, key: Key) -> Outcome:
-    """Megatron's own key goes before it (model_providers.py). Elsewhere nothing adds a router's loss."""
+    """Megatron's own key takes precedence (model_providers.py). Other strategies add no auxiliary router loss."""
     if asks_for_nothing(value, (0,)):
         return Outcome("not needed", (), "it asks for nothing")
     strategy = (*key.role, "strategy_args")
@@ -426,7 +437,7 @@ def moe_aux_loss_coef(value: Any, key: Key) -> Outcome:
 
 
 def virtual_pipeline(value: Any, key: Key) -> Outcome:
-    """Pieces of layers on each stage."""
+    """Number of model chunks on each pipeline stage."""
     if asks_for_nothing(value, (1,)):
         return Outcome("not needed", (), "one piece on each stage is a plain pipeline")
     return Outcome("kept", ((key.path, value),))
@@ -436,14 +447,14 @@ TORCH_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
 def torch_dtype(value: Any, key: Key) -> Outcome:
-    """ROLL takes either spelling."""
+    """Convert torch's dtype names to roll-core's; ROLL accepts both spellings."""
     name = str(value).removeprefix("torch.")
     ours = TORCH_DTYPES.get(name, name)
     return Outcome("kept" if ours == value else "changed", ((key.path, ours),))
 
 
 def fsdp_size(value: Any, key: Key) -> Outcome:
-    """Up to 1, or from the number of ranks on, it is one group of all (fsdp2_strategy.py)."""
+    """A size <= 1 or >= the number of ranks means one group of all ranks (fsdp2_strategy.py)."""
     try:
         ranks = len(parse_device_mapping(key.at(*key.role, "device_mapping")))
     except ValueError:
@@ -454,14 +465,14 @@ def fsdp_size(value: Any, key: Key) -> Outcome:
 
 
 def world_size(value: Any, key: Key) -> Outcome:
-    """Computed where there is a device_mapping (roll/configs/worker_config.py)."""
+    """ROLL computes it from device_mapping if that is given (roll/configs/worker_config.py)."""
     if key.beside("device_mapping") is not None and key.path[0] != "rewards":
         return Outcome("not needed", (), "device_mapping decides")
     return Outcome("kept", ((key.path, value),))
 
 
 def num_train_epochs(value: Any, key: Key) -> Outcome:
-    """rlvr goes by `max_steps`."""
+    """rlvr uses `max_steps` instead."""
     if key.pipeline != "sft":
         return Outcome("dead", (), "max_steps decides")
     return Outcome("kept", ((key.path, value),))
@@ -470,19 +481,19 @@ def num_train_epochs(value: Any, key: Key) -> Outcome:
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 REWARDS = {"MathRuleRewardWorker": "math_rule"}
-"""ROLL's worker class -> reward."""
+"""ROLL's worker class -> roll-core's reward."""
 MODULE = "imported_rewards"
-"""Where the functions are to be written that stand in for rewards of ROLL's that are not here."""
+"""Module in which users write functions that replace ROLL's rewards without an equivalent here."""
 
 
 def reward_of(reward: Any) -> str:
-    """Ours for a `rewards.<domain>` of ROLL's; empty where there is none."""
+    """roll-core's reward for a `rewards.<domain>` of ROLL; empty if there is none."""
     worker = reward.get("worker_cls") if isinstance(reward, Mapping) else None
     return REWARDS.get(str(worker).rpartition(".")[2], "")
 
 
 def reward_worker(value: Any, key: Key) -> Outcome:
-    """The class is which reward it is (roll/pipeline/rlvr/rewards)."""
+    """In ROLL the worker class determines the reward (roll/pipeline/rlvr/rewards)."""
     ours = reward_of({"worker_cls": value})
     if ours:
         return Outcome("renamed", (((*key.role, "reward"), ours),))
@@ -495,7 +506,7 @@ def reward_worker(value: Any, key: Key) -> Outcome:
 
 
 def of_reward_worker(value: Any, key: Key) -> Outcome:
-    """What only the worker class reads."""
+    """Keys that only ROLL's reward worker reads."""
     if reward_of(key.at(*key.role)):
         return Outcome("not needed", (), "a rule has no model, and no devices")
     return Outcome("unsupported", (), "your function decides")

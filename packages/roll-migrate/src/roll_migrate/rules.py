@@ -1,12 +1,12 @@
-"""What becomes of a key: the vocabulary in which tables of foreign keys are written.
+"""Conversion rules for keys: the vocabulary in which tables of another framework's keys are written.
 
-A table maps the keys of a mapping to rules; a table within a table is a mapping within a mapping.
+A table maps the keys of a mapping to rules; a nested table describes a nested mapping.
 
     MODEL = {"dtype": keep(), "tf32": dead("nothing reads it"), "num_labels": unneeded("the role decides")}
 
-A rule looks at a value and says what is to be written, and where. What a config asks for and a run could not do is
-either left out (`unsupported`), where the same is learnt without it, or stays as it is (`refused`), so that
-`roll-core check` refuses it: nothing that decides what is learnt disappears.
+A rule maps a value to the values that replace it and their paths in the new config. A setting that roll-core does not
+support is dropped (`unsupported`) if training results do not depend on it. Otherwise it stays in the config
+(`refused`), so that `roll-core check` refuses it: no setting that affects training disappears silently.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from roll_core.spec.importing import ImportStatus
 
 Writes = tuple[tuple["KeyPath", Any], ...]
-"""Values, and where they are written."""
+"""Pairs of a path in the new config and the value written there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What becomes of one key."""
+    """Result of converting one key."""
 
     status: ImportStatus
     writes: Writes = ()
@@ -34,37 +34,37 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Where a key stands, and all that it stands among."""
+    """Path of a key, and the config that contains it."""
 
     path: KeyPath
     source: Mapping[str, Any]
-    """The whole config that is imported, its interpolations resolved."""
+    """The whole imported config, with interpolations resolved."""
     pipeline: str
-    """Ours."""
+    """Name of roll-core's pipeline."""
     trackers: tuple[str, ...] = ()
-    """That are installed."""
+    """Names of the installed trackers."""
 
     @property
     def name(self) -> str:
-        """Its last part."""
+        """Last component of the path."""
         return self.path[-1]
 
     @property
     def role(self) -> KeyPath:
-        """The role that it belongs to."""
+        """Path of the role that the key belongs to."""
         return self.path[:2] if self.path[0] == "rewards" else self.path[:1]
 
     def beside(self, name: str) -> Any:
-        """The value of another key of the same mapping; None where it is not given."""
+        """Value of another key of the same mapping; None if it is not given."""
         return self.at(*self.path[:-1], name)
 
     def at(self, *path: str) -> Any:
-        """A value from the top; None where it is not given."""
+        """Value at a path from the top level; None if it is not given."""
         return value_at(self.source, path)
 
 
 def value_at(data: Any, path: tuple[str, ...]) -> Any:
-    """What is at `path`; None where there is nothing."""
+    """Value at `path`; None if there is none."""
     for step in path:
         if not isinstance(data, Mapping) or step not in data:
             return None
@@ -74,19 +74,19 @@ def value_at(data: Any, path: tuple[str, ...]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of a key, and in words for the docs."""
+    """Function that converts a key, and its description for the docs."""
 
     says: str
     judge: Callable[[Any, Key], Outcome]
 
     def __call__(self, value: Any, key: Key) -> Outcome:
-        """What becomes of the key with this value."""
+        """Convert the key with this value."""
         return self.judge(value, key)
 
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """A mapping with free names, each of which holds what a rule or a table describes."""
+    """Mapping with free names, whose values all follow one rule or table."""
 
     rule: Rule | Mapping[str, Any]
 
@@ -95,23 +95,26 @@ Table = Mapping[str, "Rule | Each | Table"]
 
 
 def each(names: str, rule: Rule) -> dict[str, Rule]:
-    """The same rule for several keys."""
+    """Use the same rule for several keys, given as names separated by spaces."""
     return dict.fromkeys(names.split(), rule)
 
 
 def keep(note: str = "") -> Rule:
-    """Same name, same meaning."""
+    """Keep name and value, which mean the same."""
     return Rule(f"kept{_because(note)}", lambda value, key: Outcome("kept", ((key.path, value),), note))
 
 
 def differs(note: str) -> Rule:
-    """Same name and value, another result."""
+    """Keep name and value, although the result differs."""
     return Rule(f"kept, with another result: {note}", lambda value, key: Outcome("differs", ((key.path, value),), note))
 
 
 def rename(to: str, note: str = "") -> Rule:
-    """The same under another name. `to` is a name beside the key, or `role:` and a path from its role, or `top:` and
-    one from the top."""
+    """Write the value under another name.
+
+    `to` is a name in the same mapping, `role:` and a path below the key's role, or `top:` and a path from the top
+    level.
+    """
 
     def judge(value: Any, key: Key) -> Outcome:
         where, _, rest = to.rpartition(":")
@@ -122,8 +125,10 @@ def rename(to: str, note: str = "") -> Rule:
 
 
 def change(says: str, judge: Callable[[Any, Key], Outcome], *, nested: bool = False) -> Rule:
-    """What a function makes of it. A list or a mapping, where the key is not one for them (`nested`), is left for
-    `roll-core check` to refuse."""
+    """Convert the value with the function `judge`, which `says` describes.
+
+    Unless `nested` is set, a list or a mapping stays in the config, so that `roll-core check` refuses it.
+    """
 
     def judged(value: Any, key: Key) -> Outcome:
         if isinstance(value, (dict, list)) and not nested:
@@ -134,17 +139,20 @@ def change(says: str, judge: Callable[[Any, Key], Outcome], *, nested: bool = Fa
 
 
 def unneeded(note: str) -> Rule:
-    """What is done, or not done, without asking."""
+    """Drop a key, because roll-core decides by itself what the key controls."""
     return Rule(f"not needed: {note}", lambda value, key: Outcome("not needed", (), note))
 
 
 def dead(note: str) -> Rule:
-    """Where it comes from it does nothing either."""
+    """Drop a key that has no effect in the other framework either."""
     return Rule(f"does nothing in ROLL: {note}", lambda value, key: Outcome("dead", (), note))
 
 
 def unsupported(note: str, *neutral: Any) -> Rule:
-    """Not here, and left out: what is learnt does not depend on it. `neutral` are values that ask for nothing."""
+    """Drop a setting that roll-core lacks and that training results do not depend on.
+
+    `neutral` lists values that have no effect; None is always one of them.
+    """
 
     def judge(value: Any, key: Key) -> Outcome:
         return (
@@ -157,7 +165,10 @@ def unsupported(note: str, *neutral: Any) -> Rule:
 
 
 def refused(note: str, *neutral: Any) -> Rule:
-    """Not here, and left in the config so that it is refused: what is learnt depends on it."""
+    """Keep a setting that roll-core lacks, so that `roll-core check` refuses it: training results depend on it.
+
+    `neutral` lists values that have no effect and are dropped; None is always one of them.
+    """
 
     def judge(value: Any, key: Key) -> Outcome:
         if asks_for_nothing(value, neutral):
@@ -168,7 +179,7 @@ def refused(note: str, *neutral: Any) -> Rule:
 
 
 def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value is one of `neutral`; True is not 1 here."""
+    """True if a value is None or one of `neutral`; True and 1 are different values here."""
     return value is None or any(
         value == other and isinstance(value, bool) is isinstance(other, bool) for other in neutral
     )

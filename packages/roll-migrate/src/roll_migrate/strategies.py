@@ -1,4 +1,4 @@
-"""Which keys of a foreign `strategy_config` a strategy takes, asked of the schema that its plugin brings."""
+"""Finds the keys of an imported `strategy_config` that the schema of the strategy's plugin refuses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from roll_core.spec.config import StrategyConfig
 
 MAX_ROUNDS = 100
-"""A schema's own rules are heard one by one."""
+"""Maximum number of validations. Several are needed, because a schema's own validators report one error at a time."""
 
 
 def refusals(schema: type[StrategyConfig], keys: Mapping[str, Any]) -> dict[KeyPath, str]:
-    """Paths that must be left out for the rest to be valid, each with the schema's reason. Fewer than that where the
-    schema names no key that could be left out."""
+    """Find the paths to remove so that the rest is valid, each with the schema's reason.
+
+    The result is incomplete if the schema's errors name no key that could be removed.
+    """
     rest: dict[str, Any] = deepcopy(dict(keys))
     refused: dict[KeyPath, str] = {}
     for _ in range(MAX_ROUNDS):
@@ -47,7 +49,7 @@ def refusals(schema: type[StrategyConfig], keys: Mapping[str, Any]) -> dict[KeyP
 
 
 def _subject(found: Finding, rest: Mapping[str, Any]) -> KeyPath:
-    """The key to blame: of a rule about several, the first that it names and that is there."""
+    """Path of the key at fault; for a rule about several keys, the first existing key that its message names."""
     if found.kind != "value_error":
         return _of_mappings(found.path, rest)
     for words in re.findall(r"[A-Za-z_][\w.]*", found.message):
@@ -58,7 +60,7 @@ def _subject(found: Finding, rest: Mapping[str, Any]) -> KeyPath:
 
 
 def _of_mappings(path: KeyPath, rest: Mapping[str, Any]) -> KeyPath:
-    """As much of a path as leads through mappings: an item of a list goes with its list."""
+    """Longest prefix of a path that leads through mappings: an item of a list is reduced to its list."""
     data: Any = rest
     for length, step in enumerate(path):
         if not isinstance(data, dict):

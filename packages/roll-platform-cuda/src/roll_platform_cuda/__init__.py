@@ -1,1 +1,1 @@
-"""ROLL's platform for GPUs of NVIDIA."""
+"""ROLL's platform for NVIDIA GPUs."""

@@ -1,4 +1,4 @@
-"""What `roll-core doctor` looks at where a run would take `cuda`."""
+"""Checks that `roll-core doctor` runs if a run would use the platform `cuda`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 CUDA = (12, 4)
 PASCAL, AMPERE = (6, 0), (8, 0)
 TOOL_S = 10.0
-"""How long a program may take to say its version."""
+"""Time limit in seconds for a program that prints its version."""
 LIBRARIES = ("cudnn", "nccl")
 FLOORS = {"cudnn": (9, 1)}
-"""Flash attention needs it."""
+"""Minimum versions, which flash attention needs."""
 
 
 def driver(_: Situation) -> Iterator[CheckResult]:
-    """Whether the driver runs the CUDA that torch was built with."""
+    """Check that the driver supports the CUDA version that torch was built with."""
     try:
         seen = survey()
     except NoDriverError as error:
@@ -59,7 +59,7 @@ def driver(_: Situation) -> Iterator[CheckResult]:
 
 
 def toolkit(_: Situation) -> Iterator[CheckResult]:
-    """nvcc, which only kernels need that are compiled here. `CUDA_HOME` says where it is."""
+    """Check that the CUDA toolkit (`CUDA_HOME`, nvcc) matches torch; it is needed only to compile kernels."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
     build = torch_build()
@@ -88,11 +88,14 @@ def toolkit(_: Situation) -> Iterator[CheckResult]:
 
 
 def libraries(_: Situation) -> Iterator[CheckResult]:
-    """cuDNN and NCCL, as torch's metadata asks for them. A torch from elsewhere brings its own, and says nothing."""
+    """Check cuDNN and NCCL against torch's metadata.
+
+    A torch build whose metadata does not list them contains its own copies.
+    """
     try:
         texts = importlib.metadata.requires("torch") or ()
     except importlib.metadata.PackageNotFoundError:
-        return  # the core says so
+        return  # roll-core's own check reports it
     needs = [Requirement(text) for text in texts if text.startswith("nvidia-")]
     for library in LIBRARIES:
         found = [each for each in needs if each.name.startswith(f"nvidia-{library}")]
@@ -106,7 +109,7 @@ def libraries(_: Situation) -> Iterator[CheckResult]:
 
 
 def compute_capability(_: Situation) -> Iterator[CheckResult]:
-    """Pascal at least; bf16 needs Ampere."""
+    """Check that every device is Pascal or newer; bf16 needs Ampere or newer."""
     for index, device in enumerate(_survey_devices()):
         subject, found = f"cuda:{index}", f"{device.name}, {dotted(device.capability)}"
         wanted = f"{dotted(AMPERE)} for bf16, {dotted(PASCAL)} at least"
@@ -121,7 +124,7 @@ def compute_capability(_: Situation) -> Iterator[CheckResult]:
 
 
 def arch_list(_: Situation) -> Iterator[CheckResult]:
-    """Whether kernels that are compiled here, as `TORCH_CUDA_ARCH_LIST` says, run on the devices that are here."""
+    """Check that kernels compiled for `TORCH_CUDA_ARCH_LIST` run on this host's devices."""
     value = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if not value:
         return
@@ -142,20 +145,20 @@ def arch_list(_: Situation) -> Iterator[CheckResult]:
 
 
 def parse(version: str) -> tuple[int, int] | None:
-    """Major and minor of `12.8`; None where it is none."""
+    """Major and minor number of a version such as `12.8`; None if it is not a version."""
     match = re.match(r"(\d{1,3})\.(\d{1,3})", version)
     return (int(match[1]), int(match[2])) if match is not None else None
 
 
 def compared(found: tuple[int, int], wanted: tuple[int, int]) -> Level:
-    """Another major version does not work; another minor one mostly does."""
+    """Level of a version mismatch: a different major version is an error, a different minor version a warning."""
     if found[0] != wanted[0]:
         return "error"
     return "ok" if found == wanted else "warning"
 
 
 def output_of(command: list[str]) -> str:
-    """What a program prints; empty where it cannot be started or does not end."""
+    """Output (stdout and stderr) of a program; empty if it cannot be started or times out."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=TOOL_S, check=False, stdin=subprocess.DEVNULL)
     except (OSError, ValueError, subprocess.SubprocessError):
@@ -184,5 +187,5 @@ def _library(library: str, need: Requirement) -> CheckResult:
 def _survey_devices() -> tuple[Device, ...]:
     try:
         return survey().devices
-    except NoDriverError:  # `driver` says so
+    except NoDriverError:  # the check `driver` reports it
         return ()

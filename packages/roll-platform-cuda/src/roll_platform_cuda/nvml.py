@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of its devices, asked by NVML: no CUDA context is made and no device memory taken."""
+"""Reads NVIDIA's driver and devices through NVML, which creates no CUDA context and uses no device memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1024**3
 
 
 class NoDriverError(Exception):
-    """No driver answers; the message is NVML's."""
+    """NVIDIA's driver cannot be reached; the message is NVML's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,9 @@ class Device:
     name: str
     capability: tuple[int, int]
     total_bytes: int
-    """0, like the next, where the driver does not count: on hosts whose GPU shares the host's memory."""
+    """0 if the driver does not report it, on hosts whose GPU shares the host's memory."""
     used_bytes: int
+    """Memory in use by all processes; 0 if the driver does not report it."""
 
     def __str__(self) -> str:
         memory = f", {self.total_bytes / GIB:.0f} GiB" if self.total_bytes else ""
@@ -37,19 +38,19 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """A host, as its driver describes it."""
+    """Driver and devices of a host, as the driver reports them."""
 
     driver: str
-    """Version, `570.86.15`."""
+    """Version of the driver, for example `570.86.15`."""
     cuda: tuple[int, int]
-    """The newest CUDA that the driver can run."""
+    """Newest CUDA version that the driver supports, as (major, minor)."""
     num_installed: int
     devices: tuple[Device, ...]
-    """Those that `CUDA_VISIBLE_DEVICES` leaves, in its order; all of them where it is not set, by PCI address."""
+    """Devices in `CUDA_VISIBLE_DEVICES`, in its order; if it is not set, all devices by PCI address."""
 
 
 def survey() -> Survey:
-    """Look. Raises `NoDriverError`."""
+    """Read driver and visible devices. Raises `NoDriverError` if NVML fails."""
     with _session() as nvml:
         version = int(nvml.nvmlSystemGetCudaDriverVersion())
         count = int(nvml.nvmlDeviceGetCount())
@@ -62,13 +63,13 @@ def survey() -> Survey:
 
 
 def dotted(version: tuple[int, int]) -> str:
-    """`8.0`."""
+    """Format a version or compute capability, for example `8.0`."""
     return f"{version[0]}.{version[1]}"
 
 
 @contextlib.contextmanager
 def _session() -> Iterator[Any]:
-    """NVML, which keeps its device files open from the first line to the last."""
+    """Initialise NVML, which keeps its device files open, and shut it down at the end."""
     import pynvml
 
     try:
@@ -88,7 +89,7 @@ def _handles(nvml: Any, count: int) -> Iterator[Any]:
             yield everything[int(entry)]
         elif entry.startswith("MIG-"):
             yield nvml.nvmlDeviceGetHandleByUUID(entry)
-        else:  # the beginning of an id is enough for CUDA
+        else:  # CUDA accepts a unique prefix of a UUID
             matching = [handle for handle in everything if str(nvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
             if len(matching) != 1:
                 return
@@ -112,7 +113,7 @@ def _device(nvml: Any, handle: Any) -> Device:
 def _capability(nvml: Any, handle: Any) -> tuple[int, int]:
     try:
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):  # part of a device (MIG): as the whole
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):  # MIG: use the whole device
         whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole)
     return int(major), int(minor)

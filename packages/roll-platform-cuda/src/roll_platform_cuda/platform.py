@@ -1,4 +1,4 @@
-"""The `cuda` platform."""
+"""The `cuda` platform: NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from roll_core.spec.platform import RoleKind
 
 FLOORS = {"fp32": (6, 0), "fp16": (6, 0), "bf16": (8, 0)}
-"""Compute capability from which on a device computes in a dtype: 6.0 is Pascal, 8.0 is Ampere."""
+"""Minimum compute capability for each model dtype: 6.0 is Pascal, 8.0 is Ampere."""
 EIGHT_BITS = {"fp8": (8, 9)}
-"""The same of products in 8 bits: 8.9 is Ada. No dtype of models."""
+"""Minimum compute capability for fp8 matrix products: 8.9 is Ada. fp8 is not a dtype of models."""
 
 DEVICE_ORDER = EnvVar(
     name="CUDA_DEVICE_ORDER",
@@ -58,7 +58,7 @@ NOT_EXPANDABLE = EnvVar(
 
 
 class CudaPlatform(Platform):
-    """GPUs of NVIDIA, found through their driver."""
+    """NVIDIA GPUs, found through their driver."""
 
     name = "cuda"
     device_type = "cuda"
@@ -67,20 +67,20 @@ class CudaPlatform(Platform):
     collective_backend = "nccl"
 
     def probe(self) -> Probe:
-        """Found where the driver shows a device, and the installed torch is built for CUDA."""
+        """Look for devices; found if the driver reports one and the installed torch is built for CUDA."""
         devices, why = _usable()
         return Probe(found=bool(devices), why=why)
 
     def device_count(self) -> int:
-        """Devices that `CUDA_VISIBLE_DEVICES` leaves."""
+        """Number of devices visible through `CUDA_VISIBLE_DEVICES`; 0 if torch cannot use them."""
         return len(_usable()[0])
 
     def device(self, local_index: int) -> str:
-        """Torch's name of it."""
+        """Torch device string, `cuda:<local_index>`."""
         return f"cuda:{local_index}"
 
     def supports(self, dtype: str) -> str:
-        """By the compute capability of every device here."""
+        """Empty if every device's compute capability supports the dtype; otherwise the reason and alternatives."""
         floor = (FLOORS | EIGHT_BITS).get(dtype)
         if floor is None:
             return f"{dtype} is not a dtype of models here: use {', '.join(FLOORS)}"
@@ -95,14 +95,17 @@ class CudaPlatform(Platform):
         return ""
 
     def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
-        """For everything that computes on a device; a reward's workers get nothing."""
+        """Variables for workers that compute on a device; reward workers get none."""
         if kind == "reward":
             return ()
         allocator = NOT_EXPANDABLE if kind == "generate" else EXPANDABLE
         return (DEVICE_ORDER, CUMEM, NVLS, COMPILE_THREADS, allocator)
 
     def memory(self, local_index: int) -> Mapping[str, int]:
-        """Of the whole device, by NVML: what other processes hold is used too."""
+        """Bytes `total` and `used` of the whole device, by NVML; `used` includes other processes.
+
+        Raises `UnsupportedError` if there is no such device, or if the driver does not report its memory.
+        """
         devices, why = _usable()
         if local_index >= len(devices):
             raise UnsupportedError(f"memory of {self.device(local_index)} is asked for, but there is: {why}")
@@ -113,7 +116,7 @@ class CudaPlatform(Platform):
 
 
 def _usable() -> tuple[tuple[Device, ...], str]:
-    """The devices that torch can use, and what was seen."""
+    """Devices that torch can use, and a description of what was found."""
     try:
         seen = survey()
     except NoDriverError as error:
@@ -133,7 +136,7 @@ def _usable() -> tuple[tuple[Device, ...], str]:
 
 
 def _counted(devices: Sequence[Device]) -> str:
-    """`8 × NVIDIA H100 (…)`, equal ones together."""
-    # What is in use differs from device to device, and is not shown.
+    """Describe devices, with equal ones grouped: `8 × NVIDIA H100 (…)`."""
+    # Used memory differs between devices; it is not part of `str(device)`, so equal devices group.
     shown = [str(device) for device in devices]
     return ", ".join(f"{shown.count(each)} × {each}" for each in dict.fromkeys(shown))

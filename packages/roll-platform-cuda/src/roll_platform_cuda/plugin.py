@@ -1,4 +1,4 @@
-"""What this package offers. Imports neither torch nor NVML."""
+"""Hooks that provide this package's parts. Imports neither torch nor NVML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_platforms() -> Iterator[PlatformProvider]:
-    """GPUs of NVIDIA."""
+    """The `cuda` platform: NVIDIA GPUs."""
     yield PlatformProvider(
         name="cuda",
         target="roll_platform_cuda.platform:CudaPlatform",
@@ -27,7 +27,7 @@ def roll_platforms() -> Iterator[PlatformProvider]:
 
 @hookimpl
 def roll_checks() -> Iterator[CheckProvider]:
-    """Driver, toolkit and libraries."""
+    """Checks of the driver, the CUDA toolkit, libraries and devices."""
     for name, function, summary in (
         ("cuda_driver", "driver", "Whether the driver runs the CUDA of torch"),
         ("cuda_toolkit", "toolkit", "CUDA_HOME and nvcc against torch's CUDA"),

@@ -1,4 +1,4 @@
-"""What `roll-core doctor` looks at where a run would take `npu`."""
+"""Checks that `roll-core doctor` runs if a run would use the platform `npu`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
 def cann(_: Situation) -> Iterator[CheckResult]:
-    """Whether CANN's own script was sourced, without which torch-npu finds no libraries."""
+    """Check that CANN's set_env.sh was sourced; without it torch-npu does not find its libraries."""
     homes = {name: os.environ[name] for name in HOMES if os.environ.get(name)}
     wanted = f"{HOMES[0]}, which CANN's set_env.sh sets"
     if not homes:

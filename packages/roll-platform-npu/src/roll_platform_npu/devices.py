@@ -1,4 +1,4 @@
-"""Which Ascend NPUs the kernel shows: device files, and the PCI ids of the chips."""
+"""Finds Ascend NPUs through the kernel: device files, and the PCI ids of the chips."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CHIPS = {
     "0xd802": "Ascend 910B",
     "0xd803": "Ascend 910C",
 }
-"""By PCI id, as far as they are known to us."""
+"""Names of chips by PCI device id; incomplete."""
 
 
 def num_installed() -> int:
-    """Device files `/dev/davinci<number>`; a container has those that it was given."""
+    """Number of device files `/dev/davinci<number>`; a container has only those that were passed to it."""
     try:
         names = [each.name for each in DEV.iterdir()]
     except OSError:
@@ -33,12 +33,12 @@ def num_installed() -> int:
 
 
 def num_visible() -> int:
-    """What `ASCEND_RT_VISIBLE_DEVICES` leaves of them."""
+    """Number of installed devices that `ASCEND_RT_VISIBLE_DEVICES` makes visible."""
     return len(visible_devices(os.environ.get(VISIBLE), num_installed()))
 
 
 def chips() -> tuple[str, ...]:
-    """Names of the chips of this host, each once; empty where PCI does not show them or they are new to us."""
+    """Names of this host's chips, without duplicates; omits chips that PCI does not show or `CHIPS` does not list."""
     try:
         folders = sorted(PCI.iterdir())
     except OSError:
@@ -48,7 +48,7 @@ def chips() -> tuple[str, ...]:
 
 
 def torch_npu_version() -> str:
-    """Of the installed torch-npu; empty if there is none."""
+    """Version of the installed torch-npu; empty if there is none."""
     try:
         return importlib.metadata.version("torch-npu")
     except importlib.metadata.PackageNotFoundError:

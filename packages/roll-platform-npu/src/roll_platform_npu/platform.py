@@ -1,4 +1,4 @@
-"""The `npu` platform."""
+"""The `npu` platform: Ascend NPUs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NOT_EXPANDABLE = EnvVar(
 
 
 class NpuPlatform(Platform):
-    """Ascend NPUs, found by their device files. torch loads torch-npu by itself when it is imported."""
+    """Ascend NPUs, found by their device files. Importing torch also loads torch-npu."""
 
     name = "npu"
     device_type = "npu"
@@ -57,33 +57,37 @@ class NpuPlatform(Platform):
     collective_backend = "hccl"
 
     def probe(self) -> Probe:
-        """Found where there are device files, and a torch-npu that belongs to the installed torch."""
+        """Look for devices; found if there are device files and a torch-npu that matches the installed torch."""
         num, why = _usable()
         return Probe(found=num > 0, why=why)
 
     def device_count(self) -> int:
-        """Devices that `ASCEND_RT_VISIBLE_DEVICES` leaves."""
+        """Number of devices visible through `ASCEND_RT_VISIBLE_DEVICES`; 0 if torch cannot use them."""
         return _usable()[0]
 
     def device(self, local_index: int) -> str:
-        """Torch's name of it."""
+        """Torch device string, `npu:<local_index>`."""
         return f"npu:{local_index}"
 
     def supports(self, dtype: str) -> str:
-        """By the chips of this host."""
+        """Empty if this host's chips support the dtype; otherwise the reason and alternatives."""
         if dtype not in DTYPES:
             return f"{dtype} is not a dtype of models here: use {', '.join(DTYPES)}"
         old = [chip for chip in devices.chips() if chip in WITHOUT_BF16] if dtype == "bf16" else []
         return f"bf16 needs an Ascend 910B or newer, but here is {old[0]}: use fp16 or fp32" if old else ""
 
     def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
-        """For everything that computes on a device; a reward's workers get nothing."""
+        """Variables for workers that compute on a device; reward workers get none."""
         if kind == "reward":
             return ()
         return (CONNECT_TIMEOUT, HOST_PORTS, NPU_PORTS, NOT_EXPANDABLE if kind == "generate" else EXPANDABLE)
 
     def memory(self, local_index: int) -> Mapping[str, int]:
-        """Of the whole device. Only the runtime counts it, so the asking process opens the device."""
+        """Bytes `total` and `used` of the whole device.
+
+        Only the NPU runtime reports them, so the calling process opens the device. Raises `UnsupportedError` if there
+        is no such device.
+        """
         num, why = _usable()
         if local_index >= num:
             raise UnsupportedError(f"memory of {self.device(local_index)} is asked for, but there is: {why}")
@@ -94,7 +98,7 @@ class NpuPlatform(Platform):
 
 
 def _usable() -> tuple[int, str]:
-    """How many devices torch can use, and what was seen."""
+    """Number of devices that torch can use, and a description of what was found."""
     installed = devices.num_installed()
     if not installed:
         return 0, f"no {devices.DEV}/davinci0: no Ascend NPU, or its driver is not loaded"
@@ -116,5 +120,5 @@ def _usable() -> tuple[int, str]:
 
 
 def _release(version: str) -> str:
-    """`2.13` of `2.13.0.post1+cpu`: what torch and torch-npu have in common."""
+    """Major and minor version, which torch and torch-npu share: `2.13` for `2.13.0.post1+cpu`."""
     return ".".join(version.split("+")[0].split(".")[:2])

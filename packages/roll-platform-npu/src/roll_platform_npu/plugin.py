@@ -1,4 +1,4 @@
-"""What this package offers. Imports no torch."""
+"""Hooks that provide this package's parts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_platforms() -> Iterator[PlatformProvider]:
-    """Ascend NPUs."""
+    """The `npu` platform: Ascend NPUs."""
     yield PlatformProvider(
         name="npu",
         target="roll_platform_npu.platform:NpuPlatform",
@@ -27,7 +27,7 @@ def roll_platforms() -> Iterator[PlatformProvider]:
 
 @hookimpl
 def roll_checks() -> Iterator[CheckProvider]:
-    """CANN."""
+    """Check of the CANN environment."""
     yield CheckProvider(
         name="cann", target="roll_platform_npu.checks:cann", summary="Whether CANN's environment is set", platform="npu"
     )

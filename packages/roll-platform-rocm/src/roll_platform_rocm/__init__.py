@@ -1,1 +1,1 @@
-"""ROLL's platform for GPUs of AMD."""
+"""ROLL's platform for AMD GPUs."""

@@ -1,4 +1,4 @@
-"""What `roll-core doctor` looks at where a run would take `rocm`."""
+"""Checks that `roll-core doctor` runs if a run would use the platform `rocm`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROCM = Path("/opt/rocm")
 
 
 def visible_devices(_: Situation) -> Iterator[CheckResult]:
-    """Three variables hide devices, and Ray insists that they agree."""
+    """Check that the three variables that restrict visible devices agree; Ray requires it."""
     hip, cuda, rocr = (os.environ.get(name) for name in (HIP_VISIBLE, CUDA_VISIBLE, ROCR_VISIBLE))
     if rocr is not None and hip is None:
         remedy = f"unset {ROCR_VISIBLE}, and say {HIP_VISIBLE}={rocr} instead"
@@ -36,7 +36,10 @@ def visible_devices(_: Situation) -> Iterator[CheckResult]:
 
 
 def toolkit(_: Situation) -> Iterator[CheckResult]:
-    """ROCm on the host, beside the one that torch brings. Another major version of the compiler makes other code."""
+    """Check that the host's ROCm has the major version of torch's ROCm.
+
+    It is needed only to compile kernels. A compiler of another major version produces incompatible code.
+    """
     home = Path(os.environ.get("ROCM_HOME") or os.environ.get("ROCM_PATH") or ROCM)
     build = torch_build()
     built = re.match(r"\d{1,3}", build.hip) if build is not None else None

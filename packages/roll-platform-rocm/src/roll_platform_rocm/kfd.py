@@ -1,4 +1,4 @@
-"""What the kernel says of GPUs of AMD: the topology and the memory counters in sysfs. Only text files are opened."""
+"""Reads AMD GPUs from the kernel: the topology and the memory counters in sysfs. Opens only text files."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One GPU."""
+    """One GPU, as the kernel reports it."""
 
     gfx: tuple[int, int, int]
-    """Its instruction set: (9, 4, 2) is gfx942."""
+    """Version of the instruction set: (9, 4, 2) is gfx942."""
     unique_id: int
     total_bytes: int
-    """0, like the next, where the kernel does not count."""
+    """0 if the kernel does not report it."""
     used_bytes: int
+    """Memory in use by all processes; 0 if the kernel does not report it."""
 
     @property
     def name(self) -> str:
-        """As compilers write it, `gfx90a`."""
+        """Name of the instruction set as compilers spell it, for example `gfx90a`."""
         return f"gfx{self.gfx[0]}{self.gfx[1]:x}{self.gfx[2]:x}"
 
     def __str__(self) -> str:
@@ -41,21 +42,25 @@ class Device:
 
 
 def installed_devices() -> tuple[Device, ...]:
-    """Those that the kernel lets this process see, in its order. In a container others are not readable."""
+    """GPUs that the kernel shows this process, in its order. A container cannot read those of others."""
     nodes = (SYSFS / "kfd" / "kfd" / "topology" / "nodes").glob("[0-9]*")
     properties = (_properties(node / "properties") for node in sorted(nodes, key=lambda node: int(node.name)))
     return tuple(_device(each) for each in properties if each.get("simd_count"))
 
 
 def visible(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """What the variables leave of them. ROCr's counts first; HIP's wins over CUDA's, which HIP reads too."""
+    """Filter devices by the visibility variables.
+
+    `ROCR_VISIBLE_DEVICES` applies first. Of the rest, `HIP_VISIBLE_DEVICES` selects; if it is not set, HIP reads
+    `CUDA_VISIBLE_DEVICES`.
+    """
     environ = os.environ
     left = _chosen(environ.get(ROCR_VISIBLE), devices)
     return _chosen(environ.get(HIP_VISIBLE, environ.get(CUDA_VISIBLE)), left)
 
 
 def hiding_variables() -> str:
-    """Those that are set, for messages."""
+    """List the visibility variables that are set, for messages."""
     names = (ROCR_VISIBLE, HIP_VISIBLE, CUDA_VISIBLE)
     return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
@@ -96,7 +101,7 @@ def _is_number(text: str) -> bool:
 
 
 def _text(file: Path) -> str:
-    """Empty where it is not there or not ours to read: the kernel hides devices of other containers that way."""
+    """Text of a file; empty if it cannot be read. The kernel hides other containers' devices in this way."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The `rocm` platform."""
+"""The `rocm` platform: AMD GPUs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("fp32", "fp16", "bf16")
 BF16_SINCE = (9, 0, 8)
-"""gfx908 (Instinct MI100) is the first with matrix instructions for bf16."""
+"""gfx908 (Instinct MI100) is the first architecture with matrix instructions for bf16."""
 WITHOUT_BF16 = 10
-"""gfx10 (RDNA 1 and 2) came later and has none."""
+"""gfx10 (RDNA 1 and 2) is newer but has none."""
 
 CUMEM = EnvVar(
     name="NCCL_CUMEM_ENABLE",
@@ -34,7 +34,7 @@ COMPILE_THREADS = EnvVar(
 
 
 class RocmPlatform(Platform):
-    """GPUs of AMD, found in the kernel's topology. For torch they are devices of type `cuda`, and RCCL is `nccl`."""
+    """AMD GPUs, found in the kernel's topology. In torch their device type is `cuda`, and RCCL is called `nccl`."""
 
     name = "rocm"
     device_type = "cuda"
@@ -44,20 +44,23 @@ class RocmPlatform(Platform):
     collective_backend = "nccl"
 
     def probe(self) -> Probe:
-        """Found where the kernel shows a GPU that this user may open, and the installed torch is built for HIP."""
+        """Look for devices; found if this user may open a GPU and the installed torch is built for HIP."""
         devices, why = _usable()
         return Probe(found=bool(devices), why=why)
 
     def device_count(self) -> int:
-        """Devices that `ROCR_VISIBLE_DEVICES`, and then `HIP_VISIBLE_DEVICES` or `CUDA_VISIBLE_DEVICES`, leave."""
+        """Number of visible devices; 0 if torch cannot use them.
+
+        `ROCR_VISIBLE_DEVICES` applies first, then `HIP_VISIBLE_DEVICES` or `CUDA_VISIBLE_DEVICES`.
+        """
         return len(_usable()[0])
 
     def device(self, local_index: int) -> str:
-        """Torch's name of it."""
+        """Torch device string, `cuda:<local_index>`."""
         return f"cuda:{local_index}"
 
     def supports(self, dtype: str) -> str:
-        """By the instruction set of every device here."""
+        """Empty if every device's instruction set supports the dtype; otherwise the reason and alternatives."""
         if dtype not in DTYPES:
             return f"{dtype} is not a dtype of models here: use {', '.join(DTYPES)}"
         if dtype == "bf16":
@@ -67,11 +70,14 @@ class RocmPlatform(Platform):
         return ""
 
     def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
-        """For everything that computes on a device; a reward's workers get nothing."""
+        """Variables for workers that compute on a device; reward workers get none."""
         return () if kind == "reward" else (CUMEM, COMPILE_THREADS)
 
     def memory(self, local_index: int) -> Mapping[str, int]:
-        """Of the whole device, by the kernel's counters: what other processes hold is used too."""
+        """Bytes `total` and `used` of the whole device, by the kernel's counters; `used` includes other processes.
+
+        Raises `UnsupportedError` if there is no such device, or if the kernel does not report its memory.
+        """
         devices, why = _usable()
         if local_index >= len(devices):
             raise UnsupportedError(f"memory of {self.device(local_index)} is asked for, but there is: {why}")
@@ -82,7 +88,7 @@ class RocmPlatform(Platform):
 
 
 def _usable() -> tuple[tuple[kfd.Device, ...], str]:
-    """The devices that torch can use, and what was seen."""
+    """Devices that torch can use, and a description of what was found."""
     if not kfd.KFD.exists():
         return (), f"no {kfd.KFD}: the amdgpu driver is not loaded, or the container was started without --device"
     installed = kfd.installed_devices()

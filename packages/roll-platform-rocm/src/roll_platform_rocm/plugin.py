@@ -1,4 +1,4 @@
-"""What this package offers. Imports no torch."""
+"""Hooks that provide this package's parts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_platforms() -> Iterator[PlatformProvider]:
-    """GPUs of AMD."""
+    """The `rocm` platform: AMD GPUs."""
     yield PlatformProvider(
         name="rocm", target="roll_platform_rocm.platform:RocmPlatform", summary="GPUs of AMD", priority=10
     )
@@ -23,7 +23,7 @@ def roll_platforms() -> Iterator[PlatformProvider]:
 
 @hookimpl
 def roll_checks() -> Iterator[CheckProvider]:
-    """Variables and toolkit."""
+    """Checks of the visibility variables and the ROCm toolkit."""
     for name, function, summary in (
         ("rocm_visible_devices", "visible_devices", "Whether the variables that hide devices agree"),
         ("rocm_toolkit", "toolkit", "ROCm on the host against torch's"),

@@ -1,1 +1,1 @@
-"""The parts that come with the core, provided through the same hooks as anyone else's."""
+"""Parts that ship with roll-core, provided through the same hooks as those of plugins."""

@@ -16,7 +16,7 @@ GIB = 1024**3
 
 
 class CpuPlatform(Platform):
-    """There is always one. It counts as many slots as this process may use cores."""
+    """Platform of the host's cores, which is always available. It has one slot for each core this process may use."""
 
     name = "cpu"
     device_type = "cpu"
@@ -26,27 +26,29 @@ class CpuPlatform(Platform):
     slots_share_cores = True
 
     def probe(self) -> Probe:
-        """Always found."""
+        """Report the usable cores and the memory; the platform is always found."""
         total = self.memory(0)["total"] / GIB
         return Probe(found=True, why=f"{hostname()} has {usable_cores()} usable cores and {total:.1f} GiB of memory")
 
     def device_count(self) -> int:
-        """Usable cores."""
+        """Number of usable cores."""
         return usable_cores()
 
     def device(self, local_index: int) -> str:
-        """The same for every slot."""
+        """Torch device string, `cpu` for every slot."""
         return "cpu"
 
     def supports(self, dtype: str) -> str:
-        """`fp32` and `bf16` everywhere, and products in `fp8`, which gain nothing; `fp16` lacks kernels, and the range
-        that training needs."""
+        """Empty for `fp32`, `bf16` and `fp8`; otherwise the reason and alternatives.
+
+        `fp8` matrix products work but are not faster. `fp16` lacks CPU kernels and the range that training needs.
+        """
         if dtype in ("fp32", "bf16", "fp8"):
             return ""
         return f"{dtype} does not work on a CPU: use fp32, or bf16 for half the memory"
 
     def memory(self, local_index: int) -> Mapping[str, int]:
-        """Of the whole host, or what the cgroup allows: slots share it."""
+        """Bytes `total` and `used` of the host, or of its cgroup limit, because slots share the memory."""
         host = psutil.virtual_memory().total
         total = min(host, memory_limit_bytes() or host)
         return {"total": total, "used": max(0, total - free_memory_bytes())}

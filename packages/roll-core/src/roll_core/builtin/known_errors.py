@@ -1,4 +1,4 @@
-"""Errors of torch, its libraries, Ray and the machine: what each means in a run, and what to do."""
+"""Known errors of torch, its libraries, Ray and the machine, each with its cause in a run and a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be configured about the built-in policy losses and trackers. Light."""
+"""Options of the built-in policy losses and trackers. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from roll_core.spec.config import Config, PositiveFloat, PositiveInt
 
 
 class PolicyLossOptions(Config):
-    """`pg_options` of `ppo` and `vanilla`."""
+    """Options (`pg_options`) of the policy losses `ppo` and `vanilla`."""
 
     log_ratio_clamp: PositiveFloat = 20.0
-    """Largest absolute logarithm of the importance ratio; beyond it a token has no gradient."""
+    """Maximum absolute logarithm of the importance ratio; beyond it a token has no gradient."""
 
 
 class TensorBoardOptions(Config):
-    """`tracker_kwargs.tensorboard`."""
+    """Options of the TensorBoard tracker (`tracker_kwargs.tensorboard`)."""
 
     log_dir: str | None = None
-    """Folder of the event files; `tensorboard/` of the run directory where not given."""
+    """Directory of the event files. Default: `tensorboard/` of the run directory."""
     flush_secs: PositiveInt = 30
-    """Longest time in seconds that a step stays in memory."""
+    """Minimum time in seconds between two flushes of the event file."""

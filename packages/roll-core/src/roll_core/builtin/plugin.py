@@ -1,4 +1,4 @@
-"""What roll-core itself offers, through the same hooks as everyone else."""
+"""Hooks that provide roll-core's own parts. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_platforms() -> Iterator[PlatformProvider]:
-    """The host itself."""
+    """The `cpu` platform, which is always available."""
     yield PlatformProvider(
         name="cpu", target="roll_core.builtin.cpu:CpuPlatform", summary="The host's cores; always there"
     )
@@ -52,7 +52,7 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
 
 @hookimpl
 def roll_rewards() -> Iterator[RewardProvider]:
-    """Rewards by rule, and by the user's own function."""
+    """Rewards by rule and by a user's function."""
     yield RewardProvider(
         name="math_rule",
         target="roll_core.builtin.rewards.math_rule:MathRuleReward",
@@ -72,7 +72,7 @@ def roll_rewards() -> Iterator[RewardProvider]:
 
 @hookimpl
 def roll_trackers() -> Iterator[TrackerProvider]:
-    """TensorBoard; `metrics.jsonl` is always written and is no tracker."""
+    """TensorBoard. `metrics.jsonl` is always written and needs no tracker."""
     yield TrackerProvider(
         name="tensorboard",
         target="roll_core.builtin.trackers.tensorboard:TensorBoardTracker",
@@ -84,7 +84,7 @@ def roll_trackers() -> Iterator[TrackerProvider]:
 
 @hookimpl
 def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
-    """How a reward becomes credit for each token."""
+    """Advantage estimators: GRPO, REINFORCE, RLOO and GAE."""
     yield AdvantageProvider(
         name="grpo",
         target="roll_core.algorithms.advantages:grpo",
@@ -113,7 +113,7 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
 
 @hookimpl
 def roll_policy_losses() -> Iterator[PolicyLossProvider]:
-    """How advantages move the policy."""
+    """Policy losses: clipped PPO and the plain policy gradient."""
     yield PolicyLossProvider(
         name="ppo",
         target="roll_core.algorithms.policy_losses:ppo",
@@ -131,7 +131,7 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
 
 @hookimpl
 def roll_weight_transports() -> Iterator[WeightTransportProvider]:
-    """Within a process, on a host, on a device, over a network, through a file system."""
+    """Transports within a process, on a device, on a host, over a network and through a file system."""
     package = "roll_core.runtime.weights.transports"
     yield WeightTransportProvider(
         name="shared",
@@ -169,7 +169,7 @@ def roll_weight_transports() -> Iterator[WeightTransportProvider]:
 
 @hookimpl
 def roll_checks() -> Iterator[CheckProvider]:
-    """What `roll-core doctor` looks at everywhere."""
+    """Checks that `roll-core doctor` runs on every machine."""
     for name, module, summary in (
         ("operating_system", "host", "Linux, and a kernel that is not too old"),
         ("shared_memory", "host", "Space in /dev/shm, through which processes hand weights to each other"),
@@ -190,7 +190,7 @@ def roll_checks() -> Iterator[CheckProvider]:
 
 @hookimpl
 def roll_known_errors() -> Iterator[KnownErrorsProvider]:
-    """Of what every run needs."""
+    """Errors of the libraries that every run needs, and of the machine."""
     yield KnownErrorsProvider(
         name="core",
         target="roll_core.builtin.known_errors:KNOWN_ERRORS",

@@ -1,4 +1,4 @@
-"""`roll-core check`: every mistake of every config, in less time than it takes to read this line twice."""
+"""`roll-core check`: reports every mistake of every config without starting a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 def check_configs(
     configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str], *, files: bool = True
 ) -> int:
-    """Check each config with the same overrides, and with `files` what it names. Mistakes and warnings go to stderr, a
-    line for each good config to stdout."""
+    """Check each config with the same overrides; with `files` also the models, rows and reward code that it names.
+
+    Mistakes and warnings go to stderr; stdout gets a line for each valid config and for each skipped check. Returns the
+    exit code: 2 if there is a mistake, otherwise 0.
+    """
     registry = load_registry(disabled_plugins)
     further = FileCheck() if files else None
     mistakes = 0
@@ -46,12 +49,12 @@ def check_configs(
 
 
 def warnings_of(loaded: LoadedConfig) -> list[str]:
-    """A line for each warning."""
+    """Format each warning as one line."""
     return [f"{each.where}: warning: {each.code} {each.key}: {each.message}" for each in loaded.warnings]
 
 
 def summary(loaded: LoadedConfig) -> str:
-    """One line: the pipeline, and each role with its strategy and its number of workers."""
+    """Summarise a config on one line: pipeline, and strategy and number of workers of each role."""
     roles = []
     for name, role in loaded.config.roles().items():
         strategy = role.strategy_args.strategy_name if role.strategy_args is not None else getattr(role, "reward", "-")

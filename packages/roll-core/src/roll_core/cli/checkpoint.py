@@ -1,5 +1,4 @@
-"""`roll-core checkpoint list | verify`: which checkpoints there are, what can go on from them, and whether they are
-intact."""
+"""`roll-core checkpoint list | verify`: lists checkpoints, the roles that each one resumes, and damaged files."""
 
 from __future__ import annotations
 
@@ -25,32 +24,35 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRow:
-    """One checkpoint, as it is shown."""
+    """One row of the checkpoint listing."""
 
     path: str
     step: int
     created: float | None
-    """Seconds since 1970; None where the manifest cannot be read, as with the next two."""
+    """Unix time in seconds; None if the manifest cannot be read."""
     size_bytes: int | None
+    """None if the manifest cannot be read."""
     pipeline: str | None
+    """None if the manifest or the state of the run cannot be read."""
     roles: dict[str, dict[str, Any]]
-    """Trained roles by name, with the keys of `ROLE`: what a run must have to go on."""
+    """Trained roles by name, with the keys of `ROLE`: what a run needs to resume from the checkpoint."""
     problems: list[str]
-    """What is wrong with it; empty if it is intact, as far as was looked."""
+    """Damage that was found; empty if there is none."""
     digests_read: bool
+    """True if all files were read and their digests compared; False if only their sizes were."""
 
     @property
     def state(self) -> str:
-        """In words."""
+        """`damaged: …`, `intact` (digests were compared) or `complete` (only sizes were)."""
         if self.problems:
             return f"damaged: {'; '.join(self.problems)}"
         return "intact" if self.digests_read else "complete"
 
 
 def list_checkpoints(place: Path, *, as_json: bool, digests: bool) -> int:
-    """Show the checkpoints of a run, of an experiment or of a directory, oldest first.
+    """Print the checkpoints of a run, an experiment or a directory, oldest first.
 
-    Returns the exit code: 1 if one is damaged. Without `digests` only sizes are compared.
+    Without `digests` only file sizes are compared. Returns the exit code: 1 if a checkpoint is damaged, otherwise 0.
     """
     checkpoints = [checkpoint for store in checkpoint_stores(place) for checkpoint in store.list()]
     rows = [_row(checkpoint, digests=digests) for checkpoint in checkpoints]
@@ -64,9 +66,10 @@ def list_checkpoints(place: Path, *, as_json: bool, digests: bool) -> int:
 
 
 def verify_checkpoints(places: Sequence[Path], *, as_json: bool) -> int:
-    """Read everything back and compare digests, of each checkpoint named or of all of each run that is named.
+    """Read checkpoints back and compare digests.
 
-    Returns the exit code: 1 if one is damaged.
+    Each of `places` is a checkpoint, or a run or directory whose checkpoints are all verified. Returns the exit code: 1
+    if a checkpoint is damaged, otherwise 0.
     """
     checkpoints = [checkpoint for place in places for checkpoint in _named(place)]
     rows = []
@@ -96,7 +99,7 @@ def _named(place: Path) -> list[Checkpoint]:
 
 
 def _ways_out(checkpoints: Sequence[Checkpoint], damaged: Sequence[CheckpointRow]) -> Iterable[str]:
-    """For each run with a damaged checkpoint the last good one."""
+    """Yield one line per directory with a damaged checkpoint, which names its newest intact checkpoint."""
     bad = {row.path for row in damaged}
     for directory in dict.fromkeys(each.path.parent for each in checkpoints if str(each.path) in bad):
         good = [each.path for each in CheckpointStore(directory).list() if not verify(each.path)]

@@ -1,7 +1,7 @@
-"""`roll-core checkpoint convert`: from a checkpoint to a directory that transformers loads.
+"""`roll-core checkpoint convert`: writes a checkpoint's model as a directory that transformers loads.
 
-portable state              ─► master weights in the model that the state describes         no strategy is needed
-the strategy's own files    ─► its worker in this process, one rank: build, load, export    the strategy is needed
+portable state              ─► master weights in the model that the state describes         needs no strategy
+the strategy's own files    ─► its worker in this process, one rank: build, load, export    needs the strategy
 """
 
 from __future__ import annotations
@@ -57,9 +57,12 @@ def convert_checkpoint(
     trust_remote_code: bool = False,
     settings: Sequence[str] = (),
 ) -> int:
-    """Write the model of a role as it was at a checkpoint, or at the newest good one of a run, into `out`, which must
-    not hold anything. Digests are compared first. `settings` are `key=value` of the strategy's config. Returns the exit
-    code."""
+    """Write a role's model to `out`, from a checkpoint or from the newest intact checkpoint of a run.
+
+    Digests are compared first. `settings` are `key=value` overrides of the strategy's config. Returns the exit code.
+    Raises `RunDirectoryError` if `out` exists and is not an empty directory, and `CheckpointError` if there is no
+    intact checkpoint or its model is not known.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(f"{out} is there already; name a directory that is not, or an empty one")
     checkpoint = _good(place)
@@ -106,7 +109,10 @@ def _role(checkpoint: Checkpoint, asked: str | None) -> str:
 
 
 def _model_of(checkpoint: Checkpoint, role: SavedRole, base_model: str | None, *, trust_remote_code: bool) -> ModelSpec:
-    """The role's model, with what of it has moved. Raises `CheckpointError`."""
+    """Spec of the role's model, with the given base model and the run's copy of the tokenizer.
+
+    Raises `CheckpointError` if the checkpoint has no model spec, or one that cannot be read.
+    """
     if role.model is None:
         raise CheckpointMismatchError(
             f"{checkpoint.path} does not say what model it is of: resume that run with portable_checkpoints=true, and"
@@ -121,7 +127,7 @@ def _model_of(checkpoint: Checkpoint, role: SavedRole, base_model: str | None, *
     tokenizer = checkpoint.path.parent.parent / "tokenizer"
     return replace(
         model,
-        trust_remote_code=trust_remote_code,  # a checkpoint does not decide that code is run
+        trust_remote_code=trust_remote_code,  # a checkpoint must not enable remote code
         tokenizer=str(tokenizer) if tokenizer.is_dir() else model.tokenizer,
     )
 
@@ -135,7 +141,7 @@ async def _export(
     platform_name: str | None,
     settings: Sequence[str],
 ) -> None:
-    """Build the strategy that wrote `folder`, load it and let it export. One rank, in this process."""
+    """Build the strategy that wrote `folder` with one rank in this process, load its state and export the model."""
     from roll_core.config import strategy_config
     from roll_core.plugins.registry import load_registry
     from roll_core.runtime.cluster.executors import make_executor
@@ -199,7 +205,7 @@ async def _export(
 
 
 def _setting(word: str) -> tuple[str, Any]:
-    """`key=value` as YAML reads the value."""
+    """Split `key=value` and parse the value as YAML."""
     key, equals, value = word.partition("=")
     if not equals:
         raise CheckpointMismatchError(f"found {word!r}, expected KEY=VALUE of the strategy's config")

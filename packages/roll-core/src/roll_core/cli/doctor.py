@@ -1,4 +1,4 @@
-"""`roll-core doctor [CONFIG]`: what is wrong with this machine, its software and a config, and what to do about it."""
+"""`roll-core doctor [CONFIG]`: checks this machine, its software and a config, and suggests remedies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.doctor import DoctorFinding
 
 WIDTH = 140
-"""Where there is no terminal that has one."""
+"""Width of the output, in columns, if stdout is not a terminal."""
 MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
 
 
 def doctor(config: Path | None, overrides: Sequence[str], disabled_plugins: Sequence[str], *, as_json: bool) -> int:
-    """Show every finding. The exit code is 1 if there is an error; a config that cannot be read is a mistake (2)."""
+    """Print every finding. Returns the exit code: 1 if a finding is an error, otherwise 0.
+
+    Raises `ConfigError` (exit code 2) if the config is invalid.
+    """
     registry = load_registry(disabled_plugins)
     loaded = load(config, overrides, registry).config if config is not None else None
     findings = list(examine(registry, loaded))
@@ -47,7 +50,7 @@ def _show(findings: Sequence[DoctorFinding]) -> None:
     from rich.text import Text
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what drivers and tools say may not be printable here
+        sys.stdout.reconfigure(errors="replace")  # output of drivers and tools may not be encodable here
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
     for title in ("", "check", "found", "wanted"):

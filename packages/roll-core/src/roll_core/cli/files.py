@@ -1,8 +1,8 @@
-"""Checks that models, rows and reward code that a config names are there, before anything heavy is imported.
+"""Checks that the models, rows and reward code that a config names exist, before anything heavy is imported.
 
 check, run ─► load(config, further=FileCheck) ─► model directories   config.json
-                                              ├► files of rows       the first rows, by what the run requires of them
-                                              └► rewards             their columns; their code in processes of its own
+                                              ├► data files          the columns and messages of the first rows
+                                              └► rewards             their columns; their code, in separate processes
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ if TYPE_CHECKING:
     from roll_core.spec.config import RunConfig
 
 FIRST_ROWS = 100
-"""Rows of each file that are looked at."""
+"""Number of rows that are checked in each data file."""
 TIMEOUT_S = 1.5
-"""For importing the code of all rewards."""
+"""Time limit in seconds for importing reward code; the rewards are imported in parallel."""
 
 
 class FileCheck:
-    """Finds what is missing, for the configs of one command in their order: a later run may read what an earlier one
-    writes."""
+    """Finds missing models, rows and reward code in the configs of one command.
+
+    Configs are checked in order, because a later run may read files that an earlier run writes.
+    """
 
     def __init__(self) -> None:
         self._unchecked: list[str] = []
         self._written: list[Path] = []
-        """Directories of the earlier runs."""
+        """Experiment directories of the earlier configs."""
 
     def __call__(self, schema: type[RunConfig], data: Mapping[Any, Any]) -> list[Finding]:
-        """The mistakes in what was written for `schema`. Skips values that are mistakes themselves."""
+        """Return the mistakes in the values given for `schema`; values that are invalid themselves are skipped."""
         found = list(self._models(schema, data))
         rows: dict[KeyPath, list[Rows]] = {}
         for path, arguments in _data_arguments(schema, data):
@@ -55,7 +57,7 @@ class FileCheck:
         return found
 
     def take_unchecked(self) -> list[str]:
-        """What could not be checked in time since the last call, with the reasons."""
+        """Return and clear the checks that timed out since the last call, each with its reason."""
         unchecked, self._unchecked = self._unchecked, []
         return unchecked
 
@@ -148,12 +150,12 @@ class FileCheck:
         return [Finding((*path, key), message, hint, code="ROLL-C041") for key, message in mistakes.items()]
 
     def _is_written(self, name: str) -> bool:
-        """True if an earlier run of the same command may write it."""
+        """True if an earlier run of the same command may write this path."""
         return any(_absolute(name).is_relative_to(folder) for folder in self._written)
 
 
 def _data_arguments(schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, DataArguments]]:
-    """Every valid `data_args` outside of mappings with free keys."""
+    """Yield path and value of every valid `data_args`, except inside mappings with free keys."""
     for path in paths(schema):
         if path[-1] != "data_args" or "*" in path:
             continue
@@ -164,7 +166,7 @@ def _data_arguments(schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterato
             continue
         try:
             yield path, DataArguments.model_validate(raw)
-        except ValidationError:  # found where the whole config is validated
+        except ValidationError:  # the validation of the whole config reports it
             continue
 
 
@@ -179,7 +181,7 @@ def _missing_columns(path: KeyPath, data: DataArguments, rows: Rows, needed: tup
 
 
 def _unscored(rewards: Mapping[KeyPath, RewardConfig], scored: Mapping[KeyPath, list[Rows]]) -> Iterator[Finding]:
-    """Rows whose tag belongs to none of several rewards: the first of each `data_args`."""
+    """Yield the first row of each `data_args` whose tag no reward scores."""
     known = {tag for path, reward in rewards.items() for tag in (path[-1], *reward.tag_included)}
     for path, files in scored.items():
         wrong = next((row for each in files for row in each if row.tag not in known), None)
@@ -189,7 +191,7 @@ def _unscored(rewards: Mapping[KeyPath, RewardConfig], scored: Mapping[KeyPath, 
 
 
 def _runs_here(reward: RewardConfig, data: Mapping[Any, Any]) -> bool:
-    """True if the reward's workers import what this process would."""
+    """True if the reward's workers import the same code as this process would."""
     variables = data.get("system_envs")
     elsewhere = {*reward.system_envs, *(variables if isinstance(variables, dict) else ())}
     return reward.environment is None and "PYTHONPATH" not in elsewhere

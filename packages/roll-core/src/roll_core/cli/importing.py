@@ -1,4 +1,4 @@
-"""`roll-core import NAME FILE`: another trainer's config in our words, and what became of each of its keys."""
+"""`roll-core import NAME FILE`: converts another framework's config, and reports the outcome for each of its keys."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ HEADINGS = {
     "unknown": "known to neither",
 }
 BY_NAME = ("kept", "not needed")
-"""Told by their names alone, unless every key is asked for."""
+"""Statuses whose keys are listed only by name, unless `verbose` is set."""
 
 
 def import_config(
     name: str, file: Path, out: Path | None, disabled_plugins: Sequence[str], *, as_json: bool, verbose: bool
 ) -> int:
-    """Let the importer `name` rewrite `file`, and write the new config to `out`, or to stdout.
+    """Convert `file` with the importer `name`, and write the new config to `out`, or to stdout if `out` is None.
 
-    The report goes to stdout, or to stderr beside a config. Returns the exit code: 1 if `roll-core check` would refuse
-    the new config.
+    The report goes to stdout, or to stderr if stdout has the config. With `as_json`, stdout gets both as one object.
+    Returns the exit code: 1 if `roll-core check` would refuse the new config. Raises `RunDirectoryError` if `out`
+    exists.
     """
     if out is not None and out.exists():
         raise RunDirectoryError(f"{out} is there already; name a file that is not")
@@ -79,7 +80,7 @@ def import_config(
 
 
 def _checked(text: str, name: Path, registry: Registry) -> tuple[str, list[str], list[str]]:
-    """What `roll-core check` says of the new config: a line if it is good, else every mistake; and every warning."""
+    """Check the new config. Returns its summary (empty if it is invalid), its mistakes and its warnings."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name.name
         file.write_text(text, encoding="utf-8")
@@ -145,7 +146,7 @@ def _report(
 
 
 def _told(entries: list[ImportedKey]) -> list[str]:
-    """Lines for each key, one for neighbours of one mapping of which the same is said."""
+    """Format report lines; neighbouring keys of one mapping with the same note share an entry."""
     lines: list[str] = []
     for (_, note, _), group in groupby(entries, key=lambda each: (_place(each), each.note, each.to)):
         found = list(group)
@@ -162,13 +163,13 @@ def _told(entries: list[ImportedKey]) -> list[str]:
 
 
 def _place(entry: ImportedKey) -> str:
-    """The role or the mapping at the top to which a key belongs."""
+    """Role or top-level mapping that a key belongs to."""
     steps = entry.key.split(".")
     return ".".join(steps[: 2 if steps[0] == "rewards" else 1]) if len(steps) > 1 else entry.key
 
 
 def _short(key: str) -> str:
-    """Its last part, which says enough of a key with nothing to tell."""
+    """Last component of a dotted key, which suffices for a key without a note."""
     return key.rpartition(".")[2]
 
 
@@ -180,8 +181,10 @@ def _wrapped(words: list[str], width: int = 116) -> list[str]:
 
 
 def written(config: dict[str, Any], schema: type[BaseModel], *, heading: str) -> str:
-    """`config` as YAML under a comment: the run's keys, those of the algorithm, and each mapping of mappings by itself,
-    roles before judges and data."""
+    """Format `config` as YAML below a comment: the run's keys, the algorithm's keys, then each mapping of mappings.
+
+    These mappings are sorted by `RANKS`: roles come before rewards and data.
+    """
     ordered = _ordered(config, schema)
     plain = {name: value for name, value in ordered.items() if not _is_block(value)}
     nested = sorted((name for name in ordered if name not in plain), key=lambda name: RANKS[_declared(name, schema)])
@@ -197,7 +200,7 @@ RANKS = {"run": 0, "pipeline": 1, "shared": 2, "": 3}
 
 
 def _declared(name: str, schema: type[BaseModel]) -> str:
-    """Which schema has a key: every run's, the pipeline's own, or one that pipelines share; empty for none."""
+    """Schema that declares a key: `run`, `pipeline` (the pipeline's own) or `shared` (its bases); otherwise empty."""
     if name in RunConfig.model_fields:
         return "run"
     if name not in schema.model_fields:
@@ -210,7 +213,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _ordered(data: dict[str, Any], schema: type[BaseModel] | None) -> dict[str, Any]:
-    """As the schema has its keys; those that it has not come last."""
+    """Sort keys, also in nested mappings, by their order in the schema; undeclared keys come last."""
     fields = list(schema.model_fields) if schema is not None else []
     names = sorted(data, key=lambda name: fields.index(name) if name in fields else len(fields))
     found = {}

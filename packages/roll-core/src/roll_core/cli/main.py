@@ -1,4 +1,4 @@
-"""`roll-core`: the commands, and how a run or a mistake ends. Each command imports what it needs when it is called."""
+"""`roll-core`: commands, error output and exit codes. Each command imports its dependencies when it is called."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ commands:
 
 
 def command_line() -> NoReturn:
-    """`main` as a process: what `roll-core` and `python -m roll_core` call.
+    """Run `main` as a process: the entry point of `roll-core` and `python -m roll_core`.
 
-    Before Python 3.14 a daemon thread that returns from native code while the interpreter shuts down aborts the process
-    (`terminate called without an active exception`, exit code -6): worker threads are daemons, and an interrupted run
-    does not wait for a long operation of torch. Python also replaces the exit code 130 by a death from SIGINT if Ctrl-C
-    broke off an `exec`. Both are avoided by leaving without the shutdown.
+    Before Python 3.14 a daemon thread that returns from native code during interpreter shutdown aborts the process
+    (`terminate called without an active exception`, exit code -6). Worker threads are daemons, and an interrupted run
+    does not wait for a long torch operation. Python also replaces exit code 130 with death by SIGINT if Ctrl-C
+    interrupted an `exec`. `os._exit` skips the shutdown and avoids both.
     """
     try:
         code = main()
@@ -62,8 +62,10 @@ def command_line() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 done, 1 failed, 2 a mistake of the user's, 75 stopped by SIGTERM with
-    everything saved, 130 interrupted."""
+    """Run a command and return its exit code.
+
+    0: done. 1: failed. 2: user error. 75: stopped by SIGTERM with everything saved. 130: interrupted.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if show_traceback := words[:1] == ["--traceback"]:
         del words[0]
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain("interrupted")
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left (`| head`); the interpreter must not fail on it once more when it ends.
+        # The reader of stdout closed the pipe (`| head`); the interpreter's final flush must not fail on it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -108,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plugin_that_raised(error: Exception, words: Sequence[str]) -> str:
-    """Part and package whose code raised `error`; empty if no plugin's did."""
+    """Plugin part and package whose code raised `error`; empty if no plugin's code did."""
     from roll_core.plugins.attribution import raised_by
     from roll_core.plugins.registry import load_registry
 
@@ -304,7 +306,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM before the run handles it. No `Exception`, which an import could swallow."""
+    """SIGTERM arrived before the run handles it. Not an `Exception`, so that no imported module swallows it."""
 
     exit_code = RunPreemptedError.exit_code
 
@@ -347,7 +349,7 @@ def _add_disable_plugin(parser: argparse.ArgumentParser) -> None:
 
 
 def _configs(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[Path], list[str], list[str], bool]:
-    """Configs, at least one; overrides; disabled plugins; whether the files that configs name are checked."""
+    """Parse configs (at least one), overrides, disabled plugins, and True if files named in configs are checked."""
     parser.epilog = f"example: {parser.prog} grpo.yaml max_steps=20 actor_train.training_args.learning_rate=1e-6"
     parser.add_argument(
         "--no-files", action="store_true", help="do not check that models, rows and reward functions are there"
@@ -361,7 +363,7 @@ def _configs(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[Pa
 def _words(
     parser: argparse.ArgumentParser, words: list[str]
 ) -> tuple[list[Path], list[str], list[str], argparse.Namespace]:
-    """Configs, overrides, disabled plugins, and all options. What contains `=` or begins with `~` is an override."""
+    """Parse configs, overrides, disabled plugins and all options. Words with `=` or a leading `~` are overrides."""
     parser.add_argument("words", metavar="CONFIG | key=value", nargs="*", help="config files, and keys to override")
     _add_disable_plugin(parser)
     options = parser.parse_intermixed_args(words)
@@ -374,7 +376,7 @@ def _words(
 
 
 def _complain(message: str) -> None:
-    """Say what went wrong, on stderr, without secrets: in colour for people, in plain lines for files and pipes."""
+    """Write an error to stderr with secrets redacted: in colour on a terminal, otherwise as plain text."""
     from roll_core.config.secrets import Redactor
 
     message = Redactor.of(os.environ).text(message)

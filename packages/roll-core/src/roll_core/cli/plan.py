@@ -1,4 +1,4 @@
-"""`roll-core plan CONFIG`: who sits where, what each role and phase takes, whether it fits, and what to change."""
+"""`roll-core plan CONFIG`: shows the placement, the memory of each role and phase, and changes that make it fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 WIDTH = 140
-"""Where there is no terminal that has one."""
+"""Width of the output, in columns, if stdout is not a terminal."""
 
 
 def plan(
@@ -40,7 +40,11 @@ def plan(
     as_json: bool,
     verbose: bool,
 ) -> int:
-    """Show the plan. The exit code is 1 where the run would not start or would not fit, 2 for a mistake."""
+    """Print the plan. Returns the exit code: 1 if the run would not start or not fit in memory, otherwise 0.
+
+    `slot_gib` and `host_gib` replace the free memory measured here, in GiB. Raises `ConfigError` (exit code 2) if the
+    config is invalid.
+    """
     registry = load_registry(disabled_plugins)
     loaded = load(config, overrides, registry)
     found = make_plan(loaded, registry, num_nodes=nodes, slot_bytes=_bytes(slot_gib), host_bytes=_bytes(host_gib))
@@ -91,7 +95,7 @@ def _table(
 
 
 def _show_places(console: Console, found: Plan) -> None:
-    """Slots that hold the same roles side by side are one line."""
+    """Print the ranks on each slot; neighbouring slots with the same roles share a line."""
     placing = found.placing
     roles = [name for name, workers in placing.places.items() if any(each.slots for each in workers)]
     rows = [
@@ -107,7 +111,7 @@ def _show_places(console: Console, found: Plan) -> None:
 
 
 def _runs(places: Mapping[str, tuple[Place, ...]], per_node: int) -> Iterator[list[int]]:
-    """Neighbouring slots of a node that hold the same roles."""
+    """Yield runs of neighbouring slots on one node that hold the same roles."""
     holders: dict[int, tuple[str, ...]] = {}
     for role, workers in places.items():
         for worker in workers:
@@ -174,7 +178,7 @@ def _parts(role: RoleMemory, act: Any, unit: _Unit, *, verbose: bool) -> str:
 
 
 def _show_phases(console: Console, found: Plan) -> None:
-    """In order, and of each kind of memory the one that is fullest."""
+    """Print the phases in order, each with its fullest memory of each kind (slot, node)."""
     rows: dict[str, dict[str, Load]] = {}
     for each in found.loads:
         kind = "slot" if "slot" in each.where else "node"
@@ -199,7 +203,7 @@ def _show_phases(console: Console, found: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Of the amounts of a table."""
+    """Unit of the amounts in a table."""
 
     name: str
     num_bytes: int
@@ -210,7 +214,7 @@ class _Unit:
 
 
 def _unit(counts: Iterable[int]) -> _Unit:
-    """In which the largest amount can be read: small models take no gibibyte."""
+    """Unit that suits the largest amount: GiB, or MiB below 1 GiB (small models)."""
     return _Unit("GiB", GIB, ".2f") if max(counts, default=0) >= GIB else _Unit("MiB", 2**20, ".1f")
 
 
@@ -247,7 +251,7 @@ def _verdict(found: Plan, proposal: Proposal | None) -> Iterator[str]:
 
 
 def _sentence(load: Load, *, whole: bool) -> str:
-    """`whole` where every role says what it takes."""
+    """Describe the fullest memory on one line. `whole`: the memory use of every role is known."""
     amount = f"{_gib(load.num_bytes)} GiB in {load.phase!r} ({load.where})"
     if load.free is None:
         return f"· wants {amount}; how much is there is not known: --slot-memory and --host-memory say it"

@@ -1,4 +1,4 @@
-"""`roll-core plugins`: what is installed, what it offers, and what is broken. Works whatever a plugin does."""
+"""`roll-core plugins`: lists installed plugins, their parts and their failures. A broken plugin does not stop it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def show_plugins(disabled_plugins: Sequence[str], *, as_json: bool, verbose: bool, check_parts: bool) -> int:
-    """List every plugin. The exit code is 0 however broken they are; 2 if `check_parts` asks to judge them."""
+    """List every plugin. Returns the exit code: 2 if `check_parts` is set and finds a broken part, otherwise 0."""
     registry = load_registry(disabled_plugins)
     broken = _check_parts(registry) if check_parts else []
     if as_json:
@@ -66,7 +66,7 @@ def _lines(plugin: Plugin, *, verbose: bool) -> list[str]:
 
 
 def _conflicts(registry: Registry) -> list[str]:
-    """Names that several plugins offer: an error only for the config that uses one."""
+    """Describe names that several plugins offer; such a name is an error only in a config that uses it."""
     owners: dict[tuple[str, str], list[str]] = defaultdict(list)
     for plugin in registry.plugins:
         for record in plugin.providers:
@@ -80,8 +80,11 @@ def _conflicts(registry: Registry) -> list[str]:
 
 
 def _check_parts(registry: Registry) -> list[str]:
-    """Everything that would fail if it were used: plugins that did not load, parts that cannot be imported, and
-    requirements that are not met."""
+    """Describe everything that would fail on use.
+
+    These are plugins that did not load, parts that cannot be imported or break their contract, unmet requirements, and
+    misspelt names of weight transports.
+    """
     from roll_core.plugins.requirements import check_requirements
     from roll_core.plugins.targets import check_part
 

@@ -1,4 +1,4 @@
-"""`roll-core report RUN`: write a run's report again, also of a run that goes on or that crashed."""
+"""`roll-core report RUN`: rewrites the report of a run, which may be in progress or have crashed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def write_report(run: Path) -> int:
-    """Write `report.html` of a run directory, or of an experiment's newest run, and say where it is.
+    """Write `report.html` of a run directory, or of an experiment's newest run, and print its path.
 
-    Returns the exit code. Raises `RunDirectoryError` where there is no run.
+    Returns the exit code. Raises `RunDirectoryError` if there is no run.
     """
     from roll_core.runtime.records.report import write_report as write
     from roll_core.runtime.records.run_dir import RunDir

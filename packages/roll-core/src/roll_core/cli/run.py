@@ -1,4 +1,4 @@
-"""`roll-core run CONFIG... [key=value ...]`: one run per config, in order."""
+"""`roll-core run CONFIG... [key=value ...]`: executes one run per config, in order."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 GC_THRESHOLDS = (50_000, 10, 10)
-"""Python's default of 700 looks through the libraries' half a million objects again and again."""
+"""Thresholds for `gc.set_threshold`. With Python's 700, collections often scan half a million library objects."""
 
 
 def run_configs(
     configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str], *, files: bool = True
 ) -> int:
-    """Check every config, and with `files` what it names, before the first one runs. Then run them; the first that
-    fails ends the sequence.
+    """Check every config before the first one runs, then run them in order; the first failure ends the sequence.
 
-    Returns the exit code: 0 only if every run did the steps that were asked for.
+    With `files`, the check includes the models, rows and reward code that configs name. Returns the exit code: 0 only
+    if every run completed the requested steps.
     """
-    os.environ.update(openmp.environment(os.environ))  # read when torch is loaded
+    os.environ.update(openmp.environment(os.environ))  # OpenMP reads these when torch is loaded
     registry = load_registry(disabled_plugins)
     further = FileCheck() if files else None
     loaded = [load(path, overrides, registry, further, needs=True) for path in configs]
     check_extra("train", what="roll-core run")
     gc.set_threshold(*GC_THRESHOLDS)
-    # Everything heavy comes after the checks: a mistake is reported within a second.
+    # Heavy imports come after the checks, so that mistakes are reported within a second.
     from roll_core.runtime.records.ledger import process_age_s
     from roll_core.runtime.run.loop import execute
 

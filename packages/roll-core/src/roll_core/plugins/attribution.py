@@ -1,7 +1,8 @@
-"""Which plugin's part raised an error, by its tracebacks: those of this process and those that workers sent.
+"""Attributes an error to the plugin part that raised it, from tracebacks of this process and of workers.
 
-A traceback is read from its innermost frame outwards. The first frame of a plugin names it; a frame of ROLL's runtime
-ends the search, as the plugin only called it. Frames of libraries are skipped, ROLL's own toolkit for plugins included.
+Each traceback is searched from its innermost frame outwards. The first frame in a plugin's package identifies the
+plugin. A frame of ROLL's runtime ends the search, because the plugin only called it. Frames of libraries and of ROLL's
+toolkit for plugins are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _CALLERS: dict[str, type[Provider]] = {
     "roll_core.runtime.workers.infer": InferProvider,
     "roll_core.runtime.workers.reward": RewardProvider,
 }
-"""Modules of the runtime that call parts of one kind."""
+"""Runtime modules, and the kind of part that each one calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,10 @@ class _Frame:
     file: str
     line: int
     function: str
-    """With its class (`Loss.step`) if the traceback is of this process."""
+    """Qualified name (`Loss.step`) in a traceback of this process; the bare name in one from a worker."""
 
     def module(self, package: str) -> str:
-        """Dotted name below the top-level `package`, wherever that is installed; empty if the file is elsewhere."""
+        """Dotted module name that begins with the top-level `package`; empty if the file is not in that package."""
         parts = PurePath(self.file).with_suffix("").parts
         if package not in parts:
             return ""
@@ -51,8 +52,11 @@ class _Frame:
 
 
 def raised_by(error: BaseException, plugins: Iterable[Plugin]) -> str:
-    """`policy loss 'acme_pg' of roll-acme 1.2 (roll_acme/losses.py:12 in loss)`: the part that raised `error` or its
-    cause, the first cause first. Empty if no plugin's code did; roll-core's own parts are none."""
+    """Describe the plugin part that raised `error` or one of its causes; empty if no plugin's code raised it.
+
+    Example: `policy loss 'acme_pg' of roll-acme 1.2 (roll_acme/losses.py:12 in loss)`. The first cause is searched
+    first. roll-core's own parts do not count as plugin code.
+    """
     foreign = {plugin: packages for plugin in plugins if (packages := _packages(plugin))}
     for frames in _tracebacks(error):
         if found := _part(frames, foreign):
@@ -61,13 +65,13 @@ def raised_by(error: BaseException, plugins: Iterable[Plugin]) -> str:
 
 
 def _packages(plugin: Plugin) -> frozenset[str]:
-    """Top-level packages that its records and its entry point name."""
+    """Top-level packages that the plugin's records and entry point name, except `roll_core`."""
     targets = [plugin.target, *(record.target for record in plugin.providers)]
     return frozenset(re.split(r"[.:]", target)[0] for target in targets) - {_CORE}
 
 
 def _tracebacks(error: BaseException) -> Iterator[list[_Frame]]:
-    """Of each exception, first cause first; frames outermost first."""
+    """Yield the tracebacks of each exception, first cause first; frames are ordered outermost first."""
     for each in reversed(list(chain(error))):
         sent = each.trace if isinstance(each, RollError) else ""
         for block in sent.split(_BEGIN)[1:]:
@@ -90,8 +94,10 @@ def _part(frames: Sequence[_Frame], foreign: dict[Plugin, frozenset[str]]) -> st
 
 
 def _names(plugin: Plugin, package: str, module: str, frames: Sequence[_Frame]) -> str:
-    """The part whose function or class is in the traceback, innermost first; else those that the innermost module
-    holds, of the kind that the runtime called."""
+    """Name the innermost hook or part in the traceback.
+
+    If there is none, name all parts that `module` defines, limited to the kind that the runtime called if possible.
+    """
     for frame in reversed(frames):
         if frame.module(package) and frame.function in plugin.hooks:
             return f"hook {frame.function}"

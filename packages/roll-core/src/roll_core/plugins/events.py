@@ -1,4 +1,4 @@
-"""Calls the event hooks of all plugins. They are loud: one that raises ends the run, naming its package."""
+"""Calls the event hooks of all plugins. A hook that raises ends the run with an error that names its package."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """The event hooks, called plugin by plugin in order of registration."""
+    """Calls the event hooks, plugin by plugin in order of registration."""
 
     def __init__(self, registry: Registry) -> None:
         self._plugins = [plugin for plugin in registry.plugins if plugin.manager is not None]
 
     def run_started(self, run: Run) -> None:
-        """Raises `PluginHookError` from the first hook that raises; the plugins after it are not called."""
+        """Call `roll_run_started` of each plugin. Raises `PluginHookError` at the first failure and stops there."""
         for plugin in self._plugins:
             _call(plugin, "roll_run_started", run=run)
 
     def step_finished(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises `PluginHookError` from the first hook that raises; the plugins after it are not called."""
+        """Call `roll_step_finished` of each plugin. Raises `PluginHookError` at the first failure and stops there."""
         for plugin in self._plugins:
             _call(plugin, "roll_step_finished", run=run, step=step, metrics=metrics)
 
     def run_finished(self, run: Run, error: BaseException | None) -> None:
-        """Tells every plugin, then raises the first `PluginHookError`: each may have something to close."""
+        """Call `roll_run_finished` of every plugin, then raise the first `PluginHookError`.
+
+        A failure does not stop the calls, because each plugin may have resources to close.
+        """
         first: PluginHookError | None = None
         for plugin in self._plugins:
             try:
@@ -49,7 +52,7 @@ def _call(plugin: Plugin, hook: str, **arguments: Any) -> None:
         getattr(plugin.manager.hook, hook)(**arguments)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # foreign code: SystemExit must not pass for the end of the run
+    except BaseException as error:  # third-party code: SystemExit must not look like a normal end
         reason = " ".join(str(error).split())
         raise PluginHookError(
             f"plugin {plugin}: {hook} raised {type(error).__name__}{': ' if reason else ''}{reason}"

@@ -1,4 +1,4 @@
-"""The kinds of parts that plugins offer: which hook yields which record, and what people call it."""
+"""Kinds of parts that plugins offer: the hook, its record class, and the name of the kind in messages."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from roll_core.spec.providers import (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of part."""
+    """One kind of part: its hook, its record class and its names."""
 
     hook: str
     record: type[Provider]
     noun: str
-    """As in "no *infer strategy* is called 'x'"."""
+    """Name in messages: "no *infer strategy* is called 'x'"."""
     key: str
-    """For `known_parts.toml` and JSON."""
+    """Key in `known_parts.toml` and in JSON."""
 
 
 KINDS = (
@@ -54,5 +54,5 @@ _BY_RECORD = {kind.record: kind for kind in KINDS}
 
 
 def kind_of(record: type[Provider]) -> Kind:
-    """The kind whose records are of this class."""
+    """Kind whose records are instances of this class."""
     return _BY_RECORD[record]

@@ -1,9 +1,8 @@
-"""Finds and loads plugins, each behind a wall of its own: one that is broken is recorded, with its cause, and no other
-notices.
+"""Finds and loads plugins in isolation: a broken plugin is recorded with its cause and does not affect the others.
 
     distributions -> entry points of group roll.plugins -> allowed? -> import -> hook API? -> hooks -> records
 
-Each plugin gets a pluggy manager of its own: results and failures then belong to one package without guessing.
+Each plugin has its own pluggy manager, so every result and every failure belongs to a known package.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
 
 GROUP = "roll.plugins"
 ALLOW_VARIABLE = "ROLL_PLUGINS"
-"""Comma-separated names of the distributions that may be loaded besides roll-core; all of them where it is not set."""
+"""Comma-separated distributions or entry points that may be loaded besides roll-core. If unset, all may be loaded."""
 SLOW_IMPORT_S = 0.25
-"""An import that takes longer is called slow in the listing: every command that reads a config pays for it."""
+"""Seconds above which the listing marks an import as slow: every command that reads a config pays for it."""
 
 State = Literal["loaded", "failed", "disabled", "not allowed", "not installed"]
 
@@ -46,23 +45,23 @@ HOOK_NAMES = frozenset(name for name in vars(hooks) if name.startswith("roll_"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """One entry point of one distribution, and what came of loading it."""
+    """One entry point of one distribution, and the result of loading it."""
 
     package: str
     """Name of the distribution."""
     version: str
     entry_point: str
     target: str
-    """What the entry point names, `module` or `module:attribute`."""
+    """Value of the entry point, `module` or `module:attribute`."""
     state: State
     hook_api: int | None = None
     hooks: tuple[str, ...] = ()
-    """Names of the hooks that it implements."""
+    """Names of the implemented hooks."""
     providers: tuple[Provider, ...] = ()
     import_s: float = 0.0
-    """Seconds that importing it took; what it imports first is on its bill."""
+    """Import time in seconds, including modules that this plugin is the first to import."""
     error: PluginLoadError | None = None
-    """Why it failed; `__cause__` is what the plugin raised."""
+    """Why loading failed; `__cause__` is the exception that the plugin raised, if any."""
     manager: pluggy.PluginManager | None = field(default=None, repr=False, compare=False)
     """Calls this plugin's hooks; None unless loaded."""
 
@@ -71,7 +70,7 @@ class Plugin:
 
     @property
     def cause(self) -> str:
-        """Why it failed, on one line: what the plugin raised, or how it broke the contract."""
+        """One-line reason of the failure: the plugin's exception or the violated contract. Empty without an error."""
         if self.error is None:
             return ""
         root = self.error.__cause__
@@ -81,10 +80,11 @@ class Plugin:
 def load_plugins(
     disabled: Collection[str] = (), environ: Mapping[str, str] = os.environ, path: list[str] | None = None
 ) -> tuple[Plugin, ...]:
-    """Every plugin that is installed, loaded or with the reason why not, roll-core's own first.
+    """Load every installed plugin, roll-core's own first; a plugin that is not loaded carries the reason.
 
-    `disabled` are distributions or entry points that are not even imported; naming one that does not exist is a
-    `PluginError`. `path` replaces `sys.path` for the search.
+    `disabled` names distributions or entry points that are not imported. Raises `PluginError` if one of them is not
+    installed. Names in `ROLL_PLUGINS` that are not installed are part of the result. `path` replaces `sys.path` for the
+    search.
     """
     found = sorted(_discover(path), key=lambda plugin: (normalise(plugin.package) != CORE, normalise(plugin.package)))
     _refuse_unknown(disabled, found)
@@ -106,7 +106,7 @@ def load_plugins(
 
 
 def normalise(name: str) -> str:
-    """A distribution's name as PEP 503 compares it."""
+    """Distribution name in the normalised form of PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -114,8 +114,11 @@ def normalise(name: str) -> str:
 
 
 def _discover(path: list[str] | None) -> Iterator[Plugin]:
-    """Entry points of every distribution. A distribution is taken from the first folder of the path that has it, as
-    import does; two distributions may use one entry-point name, and both are kept."""
+    """Yield the entry points of group `roll.plugins` of every distribution.
+
+    A distribution in several folders of the path counts once, from the first folder, as in `import`. Two distributions
+    may use the same entry-point name; both are kept.
+    """
     seen: set[str] = set()
     arguments: dict[str, Any] = {} if path is None else {"path": path}
     for distribution in importlib.metadata.distributions(**arguments):
@@ -128,7 +131,7 @@ def _discover(path: list[str] | None) -> Iterator[Plugin]:
         seen.add(normalise(package))
         try:
             points = [point for point in distribution.entry_points if point.group == GROUP]
-        except Exception as error:  # whatever a damaged file makes the parser raise
+        except Exception as error:  # a damaged file may raise anything in the parser
             problem = _failure(package, version, "its entry_points.txt cannot be read", error)
             yield Plugin(package=package, version=version, entry_point="", target="", state="failed", error=problem)
             continue
@@ -137,10 +140,10 @@ def _discover(path: list[str] | None) -> Iterator[Plugin]:
 
 
 def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
-    """Name and version, from the folder's name where METADATA is missing or damaged."""
+    """Name and version; if METADATA is missing or damaged, they come from the folder's name."""
     try:
         name, version = distribution.metadata["Name"], distribution.version
-    except Exception:  # a broken installation must not hide the others; it is named as well as can be
+    except Exception:  # a broken distribution must not hide the others
         name, version = None, ""
     if not name:
         folder = getattr(distribution, "_path", None)
@@ -172,16 +175,16 @@ def _refuse_unknown(disabled: Collection[str], found: list[Plugin]) -> None:
 
 
 def _load(plugin: Plugin) -> Plugin:
-    """The plugin, loaded or failed. Nothing that it does on import gets out, but for Ctrl-C."""
+    """Return the plugin, loaded or failed. Records any exception of its import or hooks except KeyboardInterrupt."""
     began = time.perf_counter()
     try:
-        # What a plugin prints on import must not end up in `--json`.
+        # Output that a plugin prints on import must not corrupt that of `--json`.
         with contextlib.redirect_stdout(sys.stderr):
             point = importlib.metadata.EntryPoint(plugin.entry_point, plugin.target, GROUP)
             module = point.load()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit and whatever else a foreign module raises while it is imported
+    except BaseException as error:  # third-party code may raise anything, SystemExit included
         seconds = time.perf_counter() - began
         problem = _failure(plugin.package, plugin.version, f"importing {plugin.target} failed", error)
         return replace(plugin, state="failed", import_s=seconds, error=problem)
@@ -199,7 +202,7 @@ def _load(plugin: Plugin) -> Plugin:
 
 
 class _BrokenContractError(Exception):
-    """A plugin was imported but is not what a plugin has to be; the message says how."""
+    """An imported plugin violates the contract of plugins; the message describes how."""
 
 
 def _failure(package: str, version: str, problem: str, cause: BaseException | None) -> PluginLoadError:
@@ -244,7 +247,7 @@ def _register(module: Any, name: str) -> pluggy.PluginManager:
 
 
 def _check_hook_names(manager: pluggy.PluginManager, module: Any) -> None:
-    """Misspelt hooks, and functions named like a hook that lack the mark: pluggy would call neither."""
+    """Reject misspelt hooks, and hook functions without `@hookimpl`: pluggy would call neither."""
     for name in dir(module):
         options = manager.parse_hookimpl_opts(module, name)
         if options is not None:
@@ -262,7 +265,7 @@ def _check_hook_names(manager: pluggy.PluginManager, module: Any) -> None:
 
 
 def _call(manager: pluggy.PluginManager, kind: Kind) -> list[Provider]:
-    """The records of one hook of one plugin, checked."""
+    """Call one provider hook of a plugin and return its records, checked."""
     expected = f"expected an iterable of {kind.record.__name__}"
     try:
         results = getattr(manager.hook, kind.hook)()

@@ -1,4 +1,4 @@
-"""Type-checks the records that hooks yield, field by field: a plugin's author may not have run a type checker."""
+"""Type-checks the records that hooks yield, field by field, since plugin authors may not run a type checker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check_record(record: Provider) -> str:
-    """What is wrong with a record, or empty. Mentions the field, what stands there and what belongs there."""
+    """Describe what is wrong with a record: the field, its value, the expected value. Empty if the record is valid."""
     problem = _check_fields(record)
     if problem:
         return problem

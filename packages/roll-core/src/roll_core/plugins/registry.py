@@ -1,4 +1,4 @@
-"""Which part has which name. Names are looked up when a config asks for them, so what nobody asks for harms nobody."""
+"""Looks up parts by kind and name. Names are resolved on use, so a broken part affects only configs that use it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def load_registry(disabled: Collection[str] = ()) -> Registry:
 class Registry:
     """All parts by kind and name.
 
-    registry.find(InferProvider, "acme")                    the record, or an error that says what to do
-    registry.find(InferProvider, "roll-infer-acme/acme")    of exactly this package
+    registry.find(InferProvider, "acme")                    the record, or an error with a remedy
+    registry.find(InferProvider, "roll-infer-acme/acme")    the record of this package
     """
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
         self.plugins = tuple(plugins)
 
     def find(self, kind: type[P], name: str) -> P:
-        """The record of this kind with this name, `name` or `package/name`.
+        """Return the record of this kind with this name, given as `name` or `package/name`.
 
-        Raises `ProviderConflictError` if two packages offer it, and `UnknownProviderError` if none does: with the
-        nearest name, the package that would bring it, and the plugins that failed to load; the first of their causes
-        is chained.
+        Raises `ProviderConflictError` if two packages offer it, and `UnknownProviderError` if none does. The latter
+        lists the nearest name, the package that provides it, and the plugins that failed to load. The first of their
+        errors is chained.
         """
         offers = self._offers(kind, name)
         if len(offers) == 1:
@@ -54,23 +54,23 @@ class Registry:
         return tuple(record for plugin in self.plugins for record in plugin.providers if isinstance(record, kind))
 
     def names(self, kind: type[Provider]) -> tuple[str, ...]:
-        """Names of a kind, sorted, each once."""
+        """Names of a kind, sorted, without duplicates."""
         return tuple(sorted({record.name for record in self.providers(kind)}))
 
     def owner(self, record: Provider) -> str:
-        """Whose a record is, for messages: `infer strategy 'acme' of roll-infer-acme 1.2`."""
+        """Description of a record and its plugin for messages: `infer strategy 'acme' of roll-infer-acme 1.2`."""
         for plugin in self.plugins:
             if any(record is each for each in plugin.providers):
                 return f"{kind_of(type(record)).noun} {record.name!r} of {plugin}"
         return f"{kind_of(type(record)).noun} {record.name!r}"
 
     def package(self, record: Provider) -> str:
-        """The distribution that offers a record; empty where no plugin does."""
+        """Distribution that offers a record; empty if no plugin does."""
         offers = (plugin.package for plugin in self.plugins if any(record is each for each in plugin.providers))
         return next(offers, "")
 
     def describe(self) -> list[dict[str, Any]]:
-        """Plain values for `plugins --json` and for a run's record: every plugin, loaded or not."""
+        """Plain values for `plugins --json` and a run's record; lists every plugin, loaded or not."""
         return [_describe(plugin) for plugin in self.plugins]
 
     def _offers(self, kind: type[P], name: str) -> list[tuple[Plugin, P]]:

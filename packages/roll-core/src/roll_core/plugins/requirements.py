@@ -1,4 +1,4 @@
-"""Whether what a provider needs is installed where it shall run."""
+"""Checks that a provider's requirements are installed in this Python environment."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 CORE = "roll-core"
 INSTALL_VARIABLE = "ROLL_INSTALL_COMMAND"
-"""What installs into this Python environment; set in workers whose role has one of its own."""
+"""Environment variable with the install command of this Python environment; set for roles with their own one."""
 
 
 def alternatives(need: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The requirements of which one has to be met for an entry of `Provider.needs`."""
+    """Alternative requirements of one entry of `Provider.needs`; at least one must be met."""
     return (need,) if isinstance(need, str) else need
 
 
 def check_requirements(provider: Provider, *, owner: str) -> None:
     """Raise `MissingRequirementError` unless every requirement in `provider.needs` is met in this environment.
 
-    All that are missing or of a wrong version are named at once: what was found, what is wanted, and the command.
+    The message lists all missing or mismatched packages: the version found, the version wanted, the install command.
     """
     if not provider.needs:
         return
@@ -47,7 +47,10 @@ def check_requirements(provider: Provider, *, owner: str) -> None:
 
 
 def check_extra(extra: str, *, what: str) -> None:
-    """Raise `MissingRequirementError` unless everything in this extra of roll-core is installed. `what` needs it."""
+    """Raise `MissingRequirementError` unless all requirements of this extra of roll-core are met.
+
+    `what` names the feature that needs the extra.
+    """
     if problems := [problem for each in core_requirements(extra) if (problem := _problem(each))]:
         raise _missing(what, problems, f"'{CORE}[{extra}]'")
 
@@ -69,7 +72,7 @@ def _missing(who: str, problems: list[str], command: str) -> MissingRequirementE
 
 
 def _installed(requirement: Requirement) -> str:
-    """The version that is there, whatever is wanted; empty if there is none."""
+    """Installed version of a package, whichever version is wanted; empty if it is not installed."""
     try:
         return importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
@@ -77,7 +80,7 @@ def _installed(requirement: Requirement) -> str:
 
 
 def _problem(requirement: Requirement) -> str:
-    """Why it is not met, empty if it is."""
+    """Why a requirement is not met; empty if it is met."""
     found = _installed(requirement)
     if not found:
         return f"{requirement.name} is not installed, wanted {_spell(requirement)}"

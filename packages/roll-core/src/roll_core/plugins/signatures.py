@@ -1,8 +1,8 @@
-"""Whether a part can be called as its contract says, read from the sources of both: neither is imported.
+"""Checks a part's signature against its contract by parsing the sources of both; neither is imported.
 
-    record.target ─► file of the module ─► syntax tree ─► signature ─► takes the parameters of the contract's?
+    record.target ─► file of the module ─► syntax tree ─► signature ─► accepts the contract's parameters?
 
-What cannot be read is not judged: modules without source, names that are assigned or imported, decorated functions.
+Modules without source, names that are assigned or imported, and decorated functions are not checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTRACTS: dict[type[Provider], str] = {
 
 
 def signature_problem(record: Provider) -> str:
-    """Why the part that a record points at cannot be called by its contract; empty if it can or cannot be judged."""
+    """Why the target of a record cannot be called as its contract requires; empty if it can or is not checked."""
     contract = _definition(CONTRACTS.get(type(record), ""))
     found = _definition(record.target)
     if not isinstance(contract, ast.ClassDef) or found is None:
@@ -54,7 +54,7 @@ def signature_problem(record: Provider) -> str:
 
 
 def _methods(definition: ast.ClassDef) -> dict[str, Function]:
-    """Public ones, the constructor and `__call__`, without properties and whatever else is decorated."""
+    """Public methods, `__init__` and `__call__`; only `abstractmethod` and `override` are allowed as decorators."""
     return {
         each.name: each
         for each in definition.body
@@ -65,7 +65,7 @@ def _methods(definition: ast.ClassDef) -> dict[str, Function]:
 
 
 def _why_not(found: Function, positional: list[ast.arg], expected: Function) -> str:
-    """Why a function does not take `positional` by position and what the expected one has after `*` by name."""
+    """Why `found` does not accept `positional` plus the keyword-only parameters of `expected`; empty if it does."""
     by_name = {each.arg: None for each in expected.args.kwonlyargs}
     try:
         _signature(found.args).bind(*positional, **by_name)
@@ -76,7 +76,7 @@ def _why_not(found: Function, positional: list[ast.arg], expected: Function) -> 
 
 
 def _signature(args: ast.arguments) -> inspect.Signature:
-    """Names, kinds, and whether there is a default."""
+    """Signature with the name and kind of each parameter; a default is only marked as present."""
     kinds, none = inspect.Parameter, inspect.Parameter.empty
     positional = [*args.posonlyargs, *args.args]
     required = len(positional) - len(args.defaults)
@@ -98,7 +98,7 @@ def _signature(args: ast.arguments) -> inspect.Signature:
 
 
 def _definition(target: str) -> Function | ast.ClassDef | None:
-    """The function or class that `"module:name"` defines at the top of its module."""
+    """Function or class that `"module:name"` defines at module level; None if it cannot be read."""
     module, _, name = target.partition(":")
     try:
         source = _source(module)
@@ -111,8 +111,11 @@ def _definition(target: str) -> Function | ast.ClassDef | None:
 
 
 def _parsed(source: bytes) -> ast.Module:
-    """The syntax tree. Nothing is collected meanwhile: a finalizer that parses as well, as one that formats a traceback
-    does, breaks Python 3.11's parser (`AST constructor recursion depth mismatch`, python/cpython#106905)."""
+    """Parse a source with garbage collection disabled.
+
+    A finalizer that parses too, for instance by formatting a traceback, breaks Python 3.11's parser (`AST constructor
+    recursion depth mismatch`, python/cpython#106905).
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -123,7 +126,7 @@ def _parsed(source: bytes) -> ast.Module:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module. No package on the way to it is imported."""
+    """Source file of a module, found without importing its parent packages; None if there is none."""
     top, *below = module.split(".")
     spec, path = importlib.util.find_spec(top), top
     for name in below:

@@ -1,4 +1,4 @@
-"""Imports what a record points at, in the process that uses it."""
+"""Imports the object that a record refers to, in the process that uses it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ M = TypeVar("M", bound="BaseModel")
 
 
 def load_target(target: str, *, owner: str) -> Any:
-    """The object that `"module:attribute"` names.
+    """Import and return the object that `"module:attribute"` names.
 
-    `owner` says in errors whose it is: `"infer strategy 'acme' of roll-infer-acme 1.2"`. Raises `PluginLoadError` with
-    the cause chained, whatever the module raises when it is imported, SystemExit included.
+    `owner` identifies the part in errors: `"infer strategy 'acme' of roll-infer-acme 1.2"`. Raises `PluginLoadError` if
+    the target is malformed, does not exist, or its module raises on import. The module's exception is chained,
+    SystemExit included.
     """
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
@@ -34,7 +35,7 @@ def load_target(target: str, *, owner: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # foreign code: SystemExit must not end the run without a word
+    except BaseException as error:  # third-party code: SystemExit must not end the run silently
         reason = " ".join(str(error).split())
         raise PluginLoadError(
             f"{owner}: importing {module_name} failed: {type(error).__name__}{': ' if reason else ''}{reason}"
@@ -48,7 +49,7 @@ def load_target(target: str, *, owner: str) -> Any:
 
 
 def load_class(target: str, base: type[T], *, owner: str) -> type[T]:
-    """The class that `target` names. Raises `PluginLoadError` also if it is not a subclass of `base`."""
+    """Import the class that `target` names. Raises `PluginLoadError` if it is missing or no subclass of `base`."""
     found = load_target(target, owner=owner)
     if not isinstance(found, type) or not issubclass(found, base):
         raise PluginLoadError(f"{owner}: {target} is not a subclass of {base.__module__}.{base.__qualname__}")
@@ -56,9 +57,9 @@ def load_class(target: str, base: type[T], *, owner: str) -> type[T]:
 
 
 def data_file(target: str, *, owner: str) -> Path:
-    """The file that `"package:name.yaml"` names, in the folder of a package that is found and not imported.
+    """Path of the file that `"package:name.yaml"` names. The package itself is located, not imported.
 
-    Raises `PluginLoadError` where there is none.
+    Raises `PluginLoadError` if the package or the file does not exist.
     """
     package, _, name = target.partition(":")
     try:
@@ -72,15 +73,15 @@ def data_file(target: str, *, owner: str) -> Path:
 
 
 def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
-    """The schema that a record brings, `base` where it brings none. Raises `PluginLoadError`."""
+    """Config schema of a record, or `base` if the record names none. Raises `PluginLoadError`."""
     return load_class(record.config, base, owner=owner) if record.config else base
 
 
 def check_part(record: Provider, *, owner: str) -> None:
-    """Import everything that a record points at, and hold it against the contract of its kind.
+    """Import everything that a record refers to, and check it against the contract of its kind.
 
-    Raises `PluginLoadError` for what cannot be imported, is no subclass of the contract's class, lacks an abstract
-    method, cannot be called as the contract says, or declares other capabilities than the record does.
+    Raises `PluginLoadError` if an import fails, the class is no subclass of the contract's class or lacks an abstract
+    method, its signatures do not fit the contract, or its capabilities differ from the record's.
     """
     if isinstance(record, FragmentProvider):
         data_file(record.target, owner=owner)
@@ -113,7 +114,7 @@ def check_part(record: Provider, *, owner: str) -> None:
 
 
 def known_errors(record: KnownErrorsProvider, *, owner: str) -> tuple[KnownError, ...]:
-    """The errors that a record lists. Raises `PluginLoadError`."""
+    """Known errors that a record lists. Raises `PluginLoadError` unless the target is a tuple of `KnownError`."""
     found = load_target(record.target, owner=owner)
     if not isinstance(found, tuple) or not all(isinstance(each, KnownError) for each in found):
         raise PluginLoadError(f"{owner}: {record.target} is no tuple of KnownError")
@@ -121,7 +122,7 @@ def known_errors(record: KnownErrorsProvider, *, owner: str) -> tuple[KnownError
 
 
 def _contract(record: Provider) -> type | None:
-    """The class that the target has to be a subclass of; None where it is a function."""
+    """Base class that the target must have; None if no base class is required."""
     from roll_core.spec import infer, pipeline, platform, providers, reward, tracker, train, transport
 
     contracts: dict[type[Provider], type] = {

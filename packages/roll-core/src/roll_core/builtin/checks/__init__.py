@@ -1,1 +1,1 @@
-"""What `roll-core doctor` looks at on every machine."""
+"""Checks that `roll-core doctor` runs on every machine."""

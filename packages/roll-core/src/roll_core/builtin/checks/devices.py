@@ -1,4 +1,4 @@
-"""The devices, as their platform describes them."""
+"""Checks of the devices, as their platform reports them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 LEAST_BYTES = 16 * GIB
-"""40 GiB are advised for models of 7 billion parameters."""
+"""Recommended memory of one device, in bytes; 40 GiB are recommended for models of 7 billion parameters."""
 HELD_SHARE = 0.1
-"""A device of which others hold more is in use."""
+"""Share of a device's memory in use above which the device counts as occupied."""
 
 
 def dtypes(situation: Situation) -> Iterator[CheckResult]:
-    """Those that models may have. An error if nothing works, or what the config wants does not."""
+    """Check which model dtypes work; an error if fp32 or a dtype that the config uses does not."""
     platform = situation.platform
     if platform is None or not platform.device_count():
         return
@@ -39,7 +39,7 @@ def dtypes(situation: Situation) -> Iterator[CheckResult]:
 
 
 def device_memory(situation: Situation) -> Iterator[CheckResult]:
-    """Of each device; of the host where slots share its memory."""
+    """Check the memory of each device, or that of the host if slots share it."""
     platform = situation.platform
     if platform is None:
         return
@@ -66,7 +66,7 @@ def device_memory(situation: Situation) -> Iterator[CheckResult]:
 
 
 def _dtypes_of(situation: Situation) -> dict[str, list[str]]:
-    """Roles of the config by the dtype of their model."""
+    """Names of the config's roles, by the dtype of their model."""
     found: dict[str, list[str]] = {}
     for name, role in situation.config.roles().items() if situation.config is not None else ():
         if role.kind != "reward":

@@ -1,4 +1,4 @@
-"""What a config names: where it writes, the models that it loads, the rows that it reads."""
+"""Checks of the files that a config names: its output directory, models and data files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def output(situation: Situation) -> Iterator[CheckResult]:
-    """Whether `output_dir` can be made and written: a file without a name is written there, or above, and gone."""
+    """Check that `output_dir` can be created and written.
+
+    Writes an unnamed temporary file there, or in the nearest parent that exists.
+    """
     if situation.config is None:
         return
     folder = Path(situation.config.output_dir).expanduser()
@@ -42,7 +45,7 @@ def output(situation: Situation) -> Iterator[CheckResult]:
 
 
 def models(situation: Situation) -> Iterator[CheckResult]:
-    """Folders with a `config.json`, or ids of the Hub."""
+    """Check that models are directories with a `config.json`, or ids of the Hugging Face Hub."""
     for source, roles in _models_of(situation.config).items():
         subject, folder = ", ".join(roles), Path(source).expanduser()
         if folder.is_dir():
@@ -61,7 +64,7 @@ def models(situation: Situation) -> Iterator[CheckResult]:
 
 
 def data(situation: Situation) -> Iterator[CheckResult]:
-    """Files of rows, relative to the working directory."""
+    """Check that data files can be read and are not empty. Paths are relative to the working directory."""
     if situation.config is None:
         return
     for key, arguments in _data_of(situation.config):
@@ -104,7 +107,7 @@ def _on_the_hub(source: str, subject: str) -> CheckResult:
 
 
 def _models_of(config: RunConfig | None) -> Mapping[str, list[str]]:
-    """Roles by the path or id of their model; `pretrain` serves those that name none."""
+    """Names of roles, by the path or id of their model; a role without one uses `pretrain`."""
     found: dict[str, list[str]] = {}
     for name, role in config.roles().items() if config is not None else ():
         if role.kind == "reward":
@@ -118,7 +121,7 @@ def _models_of(config: RunConfig | None) -> Mapping[str, list[str]]:
 
 
 def _data_of(config: BaseModel, key: str = "") -> Iterator[tuple[str, DataArguments]]:
-    """Every `data_args` of a config, with its key."""
+    """Yield every `data_args` of a config with its dotted key."""
     for name in type(config).model_fields:
         value, path = getattr(config, name), f"{key}.{name}".lstrip(".")
         if isinstance(value, DataArguments):

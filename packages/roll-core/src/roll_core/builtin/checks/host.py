@@ -1,4 +1,4 @@
-"""The machine: its system, and what this process may take of it."""
+"""Checks of the machine: its operating system, and the resources that this process may use."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 GIB = 1024**3
 KERNEL = (5, 15)
 WSL_1 = "-Microsoft"
-"""How the release ends that WSL 1 gives; that of WSL 2 ends with `-microsoft-standard-WSL2`."""
+"""Suffix of the kernel release in WSL 1; in WSL 2 it is `-microsoft-standard-WSL2`."""
 SHM = Path("/dev/shm")
 SHM_BYTES = 1 * GIB
-"""Docker gives 64 MiB unless it is told otherwise."""
+"""Recommended free space in /dev/shm, in bytes. Docker's default size is 64 MiB."""
 DISK_BYTES = 50 * GIB
-"""For checkpoints and data of a small model."""
+"""Recommended free disk space in bytes, for checkpoints and data of a small model."""
 DISK_LEAST_BYTES = 1 * GIB
 OPEN_FILES = 8192
-"""Each worker has sockets to Ray, to its peers and to the engines."""
+"""Recommended limit of open files: each worker has sockets to Ray, to its peers and to the engines."""
 
 
 def operating_system(_: Situation) -> Iterator[CheckResult]:
-    """Linux; on Windows in WSL."""
+    """Check that the system is Linux with a recent kernel, or WSL 2 on Windows."""
     name, release = platform.system(), platform.release()
     if name == "Windows":
         remedy = "run it in WSL 2 (wsl --install), with the driver of the GPU installed in Windows"
@@ -59,7 +59,7 @@ def operating_system(_: Situation) -> Iterator[CheckResult]:
 
 
 def shared_memory(_: Situation) -> Iterator[CheckResult]:
-    """Free bytes of /dev/shm."""
+    """Check the free space in /dev/shm."""
     if not SHM.is_dir():
         yield CheckResult(level="note", found=f"no {SHM} on this system; weights travel by other ways")
         return
@@ -73,7 +73,7 @@ def shared_memory(_: Situation) -> Iterator[CheckResult]:
 
 
 def threads(_: Situation) -> Iterator[CheckResult]:
-    """Threads of a step on this host, how long they spin, and whether others keep the cores busy."""
+    """Check the number of OpenMP threads, their spin settings, and the load of other programs."""
     cores, wanted = usable_cores(), wanted_threads(os.environ)
     spinning = ", ".join(f"{name}={value}" for name, value in environment(os.environ).items())
     number = f"OMP_NUM_THREADS={wanted}" if wanted else "OMP_NUM_THREADS not set"
@@ -92,7 +92,7 @@ def threads(_: Situation) -> Iterator[CheckResult]:
 
 
 def open_files(_: Situation) -> Iterator[CheckResult]:
-    """The soft limit of descriptors."""
+    """Check the soft limit of open file descriptors."""
     try:
         import resource
     except ImportError:
@@ -110,7 +110,7 @@ def open_files(_: Situation) -> Iterator[CheckResult]:
 
 
 def disk(situation: Situation) -> Iterator[CheckResult]:
-    """Free space where runs are written."""
+    """Check the free space on the disk of `output_dir`."""
     folder = Path(situation.config.output_dir if situation.config is not None else ".").expanduser()
     yield _space(
         existing(folder),
@@ -121,7 +121,7 @@ def disk(situation: Situation) -> Iterator[CheckResult]:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
+    """The folder if it exists, otherwise its nearest existing parent."""
     return next((each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()), Path("/"))
 
 

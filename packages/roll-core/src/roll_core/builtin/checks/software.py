@@ -1,4 +1,4 @@
-"""The software: the interpreter, what roll-core itself needs, and the cluster that is to be joined."""
+"""Checks of the software: the interpreter, roll-core's requirements, and the Ray cluster at `RAY_ADDRESS`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 PYTHON = (3, 11)
 SHOWN = ("torch", "ray", "transformers")
-"""Whose versions people ask for; the others are shown where something is wrong with them."""
+"""Packages whose version is always shown; others are shown only if there is a problem with them."""
 EXTRAS: tuple[tuple[str, Level], ...] = (("", "error"), ("train", "warning"), ("ray", "note"))
-"""Extras of roll-core, and how bad it is if one of their packages is not installed. `check` and `plan` need none."""
+"""Extras of roll-core, and the level of a finding if one of their packages is missing. `check`, `plan` need none."""
 BUILT_FOR_TORCH = ("torchvision", "torchaudio")
-"""Packages that transformers and engines import if they are installed, and that fail beside another torch."""
+"""Packages that transformers and engines import if installed, and that fail with a torch they were not built for."""
 CONNECT_S = 5.0
 
 
 def python(_: Situation) -> Iterator[CheckResult]:
-    """The interpreter."""
+    """Check the version of the Python interpreter."""
     found = f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})"
     wanted = f"{PYTHON[0]}.{PYTHON[1]} or newer"
     if sys.version_info[:2] < PYTHON:
@@ -43,7 +43,7 @@ def python(_: Situation) -> Iterator[CheckResult]:
 
 
 def libraries(_: Situation) -> Iterator[CheckResult]:
-    """What roll-core's own metadata requires: for every command, for runs, and for Ray."""
+    """Check roll-core's own requirements: for every command, for runs, and for Ray."""
     for extra, level in EXTRAS:
         for requirement in core_requirements(extra):
             name, wanted = requirement.name, str(requirement.specifier) or "any version"
@@ -81,7 +81,7 @@ def _built_for_another_torch() -> Iterator[CheckResult]:
 
 
 def ray_cluster(_: Situation) -> Iterator[CheckResult]:
-    """Whether a Ray answers where `RAY_ADDRESS` says. Nothing where the run would start its own."""
+    """Check that `RAY_ADDRESS` accepts connections. Yields nothing if the run would start its own Ray."""
     address = os.environ.get("RAY_ADDRESS", "")
     match = re.fullmatch(r"(?:ray://)?\[?(?P<host>.+?)\]?:(?P<port>\d{1,5})", address)
     if not address or address == "local":
@@ -91,7 +91,7 @@ def ray_cluster(_: Situation) -> Iterator[CheckResult]:
         return
     try:
         socket.create_connection((match["host"], int(match["port"])), timeout=CONNECT_S).close()
-    except (OSError, OverflowError, UnicodeError) as error:  # the last two: no port, no name of a host
+    except (OSError, OverflowError, UnicodeError) as error:  # the last two: invalid port or host name
         remedy = "start it, mend RAY_ADDRESS, or unset it to let runs start a Ray of their own"
         found = f"nobody answers at RAY_ADDRESS={address}: {error}"
         yield CheckResult(level="error", found=found, wanted="a Ray cluster", remedy=remedy)

@@ -1,1 +1,1 @@
-"""The rewards that come with ROLL: mathematics by rule, and a function of the user's."""
+"""Built-in rewards: rule-based mathematics, and a user's Python function."""

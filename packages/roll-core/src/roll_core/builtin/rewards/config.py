@@ -1,4 +1,4 @@
-"""What can be configured about the built-in rewards: `rewards.<domain>` with one of these `reward` names."""
+"""Config schemas of the built-in rewards: `rewards.<domain>` with `reward: math_rule` or `reward: function`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class MathRuleConfig(RewardConfig):
 
     reward: Literal["math_rule"]
     ground_truth: str = "ground_truth"
-    """Column with the right answer: text, a number, or a list of which any is right."""
+    """Column with the correct answer: text, a number, or a list of alternatives."""
     require_boxed: bool = False
-    r"""Give 0 to responses without \boxed{…}; otherwise an answer may also stand in $…$ or in plain text."""
+    r"""If true, a response without \boxed{…} gets 0. Otherwise the answer may also be in $…$ or in plain text."""
     float_rounding: NonNegativeInt = 6
-    """Decimal places to which numbers are compared."""
+    """Number of decimal places to which numbers are compared."""
     processes: PositiveInt = 2
-    """Processes per worker at most; more are started as responses queue up."""
+    """Maximum number of processes per worker; more are started as responses queue up."""
     memory_limit_mb: PositiveInt = 4096
-    """Memory of one process, in MB: a malicious response cannot take the host's."""
+    """Memory limit of one process, in MB, so that a malicious response cannot exhaust the host's memory."""
 
     @override
     def columns(self) -> Mapping[str, str]:
@@ -36,22 +36,23 @@ class MathRuleConfig(RewardConfig):
 
 
 class FunctionConfig(RewardConfig):
-    """`reward: function`: a Python function of the user's."""
+    """`reward: function`: a user's Python function."""
 
     reward: Literal["function"]
     function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
     """`module:function`, importable from the working directory: `f(prompt, response, **metadata)`."""
     isolation: Literal["process", "none"] = "process"
-    """`process`: in processes of its own, killed when it hangs. `none`: in the worker itself, for functions that need
-    the worker's memory; one that hangs without releasing Python's lock then stops the worker."""
+    """`process`: run the function in child processes, which are killed when it hangs. `none`: run it in the worker
+    itself, for functions that need the worker's memory. A call that hangs without releasing the GIL then blocks the
+    worker."""
     processes: PositiveInt = 2
-    """Processes per worker at most, with `isolation: process`; more are started as responses queue up."""
+    """Maximum number of processes per worker, with `isolation: process`; more are started as responses queue up."""
     memory_limit_mb: PositiveInt = 8192
-    """Memory of one process, in MB, with `isolation: process`. A call that exceeds it is a failure."""
+    """Memory limit of one process, in MB, with `isolation: process`. A call that exceeds it fails."""
 
     @model_validator(mode="after")
     def _has_processes(self) -> FunctionConfig:
-        # A saved config has every default written out.
+        # A saved config contains every default explicitly, so only other values count as given.
         fields = type(self).model_fields
         ignored = [key for key in ("processes", "memory_limit_mb") if getattr(self, key) != fields[key].default]
         if self.isolation == "none" and ignored:

@@ -1,6 +1,6 @@
-"""`reward: function`: a Python function of the user's judges.
+"""`reward: function`: scores samples with a user's Python function.
 
-Its hang, crash or exception is a failure of the one sample it judged; it is never 0 and never stops the run.
+If the function hangs, crashes or raises, the sample's reward is a failure. It is never 0, and it never stops the run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from roll_core.spec.reward import RewardRequest
 
 MAX_HANGING = 8
-"""Threads given up on before `isolation: none` refuses to start another."""
+"""Number of hung threads at which `isolation: none` refuses further calls."""
 
 
 class FunctionReward(RewardFunction):
     """Calls `f(prompt, response, **metadata)`, which returns a number, a `Reward`, or a dict with `value`.
 
-    Columns that the function does not name are not passed, unless it takes `**metadata`.
+    Only columns that the function names as parameters are passed, or all columns if it takes `**metadata`.
     """
 
     config: FunctionConfig
@@ -55,7 +55,10 @@ class FunctionReward(RewardFunction):
 
     @override
     def score(self, request: RewardRequest) -> Reward:
-        """Raises `RewardFailure` with the cause if the function raises, hangs, dies, or returns no finite number."""
+        """Score one sample.
+
+        Raises `RewardFailure` with the cause if the function raises, hangs, crashes or returns no finite number.
+        """
         arguments = {"prompt": request.prompt, "response": request.response, "metadata": request.metadata}
         found = self._judge(arguments, self.config.timeout_s)
         return Reward(value=found["value"], failure=found["failure"], detail=found["detail"])
@@ -74,12 +77,12 @@ class FunctionReward(RewardFunction):
             return prepare(options)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # the user's module is imported here; SystemExit is its mistake, not ours
+        except BaseException as error:  # importing user code may raise anything, SystemExit included
             raise _cannot_use(config, describe(error)) from error
 
 
 class _InProcesses:
-    """The function in processes of its own, which can be killed whatever it does."""
+    """Runs the function in child processes, which can always be killed."""
 
     def __init__(self, config: FunctionConfig, options: Mapping[str, Any]) -> None:
         self.pool = JudgePool(
@@ -96,7 +99,7 @@ class _InProcesses:
 
 
 class _InThisProcess:
-    """The function in a thread of the worker. A call that hangs is given up on, but its thread cannot be ended."""
+    """Runs the function in threads of the worker. A hung call is abandoned; its thread cannot be stopped."""
 
     def __init__(self, judge: Callable[..., Verdict]) -> None:
         self._judge = judge
@@ -125,7 +128,7 @@ class _InThisProcess:
     def _answer(self, arguments: Mapping[str, Any], answers: list[Verdict | BaseException]) -> None:
         try:
             answers.append(self._judge(**arguments))
-        except BaseException as error:  # foreign code; the caller says what it was
+        except BaseException as error:  # user code; the caller reports the exception
             answers.append(error)
 
 
@@ -144,7 +147,7 @@ def _cannot_use(config: FunctionConfig, reason: str) -> ConfigError:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """The value as JSON can say it; numpy's arrays and scalars as lists and numbers."""
+    """Convert numpy arrays and scalars to lists and numbers. Raises `DataError` if the value is not JSON then."""
     value = value.tolist() if hasattr(value, "tolist") else value
     try:
         json.dumps(value)

@@ -1,10 +1,10 @@
-r"""Is this answer the right one, mathematically? Runs in a judging process, where it may hang, and be killed.
+r"""Compares responses with the ground truth mathematically. Runs in child processes, which are killed if they hang.
 
-The text is never evaluated as code: math-verify parses LaTeX by grammar, and plain expressions by a pattern that lets
-only digits, operators and brackets through. What remains is arithmetic that does not end (9**9**9**9), which is what
-the deadline of the process is for.
+The text is never evaluated as code: math-verify parses LaTeX by grammar, and plain expressions by a pattern that admits
+only digits, operators and brackets. Arithmetic that does not terminate (9**9**9**9) remains possible; the timeout of
+the child process bounds it.
 
-math-verify's own timeouts are off: they are signals, work on main threads only, and do not interrupt C code.
+math-verify's own timeouts are disabled: they are signals, work only on main threads, and do not interrupt C code.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from roll_core.errors import RewardFailure
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-# \boxed{…} wins over phrases such as "the final answer is".
+# \boxed{…} takes precedence over phrases such as "the final answer is".
 EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 MATH_MARKS = ("$", "\\boxed", "\\(", "\\[")
 
-# math-verify knows a percentage only by a percent sign *after* the mathematics, `$50$%`; people and models write it
-# inside. One level of braces inside is enough for a fraction.
+# math-verify recognises a percentage only by a percent sign *after* the mathematics, `$50$%`; people and models write
+# it inside. One level of nested braces is enough for a fraction.
 PERCENT_INSIDE = (
     (re.compile(r"\\boxed\{((?:[^{}$\n]|\{[^{}]*\}){1,60}?)\s*\\?%\s*\}"), r"\\boxed{$\1$%}"),
     (re.compile(r"\$([^$\n]{1,60}?)\s*\\?%\s*\$"), r"$\1$%"),
@@ -34,8 +34,8 @@ PERCENT_INSIDE = (
 
 
 def prepare(options: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:
-    """A judge of `(response, truths)`."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # one warning that timeouts are off, per process
+    """Build the function that scores `(response, truths)`; a response that equals any of the truths gets 1."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # otherwise each process warns that timeouts are off
     require_boxed: bool = options["require_boxed"]
     float_rounding: int = options["float_rounding"]
 
@@ -52,7 +52,7 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:
 
 @lru_cache(maxsize=1024)
 def parse_truth(truth: str) -> list[Any]:
-    """The ground truth as expressions. Raises `RewardFailure` if it is none: no answer could be judged by it."""
+    """Parse the ground truth into expressions. Raises `RewardFailure` if it contains none."""
     marked = truth if any(mark in truth for mark in MATH_MARKS) else f"${truth}$"
     found = _parse(marked) if truth.strip() else []
     if not any(not isinstance(each, str) for each in found):
@@ -63,7 +63,7 @@ def parse_truth(truth: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    """Expressions found in the text, and the text of the first; nothing if there are none."""
+    """Parse expressions in the text; the list also has the text of the first. Empty if there are none."""
     for pattern, replacement in PERCENT_INSIDE:
         text = pattern.sub(replacement, text)
     return list(parse(text, EXTRACTION, parsing_timeout=None))

@@ -1,10 +1,8 @@
 r"""`reward: math_rule`: 1 if the response's final answer equals the ground truth mathematically, else 0.
 
-Three states, told apart by whose fault it is:
-
-* value 1 or 0: the answer was compared. An answer that is missing, garbled, or cannot be shown equal is 0.
-* failure: the comparison was not made. Judging took too long or its process died, or the ground truth itself is missing
-  or no mathematics.
+* Value 1 or 0: the answer was compared. An answer that is missing, garbled, or cannot be shown equal gets 0.
+* Failure: no comparison was made. Scoring timed out, its process exited, or the ground truth is missing or is not
+  mathematics.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class MathRuleReward(RewardFunction):
-    """Judges by math-verify in processes that are killed at `timeout_s`."""
+    """Scores with math-verify in child processes, which are killed after `timeout_s`."""
 
     config: MathRuleConfig
 
     @override
     def start(self) -> None:
-        """Begin to load sympy in the first judging process; the first `score` waits for it."""
+        """Start the first child process, which loads sympy; the first `score` blocks until that is done."""
         config = self.config
         self._pool = JudgePool(
             "roll_core.builtin.rewards.math_judge:prepare",
@@ -45,7 +43,10 @@ class MathRuleReward(RewardFunction):
 
     @override
     def score(self, request: RewardRequest) -> Reward:
-        """1 or 0, with the answer that was found as detail. Raises `RewardFailure`, and `DataError` without a truth."""
+        """Score 1 or 0, with the extracted answer as detail.
+
+        Raises `RewardFailure` if no comparison was made, and `DataError` if the row has no usable ground truth.
+        """
         config = self.config
         truths = truths_of(request, config.ground_truth)
         found = self._pool.call({"response": request.response, "truths": truths}, config.timeout_s)
@@ -59,7 +60,7 @@ class MathRuleReward(RewardFunction):
 
 
 def truths_of(request: RewardRequest, column: str) -> list[str]:
-    """The right answers of a row as text. Raises `DataError` that names row and column."""
+    """Correct answers of a sample's row, as text. Raises `DataError` with sample and column if one is not usable."""
     value = request.metadata.get(column)
     values = value if isinstance(value, (list, tuple)) else [value]
     usable = [each for each in values if isinstance(each, (str, int, float)) and not isinstance(each, bool)]
@@ -70,5 +71,5 @@ def truths_of(request: RewardRequest, column: str) -> list[str]:
             f"sample {request.sample.id}: column {column!r} holds {value!r}, and math_rule needs the right answer"
             f" there: text, a number, or a list of them (the row's columns: {known})"
         )
-    # A float's own spelling may be 1e-05, which in mathematics is a difference.
+    # repr() of a float may be 1e-05, which the parser would read as a difference.
     return [format(Decimal(repr(each)), "f") if isinstance(each, float) else str(each) for each in usable]

@@ -1,6 +1,6 @@
-"""Calling a reward function of the user's: which arguments it gets, and what its answer means.
+"""Calls a user's reward function: selects its arguments and interprets its return value.
 
-Imported by the judging process too, so nothing heavy is imported here.
+Child processes import this module too, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Verdict = dict[str, Any]
 
 
 def prepare(options: Mapping[str, Any]) -> Callable[..., Verdict]:
-    """A judge of `(prompt, response, metadata)` that calls the function named by `options["function"]`.
+    """Build the function that scores `(prompt, response, metadata)` by calling `options["function"]`.
 
-    Raises whatever importing the user's module raises, AttributeError if it has no such function, TypeError if that
-    cannot be called with a prompt and a response, or needs a column that is not among `options["columns"]`.
+    Raises any exception of importing the user's module, and AttributeError if it has no such function. Raises TypeError
+    if the function cannot be called with a prompt and a response, or needs a column that is not in
+    `options["columns"]`.
     """
     module, _, name = options["function"].partition(":")
     function: Any = importlib.import_module(module)
@@ -43,8 +44,10 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., Verdict]:
 
 
 def check(function: str, columns: Collection[str] | None, timeout_s: float) -> str:
-    """Why the function cannot score rows with these columns (None: unknown); empty if it can. Loads it in a process of
-    its own. Raises `TimeoutError` if that takes longer than `timeout_s`."""
+    """Why the function cannot score rows with these columns (None: unknown); empty if it can.
+
+    Loads the function in a child process. Raises `TimeoutError` if that takes longer than `timeout_s` seconds.
+    """
     from roll_core.runtime.workers.judge_pool import JudgePool
 
     options = {"function": function, "columns": None if columns is None else sorted(columns)}
@@ -62,8 +65,10 @@ def check(function: str, columns: Collection[str] | None, timeout_s: float) -> s
 
 
 def verdict(answer: Any) -> Verdict:
-    """What a function's return value means. Raises `RewardFailure` for anything that is not a finite number, a
-    `Reward`, or a mapping with `value`; a mapping's other entries are details worth recording."""
+    """Convert a function's return value: a finite number, a `Reward`, or a dict with `value` or `failure`.
+
+    Other entries of a dict become details of the reward. Raises `RewardFailure` for any other return value.
+    """
     if hasattr(answer, "failed") and hasattr(answer, "detail"):  # a Reward; its class is not imported here
         answer = {**answer.detail, "value": answer.value, "failure": answer.failure}
     if not isinstance(answer, dict):
@@ -93,14 +98,14 @@ def _number(answer: Any, of: str = "its value") -> float:
 
 
 def _check_signature(name: str, function: Any) -> Callable[[str], bool]:
-    """Which columns of a row the function takes by name."""
+    """Return a predicate that is True for columns the function takes by name. Raises TypeError if it is not usable."""
     if not callable(function):
         raise TypeError(f"{name} is {type(function).__name__}, not a function")
     if inspect.iscoroutinefunction(function):
         raise TypeError(f"{name} is a coroutine function: make it a plain one")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not say
+    except ValueError:  # some functions written in C have no signature
         return lambda key: False
     try:
         signature.bind_partial("prompt", "response")
@@ -115,7 +120,7 @@ def _check_signature(name: str, function: Any) -> Callable[[str], bool]:
 
 
 def _check_columns(name: str, function: Any, accepts: Callable[[str], bool], columns: Collection[str]) -> None:
-    """Every argument without a default is a column of the rows."""
+    """Raise TypeError if an argument without a default is not a column of the rows."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # see `_check_signature`

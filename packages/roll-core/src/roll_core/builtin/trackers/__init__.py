@@ -1,1 +1,1 @@
-"""Trackers that come with the core."""
+"""Built-in trackers."""

@@ -1,7 +1,7 @@
-"""Metrics for TensorBoard, in its own record format: no torch, no TensorFlow.
+"""Writes metrics in TensorBoard's record format, without torch and TensorFlow.
 
-TensorBoard's `EventFileWriter` is not used: it writes on a thread, which prints a traceback if the disk is full, and
-`close` does not report it.
+TensorBoard's `EventFileWriter` is not used: it writes on a thread. If the disk is full, this thread prints a traceback
+and `close` does not report the error.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 _NUMBERS = itertools.count()
-"""Of the event files of this process."""
+"""Serial numbers, which make the names of this process's event files unique."""
 
 
 class TensorBoardTracker(Tracker):
     """Writes event files into `tensorboard/` of the run directory.
 
-    Options: `log_dir`, another place for them; `flush_secs` (30), the time between two flushes.
+    Options: `log_dir`, another directory; `flush_secs` (default 30), minimum seconds between two flushes.
     """
 
     def __init__(self, run_dir: Path, run_name: str, options: Mapping[str, Any]) -> None:
@@ -50,18 +50,18 @@ class TensorBoardTracker(Tracker):
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One event with a scalar for each metric."""
+        """Write one event with a scalar for each metric."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """The config as YAML, under the Text tab."""
+        """Write the config as YAML, which TensorBoard shows under the Text tab."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        indented = "".join(f"    {line}\n" for line in text.splitlines())  # a code block, as Markdown has it
+        indented = "".join(f"    {line}\n" for line in text.splitlines())  # a Markdown code block
         self._write(Event(wall_time=time.time(), step=0, summary=text_pb("config", indented)))
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Flush and close the event file."""
         self._writer.flush()
         self._writer.close()
 
