@@ -1,4 +1,4 @@
-"""Start the roles of a run: slots, executor, workers, and the objects through which a pipeline calls them.
+"""Start the roles of a run: slots, executor, workers, and the role objects that the pipeline calls.
 
 roles() -> place_roles -> executor.start(group_specs) -> GroupTrainRole | GroupInferRole | RewardRole -> ActiveRun
 """
@@ -58,7 +58,7 @@ POLLS_OF_LIFE = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """What a run is assembled from."""
+    """Inputs of `start_roles`."""
 
     pipeline: Pipeline[Any]
     pipeline_record: PipelineProvider
@@ -71,9 +71,9 @@ class Assembly:
 
 
 async def start_roles(run: ActiveRun, assembly: Assembly, stack: AsyncExitStack) -> tuple[Executor, Plan | None]:
-    """Start every role, models before what depends on them, and put them into `run`. `stack` closes them.
+    """Start every role in the order of `Pipeline.roles` and add it to `run`. `stack` closes the roles.
 
-    The plan is the memory that the roles were expected to take.
+    Returns the executor and the plan, which predicts the roles' memory (see `plan_of_run`).
     """
     platform = assembly.platform
     config, registry = run.config, assembly.registry

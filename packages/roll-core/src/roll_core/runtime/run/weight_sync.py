@@ -1,4 +1,4 @@
-"""When engines of a run get a trainer's weights, by which transport, and what a failed proof leads to."""
+"""Weight sync of a run: when trainers publish to engines, by which transport, and how failed checks are handled."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ATTEMPTS = 3
 
 
 class SyncedRun(Protocol):
-    """What the controller needs of a run."""
+    """The part of a run that `WeightSyncController` uses."""
 
     config: RunConfig
     step: int
@@ -117,7 +117,7 @@ class WeightSyncController:
         if link is not None and link.version == version and engine.holds_weights and whole:
             return {}
         if engine.group.lost:
-            async with self._run.turns.take({target: ENGINE}):  # an engine needs its slots alone while it starts
+            async with self._run.turns.take({target: ENGINE}):  # an engine needs exclusive slots while it starts
                 await engine.revive()
         async with self._run.turns.take({source: WEIGHTS, target: ENGINE}):
             link = link or await self._connect(source, target)
@@ -197,9 +197,9 @@ class WeightSyncController:
         return link
 
     async def _select(self, source: str, target: str) -> tuple[WeightBroadcaster, str]:
-        """The best transport and route that passes its self-test, and why better ones are not used."""
+        """The most preferred transport and route that pass their self-test, and why better ones are not used."""
         run = self._run
-        await run.engine(target).revive()  # dead workers would not report their devices
+        await run.engine(target).revive()  # exited workers cannot report their devices
         groups = {source: run.train_role(source).group, target: run.engine(target).group}
         sender, receiver = [
             role_facts(
