@@ -197,6 +197,6 @@ class Guards:
 
 
 def _steps(stretch: _Stretch) -> str:
-    """Format the steps, counted from 1 as in metrics. `Guards.step` counts completed steps, so the current one is + 1."""
+    """Format the steps, counted from 1 as in metrics: `Guards.step` completed steps precede the current one."""
     first, last = stretch.first + 1, stretch.last + 1
     return f"step {first}" if first == last else f"steps {first}–{last}"

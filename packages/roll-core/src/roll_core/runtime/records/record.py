@@ -44,7 +44,7 @@ FORMAT = 1
 _GIT_TIMEOUT_S = 5.0
 _STEPS_S = 1.0
 _EVENTS_PER_GUARD = 20
-"""Events stored per guard. Later events are only counted, so that a guard that trips every step keeps the record small."""
+"""Events stored per guard. Later events are only counted, so that frequent warnings do not bloat the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class RunRecord:
         self._write()
 
     def step(self, steps_done: int) -> None:
-        """Set the number of completed steps. Writes at most once a second, so that short steps do not block on the disk."""
+        """Set the number of completed steps. Writes at most once a second: short steps must not block on the disk."""
         self._data["steps_done"] = steps_done
         if time.monotonic() - self._written >= _STEPS_S:
             self._write()
@@ -191,7 +191,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
-    """Path of a run with outcome `finished` at the step of `checkpoint`, which it wrote or resumed from; otherwise None.
+    """Path of a run that finished at the step of `checkpoint`, which it wrote or resumed from; None if there is none.
 
     Searches the experiment of the checkpoint and the experiment of the run `current`.
     """
