@@ -1,4 +1,4 @@
-"""Batches as a pipeline receives them: checked by the run's guards, counted in its metrics, recorded on request."""
+"""Rollout batches for pipelines: checked by the run's guards, with metrics, and recorded if configured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RewardStats:
     scored: int = 0
     failed: int = 0
     first_failure: str = ""
-    """Why the first of the failed ones has none."""
+    """Reason of the first failed reward."""
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> RewardStats:
@@ -58,9 +58,9 @@ class BatchFacts:
     positions: tuple[int, ...]
     """Position of each group's prompt in the order of its tag."""
     rewards: RewardStats
-    """Of all groups that were scored since the last batch, whichever batch they are for, rejected ones included."""
+    """Counts over all groups scored since the last batch, including rejected groups and groups for later batches."""
     passed_over: int = 0
-    """Groups that stay though the batch has later ones."""
+    """Groups that stay in the queue although the batch contains later prompts."""
     restarted: int = 0
     """Groups whose program started again in this resumed run, because it could not be saved."""
 
@@ -69,7 +69,7 @@ class BatchSource(Protocol):
     """Generates batches, or reads recorded ones."""
 
     async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
-        """The batch to train on once `step` steps are done."""
+        """The batch to train on after `step` completed steps."""
 
     def state(self) -> Mapping[str, Any]:
         """See `Rollouts.state`."""
@@ -79,7 +79,7 @@ class BatchSource(Protocol):
 
 
 class RunRollouts(Rollouts):
-    """The batches of a source, within a run."""
+    """The batches of a `BatchSource`, with the checks and metrics of a run."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Rollouts as JSON, exactly: in checkpoints, and in files from which another run trains without an engine.
+"""Lossless JSON of rollouts: in checkpoints, and in files from which another run trains without an engine.
 
     <run>/rollouts/step-12.jsonl    a line about the batch, then a line for each of its groups, in their order
 
@@ -73,12 +73,12 @@ class BatchTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBatch:
-    """The batch of a step, as it was trained on."""
+    """The recorded training batch of a step."""
 
     groups: Sequence[Group]
     facts: BatchFacts
     weight_version: int
-    """Of the engine's weights when the batch was complete."""
+    """Version of the engine's weights when the batch was complete."""
 
 
 class Recorder:
@@ -254,7 +254,7 @@ def _take_over(file: Path, target: Path) -> None:
 
 
 class ReplayedRole(InferRole):
-    """Stands in for the engine of a replay. Its weight version is the trained one; it generates nothing."""
+    """Placeholder for the engine of a replay. Its weight version is the trainer's; it does not generate."""
 
     def __init__(self, name: str, config: WorkerConfig) -> None:
         self.name, self.config = name, config
@@ -291,7 +291,7 @@ class Replay:
         return found.groups, found.facts
 
     def state(self) -> Mapping[str, Any]:
-        """A mark alone: the step selects the batch."""
+        """A marker without further state, since the step selects the batch."""
         return {REPLAYED: True}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -299,7 +299,7 @@ class Replay:
 
 
 def saved_group(group: Group) -> dict[str, Any]:
-    """A group without what its prompt has, as JSON."""
+    """A group as JSON, without the fields that its prompt already has."""
     return {
         "samples": [
             {

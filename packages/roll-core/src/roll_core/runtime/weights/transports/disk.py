@@ -52,7 +52,7 @@ OPEN = "open"
 
 
 class DiskTransport(WeightTransport):
-    """Through `model_update_dir`, as its record says."""
+    """Transfers buckets as files through `model_update_dir`, which its provider record requires."""
 
     @override
     def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:
@@ -88,7 +88,7 @@ class Folder:
         self.is_local = isinstance(self._files, LocalFileSystem)
 
     def wait(self, there: Callable[[], bool], deadline: Deadline) -> bool:
-        """Poll until `there()`; False if the deadline passes first."""
+        """Poll until `there()` is true. Returns False if the deadline passes first."""
         pause_s = FIRST_POLL_S
         while not there():
             if deadline.left == 0:
@@ -118,7 +118,7 @@ class Folder:
                 at += num_bytes
 
     def names(self, folder: str = "") -> frozenset[str]:
-        """Names of the files in it, or in a folder below."""
+        """Names of the files in this folder, or in the subfolder `folder`; empty if it does not exist."""
         path = f"{self._path}/{folder}".rstrip("/")
         self._files.invalidate_cache(path)
         try:
@@ -127,7 +127,7 @@ class Folder:
             return frozenset()
 
     def remove(self, folder: str = "") -> None:
-        """Remove it, or a folder below, with all files."""
+        """Remove this folder, or the subfolder `folder`, with all files."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(f"{self._path}/{folder}".rstrip("/"), recursive=True)
 
