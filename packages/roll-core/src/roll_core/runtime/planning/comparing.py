@@ -86,7 +86,7 @@ def compared(plan: Plan | None, measured: Mapping[str, Iterable[MemoryUse | None
 
 
 def _predicted(plan: Plan | None, roles: list[str]) -> dict[str, int | None]:
-    """Predicted bytes of a process with one worker of each role, in the phase with the highest sum; None if unknown."""
+    """Predicted bytes of a process with one worker of each role: the maximum over all phases. None if unknown."""
     nothing: dict[str, int | None] = {"predicted_bytes": None, "device_predicted_bytes": None}
     if plan is None or any(role.unknown for role in plan.memory if role.role in roles):
         return nothing

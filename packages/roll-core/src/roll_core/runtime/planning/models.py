@@ -22,7 +22,10 @@ BYTES = 256
 
 
 def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
-    """Size of a model from `random_init` or its local `config.json`. Raises `ModelError` if neither is sufficient."""
+    """Size of a model from `random_init` or from its local or cached `config.json`.
+
+    Raises `ModelError` if the size cannot be determined from these.
+    """
     if spec.random_init is not None:
         keys = dict(spec.random_init)
         if "vocab_size" not in keys:

@@ -45,7 +45,7 @@ class Placing:
     pipeline: PipelinePlan
     platform: Platform
     per_node: int
-    """Slots per node."""
+    """Number of slots per node."""
     num_nodes: int | None
     """Number of available nodes; None if the Ray cluster was not queried."""
     executor: ExecutorName

@@ -26,7 +26,7 @@ STEP = re.compile(r"step-(\d+)")
 """Matches the directory name of a checkpoint."""
 _CHUNK_BYTES = 1 << 20
 _LATEST = 253_402_300_799 - 86_400
-"""Unix seconds of the last day that Python's `datetime` supports."""
+"""Latest valid creation time in Unix seconds: one day before the maximum of Python's `datetime`."""
 
 
 def write_manifest(folder: Path, step: int, stop: threading.Event | None = None) -> None:

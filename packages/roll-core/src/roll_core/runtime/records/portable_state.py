@@ -5,8 +5,8 @@
     buffers.safetensors         buffers that transformers stores beside parameters, if the model has any
     model/                      config.json and tokenizer, if transformers supports the model
 
-Parameters are written in export order, with a new file whenever one is full. Memory use therefore stays below about
-one file's size.
+Parameters are written in export order, with a new file whenever one is full. The writer therefore keeps only about one
+file's size of them in memory.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def ranges(steps: Iterable[int]) -> str:
 
 
 def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that are bitwise reproducible by a run with the same seed.
+    """The metrics that a run with the same seed reproduces bit for bit.
 
     Omits durations, and engine metrics, because batching, waiting and caching depend on when requests arrive.
     """

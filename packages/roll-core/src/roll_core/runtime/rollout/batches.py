@@ -148,8 +148,10 @@ def batch_metrics(plan: RolloutPlan, groups: Sequence[Group], facts: BatchFacts)
 
 
 def late_length_ratio(groups: Sequence[Group], ages: Sequence[int]) -> float:
-    """Mean length of responses that were started for an earlier batch ÷ mean length of the others: the bias of batches
-    that take groups in completion order. 1 unless there are both."""
+    """Mean length of responses that were started for an earlier batch ÷ mean length of the others.
+
+    Measures the length bias of batches that take groups in completion order. 1 unless both kinds exist.
+    """
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for group, age in zip(groups, ages, strict=True):
         lengths[age > 0] += [len(sample.response_ids) for sample in group.samples]
@@ -159,7 +161,7 @@ def late_length_ratio(groups: Sequence[Group], ages: Sequence[int]) -> float:
 
 
 def check_experts(groups: Sequence[Group], who: str) -> None:
-    """Raise `DataError` if no sample has routed experts. Single ones may lack them, after a replica was lost."""
+    """Raise `DataError` if no sample has routed experts. Some samples may lack them after a replica was lost."""
     samples = [sample for group in groups for sample in group.samples if len(sample.response_ids)]
     if samples and all(sample.routed_experts is None for sample in samples):
         raise DataError(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from roll_core.types import Completion, SamplingParams, TokenIds
 
     Scorer: TypeAlias = Callable[[Prompt, Group], Awaitable[Group]]
-    """Returns the group with rewards."""
+    """Scores a group of a prompt and returns it with rewards."""
 
 
 PROBE, EVALUATION, ROLLOUT = -2, -1, 0

@@ -66,8 +66,8 @@ class RequestQueue:
         Busy replicas are polled for progress every `progress_s` seconds (0: never). Reported tokens are kept if the
         replica is lost; a replica without progress for longer than `timeouts` is terminated.
 
-        Once no replica is alive, all requests fail with the last one's error, unless replacements will be added
-        (`survives_all`): then requests wait, and `no_replicas` is set.
+        Once no replica is alive, all requests fail with the last replica's error. If replacements will be added
+        (`survives_all`), requests wait instead and `no_replicas` is set.
         """
         self._expand, self._find_stop = expand or max_running is not None, find_stop
         self._pool = ReplicaPool(
@@ -195,26 +195,26 @@ class RequestQueue:
 
     @property
     def num_pending(self) -> int:
-        """Requests that are not finished."""
+        """Number of unfinished requests."""
         return len(self._requests)
 
     @property
     def num_running(self) -> int:
-        """Outputs that replicas work on."""
+        """Number of outputs that replicas are running."""
         return self._pool.num_running
 
     @property
     def num_lost_replicas(self) -> int:
-        """Replicas that were lost so far."""
+        """Number of replicas lost so far."""
         return self._pool.num_lost
 
     @property
     def num_continued(self) -> int:
-        """Interrupted outputs that were continued so far."""
+        """Number of interrupted outputs continued so far."""
         return self._pool.num_continued
 
     async def close(self) -> None:
-        """Cancel everything."""
+        """Cancel all requests and stop health checks."""
         self.cancel(list(self._requests.values()))
         await self._pool.close()
 

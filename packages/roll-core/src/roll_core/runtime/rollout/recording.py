@@ -47,7 +47,7 @@ OUTPUT_ARRAYS = {"token_ids": "<i8", "logprobs": "<f4", "versions": "<i4"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTerms:
-    """Settings that a replay must have in common with the recorded run."""
+    """Settings of a recording that a replay must share."""
 
     rollout_batch_size: int
     num_return_sequences_in_group: int
@@ -56,7 +56,7 @@ class BatchTerms:
 
     @classmethod
     def of(cls, plan: RolloutPlan) -> Self:
-        """The terms of a plan."""
+        """The terms of a rollout plan."""
         return cls(
             rollout_batch_size=sum(plan.counts.values()),
             num_return_sequences_in_group=plan.n,
@@ -154,7 +154,7 @@ class Recording:
         """Raises `RecordingError` if there are none."""
         self.run = run
         self.steps = steps_in(run)
-        """Files by step."""
+        """Recorded file by step."""
         if not self.steps:
             raise RecordingError(
                 f"{run} has no recorded rollouts (no {FOLDER}/step-….jsonl): give the directory of a run that had"

@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 REMEMBERED = 1 << 16
 """Routing keys whose replica is remembered; the least recently used are dropped first."""
 BUSIER_BY, BUSIER_TIMES = 64, 1.5
-"""A replica is far busier than another with this many outputs more and this many times as many: the rule of SGLang's
-router (`cache_aware`: balance_abs_threshold, balance_rel_threshold)."""
+"""A replica is far busier than another if it has more outputs by this difference and by this factor. Same rule as in
+SGLang's router (`cache_aware`: balance_abs_threshold, balance_rel_threshold)."""
 ABORT_AGAIN_S = 0.5
 """An abort may overtake the request that it should end, and is then repeated."""
 POLLS = 4
@@ -65,7 +65,7 @@ class Replica(ABC):
     """One engine that samples tokens. All calls happen on one event loop."""
 
     name: str
-    """For messages."""
+    """Name of the replica, for messages."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerateRequest], on_result: OnResult) -> None:
@@ -166,7 +166,7 @@ class WorkerReplica(Replica):
 
 @dataclass(eq=False, slots=True)
 class ReplicaSlot:
-    """A live replica and its work."""
+    """A live replica with its running and waiting sub-requests."""
 
     replica: Replica
     number: int

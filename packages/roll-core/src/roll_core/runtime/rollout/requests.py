@@ -40,9 +40,9 @@ class RequestState(Enum):
     """State of a request; the diagram in this module's docstring has the transitions."""
 
     QUEUED = "queued"
-    """No replica works on it."""
+    """Waiting in the queue; no replica is running any of its outputs."""
     RUNNING = "running"
-    """A replica works on at least one of its outputs."""
+    """A replica is running at least one of its outputs."""
     PAUSING = "pausing"
     PAUSED = "paused"
     FINISHED = "finished"
@@ -60,11 +60,11 @@ TRANSITIONS = {
 
 @dataclass(eq=False, slots=True)
 class PartialOutput:
-    """One output of a request."""
+    """One output of a request, possibly incomplete."""
 
     index: int
     sampled: CompletionOutput | None = None
-    """Its tokens so far."""
+    """The output's tokens so far; None before the first."""
     complete: bool = False
 
     @classmethod
@@ -99,7 +99,7 @@ class PendingRequest:
     """Requests of one priority run in this order."""
     outputs: list[PartialOutput]
     done: asyncio.Future[Completion]
-    """The completion or the error, once it is finished."""
+    """Future of the completion or the error."""
     replica: object | None = None
     """The only replica that may run it, if the caller chose one."""
     state: RequestState = QUEUED
@@ -116,7 +116,7 @@ class PendingRequest:
 
     @property
     def wants_tokens(self) -> bool:
-        """True unless it is paused or finished."""
+        """True unless the request is pausing, paused or finished."""
         return self.state in (QUEUED, RUNNING)
 
     def started(self, id: str, sub: SubRequest) -> None:
@@ -183,7 +183,8 @@ def joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
     """Concatenate two parts of one output; the finish reason is that of the second part.
 
     The replica of the second part recomputed the tokens of the first part, possibly with other experts. The result has
-    the experts under which the tokens were sampled."""
+    the experts under which the tokens were sampled.
+    """
     return CompletionOutput(
         token_ids=np.concatenate([first.token_ids, then.token_ids]),
         logprobs=np.concatenate([first.logprobs, then.logprobs]),

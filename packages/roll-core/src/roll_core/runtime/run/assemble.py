@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 2.0
-"""Seconds between progress reports of a replica. Tokens after the last report are generated again if it exits."""
+"""Maximum seconds between progress reports of a replica. Tokens after its last report are regenerated if it exits."""
 POLLS_OF_LIFE = 10
-"""Health checks per `replica_timeout` of a replica whose exit ends the run."""
+"""Minimum number of health checks of a busy replica within `replica_timeout`."""
 
 
 @dataclass(frozen=True, kw_only=True)

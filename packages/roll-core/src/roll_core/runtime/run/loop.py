@@ -77,7 +77,7 @@ class RunResult:
     outcome: Outcome
     steps_done: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The last value of every metric."""
+    """Last value of every metric."""
     error: BaseException | None = None
     advice: str = ""
     """Cause of `error` and remedy. Empty if the error names its own remedy or no known cause matches."""
@@ -294,7 +294,7 @@ class _Driver:
             self.pipeline = load_target(target, owner=owner)(self.config)
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to resume from, or None if the config sets none. Sweeps half-written checkpoints.
+        """Find and check the checkpoint to resume from; None if there is none. Removes incomplete checkpoints.
 
         Raises `CheckpointMismatchError` if the run cannot continue from the checkpoint.
         """
@@ -449,7 +449,7 @@ class _Driver:
 
 
 async def _watched(executor: Executor, work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`. Raises the executor's error as soon as a worker process exits, even if no call to it is pending."""
+    """Await `work`. Raises the executor's `WorkerDiedError` at once, even without a pending call to that worker."""
     working, watching = asyncio.create_task(work), asyncio.create_task(executor.watch())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -121,8 +121,8 @@ class GroupTrainRole(TrainRole):
     def changed_at(self) -> int:
         """Weight version of the last optimizer step whose gradient was not exactly zero; 0 if this process did none.
 
-        Later versions may have the same values or not: momentum and weight decay change weights without a gradient.
-        Every optimizer step therefore increments the version.
+        Later versions may have the same or different values: momentum and weight decay change weights without a
+        gradient. An optimizer step therefore increments the version even if its gradient is zero.
         """
         return self._changed_at
 
@@ -227,7 +227,7 @@ class GroupTrainRole(TrainRole):
             return any(await save.each([save.args(folder) for folder in self._rank_folders(path)]))
 
     async def finish_save(self) -> None:
-        """Write the files that the last `save` left. Takes no lease: the state was copied off the role's slots.
+        """Write the files that the last `save` left. Takes no lease, because the pending state is not on the slots.
 
         Other roles, or this role, may use the slots meanwhile.
         """
@@ -288,8 +288,8 @@ class GroupInferRole(InferRole):
         """Wrap a worker group and create its `RequestQueue`, which takes the arguments not described here.
 
         `turns` grants leases on slots and is shared by all roles. If `sleeps`, the engines free their slots for other
-        roles and lose their weights; this needs `fed`, which is true if a role publishes weights to this one.
-        `bring_back` restarts all replicas and publishes weights to them; it is called once no replica is alive.
+        roles and lose their weights. They sleep only if `fed`, that is, if a role publishes weights to them.
+        `bring_back` restarts all replicas and publishes weights to them. It is called once no replica is alive.
         """
         self.name, self.config, self.group = name, config, group
         self._workers = WorkerStub[InferWorker](group)

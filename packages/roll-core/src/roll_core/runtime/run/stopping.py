@@ -53,7 +53,7 @@ class StopSignals:
         """Run the coroutine to its end under signal handlers.
 
         Raises `RunInterruptedError` or `RunPreemptedError` if a signal ended it. Raises the exception of a background
-        task or callback that failed. In each case, the coroutine is cancelled first, so that its cleanup runs.
+        task or callback that failed. The coroutine always runs its cleanup: an early stop cancels it.
         """
         before = _handler(signal.SIGTERM)
         try:

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 GRACE_S = 5.0
-"""Seconds to wait for one side after the other failed, and beyond the deadline that workers check themselves: the exit
+"""Seconds to wait for one side after the other failed, and beyond the deadline that workers check themselves. The exit
 of a process is reported later than its closed connection."""
 GRACE_AFTER_DEADLINE_S = 1.0
-"""The same if the sender has already waited for receivers until the deadline."""
+"""Seconds to wait for receivers if the sender has already waited for them until the deadline."""
 SELF_TEST_S = 30.0
 """Deadline of a self-test, unless that of a publish is shorter."""
 

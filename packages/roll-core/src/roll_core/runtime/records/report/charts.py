@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 Point = tuple[float, float]
-"""Step and value."""
+"""A step and the value of a metric at it."""
 
 WIDTH, HEIGHT = 440, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 12, 24

@@ -1,7 +1,7 @@
 """The transport `collective`: broadcasts in buckets, between processes on any hosts.
 
-The process group is the transport's own, made from a store of its own: gloo on the host, or the platform's library
-(nccl, hccl) between devices. The strategies' default process group is not used.
+The transport creates its own process group from its own store: gloo on the host, or the platform's library (nccl, hccl)
+between devices. It does not use the strategies' default process group.
 
 The endpoints register in the store before the group is made, so that errors can name a missing endpoint. Receivers
 write their progress into it, so that a timeout can name the slow ones:
@@ -139,7 +139,7 @@ def device_backend(sender: RoleFacts, receiver: RoleFacts) -> tuple[str, str]:
 
 
 class CollectiveSender(SenderEndpoint):
-    """First rank of the group, and host of its store."""
+    """Sending endpoint; first rank of the process group and host of its store."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class CollectiveSender(SenderEndpoint):
 
 
 class CollectiveReceiver(ReceiverEndpoint):
-    """Rank `rank + 1` of the group."""
+    """Receiving endpoint; has rank `rank + 1` in the process group."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ def sources_of(sender: RoleFacts, receiver: RoleFacts) -> tuple[tuple[int, ...],
 
 
 class CudaIpcSender(PooledSender):
-    """Owns the memory."""
+    """Sending endpoint; owns the device buffer."""
 
     keeps_buffer = False
 
@@ -95,7 +95,7 @@ class CudaIpcSender(PooledSender):
 
 
 class CudaIpcReceiver(PooledReceiver):
-    """Opens the sender's memory."""
+    """Receiving endpoint; opens the sender's device buffer."""
 
     keeps_buffer = False
 

@@ -6,9 +6,9 @@
             bucket-0, bucket-1, ...     by the sender, each complete as soon as it is visible
             taken-<rank>, gone-<rank>   by receivers: have read everything, or hung up
 
-For roles between whose hosts no connection is possible. Both sides poll, at growing intervals. The sender removes a
-publish once all receivers have read it, and its whole folder when it closes; the driver removes the folder if an
-endpoint cannot. Folders that a killed run left on a file system are removed by the next sender on the same host.
+For roles whose hosts cannot connect to each other. Both sides poll, at growing intervals. The sender removes a publish
+once all receivers have read it, and its whole folder when it closes. The driver removes the folder if an endpoint
+cannot. The next sender on the same host removes folders that a killed run left on a file system.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Folder:
 
 
 class DiskSender(SenderEndpoint):
-    """Writes buckets."""
+    """Sending endpoint; writes buckets as files."""
 
     def __init__(self, num_receivers: int, bucket_bytes: int, directory: str) -> None:
         self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
@@ -203,7 +203,7 @@ class DiskSender(SenderEndpoint):
 
 
 class DiskReceiver(ReceiverEndpoint):
-    """Reads buckets."""
+    """Receiving endpoint; reads buckets from files."""
 
     def __init__(self, address: str, rank: int, bucket_bytes: int) -> None:
         self.address = address

@@ -58,7 +58,7 @@ class SharedBuffer(ABC):
     """Memory that both sides can access."""
 
     tensor: Tensor
-    """Flat uint8."""
+    """The memory as a flat uint8 tensor."""
 
     def synchronize(self) -> None:
         """Wait until this process's reads and writes are done, for devices that work asynchronously."""
@@ -70,7 +70,7 @@ class SharedBuffer(ABC):
 
 
 class OwnedBuffer(SharedBuffer):
-    """The sender's buffer."""
+    """The sender's buffer, which can create handles for receivers."""
 
     @abstractmethod
     def handle(self) -> tuple[bytes, Sequence[int]]:
