@@ -102,7 +102,7 @@ class Ledger:
             self._tokens[stage] += tokens
 
     def start_step(self) -> None:
-        """Mark the begin of a step, from which `step_times` counts."""
+        """Mark the start of a step, from which `step_times` counts."""
         with self._lock:
             self._settle()
             self._mark = self._settled

@@ -49,7 +49,7 @@ _EVENTS_PER_GUARD = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts about a run that are known at its begin; `RunRecord.update` may set some later."""
+    """Facts about a run that are known when it starts; `RunRecord.update` may set some later."""
 
     name: str
     """Experiment and number of the run, such as `grpo/001`."""

@@ -45,7 +45,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def explained(error: BaseException, run: Path) -> BaseException:
-    """Replace an error that a full disk caused by a `RunFileError`; return other errors unchanged.
+    """Return a `RunFileError` if a full disk caused `error`; otherwise return `error` unchanged.
 
     `run` is the run directory, whose free space the message states.
     """

@@ -43,7 +43,7 @@ class SamplesFile:
         self._step = -1
 
     def write(self, step: int, samples: Sequence[Sample], *, split: str = "train") -> None:
-        """Record the first of `samples`. Limits apply per step, even over several calls; `per_group` to each call."""
+        """Record the first of `samples`. `per_step` limits all calls of a step together, `per_group` each call."""
         if step != self._step:
             self._step, self._written = step, {}
         in_group: dict[str, int] = {}

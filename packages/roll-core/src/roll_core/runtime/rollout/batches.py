@@ -48,11 +48,11 @@ class BatchFacts:
     """Properties of a batch besides its groups."""
 
     ages: tuple[int, ...]
-    """Steps from each group's first token to this batch."""
+    """Steps from the start of each group to this batch."""
     left_out: int
     """Groups that the filter rejected since the last batch."""
     stale: int
-    """Groups that were started again since the last batch because they were too old."""
+    """Groups that were restarted since the last batch because they exceeded the staleness bound."""
     surplus: int
     """Groups that stay for the next batch, finished or not."""
     positions: tuple[int, ...]
@@ -62,7 +62,7 @@ class BatchFacts:
     passed_over: int = 0
     """Groups that stay in the queue although the batch contains later prompts."""
     restarted: int = 0
-    """Groups whose program started again in this resumed run, because it could not be saved."""
+    """Groups whose program was restarted in this resumed run, because its state could not be saved."""
 
 
 class BatchSource(Protocol):
@@ -91,7 +91,7 @@ class RunRollouts(Rollouts):
         check: Callable[[Sequence[Group], RewardStats], None],
         metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`check` trips the guards on tokens and rewards; `metrics` are further ones of the step."""
+        """`check` runs the guards on tokens and rewards. `metrics` returns additional metrics of the step."""
         self._run, self._role, self._plan, self._source = run, role, plan, source
         self._check, self._further_metrics = check, metrics
 

@@ -51,7 +51,7 @@ class GroupTerms:
 
 
 class GroupContext(RolloutContext):
-    """The calls of one group. The scheduler pauses it between two batches; the program then waits in `generate`."""
+    """The calls of one group's program. Between two batches the scheduler pauses it, and `generate` blocks."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class GroupContext(RolloutContext):
         scorer: Scorer | None,
         sampled: Mapping[str, Outputs] | None = None,
     ) -> None:
-        """`sampled` are outputs of a restored program's calls, by key. Without a `scorer` groups have no rewards."""
+        """`sampled` has the outputs of a restored program's calls, by key. Without `scorer`, groups have no rewards."""
         self.params, self.n = terms.params, terms.n
         self._queue, self._prompt, self._terms, self._scorer = queue, prompt, terms, scorer
         self._restored = dict(sampled or {})

@@ -221,7 +221,7 @@ class RequestQueue:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _enqueue(self, pending: PendingRequest, outputs: Sequence[PartialOutput] | None = None) -> None:
-        """Queue the incomplete outputs: as one sub-request while nothing is sampled, so that the prompt is shared."""
+        """Queue the incomplete outputs: as one sub-request while no token is sampled, so that they share the prompt."""
         left = [output for output in outputs or pending.outputs if not output.complete]
         whole = SubRequest(pending, left)
         together = whole.is_whole and not self._expand

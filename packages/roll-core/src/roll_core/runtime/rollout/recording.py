@@ -52,7 +52,7 @@ class BatchTerms:
     rollout_batch_size: int
     num_return_sequences_in_group: int
     temperature: float
-    """Logprobs are those of this sampling temperature."""
+    """Sampling temperature of the recorded logprobs."""
 
     @classmethod
     def of(cls, plan: RolloutPlan) -> Self:
@@ -64,7 +64,7 @@ class BatchTerms:
         )
 
     def check(self, recorded: BatchTerms, path: Path) -> None:
-        """Raise `RecordingError` if they differ."""
+        """Raise `RecordingError` if any setting differs."""
         for name, mine in asdict(self).items():
             theirs = getattr(recorded, name)
             if mine != theirs:
@@ -85,13 +85,13 @@ class Recorder:
     """Writes the rollouts of a run. Files appear once they are complete."""
 
     def __init__(self, run: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
-        """Write below the directory `run`. If a resumed run records, it takes over the files of the run before it,
-        `history`, up to `resumed_step`."""
+        """Write below the directory `run`. A resumed run links the files of `history`, the run that it continues, up to
+        `resumed_step`."""
         self._folder = run / FOLDER
         self._history, self._resumed_step = history, resumed_step
 
     def begin(self) -> None:
-        """Create the folder. Raises `RunDirectoryError`."""
+        """Create the folder and link the files of `history`. Raises `RunDirectoryError`."""
         try:
             self._folder.mkdir(exist_ok=True)
             for step, file in steps_in(self._history).items() if self._history is not None else ():
@@ -140,7 +140,7 @@ class RecordedSource:
         recorder.begin()
 
     async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
-        """The source's batch, once its file is complete."""
+        """Return the source's batch after its file is complete."""
         groups, facts = await self._source.batch(step)
         batch = RecordedBatch(groups=groups, facts=facts, weight_version=self._role.weight_version)
         await asyncio.to_thread(self._recorder.write, step + 1, self._terms, batch)
@@ -151,7 +151,7 @@ class Recording:
     """The recorded rollouts of a run."""
 
     def __init__(self, run: Path) -> None:
-        """Raises `RecordingError` if there are none."""
+        """Find the recorded files of a run. Raises `RecordingError` if there are none."""
         self.run = run
         self.steps = steps_in(run)
         """Recorded file by step."""
@@ -279,7 +279,7 @@ class Replay:
         self._recording, self._plan, self._role = Recording(run), plan, role
 
     async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
-        """The batch that was trained on once `step` steps were done. Raises `RecordingError`."""
+        """The batch that the recorded run trained on after `step` steps. Raises `RecordingError`."""
         found = await asyncio.to_thread(self._recording.batch, step + 1, self._plan)
         here = self._role.weight_version
         if found.weight_version != here:
@@ -315,7 +315,7 @@ def saved_group(group: Group) -> dict[str, Any]:
 
 
 def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
-    """Read back what `saved_group` returned for a group of this prompt."""
+    """Restore a group of `prompt` from the result of `saved_group`."""
     return Group(
         id=prompt.id,
         samples=tuple(
@@ -351,7 +351,7 @@ def saved_outputs(outputs: Sequence[CompletionOutput | None]) -> list[dict[str, 
 
 
 def outputs_from(saved: Sequence[Mapping[str, Any] | None]) -> list[CompletionOutput | None]:
-    """Read back what `saved_outputs` returned."""
+    """Restore outputs from the result of `saved_outputs`."""
     return [
         None
         if each is None
@@ -376,7 +376,7 @@ def _reward_from(saved: Mapping[str, Any] | None) -> Reward | None:
 
 
 def _saved_experts(experts: RoutedExperts | None) -> dict[str, Any]:
-    """Empty without experts, which most models do not have."""
+    """Routed experts as JSON; empty if the model has none."""
     if experts is None:
         return {}
     dtype = experts.dtype.newbyteorder("<").str
@@ -397,5 +397,5 @@ def saved_array(array: np.ndarray[Any, Any], dtype: str) -> str:
 
 
 def array_from(text: str, dtype: str) -> Any:
-    """Read back what `saved_array` returned, writable."""
+    """Restore a writable array from the result of `saved_array`."""
     return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()

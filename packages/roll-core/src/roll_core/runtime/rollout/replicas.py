@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from roll_core.types import Completion, GenerateRequest
 
     OnResult: TypeAlias = Callable[[str, Completion | BaseException], None]
-    """Takes the id of a request and its completion or error: `WorkerDiedError` if the replica is lost, another error if
-    the request itself failed."""
+    """Receives the id of a request and its completion or error: `WorkerDiedError` if the replica is lost, another error
+    if the request itself failed."""
     QueueItem: TypeAlias = tuple[int, int, int, SubRequest]
     """Priority, order of submission, a unique number, and the sub-request."""
 
@@ -54,11 +54,11 @@ BUSIER_BY, BUSIER_TIMES = 64, 1.5
 """A replica is far busier than another if it has more outputs by this difference and by this factor. Same rule as in
 SGLang's router (`cache_aware`: balance_abs_threshold, balance_rel_threshold)."""
 ABORT_AGAIN_S = 0.5
-"""An abort may overtake the request that it should end, and is then repeated."""
+"""Seconds between repeated aborts: an abort may overtake the request that it should end."""
 POLLS = 4
-"""A progress poll times out after this fraction of the replica's timeout: engines report between two steps."""
+"""A progress poll times out after `replica_timeout / POLLS`, since engines report only between two steps."""
 PAUSES = 20
-"""Pause between two polls, in multiples of the last poll's duration: progress of a full engine is a large payload."""
+"""Pause between two polls, in multiples of the last poll's duration. Progress of a full engine is a large payload."""
 
 
 class Replica(ABC):
@@ -102,7 +102,7 @@ class WorkerReplica(Replica):
         self._cancelling: set[asyncio.Task[None]] = set()
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call without a deadline: a busy engine queues requests, and the health monitor finds out whether it hangs."""
+        """Call without a deadline: a busy engine queues requests, and the health monitor detects hangs."""
         return await self._group.call_rank(self._rank, method, *args, deadline_s=math.inf)
 
     @override
@@ -274,7 +274,7 @@ class ReplicaPool:
         on_result: Callable[[SubRequest, Completion | BaseException], None],
         on_lost: Callable[[Sequence[SubRequest]], None],
     ) -> None:
-        """Polls progress every `progress_s` seconds (0: never). `on_lost` takes the sub-requests of a lost replica."""
+        """Poll progress every `progress_s` seconds (0: never). `on_lost` gets the sub-requests of a lost replica."""
         self._router, self._on_result, self._on_lost = router, on_result, on_lost
         self.monitor = HealthMonitor(timeouts, progress_s, self._terminate)
         self._slots: list[ReplicaSlot] = []
@@ -284,7 +284,7 @@ class ReplicaPool:
         self._accepted: dict[ReplicaSlot, list[GenerateRequest]] = {}
         self._with_waiting: set[ReplicaSlot] = set()
         self.num_running = self.num_lost = self.num_continued = 0
-        """Outputs that run, replicas that were lost, interrupted outputs that were continued."""
+        """Numbers of running outputs, lost replicas, and interrupted outputs that were continued."""
         self._last_error: WorkerDiedError | None = None
 
     def add(self, replica: Replica) -> None:
@@ -458,9 +458,9 @@ class HealthTimeouts:
     """
 
     token_s: float = math.inf
-    """Without a new token and without a result (`replica_timeout`)."""
+    """Maximum seconds without a new token or a result (`replica_timeout`)."""
     result_s: float = math.inf
-    """Without a result, for engines that do not report progress (`rpc_timeout`)."""
+    """Maximum seconds without a result, for engines that do not report progress (`rpc_timeout`)."""
 
 
 NO_TIMEOUTS = HealthTimeouts()
@@ -472,7 +472,7 @@ class HealthMonitor:
     def __init__(
         self, timeouts: HealthTimeouts, poll_s: float, terminate: Callable[[ReplicaSlot, str], Awaitable[None]]
     ) -> None:
-        """Polls every `poll_s` seconds; 0 disables it. `terminate` receives the reason."""
+        """Poll every `poll_s` seconds; 0 disables polling. `terminate` is called with the slot and the reason."""
         self._timeouts, self._poll_s, self._terminate = timeouts, poll_s, terminate
         self._limit_s = max(poll_s, timeouts.token_s / POLLS)
         self._tasks: dict[ReplicaSlot, asyncio.Task[None]] = {}
@@ -524,7 +524,7 @@ class HealthMonitor:
             del self._tasks[slot]
 
     async def _poll(self, slot: ReplicaSlot) -> float:
-        """Store the slot's progress; returns the seconds that it took."""
+        """Poll and store the slot's progress. Returns the duration in seconds."""
         time = asyncio.get_running_loop().time
         begun, limit_s = time(), None if self._limit_s == math.inf else self._limit_s
         try:
@@ -547,7 +547,7 @@ class HealthMonitor:
         return time() - begun
 
     def _timeout(self, slot: ReplicaSlot) -> str:
-        """Why the replica is terminated; empty if it is healthy."""
+        """Reason for terminating the replica; empty if it is healthy."""
         if self._suspended or not slot.running or not slot.alive:
             return ""
         limit_s = self._timeouts.token_s if slot.reports else self._timeouts.result_s

@@ -154,7 +154,7 @@ class GroupQueue:
         self._num_awaited = self.unsettled
 
     def join(self, capacity: int, prompt: Callable[[str, int], Prompt], step: int) -> list[GroupSlot]:
-        """Add the next prompts, until the queue has `capacity` groups."""
+        """Add the next prompts until the queue has `capacity` groups or the batch's limit of prompts is reached."""
         joined = []
         for _ in range(min(capacity - len(self), self.limit - self.tried)):
             joined.append(GroupSlot(prompt(self.tag, self.next), self.next, step))
@@ -219,8 +219,8 @@ class RolloutScheduler:
         lease: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext,
         serve: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]] = asyncio.ensure_future,
     ) -> None:
-        """Without a `seed` requests have none. `lease` holds the engine's slots; `serve` awaits a coroutine within it,
-        and replaces replicas meanwhile if none is alive."""
+        """`seed` is the base of request seeds; None for requests without seeds. `lease` leases the engine's slots.
+        `serve` awaits a coroutine within the lease, and restarts the replicas if none is alive."""
         self.plan = plan
         self._requests, self._scorer, self._seed, self._lease = requests, scorer, seed, lease
         self._queues = [GroupQueue.of(tag, count, plan) for tag, count in plan.counts.items()]
@@ -294,15 +294,15 @@ class RolloutScheduler:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The group queues as plain values. Running rollouts are saved with the tokens that they had when they were
-        last interrupted."""
+        """The group queues as plain values. Running rollouts include the tokens that were sampled until their last
+        interruption."""
         return {
             queue.tag: {"next": queue.next, "kept": [_saved_slot(slot) for slot in queue.slots]}
             for queue in self._queues
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Tags that it does not have begin at their first prompt.
+        """Continue from `state`. Tags missing in it begin at their first prompt.
 
         Raises `CheckpointMismatchError`.
         """

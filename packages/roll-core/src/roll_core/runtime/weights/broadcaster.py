@@ -35,12 +35,12 @@ of a process is reported later than its closed connection."""
 GRACE_AFTER_DEADLINE_S = 1.0
 """Seconds to wait for receivers if the sender has already waited for them until the deadline."""
 SELF_TEST_S = 30.0
-"""Deadline of a self-test, unless that of a publish is shorter."""
+"""Deadline of a self-test in seconds, unless that of a publish is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """Figures of one publish."""
+    """Sizes and durations of one publish."""
 
     version: int
     transport: str
