@@ -1,6 +1,6 @@
-"""What a run would take, before anything starts: who sits where, how much memory each phase needs, what to change.
+"""Dry-run planning (`roll-core plan`): placement of workers, memory per phase, and config changes that make a run fit.
 
-`make_plan` asks the same functions that a run asks; nothing here imports torch or Ray.
+`make_plan` uses the same functions as a run. Nothing here imports torch or Ray.
 """
 
 from roll_core.runtime.planning.plan import Plan, make_plan

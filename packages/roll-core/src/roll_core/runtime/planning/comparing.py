@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured, by process: for the run's record and its report."""
+"""Predicted and measured memory of each process, for the run's record and report."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def plan_of_run(
     executor: ExecutorName,
     places: Mapping[str, tuple[Place, ...]],
 ) -> Plan | None:
-    """The plan of a run whose workers sit where they sit. None, which is logged, where it cannot be made: a run needs
-    none."""
+    """Plan of a run whose workers are already placed. If planning fails, logs the reason and returns None.
+
+    A run does not depend on its plan.
+    """
     try:
         placing = Placing(
             pipeline=replace(pipeline_plan(pipeline, config), roles=tuple(roles)),
@@ -55,8 +57,10 @@ def plan_of_run(
 
 
 def compared(plan: Plan | None, measured: Mapping[str, Iterable[MemoryUse | None]]) -> list[dict[str, Any]]:
-    """A row for each process: its roles, and bytes on the host and on the device. `measured` is by role, in the order
-    of ranks."""
+    """One row per process: its roles and ranks, and measured and predicted bytes on host and device.
+
+    `measured` maps each role to its memory in the order of ranks, with None for unknown.
+    """
     processes: defaultdict[tuple[str, int], list[tuple[str, int, MemoryUse]]] = defaultdict(list)
     for role, uses in measured.items():
         for rank, use in enumerate(uses):
@@ -82,7 +86,7 @@ def compared(plan: Plan | None, measured: Mapping[str, Iterable[MemoryUse | None
 
 
 def _predicted(plan: Plan | None, roles: list[str]) -> dict[str, int | None]:
-    """Of one process with a worker of each of these roles, in the phase that wants most."""
+    """Predicted bytes of a process with one worker of each role: the maximum over all phases. None if unknown."""
     nothing: dict[str, int | None] = {"predicted_bytes": None, "device_predicted_bytes": None}
     if plan is None or any(role.unknown for role in plan.memory if role.role in roles):
         return nothing

@@ -1,7 +1,7 @@
-"""The smallest change of a config that makes it fit: fewest levers first, then the least painful ones.
+"""Search for the smallest config change that makes a run fit into memory: fewest settings first, then lowest cost.
 
-The levers are declared: a microbatch's size, recomputation, and what each strategy offers (`MemoryAnswer.levers`). Each
-is tried by asking the formulas again, so what is proposed is what `roll-core plan` would then find to fit.
+Candidates are microbatch sizes, gradient checkpointing, and the `MemoryAnswer.levers` of each strategy. Each candidate
+is evaluated with the memory formulas, so `roll-core plan` accepts the proposed config.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ if TYPE_CHECKING:
     from roll_core.spec.config import RunConfig, WorkerConfig
 
 MOST_LEVERS = 3
-"""Of different kinds, in one proposal."""
+"""Maximum number of changes of different kinds in a proposal, before all kinds are tried together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One setting of one lever."""
+    """One candidate setting that reduces memory."""
 
     kind: str
     """Changes of one kind exclude each other."""
     keys: Mapping[str, Any]
-    """Dotted keys of the config."""
+    """Config values by dotted key."""
     costs: str
+    """Drawback of the change, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """What to change, and what comes of it."""
+    """Changes to a config, and the memory that is still missing with them."""
 
     changes: tuple[Change, ...]
     over: int
-    """Bytes that are still lacking: 0 where it fits."""
+    """Bytes by which the plan still exceeds memory; 0 if it fits."""
 
     @property
     def overrides(self) -> list[str]:
-        """As arguments of the command line."""
+        """The changes as command line arguments, `key=value`."""
         return [f"{key}={_written(each)}" for change in self.changes for key, each in change.keys.items()]
 
 
 def smallest_change(config: RunConfig, registry: Registry, plan: Plan) -> Proposal | None:
-    """What makes a plan fit that does not; where nothing does, what comes nearest. None where nothing can be moved."""
+    """The smallest change that makes `plan` fit, or else the one that comes closest. None if no change helps."""
     changes = _changes(config, registry, plan)
     kinds = [list(each) for _, each in itertools.groupby(changes, key=lambda change: change.kind)]
     nearest: Proposal | None = None
     for count in range(1, min(MOST_LEVERS, len(kinds)) + 1):
         for chosen in itertools.combinations(kinds, count):
-            # Together they do most at their strongest: where that does not fit, weaker settings need not be tried.
+            # The strongest settings save most memory: if they do not fit together, skip the weaker ones.
             strongest = _tried(config, registry, plan, [each[-1] for each in chosen])
             if strongest is None:
                 continue
@@ -79,13 +80,13 @@ def _tried(config: RunConfig, registry: Registry, plan: Plan, changes: Sequence[
     keys = {key: value for change in changes for key, value in change.keys.items()}
     try:
         found = plan_with(changed(config, keys), registry, plan.placing, plan.capacity)
-    except (RollError, ValueError):  # settings that exclude each other are no proposal
+    except (RollError, ValueError):  # incompatible settings are no proposal
         return None
     return Proposal(changes=tuple(changes), over=found.over)
 
 
 def _changes(config: RunConfig, registry: Registry, plan: Plan) -> Iterator[Change]:
-    """Those of roles that have a part in what does not fit, changes of one kind side by side and weakest first."""
+    """Changes to roles that contribute to an overfull memory, grouped by kind and weakest first within a kind."""
     guilty = {name for load in plan.loads if load.over for name, _ in load.by_role}
     for role in plan.memory:
         if role.role not in guilty or role.unknown:
@@ -136,7 +137,7 @@ def _smaller_scoring(role: RoleMemory, worker: WorkerConfig) -> Iterator[Change]
 
 
 def _of_strategy(role: RoleMemory) -> Iterator[Change]:
-    """Levers that set the same keys are settings of one."""
+    """Changes from the strategy's levers. Levers that set the same keys are of one kind."""
     ordered: dict[tuple[str, ...], list[Change]] = {}
     for lever in role.levers:
         kind = f"{role.role} {' '.join(sorted(lever.keys))}"
@@ -153,7 +154,7 @@ def _halves(value: int) -> Iterator[int]:
 
 
 def changed(config: RunConfig, keys: Mapping[str, Any]) -> RunConfig:
-    """A config with other values for dotted keys. What the schemas of strategies say is asked when they are used."""
+    """Copy a config with new values for dotted keys. Does not validate; strategy schemas are checked when used."""
     for key, value in keys.items():
         config = _with(config, key.split("."), value)
     return config
@@ -173,5 +174,5 @@ def _written(value: Any) -> str:
 
 
 def explained(changes: Iterable[Change]) -> list[str]:
-    """What each costs, once."""
+    """Drawbacks of the changes, without duplicates."""
     return list(dict.fromkeys(change.costs for change in changes))

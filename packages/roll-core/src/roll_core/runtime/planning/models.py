@@ -1,4 +1,4 @@
-"""The size of each role's model, read from the config or from files that are here. Nothing is downloaded or loaded."""
+"""Size of each role's model, from the config or from local files. Downloads nothing and loads no weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from roll_core.spec.plan import ModelSize
 
 SPECIAL_TOKENS = 2
-"""Of the tokenizers that are made here (`data.tokenizers`)."""
+"""Number of special tokens of tokenizers that ROLL trains (`data.tokenizers`)."""
 BYTES = 256
 
 
 def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
-    """Raises `ModelError` where it cannot be known."""
+    """Size of a model from `random_init` or from its local or cached `config.json`.
+
+    Raises `ModelError` if the size cannot be determined from these.
+    """
     if spec.random_init is not None:
         keys = dict(spec.random_init)
         if "vocab_size" not in keys:
@@ -38,8 +41,10 @@ def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
 
 
 def vocab_size_of(spec: ModelSpec, config: RunConfig, *, tokens: int) -> int:
-    """Ids that a model can sample: those of its embedding, which is often padded beyond the `tokens` of the tokenizer,
-    or `tokens` where the model's files are not here."""
+    """Number of ids that a model can sample: the rows of its embedding, or `tokens` if its size is unknown.
+
+    Embeddings are often padded beyond the `tokens` of the tokenizer.
+    """
     try:
         return max(tokens, size_of(spec, config).vocab_size)
     except RollError:
@@ -47,7 +52,7 @@ def vocab_size_of(spec: ModelSpec, config: RunConfig, *, tokens: int) -> int:
 
 
 def _folder(path: str) -> Path:
-    """The directory that is named, or where the hub's cache has the model."""
+    """The model's directory, or its snapshot in the Hugging Face cache. Raises `ModelError` if neither exists."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -65,7 +70,7 @@ def _folder(path: str) -> Path:
 
 
 def _vocab_size(config: RunConfig) -> int:
-    """That of the tokenizer which a run would make. Raises `ModelError` where only the data or a model would tell."""
+    """Vocabulary size of the tokenizer that a run would train. Raises `ModelError` if it depends on data or a model."""
     tokenizer = config.tokenizer
     if tokenizer is None:
         raise ModelError(
@@ -81,9 +86,9 @@ def _vocab_size(config: RunConfig) -> int:
 
 
 def adapter_parameters(size: ModelSize, lora: LoraSpec) -> int:
-    """Parameters of the adapters of a model, and of the modules that are trained in full beside them.
+    """Number of LoRA parameters, plus those of `extra_modules`, which are trained in full.
 
-    Of each matrix that is a target, `rank × (inputs + outputs)`.
+    Each target matrix adds `rank × (inputs + outputs)`.
     """
     count = 0
     for index, layer in enumerate(size.layers):

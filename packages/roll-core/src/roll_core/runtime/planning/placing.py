@@ -1,6 +1,6 @@
-"""Who will sit where: what a run would find when it starts, put into words before it does.
+"""Placement of workers before a run starts, with the reasons for which the run would fail or wait.
 
-The places are `place_roles`', the executor `choose_executor`'s, and the roles those of the pipeline's plan.
+Uses the same `place_roles` and `choose_executor` as a run, with the roles of the pipeline's plan.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ if TYPE_CHECKING:
     from roll_core.spec.providers import PipelineProvider
 
 WAITING_S = 120
-"""For which a run waits until Ray has its slots free (`ray_executor.PLACEMENT_S`)."""
+"""Seconds that a run waits for free slots in Ray (`ray_executor.PLACEMENT_S`)."""
 HARDEST: dict[str, tuple[Act, ...]] = {"train": UPDATE, "score": ("score",), "generate": ("generate",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placing:
-    """Every worker's place, and what stands against it."""
+    """Placement of every worker, and problems with it."""
 
     pipeline: PipelinePlan
     platform: Platform
     per_node: int
-    """Slots of a node."""
+    """Number of slots per node."""
     num_nodes: int | None
-    """Nodes that are there; None where only a cluster knows that nobody has asked."""
+    """Number of available nodes; None if the Ray cluster was not queried."""
     executor: ExecutorName
     places: Mapping[str, tuple[Place, ...]]
     weights: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
-    """The weight transport from each role to each engine that it feeds."""
+    """Weight transport by `(trainer, engine)`."""
     problems: tuple[str, ...] = ()
-    """Why the run would not start."""
+    """Reasons why the run would not start."""
     notes: tuple[str, ...] = ()
-    """What it would wait for."""
+    """Resources that the run would wait for."""
     here: bool = field(default=True)
-    """The platform is on this host, so that its memory can be asked for."""
+    """True if the devices are on this host, so that their memory can be queried."""
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Those that are used, by number."""
+        """Indices of the nodes that have workers, in order."""
         return tuple(sorted({place.node for workers in self.places.values() for place in workers}))
 
 
 def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = None) -> Placing:
-    """Where the workers of a config go. `num_nodes` is how many there are, where the user says so.
+    """Place the workers of a config. `num_nodes` is the number of nodes, if the user gives it.
 
-    Raises `PlacementError` where not even a picture can be drawn.
+    Most problems are returned in `Placing.problems`. Raises `PlacementError` if no placement can be computed at all.
     """
     config = loaded.config
     pipeline = pipeline_plan(loaded.pipeline, config)
@@ -129,9 +129,9 @@ def weight_choices(
     executor: ExecutorName,
     places: Mapping[str, tuple[Place, ...]],
 ) -> dict[tuple[str, str], Choice]:
-    """The transport from each role to each engine that it feeds, before any self-test.
+    """Weight transport by `(trainer, engine)`, before any self-test.
 
-    Raises `UnsupportedError` if two roles have none.
+    Raises `UnsupportedError` if no transport connects a pair.
     """
     facts = {role.name: _facts(role, config, registry, platform, executor, places[role.name]) for role in roles}
     return {
@@ -151,7 +151,7 @@ def _facts(
     executor: ExecutorName,
     places: Sequence[Place],
 ) -> RoleFacts:
-    """Facts as the workers would report them; the first slot of a worker stands for its device."""
+    """The `RoleFacts` that the workers would report. A worker's first slot stands for its device."""
     if role.kind == "reward":
         return RoleFacts(role=role.name, workers=())
     can = provider_of(role, role_config(config, role.name), registry).capabilities
@@ -171,12 +171,15 @@ def _facts(
 
 
 def pipeline_plan(provider: PipelineProvider, config: RunConfig) -> PipelinePlan:
-    """What a pipeline says of itself; where it says nothing, its roles work one after the other."""
+    """The pipeline's own plan. If it declares none, assume that its roles work one after the other.
+
+    Raises `PluginError` if the pipeline's plan function fails.
+    """
     if provider.plan:
         make = load_target(provider.plan, owner=f"pipeline {provider.name}")
         try:
             found: PipelinePlan = make(config)
-        except Exception as error:  # foreign code
+        except Exception as error:  # plugin code may raise anything
             raise PluginError(
                 f"pipeline {provider.name}: {provider.plan} failed: {type(error).__name__}: {error}"
             ) from error
@@ -199,7 +202,7 @@ def _refused_locally(
 
 
 def _missing(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int, num_nodes: int) -> list[str]:
-    """Of each role the first slot that no node has, and how many workers that leaves without a place."""
+    """One problem per role with slots beyond the last node: its first missing slot and number of unplaced workers."""
     found = []
     for role, workers in places.items():
         homeless = [each for each in workers if each.node >= num_nodes and each.slots]
@@ -211,7 +214,7 @@ def _missing(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_no
 
 
 def _not_on_this_host(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int) -> list[str]:
-    """`num_gpus_per_node` may say more than there is."""
+    """One problem per role with slots beyond this host's devices: `num_gpus_per_node` may exceed the device count."""
     here = per_node if platform.slots_share_cores else platform.device_count()
     if here >= per_node:
         return []
@@ -231,7 +234,7 @@ def _not_on_this_host(places: Mapping[str, tuple[Place, ...]], platform: Platfor
 def _waiting(
     places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int, num_nodes: int | None
 ) -> tuple[str, ...]:
-    """A run takes all of its slots together or none."""
+    """A note about slots for which the run may wait: Ray reserves all slots of a run together."""
     highest: dict[int, int] = {}
     for workers in places.values():
         for each in workers:

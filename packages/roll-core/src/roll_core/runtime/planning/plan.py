@@ -1,4 +1,4 @@
-"""The plan of a run: places, memory of every role and phase, the verdict, and the smallest change that makes it fit."""
+"""Plan of a run: placement, memory of every role in every phase, and whether it fits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from roll_core.spec.platform import Platform
 
 PROCESS_BYTES = 500 << 20
-"""Of the host: what a process holds when torch and transformers are imported and nothing is built."""
+"""Host memory of a process that has imported torch and transformers and built no model."""
 CONTEXT_BYTES = 600 << 20
-"""Of an accelerator: what a process holds when it has opened it and its collectives."""
+"""Device memory of a process that has created its device context and its collectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Memory that a run may take; None where it is not known."""
+    """Free memory in bytes, per host and per slot; None if unknown."""
 
     host: int | None
     slot: int | None
@@ -38,42 +38,42 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is wanted of one memory in one phase."""
+    """Required and free bytes of one memory (a node's or a slot's) in one phase."""
 
     where: str
-    """`node 0`, `node 0, slot 3`."""
+    """Name of the memory: `node 0`, or `node 0, slot 3`."""
     phase: str
     num_bytes: int
     free: int | None
     by_role: tuple[tuple[str, int], ...]
-    """And what the processes hold that are there, under the name of what it is."""
+    """Bytes by role, and overhead of the processes under names such as `libraries`."""
 
     @property
     def over(self) -> int:
-        """Bytes that it lacks; 0 where it fits or nobody knows."""
+        """Missing bytes; 0 if the phase fits or the free memory is unknown."""
         return 0 if self.free is None else max(0, self.num_bytes - self.free)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is known of a run before it starts."""
+    """Placement and predicted memory of a run before it starts."""
 
     placing: Placing
     memory: tuple[RoleMemory, ...]
     capacity: Capacity
     loads: tuple[Load, ...]
-    """Of each memory in each phase."""
+    """Load of each memory in each phase."""
 
     @property
     def taken(self) -> Iterator[tuple[str, str, int, int]]:
-        """Phase, role, and bytes of one of its workers on the device and on the host."""
+        """Yield phase, role, and the device and host bytes of one worker of the role."""
         for phase, roles in _phases(self.placing, self.memory):
             for role in roles:
                 yield phase.name, role.role, *_by_memory(role, phase, self.placing)
 
     @property
     def fullest(self) -> tuple[Load, ...]:
-        """Of each kind of memory the phase that wants most of it, those first that do not fit."""
+        """The worst load of each kind of memory (`node`, `slot`), the most overfull first."""
         found: dict[str, Load] = {}
         for load in self.loads:
             kind = "slot" if "slot" in load.where else "node"
@@ -83,17 +83,17 @@ class Plan:
 
     @property
     def over(self) -> int:
-        """Bytes by which the worst memory does not fit."""
+        """Missing bytes of the most overfull memory; 0 if the plan fits."""
         return max((load.over for load in self.loads), default=0)
 
     @property
     def known(self) -> bool:
-        """Every role with a model says what it takes, and every memory how much it has."""
+        """True if the memory of every role with a model and the free bytes of every memory are known."""
         return not any(role.unknown for role in self.memory) and all(load.free is not None for load in self.loads)
 
     @property
     def starts(self) -> bool:
-        """Every worker has its place."""
+        """True if every worker has a place."""
         return not self.placing.problems
 
 
@@ -105,9 +105,10 @@ def make_plan(
     slot_bytes: int | None = None,
     host_bytes: int | None = None,
 ) -> Plan:
-    """The plan of a config. What the user says of the machines wins over what is found here.
+    """Make the plan of a config.
 
-    Raises `PlacementError` where not even the places can be told.
+    `num_nodes`, `slot_bytes` and `host_bytes` describe the machines and override what is detected on this host.
+    Raises `PlacementError` if no placement can be computed.
     """
     placing = place(loaded, registry, num_nodes=num_nodes)
     capacity = _capacity(placing, slot_bytes=slot_bytes, host_bytes=host_bytes)
@@ -115,7 +116,7 @@ def make_plan(
 
 
 def plan_with(config: RunConfig, registry: Registry, placing: Placing, capacity: Capacity) -> Plan:
-    """The plan of a config whose workers have these places."""
+    """Make the plan of a config for a given placement and capacity."""
     slot = capacity.host if placing.platform.slots_share_cores else capacity.slot
     memory = predict(config, registry, placing, slot)
     return Plan(placing=placing, memory=memory, capacity=capacity, loads=_loads(placing, memory, capacity))
@@ -133,7 +134,7 @@ def _capacity(placing: Placing, *, slot_bytes: int | None, host_bytes: int | Non
 
 
 def _free_on_slots(platform: Platform) -> int | None:
-    """Of the slot that has least."""
+    """Free bytes of the slot with the least free memory; None if unknown."""
     try:
         found = [platform.memory(index) for index in range(platform.device_count())]
     except RollError:
@@ -152,7 +153,10 @@ def _loads(placing: Placing, memory: tuple[RoleMemory, ...], capacity: Capacity)
 
 
 def _phases(placing: Placing, memory: tuple[RoleMemory, ...]) -> Iterator[tuple[Phase, list[RoleMemory]]]:
-    """With the roles that are there. They start one after the other, with the slots that they share to themselves."""
+    """Yield each phase with the roles that exist in it.
+
+    Roles start one after the other; earlier roles offload from the slots that they share with the starting role.
+    """
     known = [role for role in memory if not role.unknown]
     for index, role in enumerate(known):
         yield Phase(name=f"start of {role.role}", acts={role.role: "start"}), known[: index + 1]
@@ -180,7 +184,7 @@ def _phase_loads(phase: Phase, placing: Placing, roles: list[RoleMemory], capaci
 
 
 def _on_slots(role: RoleMemory, placing: Placing) -> bool:
-    """Its slots have memory of their own."""
+    """True if the role's slots have memory of their own (accelerators)."""
     return not placing.platform.slots_share_cores and any(each.slots for each in placing.places[role.role])
 
 
@@ -190,14 +194,14 @@ def _load(where: str, phase: Phase, by_role: dict[str, int], free: int | None) -
 
 
 def _by_memory(role: RoleMemory, phase: Phase, placing: Placing) -> tuple[int, int]:
-    """Bytes of one worker on its slots and on the host, after those that must make room have done so."""
+    """Device and host bytes of one worker in a phase, after the roles that share slots have offloaded."""
     act: Act = phase.acts.get(role.role, "wait")
     mine = slots_of(placing.places[role.role])
     crowded = any(mine & slots_of(placing.places[other]) for other in phase.acts if other != role.role)
     device = host = 0
     for use in role.taken(act):
         if role.makes_room and crowded and use.leaves and _goes(use, act):
-            # What an engine gives up is gone; what a trainer moves is on the host meanwhile.
+            # An engine frees this memory; a trainer moves it to the host.
             host += use.num_bytes if role.kind != "generate" and use.on == "device" else 0
         elif use.on == "device":
             device += use.num_bytes
@@ -207,14 +211,14 @@ def _by_memory(role: RoleMemory, phase: Phase, placing: Placing) -> tuple[int, i
 
 
 def _goes(use: Use, act: Act) -> bool:
-    """In a turn together with others a role keeps what it needs there (`runtime.turns`)."""
+    """True if the role offloads this use in the phase. While publishing, it keeps its weights (`cluster.leases`)."""
     if act == "publish":
         return use.what != "weights"
     return act == "wait"
 
 
 def _processes(placing: Placing) -> dict[int, int]:
-    """Of each node: the driver, and with Ray one for each worker."""
+    """Number of processes per node: the driver on node 0, and with Ray one process per worker."""
     count: dict[int, int] = defaultdict(int)
     count[0] = 1
     if placing.executor == "ray":

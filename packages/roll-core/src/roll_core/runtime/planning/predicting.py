@@ -1,4 +1,4 @@
-"""What each role takes while it does each thing: the strategies' formulas, asked with the numbers of a config."""
+"""Memory of each role in each activity, from the strategies' formulas and the numbers of a config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ACTS: dict[str, tuple[Act, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMemory:
-    """What one worker of a role takes; of several the one that takes most."""
+    """Memory of one worker of a role, the one that uses most."""
 
     role: str
     kind: str
@@ -43,26 +43,26 @@ class RoleMemory:
     uses: tuple[Use, ...] = ()
     levers: tuple[Lever, ...] = ()
     makes_room: bool = False
-    """It moves what it can to the host, or gives it up, while others use its slots."""
+    """True if the role offloads or frees memory while other roles use its slots."""
     unknown: str = ""
-    """Why nothing is said."""
+    """Reason why the memory is unknown; empty if it is known."""
 
     def taken(self, act: Act) -> list[Use]:
-        """While it does this."""
+        """Uses of memory during an activity."""
         return [use for use in self.uses if not use.during or act in use.during]
 
     def num_bytes(self, act: Act, on: str = "") -> int:
-        """On the device or on the host; on both where not given."""
+        """Total bytes during an activity, on `device` or `host`, or on both if `on` is empty."""
         return sum(use.num_bytes for use in self.taken(act) if not on or use.on == on)
 
     @property
     def acts(self) -> tuple[Act, ...]:
-        """What a role of its kind does."""
+        """Activities of a role of this kind."""
         return ACTS.get(self.kind, ())
 
 
 def predict(config: RunConfig, registry: Registry, placing: Placing, slot_bytes: int | None) -> tuple[RoleMemory, ...]:
-    """Of every role that has a model."""
+    """Predict the memory of every role that has a model (all except rewards)."""
     return tuple(
         _role_memory(role, config, registry, placing, slot_bytes)
         for role in placing.pipeline.roles
@@ -99,7 +99,7 @@ def _ask(provider: TrainProvider | InferProvider, question: MemoryQuestion, *, o
     formula = load_target(provider.memory, owner=owner)
     try:
         answer: MemoryAnswer = formula(question)
-    except Exception as error:  # foreign arithmetic ends neither a plan nor a run
+    except Exception as error:  # an error in a plugin's formula must end neither a plan nor a run
         raise PluginError(f"{owner}: {provider.memory} failed: {type(error).__name__}: {error}") from error
     return answer
 
@@ -151,7 +151,7 @@ def _question(
 
 
 def _sync_buffers(role: RoleSpec, config: RunConfig, placing: Placing, question: MemoryQuestion) -> tuple[Use, ...]:
-    """Buffers of the first weight sync that the role takes part in, as its transport estimates them."""
+    """Buffers of the first weight sync in which the role takes part, as estimated by its transport."""
     link = next((link for link in placing.weights if role.name in link), None)
     if link is None:
         return ()
@@ -170,7 +170,7 @@ def _sync_buffers(role: RoleSpec, config: RunConfig, placing: Placing, question:
 
 
 class _Batches:
-    """How much is computed at a time, at most: every sequence as long as the config allows."""
+    """Largest microbatches of a role, assuming that every sequence is as long as the config allows."""
 
     def __init__(
         self, role: RoleSpec, worker: WorkerConfig, config: RunConfig, placing: Placing, size: ModelSize

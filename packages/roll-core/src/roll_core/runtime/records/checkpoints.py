@@ -1,4 +1,4 @@
-"""Checkpoints that are there completely or not at all: `checkpoints/step-N/` with a manifest of digests.
+"""Atomic checkpoints: `checkpoints/step-N/`, with a manifest of digests, is complete or does not exist.
 
 writing(N):  .step-N.tmp-<host>-<pid>-<x>/  --fsync, manifest.json-->  rename  -->  step-N/
 """
@@ -36,9 +36,9 @@ STATE = "state.json"
 
 _WORKING = re.compile(r"\.step-\d+\.(?:tmp|old)-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 _MINE: set[str] = set()
-"""Names of the working directories that this process writes at the moment."""
+"""Names of the working directories that this process is writing."""
 _FOREIGN_AGE_S = 24 * 3600.0
-"""A working directory of another host, of whose processes nothing is known, is swept when it is so old."""
+"""Age in seconds at which another host's working directory is swept; its processes cannot be checked from here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
-        """What stands at `path`, however damaged it is: its step is told by its name, else by its manifest, else 0."""
+        """The checkpoint at `path`, unverified. The step comes from its name, else from its manifest, else it is 0."""
         match = STEP.fullmatch(path.name)
         if match:
             return cls(int(match[1]), path)
@@ -60,7 +60,7 @@ class Checkpoint:
             return cls(0, path)
 
     def state(self) -> dict[str, Any]:
-        """What was given as `state` when it was written."""
+        """The `state` that was passed to `CheckpointStore.writing`. Raises `CheckpointError` if it cannot be read."""
         file = self.path / STATE
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
@@ -72,21 +72,21 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One process writes; any may read."""
+    """The checkpoints of one run. One process writes; any process may read."""
 
     def __init__(self, directory: Path, keep: int = 0) -> None:
-        """`keep` newest checkpoints stay, 0 keeps all. Touches nothing."""
+        """`keep`: number of newest checkpoints to retain, 0 for all. Accesses no files."""
         self.directory = directory
         self.keep = keep
 
     @staticmethod
     def is_checkpoint(path: Path) -> bool:
-        """Whether `path` is a checkpoint by its looks; it may be damaged."""
+        """True if `path` has a manifest or is a directory named `step-N`. The checkpoint may be damaged."""
         return (path / MANIFEST).is_file() or (STEP.fullmatch(path.name) is not None and path.is_dir())
 
     @staticmethod
     def open(path: Path) -> Checkpoint:
-        """The checkpoint at `path`, verified. Raises `CheckpointError` that says what is damaged."""
+        """Verify and return the checkpoint at `path`. Raises `CheckpointError` that lists the damage."""
         problems = verify(path)
         if problems:
             others = [c for c in CheckpointStore(path.parent).list() if c.path != path and not verify(c.path)]
@@ -108,9 +108,9 @@ class CheckpointStore:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest_good(self) -> Checkpoint | None:
-        """The newest checkpoint that is intact, read back in full. None if there is none at all.
+        """The newest checkpoint that is intact, verified in full. None if there are no checkpoints.
 
-        Damaged ones are passed over with a warning that says what is wrong. Raises `CheckpointError` if all are.
+        Skips damaged checkpoints with a warning. Raises `CheckpointError` if all are damaged.
         """
         damaged = []
         for checkpoint in reversed(self.list()):
@@ -125,11 +125,12 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def writing(self, step: int, state: Mapping[str, Any], *, stop: threading.Event | None = None) -> Iterator[Path]:
-        """A directory to write into. It becomes `step-<step>` when the block ends, and vanishes if the block raises.
+        """Yield a directory to write into. It becomes `step-<step>` when the block ends, and is removed if it raises.
 
-        `state` is kept as JSON beside what the block writes. Blocks while everything is flushed and digested; older
-        checkpoints beyond `keep` are removed afterwards. A full disk is a `CheckpointError`, the checkpoints before
-        it are untouched. `stop` may be set by another thread: what blocks then raises `CheckpointError` soon.
+        `state` is stored as JSON beside the block's files. The exit blocks until all files are flushed and digested,
+        then removes the oldest checkpoints beyond `keep`. Raises `CheckpointError` for a full disk and other
+        `OSError`s; earlier checkpoints stay intact. If another thread sets `stop`, the exit raises `CheckpointError`
+        soon.
         """
         self.sweep()
         working = self._working(step, "tmp")
@@ -154,7 +155,7 @@ class CheckpointStore:
 
     @contextlib.asynccontextmanager
     async def writing_aside(self, step: int, state: Mapping[str, Any]) -> AsyncIterator[Path]:
-        """As `writing`, but what blocks is done in a thread: the event loop goes on, and cancelling ends it soon."""
+        """As `writing`, but the exit flushes and digests in a thread, without blocking the event loop. Cancellable."""
         stop = threading.Event()
         writing = self.writing(step, state, stop=stop)
         path = writing.__enter__()
@@ -166,7 +167,7 @@ class CheckpointStore:
         await _in_thread(lambda: writing.__exit__(None, None, None), stop)
 
     def sweep(self) -> None:
-        """Remove what processes that are gone left half-written."""
+        """Remove incomplete checkpoints of processes that no longer exist."""
         if not self.directory.is_dir():
             return
         for path in self.directory.iterdir():
@@ -187,7 +188,7 @@ class CheckpointStore:
             shutil.rmtree(replaced, ignore_errors=True)
 
     def _move_aside(self, target: Path, step: int) -> Path:
-        """Out of sight in one act, so that a removal that is killed half-way leaves nothing that looks complete."""
+        """Rename a checkpoint atomically before its removal, so that an interrupted removal leaves no `step-N`."""
         aside = self._working(step, "old")
         os.rename(target, aside)
         return aside
@@ -209,7 +210,7 @@ class CheckpointStore:
 
 
 async def _in_thread(function: Callable[[], T], stop: threading.Event) -> T:
-    """Its result. Cancelling sets `stop`, and waits until the thread has noticed."""
+    """Run `function` in a thread and return its result. Cancellation sets `stop` and waits for the thread to end."""
     working = asyncio.create_task(asyncio.to_thread(function))
     try:
         return await asyncio.shield(working)
@@ -236,7 +237,7 @@ def _fsync(directory: Path) -> None:
 
 def _abandoned(path: Path, host: str, pid: int) -> bool:
     if host == socket.gethostname():
-        # In a container that is started again the process often has the id that the killed one had.
+        # In a restarted container, a process often has the same id as the killed one.
         return path.name not in _MINE if pid == os.getpid() else not psutil.pid_exists(pid)
     with contextlib.suppress(OSError):
         return time.time() - path.stat().st_mtime > _FOREIGN_AGE_S

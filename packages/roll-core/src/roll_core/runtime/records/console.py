@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, one line for each step without one, a table at the end.
+"""Console output of a run: a progress bar on a terminal, otherwise one line per step; a time table at the end.
 
 roll · grpo/001 · rlvr on cpu, executor local
 warning: guard logprob_gap: …
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 _BAR_WIDTH, _NARROW_BAR_WIDTH = 14, 6
 _NARROW = 100
-"""Columns of a terminal below which figures need the bar's room."""
+"""Terminal width in columns below which the progress bar is shortened."""
 _STAGE_WIDTH = 10
 _PLAIN_WIDTH = 120
-"""Of tables where there is no terminal."""
+"""Width in columns of tables if there is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A figure worth a place on the screen: the first of `metrics` that a step has."""
+    """A metric shown in the progress line: the first of `metrics` that a step has."""
 
     label: str
     metrics: tuple[str, ...]
     dispensable: int = 0
-    """The higher, the earlier it gives way on a narrow terminal; 0 never does."""
+    """On a narrow terminal, higher values are hidden first; 0 is never hidden."""
 
 
 HEADLINES = (
@@ -52,11 +52,11 @@ HEADLINES = (
     Headline("val", ("val/score/mean", "val/loss"), dispensable=3),
     Headline("tokens/s", ("tokens_per_s/step", "tokens_per_s/train"), dispensable=2),
 )
-"""What progress shows, in order. Values stay until a newer one comes."""
+"""Metrics of the progress line, in order. A value stays until a newer one replaces it."""
 
 
 class Console:
-    """The screen of one run. `start`, then `step` for each step, then `finish`; `close` in any case."""
+    """Console of one run. Call `start`, then `step` for each step, then `finish`; call `close` in any case."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Console:
         terminal: bool | None = None,
         headlines: Sequence[Headline] = HEADLINES,
     ) -> None:
-        """Writes to `stream`, stdout if not given. `terminal` is found out if not given."""
+        """Write to `stream` (default: stdout). `terminal` forces or disables the progress bar (default: detect)."""
         stream = stream if stream is not None else sys.stdout
         self._terminal = _is_terminal(stream) if terminal is None else terminal
         width = None if self._terminal else _PLAIN_WIDTH
@@ -81,19 +81,19 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether it shows a progress bar."""
+        """True if the console is a terminal and shows a progress bar."""
         return self._terminal
 
     def line(self, text: str, style: str = "") -> None:
-        """Print a line; above the bar while there is one."""
+        """Print a line, above the progress bar if there is one."""
         self._rich.print(Text(text, style=style))
 
     def warn(self, text: str) -> None:
-        """Print a warning above the bar."""
+        """Print a warning, above the progress bar if there is one."""
         self.line(text, style="yellow")
 
     def start(self, *, total_steps: int, done: int = 0) -> None:
-        """Steps begin: `done` of `total_steps` were done by the run that is resumed."""
+        """Start the progress bar. `done` of `total_steps` were completed before this run resumed."""
         self._total = total_steps
         self._clock.start()
         if not self._terminal:
@@ -119,12 +119,12 @@ class Console:
         self._progress.start()
 
     def stage(self, name: str) -> None:
-        """Show what the run is doing now; nothing without a terminal."""
+        """Show the current stage beside the progress bar. No effect without a terminal."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, stage=name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` is done."""
+        """Show that step `step` is complete, with its metrics."""
         self._take(metrics)
         self._clock.step(step)
         if self._progress is not None and self._task is not None:
@@ -133,7 +133,7 @@ class Console:
             self.line(self.plain_line(step, metrics))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Held-out data were looked at after `step` steps."""
+        """Print the metrics of an evaluation on held-out data after `step` steps."""
         self._take(metrics)
         figures = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
         if self._terminal:
@@ -142,7 +142,7 @@ class Console:
             self.line(" ".join([f"step={step}/{self._total}", *(f"{k}={_exact(v)}" for k, v in metrics.items())]))
 
     def plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
-        """`step=3/200 reward=0.512 loss=0.0031 … step_s=1.31 eta_s=258`: what this step has, in a fixed order."""
+        """Format `step=3/200 reward=0.512 loss=0.0031 … step_s=1.31 eta_s=258`, the step's metrics in a fixed order."""
         parts = [f"step={step}/{self._total}"]
         for headline in self._headlines:
             value = _first(headline, metrics)
@@ -164,8 +164,7 @@ class Console:
         error: str = "",
         advice: str = "",
     ) -> None:
-        """The run is over: where the time went, then how it ended and what to do about that, then `lines` of label and
-        value (paths, results)."""
+        """Print the end of the run: time table, outcome with error and advice, then `lines` of label and value."""
         self.close()
         if rows:
             self._rich.print(time_table(rows))
@@ -178,11 +177,11 @@ class Console:
             self._rich.print(Text(f"  {line}"))
         width = max((len(label) for label, _ in lines), default=0)
         for label, value in lines:
-            # Unbroken, so that commands and paths can be copied.
+            # No wrapping, so that commands and paths can be copied.
             self._rich.print(Text(f"{label:<{width}}  ", style="dim").append(value, style="not dim"), soft_wrap=True)
 
     def close(self) -> None:
-        """Take the bar away; may be called more than once."""
+        """Remove the progress bar. Idempotent."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -199,7 +198,7 @@ class Console:
         return _BAR_WIDTH if self._rich.width >= _NARROW else _NARROW_BAR_WIDTH
 
     def _figures(self) -> str:
-        """As many as there is room for."""
+        """Format as many headline metrics as fit on the line."""
         headlines = [headline for headline in self._headlines if headline.label in self._shown]
         while True:
             text = "  ".join(self._figure(headline.label) for headline in headlines)
@@ -213,26 +212,26 @@ class Console:
         return f"{value} {label}" if "/" in label else f"{label} {value}"
 
     def _room(self) -> int:
-        """Characters for figures beside the bar, the count, the clock and the stage."""
+        """Number of characters left for metrics beside the bar, the step count, the clock and the stage."""
         count = 2 * len(str(self._total)) + 1
         clock = len(self._clock.text(self._total))
         return max(0, self._rich.width - self._bar_width - count - clock - _STAGE_WIDTH - 4)
 
 
 class _Rendered(ProgressColumn):
-    """A text that is made anew at each refresh."""
+    """A progress column whose text is recomputed at each refresh."""
 
     def __init__(self, text: Callable[[], str], style: str = "") -> None:
         super().__init__(Column(no_wrap=True))
         self._text, self._style = text, style
 
     def render(self, task: Task) -> Text:
-        """The text now."""
+        """Return the current text."""
         return Text(self._text(), style=self._style)
 
 
 def time_table(rows: Sequence[LedgerRow]) -> Table:
-    """Where the time went. The rows add up to the last line."""
+    """Table of the run's time by stage. The last line is the sum of the rows."""
     table = Table(title="where the time went", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("stage")
     for heading in ("seconds", "share", "entered", "tokens/s"):
@@ -253,7 +252,7 @@ def time_table(rows: Sequence[LedgerRow]) -> Table:
 
 
 class _Remaining:
-    """Time left, from the last steps but the first, which is slower than all others and follows an evaluation."""
+    """Estimates the remaining time from the last steps, without the first: it is slower and follows an evaluation."""
 
     _WINDOW = 20
 
@@ -286,7 +285,7 @@ def _first(headline: Headline, metrics: Mapping[str, float]) -> float | None:
 
 
 def _short(value: float) -> str:
-    """For eyes: three or four significant digits."""
+    """Format for people, with three or four significant digits."""
     if not math.isfinite(value):
         return f"{value}"
     size = abs(value)
@@ -300,7 +299,7 @@ def _short(value: float) -> str:
 
 
 def _exact(value: float) -> str:
-    """For programs: six significant digits."""
+    """Format for programs, with six significant digits."""
     return f"{value:.6g}"
 
 
@@ -311,5 +310,5 @@ def _clock(seconds: float) -> str:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """A dumb terminal cannot move its cursor, which a bar needs."""
+    """True for a terminal except `TERM=dumb`, which cannot move its cursor as a progress bar requires."""
     return stream.isatty() and os.environ.get("TERM", "") != "dumb"

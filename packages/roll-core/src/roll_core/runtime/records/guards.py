@@ -1,7 +1,7 @@
-"""Guards: what is watched while a run goes on, so that no run ends well that went wrong.
+"""Guards: runtime checks that prevent a broken run from ending as a success.
 
-The schema (`roll_core.spec.config.GuardsConfig`) says which guards there are and what each means; this module says
-what to do about them, and does what the config says when one trips. `docs/guards.md` has a section for each.
+The schema `roll_core.spec.config.GuardsConfig` defines the guards and their meaning. This module has the remedies and
+applies the configured action (`error`, `warn` or `off`) when a guard trips. `docs/guards.md` has a section for each.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ REMEDIES = {
     ),
     "dead_worker": "look for its end in log.txt and in the system's log; exhausted memory is the usual cause",
 }
-"""What to do when a guard trips, by id."""
+"""Remedy for a tripped guard, by guard id."""
 
 DOCS = "docs/guards.md"
 STEPS = "{steps}"
-"""In a message: stands for the consecutive steps at which the guard has tripped, `step 3` or `steps 3–7`."""
+"""Placeholder in messages for the consecutive steps at which the guard tripped, `step 3` or `steps 3–7`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardInfo:
-    """A guard, as it is documented."""
+    """Documentation of one guard."""
 
     id: str
     meaning: str
     default: GuardAction
     remedy: str
-    """What to do; empty for guards of a plugin that does not say."""
+    """Remedy when the guard trips; empty for a plugin's guard without one."""
 
     @property
     def docs(self) -> str:
-        """Where it is explained."""
+        """Path and anchor of the guard's documentation."""
         return f"{DOCS}#{self.id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardEvent:
-    """A guard that tripped."""
+    """One trip of a guard."""
 
     guard: str
     action: GuardAction
@@ -76,7 +76,7 @@ class GuardEvent:
     step: int
     time: float
     since: int
-    """First of the consecutive steps at which it has tripped."""
+    """First of the consecutive steps at which the guard tripped."""
 
 
 @dataclass(slots=True)
@@ -86,11 +86,11 @@ class _Stretch:
     first: int
     last: int
     count: int = 0
-    """Of trips: a guard can trip several times in a step."""
+    """Number of trips; a guard can trip several times in a step."""
 
 
 def guard_table(schema: type[GuardsConfig] = GuardsConfig) -> dict[str, GuardInfo]:
-    """Every guard of a schema by id, in its order."""
+    """All guards of a schema by id, in the schema's order."""
     table = {}
     for name, each in schema.model_fields.items():
         default = each.get_default(call_default_factory=True)
@@ -101,10 +101,10 @@ def guard_table(schema: type[GuardsConfig] = GuardsConfig) -> dict[str, GuardInf
 
 
 class Guards:
-    """The guards of one run. `step` is kept by the run loop, for the record."""
+    """The guards of one run. The run loop updates `step`, which is recorded with each event."""
 
     def __init__(self, config: GuardsConfig, on_event: Callable[[GuardEvent], None] | None = None) -> None:
-        """`on_event` is told of every guard that trips, before anything is raised."""
+        """`on_event` is called for each guard that trips, before any exception is raised."""
         self.config = config
         self.step = 0
         self.counts: Counter[str] = Counter()
@@ -113,19 +113,21 @@ class Guards:
         self._table = guard_table(type(config))
 
     def of(self, guard_id: str) -> GuardConfig:
-        """What the config says of a guard."""
+        """Config of a guard. Raises `UnsupportedError` for an unknown id."""
         found = getattr(self.config, guard_id, None) if guard_id in self._table else None
         if not isinstance(found, GuardConfig):
             raise UnsupportedError(f"there is no guard {guard_id!r}; there are {', '.join(self._table)}")
         return found
 
     def active(self, guard_id: str) -> bool:
-        """Whether it is worth finding out: false where the guard is off."""
+        """True unless the guard is off; use it to skip expensive checks."""
         return self.of(guard_id).action != "off"
 
     def check(self, guard_id: str, ok: bool, message: str, *, fatal: bool = False) -> None:
-        """Unless `ok`, trip: raise `GuardTrippedError`, warn, or do nothing, as the config says. `fatal`: raise where
-        the config says `warn`."""
+        """Trip the guard unless `ok`: raise `GuardTrippedError`, warn, or do nothing, as configured.
+
+        If `fatal`, raise also if the configured action is `warn`.
+        """
         self.of(guard_id)
         if not ok:
             self._trip(guard_id, message, None, fatal)
@@ -133,14 +135,17 @@ class Guards:
     def check_at_most(
         self, guard_id: str, value: float, threshold: float, what: str, *, error_threshold: float = math.inf
     ) -> None:
-        """Trip if `value` is above `threshold` or is no number; `what` names it. Fatal above `error_threshold`."""
+        """Trip if `value` exceeds `threshold` or is not finite. `what` names the value in the message.
+
+        Above `error_threshold`, raise also if the configured action is `warn`.
+        """
         fatal = value > error_threshold
         bound = error_threshold if fatal else threshold
         ok = math.isfinite(value) and value <= threshold
         self.check(guard_id, ok, f"{what} is {value:.4g}, above the threshold of {bound:g}", fatal=fatal)
 
     def failed(self, guard_id: str, error: RollError, *, fatal: bool = False) -> None:
-        """`error` says what the guard watches for: raise it, warn or do nothing."""
+        """Trip the guard with an `error` that was already caught: raise it, warn, or do nothing, as configured."""
         self._trip(guard_id, str(error), error, fatal)
 
     def _trip(self, guard_id: str, message: str, error: RollError | None, fatal: bool) -> None:
@@ -174,8 +179,10 @@ class Guards:
         self._warn(guard_id, message, stretch.count)
 
     def _warn(self, guard_id: str, message: str, count: int) -> None:
-        """In full at the first of a stretch of steps, then at the 10th, 100th, … trip of it: the others are in the log
-        and in the record's count."""
+        """Warn at the 1st, 10th, 100th, … trip within consecutive steps, with the remedy at the first.
+
+        Other trips are logged at INFO level and counted in the record.
+        """
         if count == 1:
             logger.warning("guard %s: %s", guard_id, self._advise(guard_id, message))
         elif count == 10 ** (len(str(count)) - 1):
@@ -190,6 +197,6 @@ class Guards:
 
 
 def _steps(stretch: _Stretch) -> str:
-    """Counted from 1, as in metrics: the step under way is the one after those that are done."""
+    """Format the steps, counted from 1 as in metrics: `Guards.step` completed steps precede the current one."""
     first, last = stretch.first + 1, stretch.last + 1
     return f"step {first}" if first == last else f"steps {first}–{last}"

@@ -1,7 +1,6 @@
-"""Files of one JSON object a line, written while a run goes on and readable after they were cut off in mid-line.
+"""JSON Lines files: written during a run, one object per line, readable even if the last line is truncated.
 
-JSON has no NaN and no infinity: they are written as the strings `NaN`, `Infinity` and `-Infinity`, of which `number`
-makes numbers again.
+JSON has no NaN or infinity. They are written as the strings `NaN`, `Infinity` and `-Infinity`, which `number` parses.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class LineWriter:
-    """Appends objects to a file. Each line is handed to the system before `write` returns."""
+    """Appends objects to a file, unbuffered: each line is passed to the operating system before `write` returns."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path`, which goes on where it ends; a last line that was cut off is closed first."""
+        """Open `path` for appending. If its last line is truncated, a line break is written first."""
         self.path = path
         with writing(path):
             self._stream = path.open("ab+", buffering=0)
@@ -38,7 +37,7 @@ class LineWriter:
         """Append one object. Raises `RunFileError`."""
         line = encode(row).encode("utf-8", errors="backslashreplace") + b"\n"
         with writing(self.path):
-            while line:  # a disk that fills up takes a part
+            while line:  # a nearly full disk writes only a part
                 line = line[self._stream.write(line) :]
 
     def check(self) -> None:
@@ -51,9 +50,9 @@ class LineWriter:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, in order; nothing if there is no such file. Lines that are no JSON object are left out.
+    """Yield the objects of a file in order; nothing if the file does not exist. Skips lines that are no JSON object.
 
-    The file may be growing, cut off, or have garbage in the middle.
+    The file may be growing, truncated, or corrupted in the middle.
     """
     try:
         stream = path.open("rb")
@@ -73,8 +72,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def copy_lines(source: Path, target: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-    """Write what `change` makes of the objects of `source` to `target`, in one act; None drops an object. Both may
-    be the same file."""
+    """Apply `change` to every object of `source` and write the results to `target` atomically.
+
+    An object for which `change` returns None is dropped. `source` and `target` may be the same file.
+    """
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     with writing(target):
         with temporary.open("wb") as stream:
@@ -85,17 +86,17 @@ def copy_lines(source: Path, target: Path, change: Callable[[dict[str, Any]], di
 
 
 def up_to(step: int) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-    """For `copy_lines`: keeps the objects whose `step` is at most `step`."""
+    """A `change` for `copy_lines` that keeps the objects whose `step` is at most `step`."""
     return lambda row: row if isinstance(row.get("step"), int) and row["step"] <= step else None
 
 
 def encode(row: Mapping[str, Any]) -> str:
-    """One line of JSON, without its end."""
+    """Encode an object as one line of JSON, without the line break."""
     return json.dumps(safe(row), ensure_ascii=False, allow_nan=False, separators=(", ", ": "), default=_plain)
 
 
 def safe(value: Any) -> Any:
-    """The same plain value with non-finite numbers as strings."""
+    """Copy a plain value with non-finite numbers replaced by strings."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -108,7 +109,7 @@ def safe(value: Any) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """The number that a line holds, non-finite ones included; None if it holds none."""
+    """Parse a decoded value as a number, including non-finite ones; None if it is no number."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -117,13 +118,13 @@ def number(value: Any) -> float | None:
 
 
 def finite_number(value: Any) -> float | None:
-    """The finite number that a line holds; None if it holds none."""
+    """Parse a decoded value as a finite number; None if it is none."""
     found = number(value)
     return found if found is not None and math.isfinite(found) else None
 
 
 def _plain(value: Any) -> Any:
-    """numpy scalars and arrays know their plain form; what does not is shown."""
+    """Convert numpy scalars and arrays, or other objects with `tolist`, to plain values; others to `str`."""
     plain = getattr(value, "tolist", None)
     return safe(plain()) if callable(plain) else str(value)
 

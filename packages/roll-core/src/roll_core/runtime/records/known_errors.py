@@ -1,4 +1,4 @@
-"""What to do about the error that ended a run: its first cause, looked up in the lists of all plugins."""
+"""Remedies for known errors: the root cause of the error that ended a run, looked up in the lists of all plugins."""
 
 from __future__ import annotations
 
@@ -22,27 +22,32 @@ log = logging.getLogger(__name__)
 PAGE = "docs/troubleshooting.md"
 
 _CAUSE_IN_TRACE = re.compile(r"^(?:\w+\.)*(?P<name>[A-Z]\w*)(?:: (?P<message>.+))?$")
-"""A line of a traceback that begins an exception; those of frames and of source are indented."""
+"""Matches a line of a traceback that names an exception; lines of frames and source code are indented."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What is known about an error."""
+    """A known error that matches the error of a run."""
 
     known: KnownError
     seen: str
-    """The cause by which it was recognised, `Type: message`."""
+    """The cause that matched the known error, as `Type: message`."""
 
     def told(self, beside: str) -> str:
-        """In lines, for whoever has just read the message `beside`."""
+        """Format as lines: root cause, explanation, remedy and documentation link.
+
+        Omits the root cause if the error message `beside`, printed next to the advice, already contains it.
+        """
         heard = " ".join(beside.split())
         first = [] if self.seen.partition(": ")[2] in heard else [f"first cause: {self.seen}"]
         return "\n".join([*first, self.known.cause, f"what to do: {self.known.remedy}", f"see {PAGE}#{self.known.id}"])
 
 
 def advise(error: BaseException, registry: Registry) -> Advice | None:
-    """What is known about `error`, by the cause that lies deepest; None for one of ROLL's own, which says what to do
-    itself, and for one that nobody knows."""
+    """The known error that matches the deepest cause of `error`; None if none matches.
+
+    Messages of ROLL's own user errors are not matched: they state their remedy.
+    """
     method = _method(error)
     known = list(_known(registry))
     for cause in reversed(list(dict.fromkeys(_causes(error)))):
@@ -54,7 +59,7 @@ def advise(error: BaseException, registry: Registry) -> Advice | None:
 
 
 def _known(registry: Registry) -> Iterator[KnownError]:
-    """Plugins' before the core's: they know their engine's errors better."""
+    """Known errors, the plugins' before the core's: a plugin's entries are more specific to its engine."""
     for record in reversed(registry.providers(KnownErrorsProvider)):
         try:
             yield from known_errors(record, owner=registry.owner(record))
@@ -67,22 +72,24 @@ def _method(error: BaseException) -> str:
 
 
 def _causes(ended_by: BaseException) -> Iterator[str]:
-    """`Type: message` of the exception and of what it came from, the first cause last. ROLL's own about mistakes of the
-    user's do not speak: they say what to do."""
+    """Yield `Type: message` of the exception and its causes, the root cause last.
+
+    Skips ROLL's errors about user mistakes, which state their own remedy.
+    """
     for error in chain(ended_by):
         if isinstance(error, WorkerError):
             yield error.cause
         elif not isinstance(error, RollError):
             yield _described(type(error).__name__, str(error))
         elif error.exit_code == 1:
-            # A failure, not a mistake of the user's: it may pass on what another program said.
+            # A failure, not a user mistake: its message may contain another program's output.
             yield from (f"{type(error).__name__}: {line.strip()}" for line in str(error).splitlines() if line.strip())
         if isinstance(error, RollError) and error.trace:
             yield from reversed(list(_causes_in_trace(error.trace)))
 
 
 def _causes_in_trace(trace: str) -> Iterator[str]:
-    """The exceptions of a traceback in its order, the first cause first; ROLL's own stay out."""
+    """Exceptions in a traceback, in its order, with the root cause first; without ROLL's own."""
     own = {each.__name__ for each in _subclasses(RollError)}
     for line in trace.splitlines():
         found = _CAUSE_IN_TRACE.match(line)

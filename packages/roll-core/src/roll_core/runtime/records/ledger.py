@@ -1,10 +1,10 @@
-"""Where a run's wall time goes: stages that nest and may run side by side, each second counted once.
+"""Wall time of a run by stage. Stages may nest and run concurrently; each second is counted once.
 
-    with ledger.stage("rollout"):            rollout |====------====|        self time only: what is inside `reward`
-        with ledger.stage("reward"):         reward       |======|           is not in `rollout`
+    with ledger.stage("rollout"):            rollout |====------====|        self time only: time inside `reward`
+        with ledger.stage("reward"):         reward       |======|           is not counted for `rollout`
 
-Of stages that are open at once in different tasks, the innermost of each share the time equally, by name. So the rows
-add up to the wall time whatever runs side by side; what no stage covers is the row `other`.
+If several tasks have open stages, the innermost stages of the tasks share the time equally, by name. The rows therefore
+add up to the wall time under any concurrency. Time outside all stages is the row `other`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ START_UP = "start-up"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerRow:
-    """A stage's share of the run."""
+    """Time, share and token count of one stage."""
 
     stage: str
     seconds: float
     share: float
-    """Of the run's wall time, 0 to 1."""
+    """Fraction of the run's wall time, 0 to 1."""
     entries: int
-    """How often it was entered."""
+    """How often the stage was entered."""
     tokens: int = 0
-    """Counted for it."""
+    """Tokens counted for the stage; see `Ledger.count_tokens`."""
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None where no tokens were counted."""
+        """Tokens per second of the stage's time; None if no tokens were counted."""
         return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
 
 
@@ -61,7 +61,7 @@ class _OpenStage:
 
 
 class Ledger:
-    """The account of one run, kept by its driver. Safe to use from several tasks and threads."""
+    """Time ledger of one run, kept by its driver. Safe to use from several tasks and threads."""
 
     def __init__(
         self,
@@ -70,8 +70,11 @@ class Ledger:
         before_s: float = 0.0,
         on_change: Callable[[str], None] | None = None,
     ) -> None:
-        """`before_s` have gone by already and belong to the row `start-up`; see `process_age_s`. `on_change` gets the
-        name of the stage that the run is in whenever one begins or ends, for the screen; empty outside of all."""
+        """`before_s`: seconds that already passed, counted in the row `start-up`; see `process_age_s`.
+
+        `on_change` is called whenever a stage begins or ends, with the name of the current stage, for the console. The
+        name is empty outside all stages.
+        """
         self._on_change = on_change
         self._clock = clock
         self._lock = threading.Lock()
@@ -90,16 +93,16 @@ class Ledger:
         self._tokens_at_mark: Counter[str] = Counter()
 
     def stage(self, name: str) -> _Stage:
-        """A context manager: the time inside belongs to `name`, except what belongs to stages within."""
+        """A context manager that attributes the time inside to `name`, except for the time of nested stages."""
         return _Stage(self, name)
 
     def count_tokens(self, stage: str, tokens: int) -> None:
-        """So many tokens went through `stage`; `step` counts for the step as a whole."""
+        """Add tokens that `stage` processed. The stage `step` stands for the whole step."""
         with self._lock:
             self._tokens[stage] += tokens
 
     def start_step(self) -> None:
-        """A step begins: `step_times` counts from here."""
+        """Mark the start of a step, from which `step_times` counts."""
         with self._lock:
             self._settle()
             self._mark = self._settled
@@ -107,8 +110,11 @@ class Ledger:
             self._tokens_at_mark = self._tokens.copy()
 
     def step_times(self) -> dict[str, float]:
-        """Metrics of the time since `start_step`: `time/<stage>` in seconds of self time, which add up to `time/step`
-        with `time/other`, and `tokens_per_s/<stage>` where tokens were counted."""
+        """Metrics of the time since `start_step`.
+
+        `time/<stage>` is self time in seconds; together with `time/other` the stages add up to `time/step`.
+        `tokens_per_s/<stage>` is given if tokens were counted.
+        """
         with self._lock:
             self._settle()
             whole = self._settled - self._mark
@@ -129,11 +135,11 @@ class Ledger:
 
     @property
     def wall_s(self) -> float:
-        """Seconds since the run began, `before_s` included."""
+        """Seconds since the run began, including `before_s`."""
         return self._clock() - self._begin + self._before_s
 
     def rows(self) -> list[LedgerRow]:
-        """All stages, the costliest first and `other` last; the seconds add up to the wall time until now."""
+        """All stages, longest first and `other` last. The seconds add up to the wall time so far."""
         with self._lock:
             self._settle()
             wall = self._settled - self._begin + self._before_s
@@ -152,7 +158,7 @@ class Ledger:
             ]
 
     def _settle(self) -> None:
-        """Give the time since the last change to the stages that were innermost in it."""
+        """Split the time since the last change equally among the stages that were innermost."""
         now = self._clock()
         elapsed, self._settled = now - self._settled, now
         if elapsed > 0 and self._leaves:
@@ -162,7 +168,7 @@ class Ledger:
 
     def _enter(self, name: str) -> _OpenStage:
         parent = self._current.get()
-        while parent is not None and not parent.open:  # a task that outlives the stage in which it was started
+        while parent is not None and not parent.open:  # this task outlived the stage in which it was started
             parent = parent.parent
         frame = _OpenStage(name, parent)
         with self._lock:
@@ -201,7 +207,7 @@ class Ledger:
 
 
 class _Stage:
-    """One entry into a stage."""
+    """One entry into a stage, as a context manager. Not reentrant."""
 
     __slots__ = ("_frame", "_ledger", "_name")
 
@@ -225,9 +231,9 @@ class _Stage:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started: what a ledger calls start-up when the process runs one run.
+    """Seconds since this process was started: the `before_s` of a ledger if the process executes a single run.
 
-    On Linux from the clock that process start times are given in; psutil's epoch time is off by up to a second.
+    On Linux, uses the clock of process start times (`CLOCK_BOOTTIME`); psutil's epoch time is off by up to a second.
     """
     if sys.platform == "linux":
         try:

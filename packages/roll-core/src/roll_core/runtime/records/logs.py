@@ -1,4 +1,4 @@
-"""Logging of a run: into `log.txt`, warnings onto the console too, the chatter of other libraries held back."""
+"""Logging of a run: to `log.txt`, warnings also to the console. Other libraries' messages are filtered."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _OURS = ("roll", "__main__")
-"""Loggers whose names begin so are ours or a plugin's: `roll_core`, `roll_infer_vllm`."""
+"""Prefixes of ROLL's and its plugins' logger names, such as `roll_core`, `roll_infer_vllm`."""
 _CHATTY = frozenset(
     ("absl", "asyncio", "datasets", "filelock", "fsspec", "h5py", "httpcore", "httpx", "huggingface_hub", "jax",
      "matplotlib", "numba", "numexpr", "PIL", "ray", "tensorboard", "tensorflow", "torch", "transformers", "urllib3")
 )  # fmt: skip
-"""Libraries of whose messages only warnings are worth a line in the file."""
+"""Libraries of which the file gets only warnings and errors."""
 _OWN_HANDLERS = ("transformers", "datasets", "huggingface_hub", "ray", "vllm", "sglang")
-"""Libraries that print to stderr by handlers of their own."""
+"""Libraries that install handlers of their own, which print to stderr."""
 _QUIET_ENVIRONMENT = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-"""Progress bars that would be drawn across ours; what the user has set wins."""
+"""Disables other progress bars, which would overwrite ROLL's. The user's own settings take precedence."""
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
 class RunLogging:
-    """Handlers of one run; see `run_logging`."""
+    """Log handlers of one run; see `run_logging`."""
 
     def __init__(self, file: _LogFile) -> None:
         self._file = file
         self._taken: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
 
     def adopt(self) -> None:
-        """Take the messages of libraries that print them themselves. Call it after one has been imported."""
+        """Route the messages of `_OWN_HANDLERS` libraries to the run's log. Call it after importing one of them."""
         for name in _OWN_HANDLERS:
             library = logging.root.manager.loggerDict.get(name)
             if isinstance(library, logging.Logger) and (library.handlers or not library.propagate):
@@ -61,10 +61,10 @@ class RunLogging:
 
 @contextlib.contextmanager
 def run_logging(log_file: Path, show: Callable[[str], None], redactor: Redactor | None = None) -> Iterator[RunLogging]:
-    """Log into `log_file`, and give what a person must see, one line each, to `show`. All is as before afterwards.
+    """Log to `log_file` and call `show` with messages for the console, one line each. Restores all settings on exit.
 
-    The file gets everything of ours, what plugins and the user's modules say from INFO on, and other libraries'
-    warnings. The console gets our warnings and everyone's errors.
+    The file gets all messages of `roll_core`, INFO and above of plugins and user modules, and other libraries'
+    warnings. The console gets warnings of ROLL and its plugins, and errors of any library.
     """
     redactor = redactor or Redactor.of(os.environ)
     root, ours = logging.getLogger(), logging.getLogger("roll_core")
@@ -106,7 +106,7 @@ def run_logging(log_file: Path, show: Callable[[str], None], redactor: Redactor 
 
 
 class _LogFile(logging.FileHandler):
-    """Keeps the first error of the disk for `RunLogging.check`, where other handlers print a traceback."""
+    """Stores the first disk error for `RunLogging.check` instead of printing a traceback."""
 
     error: RunFileError | None = None
 
@@ -120,7 +120,7 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of what is still in the buffer
+        with contextlib.suppress(OSError):  # flushing the buffer may fail
             super().close()
 
 
@@ -129,7 +129,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 class _Formatter(logging.Formatter):
-    """The usual lines, without secrets."""
+    """Formats log lines and redacts secrets."""
 
     def __init__(self, redactor: Redactor, fmt: str | None = None) -> None:
         super().__init__(fmt, datefmt="%Y-%m-%d %H:%M:%S")
@@ -140,14 +140,14 @@ class _Formatter(logging.Formatter):
 
 
 class _Brief(_Formatter):
-    """The message alone: the traceback is in the file."""
+    """Formats only level and message; the traceback is in the file."""
 
     def format(self, record: logging.LogRecord) -> str:
         return self._redactor.text(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 class _Show(logging.Handler):
-    """Hands messages to the console."""
+    """Passes messages to the console."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)

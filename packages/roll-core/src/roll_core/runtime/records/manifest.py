@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, `manifest.json`: its files, their sizes and digests; and whether that is so."""
+"""`manifest.json` of a checkpoint, with sizes and SHA-256 digests of its files, and their verification."""
 
 from __future__ import annotations
 
@@ -23,37 +23,39 @@ MANIFEST = "manifest.json"
 FORMAT = 2
 
 STEP = re.compile(r"step-(\d+)")
-"""The name of a checkpoint in its run."""
+"""Matches the directory name of a checkpoint."""
 _CHUNK_BYTES = 1 << 20
 _LATEST = 253_402_300_799 - 86_400
-"""The last day that Python's dates know, in seconds since 1970."""
+"""Latest valid creation time in Unix seconds: one day before the maximum of Python's `datetime`."""
 
 
 def write_manifest(folder: Path, step: int, stop: threading.Event | None = None) -> None:
-    """Flush and digest all files that are in `folder`, and write it beside them. `stop` may be set by another thread:
-    raises `CheckpointError` soon."""
+    """Flush and digest all files in `folder` and write the manifest beside them.
+
+    If another thread sets `stop`, raises `CheckpointError` within one chunk (1 MiB) per file.
+    """
     manifest = {"format": FORMAT, "step": step, "created": time.time(), "files": _digest_all(folder, stop)}
     write_flushed(folder / MANIFEST, json.dumps(manifest | {"sha256": _self_digest(manifest)}, indent=1))
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """Contents of a checkpoint's manifest."""
 
     step: int
     created: float
-    """Seconds since 1970."""
+    """Time of creation in Unix seconds."""
     files: Mapping[str, Mapping[str, Any]]
     """`bytes` and `sha256` by path, relative to the checkpoint."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all files together, as they were written."""
+        """Total size of all files in bytes, as recorded when they were written."""
         return sum(int(entry["bytes"]) for entry in self.files.values())
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises `CheckpointError` if it is not as it was written."""
+    """Read the manifest of the checkpoint at `path`. Raises `CheckpointError` if it is missing, invalid or modified."""
     file = path / MANIFEST
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -95,9 +97,9 @@ def _is_size(found: object) -> TypeGuard[int]:
 
 
 def verify(path: Path, *, digests: bool = True) -> list[str]:
-    """What is wrong with the checkpoint at `path`, one line for each thing; empty if it is intact.
+    """List the problems of the checkpoint at `path`, one line each; empty if it is intact.
 
-    Reads all of it; without `digests` only the manifest, and the sizes of the files.
+    Reads all files to compare digests. Without `digests`, reads only the manifest and compares file sizes.
     """
     try:
         manifest = read_manifest(path)
@@ -112,7 +114,7 @@ def verify(path: Path, *, digests: bool = True) -> list[str]:
         file = path / name
         try:
             size = file.stat().st_size if file.is_file() else None
-        except OSError:  # a name that no file can have
+        except OSError:  # not a valid file name
             size = None
         if size is None:
             problems.append(f"{name} is missing")
@@ -131,7 +133,7 @@ def verify(path: Path, *, digests: bool = True) -> list[str]:
 
 
 def _self_digest(manifest: Mapping[str, Any]) -> str:
-    """Of what a manifest says, however it is laid out in the file."""
+    """SHA-256 of a manifest's contents, independent of the file's formatting."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -148,7 +150,7 @@ def _digest_all(directory: Path, stop: threading.Event | None) -> dict[str, dict
 def _in_parallel(
     files: list[Path], flush: bool = False, stop: threading.Event | None = None
 ) -> list[dict[str, Any] | OSError]:
-    """hashlib lets go of the GIL, so threads help."""
+    """Digest files in threads (hashlib releases the GIL); an unreadable file yields its `OSError`."""
 
     def digest(file: Path) -> dict[str, Any] | OSError:
         try:
@@ -178,7 +180,7 @@ def _digest(file: Path, flush: bool, stop: threading.Event | None) -> dict[str, 
 
 
 def write_flushed(file: Path, text: str) -> None:
-    """A small file, which is on the disk when this returns."""
+    """Write a small file and fsync it before returning."""
     with file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

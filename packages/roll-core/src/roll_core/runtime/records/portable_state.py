@@ -1,12 +1,12 @@
-"""The state that all strategies read, as files: `<role>/portable/` of a checkpoint.
+"""Files of the portable state, which every strategy that supports it can load: `<role>/portable/` of a checkpoint.
 
-    index.json                  step, shapes, the model it is of, and which file holds which parameter
+    index.json                  step count, shapes, model spec, and the file of each parameter
     state-00001.safetensors …   master.<name>, exp_avg.<name>, exp_avg_sq.<name>, float32
-    buffers.safetensors         what transformers stores beside parameters, where the model has any
-    model/                      config.json and tokenizer: what the model is, where transformers knows it
+    buffers.safetensors         buffers that transformers stores beside parameters, if the model has any
+    model/                      config.json and tokenizer, if transformers supports the model
 
-Parameters are written in the order in which they are exported, a new file whenever one is full: nobody ever holds more
-than a file's worth of them.
+Parameters are written in export order, with a new file whenever one is full. The writer therefore keeps only about one
+file's size of them in memory.
 """
 
 from __future__ import annotations
@@ -31,33 +31,36 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = "portable"
-"""Beside the ranks' own folders."""
+"""Folder of the portable state, beside the folders `rank-<n>`."""
 INDEX, MODEL, BUFFERS = "index.json", "model", "buffers.safetensors"
 FORMAT = 1
 FILE_BYTES = 1 << 30
-"""Of a file; a parameter is never cut, and one that is larger has a file of its own."""
+"""Maximum bytes per file. Parameters are not split; a larger one gets a file of its own."""
 KINDS = tuple(each.name for each in fields(ParameterState))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortableIndex:
-    """What `index.json` says."""
+    """Contents of `index.json`."""
 
     step_count: int
     adapters: dict[str, Any] | None
     model: ModelSpec
-    """As the role had it that wrote the state; its paths are those of that run."""
+    """Model spec of the role that wrote the state. Its paths are those of that run."""
     shapes: dict[str, tuple[int, ...]]
     files: dict[str, str]
-    """Name of the file, by parameter."""
+    """File name, by parameter."""
     buffers: tuple[str, ...]
-    """What `BUFFERS` holds; without any there is no such file."""
+    """Names of the tensors in the file `BUFFERS`. The file exists only if there are any."""
 
 
 def write_portable_state(
     state: PortableState, model: ModelSpec, folder: Path, *, leads: bool, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Read all of `state`, which all ranks do together, and write it on the rank that `leads`."""
+    """Read `state` on all ranks, which is a collective operation, and write it on the rank that `leads`.
+
+    Raises `CheckpointError` if a tensor has another dtype or shape than declared.
+    """
     from safetensors.torch import save_file
 
     from roll_core.weights.pieces import PieceFiles
@@ -86,7 +89,7 @@ def write_portable_state(
 
 
 def read_portable_index(folder: Path) -> PortableIndex:
-    """Raises `CheckpointError`."""
+    """Read and validate `index.json`. Raises `CheckpointError`."""
     try:
         found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
@@ -110,7 +113,10 @@ def read_portable_index(folder: Path) -> PortableIndex:
 
 @contextmanager
 def opened_portable_state(folder: Path) -> Iterator[PortableState]:
-    """What `write_portable_state` wrote, read one parameter at a time. Raises `CheckpointError`, also from `read`."""
+    """Open the files of `write_portable_state` and read one parameter at a time.
+
+    Raises `CheckpointError`, also from `PortableState.read`.
+    """
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
@@ -141,7 +147,7 @@ def opened_portable_state(folder: Path) -> Iterator[PortableState]:
 
 
 def _checked(tensor: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
-    """Itself, where it is what the contract says."""
+    """Return `tensor` if it is float32 and has the expected shape. Raises `CheckpointError` otherwise."""
     import torch
 
     if tensor.dtype != torch.float32 or tuple(tensor.shape) != tuple(shape):
@@ -152,7 +158,7 @@ def _checked(tensor: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _describe(model: ModelSpec, folder: Path) -> None:
-    """Where it can be: a strategy may have a model of its own that transformers does not know."""
+    """Write config and tokenizer of the model, if possible. A strategy's own model may be unknown to transformers."""
     try:
         from roll_modeling.export import write_description
 
@@ -162,7 +168,7 @@ def _describe(model: ModelSpec, folder: Path) -> None:
 
 
 def saved_model(found: Mapping[str, Any]) -> ModelSpec:
-    """A model from what `asdict` made of it. Raises `KeyError`, `TypeError`."""
+    """Restore a `ModelSpec` from its `asdict` mapping, as read from JSON. Raises `KeyError`, `TypeError`."""
     lora: dict[str, Any] | None = found["lora"]
     if lora is None:
         return ModelSpec(**found)

@@ -1,7 +1,7 @@
-"""`run.json`: what ran, with what, on what, and how it ended. Enough to repeat a run, or to know why one cannot.
+"""`run.json`, the record of a run: config facts, versions, hardware, progress and outcome, to reproduce the run.
 
-Written when the run begins and again whenever something changes, each time in one act: a run that is killed leaves a
-whole record that says `running`, and a process id that is gone.
+Written when the run begins and after each change, always atomically. A killed run leaves a complete record with outcome
+`running` and the id of a process that no longer exists.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ FORMAT = 1
 _GIT_TIMEOUT_S = 5.0
 _STEPS_S = 1.0
 _EVENTS_PER_GUARD = 20
-"""Later ones are counted only: a guard that warns at every step would make the record grow without end."""
+"""Events stored per guard. Later events are only counted, so that frequent warnings do not bloat the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known when a run begins and does not change."""
+    """Facts about a run that are known when it starts; `RunRecord.update` may set some later."""
 
     name: str
-    """`grpo/001`."""
+    """Experiment and number of the run, such as `grpo/001`."""
     pipeline: str
     executor: str = ""
     platform: str = ""
     seed: int | None = None
     argv: Sequence[str] = ()
     plugins: Sequence[Mapping[str, Any]] = ()
-    """Of each plugin at least `name`, `version` and `hook_api`."""
+    """Installed plugins, each with at least `name`, `version` and `hook_api`."""
     steps_asked: int | None = None
     resumed_from: str = ""
-    """Path of the checkpoint."""
+    """Path of the checkpoint from which the run resumed; empty if it did not."""
     resumed_step: int = 0
     started: float = field(default_factory=time.time)
-    """Unix time."""
+    """Start of the run, in Unix seconds."""
 
 
 class RunRecord:
     """The record of one run, kept by its driver."""
 
     def __init__(self, path: Path, facts: RunFacts, redactor: Redactor | None = None) -> None:
-        """Look around (versions, git, host) and write the record, with outcome `running`."""
+        """Collect versions, git state and host facts, and write the record with outcome `running`."""
         self._path = path
         self._redactor = redactor or Redactor.of(os.environ)
         self._data: dict[str, Any] = {
@@ -102,12 +102,12 @@ class RunRecord:
         self._write()
 
     def weight_transport(self, source: str, target: str, transport: str) -> None:
-        """Weights of `source` reach `target` by `transport`."""
+        """Record the transport that carries weights from `source` to `target`."""
         self._data["weight_transports"][f"{source} -> {target}"] = transport
         self._write()
 
     def guard_event(self, event: GuardEvent) -> None:
-        """A guard tripped."""
+        """Record that a guard tripped. Events of consecutive steps replace each other; all are counted."""
         guards = self._data["guards"]
         guards["counts"][event.guard] = guards["counts"].get(event.guard, 0) + 1
         events = guards["events"]
@@ -119,7 +119,7 @@ class RunRecord:
         self._write()
 
     def step(self, steps_done: int) -> None:
-        """So many steps are done. Written at most once a second, so that short steps do not wait for the disk."""
+        """Set the number of completed steps. Writes at most once a second: short steps must not block on the disk."""
         self._data["steps_done"] = steps_done
         if time.monotonic() - self._written >= _STEPS_S:
             self._write()
@@ -131,8 +131,10 @@ class RunRecord:
         advice: str = "",
         time_rows: Sequence[Mapping[str, Any]] = (),
     ) -> Outcome:
-        """The run is over: because of `error`, about which `advice` says what to do, or because its steps are done.
-        `time_rows` are the ledger's."""
+        """Record the end of the run and return its outcome: `finished` without an `error`.
+
+        `advice` is the remedy for `error`. `time_rows` are the rows of the ledger.
+        """
         outcome: Outcome = "finished"
         if error is not None:
             outcome = _outcome_of(error)
@@ -148,8 +150,10 @@ class RunRecord:
         return outcome
 
     def _overwrite(self) -> bool:
-        """For a full disk: write the end into the space that the record has already. Drops indents, and the longest
-        parts if needed."""
+        """For a full disk: overwrite the record in place, within its current size. Returns True on success.
+
+        Drops the indentation, and if needed the longest fields.
+        """
         try:
             space = self._path.stat().st_size
             for left_out in ((), ("time",), ("time", "guards"), ("time", "guards", "plugins", "argv")):
@@ -177,7 +181,7 @@ def _outcome_of(error: BaseException) -> Outcome:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record at `path`; empty if there is none that can be read."""
+    """Read the record at `path`; empty if it is missing or cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError) as error:
@@ -187,8 +191,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
-    """The run that finished at the step of `checkpoint`: it wrote the checkpoint or resumed from it. None if every such
-    run ended before it was finished.
+    """Path of a run that finished at the step of `checkpoint`, which it wrote or resumed from; None if there is none.
 
     Searches the experiment of the checkpoint and the experiment of the run `current`.
     """
@@ -202,7 +205,7 @@ def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
 
 
 def is_abandoned(record: Mapping[str, Any]) -> bool:
-    """Whether a record says `running` although its process is known to be gone (this host only)."""
+    """True if the outcome is `running` but the process, on this host, no longer exists. False for other hosts."""
     process = record.get("process")
     if record.get("outcome") != "running" or not isinstance(process, dict):
         return False
@@ -214,11 +217,11 @@ def is_abandoned(record: Mapping[str, Any]) -> bool:
         return True
     except psutil.AccessDenied:
         return False
-    return abs(created - float(process.get("created", created))) > 2.0  # another process has got the same id
+    return abs(created - float(process.get("created", created))) > 2.0  # another process now has the same id
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file in one act: readers see the old text or the new one. Raises `RunFileError`."""
+    """Replace a file atomically: readers see the old or the new text. Raises `RunFileError`."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     with writing(path):
         try:
@@ -229,7 +232,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """Commit and branch of the working directory, and whether it has changes; None outside a repository."""
+    """Commit and branch of `directory`, and whether tracked files have changes; None outside a repository."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -261,7 +264,7 @@ def _git(directory: Path, *arguments: str) -> str | None:
 
 
 def host() -> dict[str, Any]:
-    """Name, system, CPU and memory of this host."""
+    """Name, operating system, CPU, memory in bytes and Python executable of this host."""
     return {
         "name": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -273,7 +276,7 @@ def host() -> dict[str, Any]:
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """Number of CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 

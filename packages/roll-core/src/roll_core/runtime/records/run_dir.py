@@ -1,4 +1,4 @@
-"""The directory that a run leaves behind, `<output_dir>/<exp_name>/<NNN>`, and where a resumed run begins.
+"""Run directories, `<output_dir>/<exp_name>/<NNN>`, and the search for the checkpoint that a run resumes from.
 
 output/grpo/001/  config.yaml  run.json  metrics.jsonl  samples.jsonl  log.txt  report.html
                   checkpoints/step-10/  tokenizer/  export/  tensorboard/
@@ -24,13 +24,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Where everything of one run is."""
+    """Paths of one run's files."""
 
     path: Path
 
     @classmethod
     def create(cls, output_dir: str | Path, exp_name: str) -> RunDir:
-        """Make the next numbered directory of the experiment. Two processes that ask at once get different ones."""
+        """Create the next numbered directory of the experiment and point `latest` at it.
+
+        Concurrent processes get different directories. Raises `RunDirectoryError` if the directory cannot be created.
+        """
         experiment = Path(output_dir).expanduser().absolute() / exp_name
         try:
             experiment.mkdir(parents=True, exist_ok=True)
@@ -53,7 +56,10 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
-        """The run at `path`: a run directory, or an experiment's directory, whose newest run it is."""
+        """The run at `path`, which is a run directory or the directory of an experiment (its newest run).
+
+        Raises `RunDirectoryError` if `path` is neither.
+        """
         place = Path(path).expanduser().absolute()
         if not place.is_dir():
             raise RunDirectoryError(f"{place} is not a directory; give a run directory, such as output/grpo/latest")
@@ -69,7 +75,7 @@ class RunDir:
 
     @classmethod
     def latest(cls, experiment: Path) -> RunDir | None:
-        """The newest run of an experiment; None where there is none."""
+        """The newest run of an experiment; None if it has none."""
         runs = experiment_runs(experiment)
         return runs[-1] if runs else None
 
@@ -80,7 +86,7 @@ class RunDir:
 
     @property
     def name(self) -> str:
-        """`grpo/001`."""
+        """Experiment and number, such as `grpo/001`."""
         return f"{self.path.parent.name}/{self.path.name}"
 
     @property
@@ -90,59 +96,63 @@ class RunDir:
 
     @property
     def record(self) -> Path:
-        """What ran, on what, and how it ended."""
+        """Record of the run; see `RunRecord`."""
         return self.path / "run.json"
 
     @property
     def metrics(self) -> Path:
-        """One line per step."""
+        """Metrics, one line per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def samples(self) -> Path:
-        """The first few samples of each step."""
+        """First samples of each step, as text."""
         return self.path / "samples.jsonl"
 
     @property
     def log(self) -> Path:
-        """Everything that was logged."""
+        """Log of the run."""
         return self.path / "log.txt"
 
     @property
     def report(self) -> Path:
-        """The report, one file."""
+        """HTML report, a single file."""
         return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:
-        """Holds `step-N/`."""
+        """Directory of the checkpoints `step-N/`."""
         return self.path / "checkpoints"
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer, if the run made one."""
+        """Directory of the run's tokenizer."""
         return self.path / "tokenizer"
 
     @property
     def export(self) -> Path:
-        """The model, for transformers to load."""
+        """Exported model in the format of transformers."""
         return self.path / "export"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """Directory of TensorBoard event files."""
         return self.path / "tensorboard"
 
 
 def find_checkpoint(
     spec: bool | str, *, output_dir: str | Path, exp_name: str, current: RunDir | None = None
 ) -> Checkpoint | None:
-    """The checkpoint that `resume_from_checkpoint` asks for; None if it asks for none.
+    """The checkpoint that `resume_from_checkpoint` selects.
 
-    `true` is the newest good checkpoint of the experiment, over all its runs but `current`; so is `auto`, for which
-    there may be none, so that the same command starts a run and goes on with it. A path is a checkpoint, a
-    run directory (its newest good one), or an experiment's directory. A checkpoint named by its own path must be
-    good: `CheckpointError` says what is damaged. `NoCheckpointError` if there is none.
+    * `false`: None.
+    * `true`: the newest intact checkpoint of the experiment, over all runs except `current`. Raises
+      `NoCheckpointError` if there is none.
+    * `auto`: as `true`, but None if there is none, so that the same command starts and resumes a run.
+    * A path: a checkpoint, or the newest intact checkpoint of a run directory, a directory of checkpoints, or an
+      experiment. Raises `NoCheckpointError` if there is none.
+
+    Raises `CheckpointError` if a checkpoint given by its own path is damaged, or if all found checkpoints are.
     """
     if spec is False:
         return None
@@ -174,9 +184,9 @@ def find_checkpoint(
 
 
 def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
-    """Where the checkpoints of a run, of all runs of an experiment, or of a directory of checkpoints are, oldest first.
+    """Checkpoint stores of a run, of all runs of an experiment (oldest first), or of a directory of checkpoints.
 
-    Raises `RunDirectoryError` where there is none of these.
+    Raises `RunDirectoryError` if `place` is none of these.
     """
     path = Path(place).expanduser().absolute()
     if CheckpointStore(path).list():
@@ -188,8 +198,10 @@ def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
 
 
 def sweep_checkpoints(experiment: Path, checkpoint: Checkpoint | None) -> None:
-    """Remove half-written checkpoints of killed processes from all runs of an experiment, and from the run of
-    `checkpoint`. What a living process writes stays."""
+    """Remove incomplete checkpoints of exited processes from all runs of an experiment and the run of `checkpoint`.
+
+    Checkpoints that a live process is writing stay.
+    """
     elsewhere = {checkpoint.path.parent} if checkpoint is not None else set()
     for directory in elsewhere | {run.checkpoints for run in experiment_runs(experiment)}:
         CheckpointStore(directory).sweep()
@@ -228,7 +240,10 @@ def _is_run(path: Path) -> bool:
 
 
 def _point_latest_at(run: Path) -> None:
-    """A relative link, so that the experiment can be moved. Only a convenience: some file systems have no links."""
+    """Point `latest` at a run. The link is relative, so that the experiment can be moved.
+
+    Errors are only logged: the link is a convenience, and some file systems do not support links.
+    """
     link = run.parent / LATEST
     temporary = run.parent / f".{LATEST}-{secrets.token_hex(4)}"
     try:

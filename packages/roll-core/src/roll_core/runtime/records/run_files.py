@@ -1,6 +1,6 @@
-"""Faults of the disk under a run directory: a full disk, and files that were deleted while the run wrote to them.
+"""Disk faults in a run directory: a full disk, and files that were deleted while the run wrote to them.
 
-Each ends the run with one `RunFileError`, which names the file and says what to do.
+Each fault ends the run with one `RunFileError`, which names the file and the remedy.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _REMEDY = (
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise `RunFileError` that names `path` if the block cannot write it: an `OSError` about a file there, or a full
-    disk as libraries and workers report it."""
+    """Raise `RunFileError` with `path` if the block fails to write it.
+
+    Converts an `OSError` about a file in the directory of `path`, and a full disk as libraries and workers report it.
+    Other exceptions pass unchanged.
+    """
     try:
         yield
     except RunFileError:
@@ -42,7 +45,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def explained(error: BaseException, run: Path) -> BaseException:
-    """The error that ended the run in the directory `run`: a `RunFileError` if a full disk is behind it."""
+    """Return a `RunFileError` if a full disk caused `error`; otherwise return `error` unchanged.
+
+    `run` is the run directory, whose free space the message states.
+    """
     if isinstance(error, (RunFileError, CheckpointError)) or not disk_is_full(error):
         return error
     temporary = Path(tempfile.gettempdir())
@@ -52,7 +58,7 @@ def explained(error: BaseException, run: Path) -> BaseException:
 
 
 def check_in_place(stream: IO[Any] | None, path: Path) -> None:
-    """Raise `RunFileError` unless the file at `path` is the file that `stream` writes to."""
+    """Raise `RunFileError` unless `path` is still the file that `stream` writes to."""
     try:
         if stream is not None and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
             return
@@ -65,7 +71,10 @@ def check_in_place(stream: IO[Any] | None, path: Path) -> None:
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """True if the error or one of its causes is a full disk. Libraries wrap the system's error or pass on its words."""
+    """True if the error or one of its causes is a full disk or an exceeded quota.
+
+    Libraries wrap the `OSError` or only repeat its message, so messages are checked too.
+    """
     return any(
         (isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT))
         or (isinstance(each, Exception) and "no space left on device" in str(each).lower())
@@ -74,7 +83,7 @@ def disk_is_full(error: BaseException | None) -> bool:
 
 
 def _is_below(file: Any, directory: Path) -> bool:
-    """True also if the system did not name the file."""
+    """True if `file` is below `directory`, or if the error names no file."""
     return not isinstance(file, str | os.PathLike) or Path(file).absolute().is_relative_to(directory)
 
 

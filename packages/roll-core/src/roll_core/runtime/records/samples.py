@@ -1,4 +1,4 @@
-"""`samples.jsonl`: a few samples of each step as text, so that a person can read what the model says."""
+"""`samples.jsonl`: a few samples of each step as text, for inspection by a person."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from roll_core.types import Sample, TokenIds
 
 _METADATA_CHARS = 500
-"""Longer columns of a row are cut: a document is not what one wants to see beside an answer."""
+"""Longer metadata strings are truncated to this length."""
 
 
 class SamplesFile:
-    """Writes the first few samples of each step: up to `per_step` for each split, up to `per_group` of one prompt."""
+    """Writes the first samples of each step: at most `per_step` per split and at most `per_group` per prompt."""
 
     def __init__(
         self,
@@ -30,7 +30,10 @@ class SamplesFile:
         history: Path | None = None,
         resumed_step: int = 0,
     ) -> None:
-        """`decode` makes text of token ids. `ids` records the ids too. `history` is as for `MetricsFile`."""
+        """`decode` converts token ids to text. `ids` records the ids too.
+
+        `history` and `resumed_step` are as for `MetricsFile`.
+        """
         if history is not None:
             copy_lines(history, path, up_to(resumed_step))
         self._writer = LineWriter(path)
@@ -40,7 +43,7 @@ class SamplesFile:
         self._step = -1
 
     def write(self, step: int, samples: Sequence[Sample], *, split: str = "train") -> None:
-        """Record the first few of `samples`. May be called more than once in a step, which has one allowance."""
+        """Record the first of `samples`. `per_step` limits all calls of a step together, `per_group` each call."""
         if step != self._step:
             self._step, self._written = step, {}
         in_group: dict[str, int] = {}
@@ -92,7 +95,7 @@ class SamplesFile:
 
 
 def _short(metadata: Mapping[str, Any], prompt: str) -> dict[str, Any]:
-    """Columns that are a number or a text, without what is in the row already."""
+    """Metadata columns with numbers or (truncated) strings, without the id and copies of the prompt."""
     found: dict[str, Any] = {}
     for name, value in metadata.items():
         if name == "id" or value == prompt:

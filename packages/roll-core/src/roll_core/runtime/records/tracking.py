@@ -1,4 +1,4 @@
-"""Where a run's metrics go: `metrics.jsonl` always, and the trackers that were asked for.
+"""Metrics of a run: `metrics.jsonl` always, and the trackers in `track_with`.
 
 metrics of step n  ─►  MetricsFile ─► metrics.jsonl    {"step": n, "time": …, "score/mean": …, …}
                    └►  Trackers    ─► tensorboard, …
@@ -27,11 +27,13 @@ _TIMING = ("time", "tokens_per_s/", "weight_sync/seconds", "engine/")
 
 
 class MetricsFile:
-    """Writes `metrics.jsonl`: one line for each step, there as soon as `log` returns."""
+    """Writes `metrics.jsonl`, one line per step. The line is in the file as soon as `log` returns."""
 
     def __init__(self, path: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
-        """A resumed run begins with the lines of `history` (the metrics of the run it continues, or `path` itself)
-        up to `resumed_step`, so that every step stands there once."""
+        """Open `path`. A resumed run first copies the lines of `history` up to `resumed_step`, one for each step.
+
+        `history` is the metrics file of the run that this one continues, or `path` itself.
+        """
         self._path = path
         self._copied: set[int] = set()
         if history is not None:
@@ -48,7 +50,10 @@ class MetricsFile:
         self._writer = LineWriter(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record step `step`, or add to the line that was copied for it. Metrics cannot be called `step` or `time`."""
+        """Write the line of step `step`, or extend the line that was copied for it from `history`.
+
+        Raises `ValueError` if a metric is named `step` or `time`.
+        """
         for name in _RESERVED:
             if name in metrics:
                 raise ValueError(f"a metric cannot be called {name!r}: metrics.jsonl has a field of that name")
@@ -69,7 +74,7 @@ class MetricsFile:
 
 
 def _joined(row: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-    """A line and further metrics of its step; seconds are added up."""
+    """Merge further metrics of a step into its line. Adds up `time/` metrics and replaces others."""
     seconds = {
         name: value + earlier
         for name, value in metrics.items()
@@ -79,7 +84,7 @@ def _joined(row: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, A
 
 
 def ranges(steps: Iterable[int]) -> str:
-    """`1–3, 5`."""
+    """Format step numbers as ranges, such as `1–3, 5`."""
     found: list[list[int]] = []
     for step in sorted(steps):
         if found and found[-1][-1] == step - 1:
@@ -90,18 +95,17 @@ def ranges(steps: Iterable[int]) -> str:
 
 
 def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that a run with the same seed has again, bit for bit: what was computed.
+    """The metrics that a run with the same seed reproduces bit for bit.
 
-    Left out is what says how long it took, and what engines say of their work: how they batch, wait and cache depends
-    on when requests arrive.
+    Omits durations, and engine metrics, because batching, waiting and caching depend on when requests arrive.
     """
     return {name: value for name, value in metrics.items() if not name.startswith(_TIMING)}
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a `metrics.jsonl`, each with `step` and `time`; later lines of a step complete earlier ones.
+    """Read a `metrics.jsonl` into one mapping per step, ordered by step, with `step` and `time`.
 
-    Reads files of running and crashed runs. Ordered by step.
+    Later lines of a step update earlier ones. Works for running and crashed runs.
     """
     steps: dict[int, dict[str, float]] = {}
     for row in read_lines(path):
@@ -113,15 +117,15 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 class Trackers:
-    """Several trackers as one. Each is closed exactly once, also after an error of another."""
+    """A group of trackers. Each tracker is closed exactly once, even if another one fails."""
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Create an empty group; see `opened`."""
         self._open: dict[str, Tracker] = {}
 
     @classmethod
     def opened(cls, factories: Mapping[str, Callable[[], Tracker]]) -> Self:
-        """Open trackers by name. If one cannot be opened, those before it are closed."""
+        """Open trackers by name. If one cannot be opened, closes the earlier ones and raises `TrackerError`."""
         trackers = cls()
         for name, factory in factories.items():
             try:
@@ -143,7 +147,7 @@ class Trackers:
             self._close_quietly()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Give the resolved config, without secrets, to all."""
+        """Log the resolved config, without secrets, to all trackers. Raises `TrackerError` at the first failure."""
         for name, tracker in self._open.items():
             try:
                 tracker.log_config(config)
@@ -151,7 +155,7 @@ class Trackers:
                 raise TrackerError(f"tracker {name} failed to record the config: {_say(error)}") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Give a step's metrics to all. The first that raises ends it, by name."""
+        """Log a step's metrics to all trackers. Raises `TrackerError` with the tracker's name at the first failure."""
         for name, tracker in self._open.items():
             try:
                 tracker.log(step, metrics)
@@ -159,14 +163,14 @@ class Trackers:
                 raise TrackerError(f"tracker {name} failed to record step {step}: {_say(error)}") from error
 
     def close(self) -> None:
-        """Close all, then raise for the first that failed. Nothing happens the second time."""
+        """Close all trackers, then raise `TrackerError` for the first that failed. Idempotent."""
         errors = self._close_all()
         if errors:
             name, error = errors[0]
             raise TrackerError(f"tracker {name} failed to close: {_say(error)}") from error
 
     def _close_quietly(self) -> None:
-        """Another error is on its way up, which matters more."""
+        """Close all trackers and only log failures, because another error is being raised."""
         for name, error in self._close_all():
             logger.warning("tracker %s failed to close: %s", name, _say(error))
 

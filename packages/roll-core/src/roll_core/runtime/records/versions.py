@@ -1,4 +1,4 @@
-"""Which versions are installed in this Python environment, as a run's record says them."""
+"""Installed versions in this Python environment, for a run's record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ DISTRIBUTIONS = (
 
 
 def versions(also: Iterable[str] = ()) -> dict[str, str]:
-    """Of Python and the distributions that matter, and of those named; imports none of them."""
+    """Versions of Python, of `DISTRIBUTIONS` and of the distributions in `also`, without importing them.
+
+    Distributions that are not installed are omitted.
+    """
     found = {"python": platform.python_version()}
     for name in dict.fromkeys((*DISTRIBUTIONS, *also)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,10 +1,10 @@
-"""Rollouts: programs produce groups by requests to the replicas of an engine; groups are scored and put in batches.
+"""Rollouts: programs send requests to an engine's replicas and return groups, which are scored and batched.
 
-    scheduler  which prompt is next, how far ahead of training; a program for each group          ──► batches
-    program    what `generate` and `score` of a program do; the single-turn program               ──► scoring
-    queue      requests in order; continues what a weight update or a lost replica interrupted    ──► requests
-    replicas   which replica runs what, which ones are alive
+    scheduler  prompt order and lead over training; runs one program per group                    ──► batches
+    program    `generate` and `score` calls of programs; the single-turn program                  ──► scoring
+    queue      request order; continues requests after a weight update or a lost replica          ──► requests
+    replicas   routing of requests and health checks of replicas
 
-Everything lives on one event loop, uses no clock but the loop's, and knows no engine: the same code runs in virtual
-time on simulated engines (`roll_testing.simulation`).
+All code runs on one event loop, uses only the loop's clock, and does not depend on an engine. The same code runs in
+virtual time on simulated engines (`roll_testing.simulation`).
 """

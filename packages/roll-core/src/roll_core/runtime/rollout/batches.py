@@ -1,4 +1,4 @@
-"""Batches as a pipeline receives them: checked by the run's guards, counted in its metrics, recorded on request."""
+"""Rollout batches for pipelines: checked by the run's guards, with metrics, and recorded if configured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RewardStats:
     scored: int = 0
     failed: int = 0
     first_failure: str = ""
-    """Why the first of the failed ones has none."""
+    """Reason of the first failed reward."""
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> RewardStats:
@@ -48,28 +48,28 @@ class BatchFacts:
     """Properties of a batch besides its groups."""
 
     ages: tuple[int, ...]
-    """Steps from each group's first token to this batch."""
+    """Steps from the start of each group to this batch."""
     left_out: int
     """Groups that the filter rejected since the last batch."""
     stale: int
-    """Groups that were started again since the last batch because they were too old."""
+    """Groups that were restarted since the last batch because they exceeded the staleness bound."""
     surplus: int
     """Groups that stay for the next batch, finished or not."""
     positions: tuple[int, ...]
     """Position of each group's prompt in the order of its tag."""
     rewards: RewardStats
-    """Of all groups that were scored since the last batch, whichever batch they are for, rejected ones included."""
+    """Counts over all groups scored since the last batch, including rejected groups and groups for later batches."""
     passed_over: int = 0
-    """Groups that stay though the batch has later ones."""
+    """Groups that stay in the queue although the batch contains later prompts."""
     restarted: int = 0
-    """Groups whose program started again in this resumed run, because it could not be saved."""
+    """Groups whose program was restarted in this resumed run, because its state could not be saved."""
 
 
 class BatchSource(Protocol):
     """Generates batches, or reads recorded ones."""
 
     async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
-        """The batch to train on once `step` steps are done."""
+        """The batch to train on after `step` completed steps."""
 
     def state(self) -> Mapping[str, Any]:
         """See `Rollouts.state`."""
@@ -79,7 +79,7 @@ class BatchSource(Protocol):
 
 
 class RunRollouts(Rollouts):
-    """The batches of a source, within a run."""
+    """The batches of a `BatchSource`, with the checks and metrics of a run."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class RunRollouts(Rollouts):
         check: Callable[[Sequence[Group], RewardStats], None],
         metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`check` trips the guards on tokens and rewards; `metrics` are further ones of the step."""
+        """`check` runs the guards on tokens and rewards. `metrics` returns additional metrics of the step."""
         self._run, self._role, self._plan, self._source = run, role, plan, source
         self._check, self._further_metrics = check, metrics
 
@@ -148,8 +148,10 @@ def batch_metrics(plan: RolloutPlan, groups: Sequence[Group], facts: BatchFacts)
 
 
 def late_length_ratio(groups: Sequence[Group], ages: Sequence[int]) -> float:
-    """Mean length of responses that were started for an earlier batch ÷ mean length of the others: the bias of batches
-    that take groups in completion order. 1 unless there are both."""
+    """Mean length of responses that were started for an earlier batch ÷ mean length of the others.
+
+    Measures the length bias of batches that take groups in completion order. 1 unless both kinds exist.
+    """
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for group, age in zip(groups, ages, strict=True):
         lengths[age > 0] += [len(sample.response_ids) for sample in group.samples]
@@ -159,7 +161,7 @@ def late_length_ratio(groups: Sequence[Group], ages: Sequence[int]) -> float:
 
 
 def check_experts(groups: Sequence[Group], who: str) -> None:
-    """Raise `DataError` if no sample has routed experts. Single ones may lack them, after a replica was lost."""
+    """Raise `DataError` if no sample has routed experts. Some samples may lack them after a replica was lost."""
     samples = [sample for group in groups for sample in group.samples if len(sample.response_ids)]
     if samples and all(sample.routed_experts is None for sample in samples):
         raise DataError(

@@ -1,4 +1,4 @@
-"""Rollout programs on the request queue: what `generate` and `score` do, and the single-turn program.
+"""Rollout programs on the request queue: their `generate` and `score` calls, and the single-turn program.
 
 program ── generate(prompt_ids, key) ──► GenerateRequest ──► RequestQueue.submit ──► Completion
         ── score(group) ──► RewardRouter ──► group with rewards
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     from roll_core.types import Completion, SamplingParams, TokenIds
 
     Scorer: TypeAlias = Callable[[Prompt, Group], Awaitable[Group]]
-    """Returns the group with rewards."""
+    """Scores a group of a prompt and returns it with rewards."""
 
 
 PROBE, EVALUATION, ROLLOUT = -2, -1, 0
-"""Priorities of a run's requests, lower first: requests that block the run precede those that it needs later."""
+"""Priorities of a run's requests, lower first. Requests on which the run blocks precede requests for later batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTerms:
-    """What the groups of one batch or evaluation have in common."""
+    """Settings shared by the groups of one batch or evaluation."""
 
     params: SamplingParams
     n: int
     seed_of: tuple[int | str, ...] | None
     """Parts of the seeds besides the prompt's id; None for requests without a seed, unless `params` have one."""
     id_prefix: str = ""
-    """Of request ids."""
+    """Prefix of request ids."""
     routed_experts: bool = False
     priority: int = ROLLOUT
 
 
 class GroupContext(RolloutContext):
-    """The calls of one group. The scheduler pauses it between two batches; the program then waits in `generate`."""
+    """The calls of one group's program. Between two batches the scheduler pauses it, and `generate` blocks."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class GroupContext(RolloutContext):
         scorer: Scorer | None,
         sampled: Mapping[str, Outputs] | None = None,
     ) -> None:
-        """`sampled` are outputs of a restored program's calls, by key. Without a `scorer` groups have no rewards."""
+        """`sampled` has the outputs of a restored program's calls, by key. Without `scorer`, groups have no rewards."""
         self.params, self.n = terms.params, terms.n
         self._queue, self._prompt, self._terms, self._scorer = queue, prompt, terms, scorer
         self._restored = dict(sampled or {})
@@ -99,15 +99,15 @@ class GroupContext(RolloutContext):
 
     @property
     def sampled(self) -> dict[str, Outputs]:
-        """Outputs by key, as far as they are sampled: of finished calls, of restored ones, and of those in progress."""
+        """Outputs by key, possibly partial: of finished calls, restored calls, and calls in progress."""
         return self._restored | self._finished | {key: each.sampled for key, each in self._pending.items()}
 
     def hold(self) -> None:
-        """Let `generate` wait for `release` before it submits anything."""
+        """Block further `generate` calls until `release`."""
         self._open.clear()
 
     def release(self) -> None:
-        """Let `generate` go on."""
+        """Unblock `generate` calls."""
         self._open.set()
 
 
@@ -127,7 +127,7 @@ class SingleTurn(RolloutProgram):
 async def run_groups(
     queue: RequestQueue, prompts: Sequence[Prompt], terms: GroupTerms, scorer: Scorer | None
 ) -> list[Group]:
-    """One single-turn group per prompt, in prompt order, all at once: what an evaluation needs."""
+    """Sample one single-turn group per prompt, all concurrently, and return them in prompt order."""
     return await gather([SingleTurn().run(GroupContext(queue, prompt, terms, scorer), prompt) for prompt in prompts])
 
 
@@ -140,11 +140,11 @@ def request_for(
     params: SamplingParams | None = None,
     key: str = "",
 ) -> GenerateRequest:
-    """The request of one `generate` call. Its seed depends on the prompt, on `key`, and on `seed_of` or the seed of the
-    sampling parameters. Without either it has none.
+    """Build the request of one `generate` call.
 
-    Prompts never share a seed: the same random numbers in every response would make averages far too noisy. All
-    requests of a row have the same routing key, also in later steps and passes over the data.
+    Its seed depends on the prompt, on `key`, and on the seed of the sampling parameters or else on `seed_of`. Without
+    either, the request has no seed. Prompts never share a seed: the same random numbers in every response would make
+    averages far too noisy. All requests of a row have the same routing key, also in later steps and epochs.
     """
     params = params or terms.params
     parts = terms.seed_of if params.seed is None else (params.seed,)
@@ -161,7 +161,7 @@ def request_for(
 
 
 def group_of(prompt: Prompt, completion: Completion) -> Group:
-    """A completion as the samples of its prompt."""
+    """Convert a completion to the group of its prompt, one sample per output."""
     samples = tuple(
         sample_of(
             output,

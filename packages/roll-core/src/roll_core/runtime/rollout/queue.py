@@ -1,4 +1,4 @@
-"""The request queue: runs requests on replicas, and continues what a weight update or a lost replica interrupted.
+"""The request queue: runs requests on replicas and continues them after a weight update or a lost replica.
 
     submit ──► queue ──► ReplicaPool ──► result ──► all outputs complete? ──► PendingRequest.done
                  ▲                         │
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class RequestQueue:
-    """Owned by one event loop. Requests that are submitted in one turn of the loop are dispatched together."""
+    """A queue of requests for the replicas of one engine. Requests submitted in one loop iteration start together."""
 
     def __init__(
         self,
@@ -58,15 +58,16 @@ class RequestQueue:
         timeouts: HealthTimeouts = NO_TIMEOUTS,
         survives_all: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`max_running` outputs at most run on a replica. `expand` requests each output by itself, which spreads a
-        group over replicas and computes its prompt on each; so does `max_running`, since replicas do not report which
-        outputs of a request have ended.
+        """At most `max_running` outputs run on a replica.
+
+        `expand` requests each output separately, which spreads a group over replicas and computes its prompt on each.
+        `max_running` implies it, since replicas do not report which outputs of a request have ended.
 
         Busy replicas are polled for progress every `progress_s` seconds (0: never). Reported tokens are kept if the
         replica is lost; a replica without progress for longer than `timeouts` is terminated.
 
-        Once no replica is alive, all requests fail with the last one's error, unless replacements will be added
-        (`survives_all`): then requests wait, and `no_replicas` is set.
+        Once no replica is alive, all requests fail with the last replica's error. If replacements will be added
+        (`survives_all`), requests wait instead and `no_replicas` is set.
         """
         self._expand, self._find_stop = expand or max_running is not None, find_stop
         self._pool = ReplicaPool(
@@ -90,13 +91,13 @@ class RequestQueue:
             self._pool.add(replica)
 
     def add(self, replica: Replica) -> None:
-        """Use one more replica."""
+        """Add a replica and dispatch queued requests to it."""
         self._pool.add(replica)
         self.no_replicas.clear()
         self._dispatch_soon()
 
     def remove(self, replica: Replica) -> None:
-        """Drop a replica that is gone: an idle one may have exited unnoticed. Unknown ones are ignored."""
+        """Drop a replica whose worker exited; the exit of an idle one may be unnoticed. Unknown ones are ignored."""
         self._pool.remove(replica)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -104,8 +105,10 @@ class RequestQueue:
     def submit(
         self, request: GenerateRequest, sampled: Outputs | None = None, *, replica: Replica | None = None
     ) -> PendingRequest:
-        """Queue a request; its `done` is the completion. `sampled` outputs are continued. A request for one certain
-        `replica` is submitted there even beyond `max_running`, and fails with `WorkerDiedError` if it is gone.
+        """Queue a request; its `done` future gets the completion. `sampled` outputs are continued.
+
+        A request for a specific `replica` is submitted there even beyond `max_running`. It fails with `WorkerDiedError`
+        if the replica is lost.
 
         Raises `RollError` while another request has the same id.
         """
@@ -132,7 +135,7 @@ class RequestQueue:
         *,
         replica: Replica | None = None,
     ) -> list[Completion]:
-        """Completions in the order of `requests`. Raises the first failure, and cancels the others."""
+        """Run requests and return their completions in order. Raises the first failure and cancels the others."""
         pending: list[PendingRequest] = []
         try:
             for request in requests:
@@ -173,7 +176,7 @@ class RequestQueue:
 
     @asynccontextmanager
     async def paused(self, *, in_flight: bool) -> AsyncIterator[None]:
-        """Start nothing while weights are replaced. Requests are paused, unless they may stay `in_flight`."""
+        """Start no requests in the block, for a weight update. Pauses running requests unless they stay `in_flight`."""
         self._holds += 1
         paused = [] if in_flight else [each for each in self._requests.values() if each.wants_tokens]
         try:
@@ -192,33 +195,33 @@ class RequestQueue:
 
     @property
     def num_pending(self) -> int:
-        """Requests that are not finished."""
+        """Number of unfinished requests."""
         return len(self._requests)
 
     @property
     def num_running(self) -> int:
-        """Outputs that replicas work on."""
+        """Number of outputs that replicas are running."""
         return self._pool.num_running
 
     @property
     def num_lost_replicas(self) -> int:
-        """Replicas that were lost so far."""
+        """Number of replicas lost so far."""
         return self._pool.num_lost
 
     @property
     def num_continued(self) -> int:
-        """Interrupted outputs that were continued so far."""
+        """Number of interrupted outputs continued so far."""
         return self._pool.num_continued
 
     async def close(self) -> None:
-        """Cancel everything."""
+        """Cancel all requests and stop health checks."""
         self.cancel(list(self._requests.values()))
         await self._pool.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _enqueue(self, pending: PendingRequest, outputs: Sequence[PartialOutput] | None = None) -> None:
-        """Queue the incomplete outputs: as one sub-request while nothing is sampled, so that the prompt is shared."""
+        """Queue the incomplete outputs: as one sub-request while no token is sampled, so that they share the prompt."""
         left = [output for output in outputs or pending.outputs if not output.complete]
         whole = SubRequest(pending, left)
         together = whole.is_whole and not self._expand

@@ -1,4 +1,4 @@
-"""Rollouts as JSON, exactly: in checkpoints, and in files from which another run trains without an engine.
+"""Lossless JSON of rollouts: in checkpoints, and in files from which another run trains without an engine.
 
     <run>/rollouts/step-12.jsonl    a line about the batch, then a line for each of its groups, in their order
 
@@ -48,16 +48,16 @@ OUTPUT_ARRAYS = {"token_ids": "<i8", "logprobs": "<f4", "versions": "<i4"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTerms:
-    """Settings that a replay must have in common with the recorded run."""
+    """Settings of a recording that a replay must share."""
 
     rollout_batch_size: int
     num_return_sequences_in_group: int
     temperature: float
-    """Logprobs are those of this sampling temperature."""
+    """Sampling temperature of the recorded logprobs."""
 
     @classmethod
     def of(cls, plan: RolloutPlan) -> Self:
-        """The terms of a plan."""
+        """The terms of a rollout plan."""
         return cls(
             rollout_batch_size=sum(plan.counts.values()),
             num_return_sequences_in_group=plan.n,
@@ -65,7 +65,7 @@ class BatchTerms:
         )
 
     def check(self, recorded: BatchTerms, path: Path) -> None:
-        """Raise `RecordingError` if they differ."""
+        """Raise `RecordingError` if any setting differs."""
         for name, mine in asdict(self).items():
             theirs = getattr(recorded, name)
             if mine != theirs:
@@ -74,25 +74,25 @@ class BatchTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBatch:
-    """The batch of a step, as it was trained on."""
+    """The recorded training batch of a step."""
 
     groups: Sequence[Group]
     facts: BatchFacts
     weight_version: int
-    """Of the engine's weights when the batch was complete."""
+    """Version of the engine's weights when the batch was complete."""
 
 
 class Recorder:
     """Writes the rollouts of a run. Files appear once they are complete."""
 
     def __init__(self, run: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
-        """Write below the directory `run`. If a resumed run records, it takes over the files of the run before it,
-        `history`, up to `resumed_step`."""
+        """Write below the directory `run`. A resumed run links the files of `history`, the run that it continues, up to
+        `resumed_step`."""
         self._folder = run / FOLDER
         self._history, self._resumed_step = history, resumed_step
 
     def begin(self) -> None:
-        """Create the folder. Raises `RunDirectoryError`."""
+        """Create the folder and link the files of `history`. Raises `RunDirectoryError`."""
         try:
             self._folder.mkdir(exist_ok=True)
             for step, file in steps_in(self._history).items() if self._history is not None else ():
@@ -141,7 +141,7 @@ class RecordedSource:
         recorder.begin()
 
     async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
-        """The source's batch, once its file is complete."""
+        """Return the source's batch after its file is complete."""
         groups, facts = await self._source.batch(step)
         batch = RecordedBatch(groups=groups, facts=facts, weight_version=self._role.weight_version)
         await asyncio.to_thread(self._recorder.write, step + 1, self._terms, batch)
@@ -152,10 +152,10 @@ class Recording:
     """The recorded rollouts of a run."""
 
     def __init__(self, run: Path) -> None:
-        """Raises `RecordingError` if there are none."""
+        """Find the recorded files of a run. Raises `RecordingError` if there are none."""
         self.run = run
         self.steps = steps_in(run)
-        """Files by step."""
+        """Recorded file by step."""
         if not self.steps:
             raise RecordingError(
                 f"{run} has no recorded rollouts (no {FOLDER}/step-….jsonl): give the directory of a run that had"
@@ -255,7 +255,7 @@ def _take_over(file: Path, target: Path) -> None:
 
 
 class ReplayedRole(InferRole):
-    """Stands in for the engine of a replay. Its weight version is the trained one; it generates nothing."""
+    """Placeholder for the engine of a replay. Its weight version is the trainer's; it does not generate."""
 
     def __init__(self, name: str, config: WorkerConfig) -> None:
         self.name, self.config = name, config
@@ -280,7 +280,7 @@ class Replay:
         self._recording, self._plan, self._role = Recording(run), plan, role
 
     async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
-        """The batch that was trained on once `step` steps were done. Raises `RecordingError`."""
+        """The batch that the recorded run trained on after `step` steps. Raises `RecordingError`."""
         found = await asyncio.to_thread(self._recording.batch, step + 1, self._plan)
         here = self._role.weight_version
         if found.weight_version != here:
@@ -292,7 +292,7 @@ class Replay:
         return found.groups, found.facts
 
     def state(self) -> Mapping[str, Any]:
-        """A mark alone: the step selects the batch."""
+        """A marker without further state, since the step selects the batch."""
         return {REPLAYED: True}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -300,7 +300,7 @@ class Replay:
 
 
 def saved_group(group: Group) -> dict[str, Any]:
-    """A group without what its prompt has, as JSON."""
+    """A group as JSON, without the fields that its prompt already has."""
     return {
         "samples": [
             {
@@ -316,7 +316,7 @@ def saved_group(group: Group) -> dict[str, Any]:
 
 
 def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
-    """Read back what `saved_group` returned for a group of this prompt."""
+    """Restore a group of `prompt` from the result of `saved_group`."""
     return Group(
         id=prompt.id,
         samples=tuple(
@@ -352,7 +352,7 @@ def saved_outputs(outputs: Sequence[CompletionOutput | None]) -> list[dict[str, 
 
 
 def outputs_from(saved: Sequence[Mapping[str, Any] | None]) -> list[CompletionOutput | None]:
-    """Read back what `saved_outputs` returned."""
+    """Restore outputs from the result of `saved_outputs`."""
     return [
         None
         if each is None
@@ -377,7 +377,7 @@ def _reward_from(saved: Mapping[str, Any] | None) -> Reward | None:
 
 
 def _saved_experts(experts: RoutedExperts | None) -> dict[str, Any]:
-    """Empty without experts, which most models do not have."""
+    """Routed experts as JSON; empty if the model has none."""
     if experts is None:
         return {}
     dtype = experts.dtype.newbyteorder("<").str
@@ -398,5 +398,5 @@ def saved_array(array: np.ndarray[Any, Any], dtype: str) -> str:
 
 
 def array_from(text: str, dtype: str) -> Any:
-    """Read back what `saved_array` returned, writable."""
+    """Restore a writable array from the result of `saved_array`."""
     return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()

@@ -1,10 +1,10 @@
-"""Replicas of an engine: which one a sub-request goes to, which ones are alive.
+"""Replicas of an engine: routing of sub-requests and health checks.
 
     RequestQueue ── accept, submit_accepted ──► ReplicaSlot: Replica.submit ──► on_result(sub-request, outcome)
                                                 replica exited or timed out ──► on_lost(sub-requests)
     HealthMonitor ── progress() of each busy slot ──► more tokens? ── none for too long ──► terminate
 
-Everything here runs on one event loop and knows no engine: replicas are workers of a role, or simulated.
+Everything here runs on one event loop and does not depend on an engine: replicas are workers of a role, or simulated.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from roll_core.types import Completion, GenerateRequest
 
     OnResult: TypeAlias = Callable[[str, Completion | BaseException], None]
-    """Takes the id of a request and its completion or error: `WorkerDiedError` if the replica is gone, another error if
-    the request is at fault."""
+    """Receives the id of a request and its completion or error: `WorkerDiedError` if the replica is lost, another error
+    if the request itself failed."""
     QueueItem: TypeAlias = tuple[int, int, int, SubRequest]
     """Priority, order of submission, a unique number, and the sub-request."""
 
 Routing = Literal["least_loaded", "prompt_affinity", "sticky"]
 """`least_loaded`: the replica with the fewest running outputs. `prompt_affinity`: the replica that had the routing key
-before, whose prefix cache may hold the prompt, unless it is full or far busier than another. `sticky`: that replica,
+before, whose prefix cache may contain the prompt, unless it is full or far busier than another. `sticky`: that replica,
 even if the request must wait for capacity."""
 
 log = logging.getLogger(__name__)
@@ -51,21 +51,21 @@ log = logging.getLogger(__name__)
 REMEMBERED = 1 << 16
 """Routing keys whose replica is remembered; the least recently used are dropped first."""
 BUSIER_BY, BUSIER_TIMES = 64, 1.5
-"""A replica is far busier than another with this many outputs more and this many times as many: the rule of SGLang's
-router (`cache_aware`: balance_abs_threshold, balance_rel_threshold)."""
+"""A replica is far busier than another if it has more outputs by this difference and by this factor. Same rule as in
+SGLang's router (`cache_aware`: balance_abs_threshold, balance_rel_threshold)."""
 ABORT_AGAIN_S = 0.5
-"""An abort may overtake the request that it should end, and is then repeated."""
+"""Seconds between repeated aborts: an abort may overtake the request that it should end."""
 POLLS = 4
-"""A progress poll times out after this fraction of the replica's timeout: engines report between two steps."""
+"""A progress poll times out after `replica_timeout / POLLS`, since engines report only between two steps."""
 PAUSES = 20
-"""Pause between two polls, in multiples of the last poll's duration: progress of a full engine is a large payload."""
+"""Pause between two polls, in multiples of the last poll's duration. Progress of a full engine is a large payload."""
 
 
 class Replica(ABC):
     """One engine that samples tokens. All calls happen on one event loop."""
 
     name: str
-    """For messages."""
+    """Name of the replica, for messages."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerateRequest], on_result: OnResult) -> None:
@@ -102,7 +102,7 @@ class WorkerReplica(Replica):
         self._cancelling: set[asyncio.Task[None]] = set()
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call without a deadline: a busy engine queues requests, and the health monitor finds out whether it hangs."""
+        """Call without a deadline: a busy engine queues requests, and the health monitor detects hangs."""
         return await self._group.call_rank(self._rank, method, *args, deadline_s=math.inf)
 
     @override
@@ -160,19 +160,19 @@ class WorkerReplica(Replica):
             if self._submitting:
                 await asyncio.wait(list(self._submitting))
             await self._group.call_rank(self._rank, "forget", ids)
-        except RollError as error:  # the worker exited or the run ends: the requests are gone either way
+        except RollError as error:  # the worker exited or the run ends, which cancels the requests too
             log.debug("%s: %s", self.name, error)
 
 
 @dataclass(eq=False, slots=True)
 class ReplicaSlot:
-    """A live replica and its work."""
+    """A live replica with its running and waiting sub-requests."""
 
     replica: Replica
     number: int
-    """In order of arrival. Ties go to the lower number, so that routing is repeatable."""
+    """Index in order of addition. Ties go to the lower number, so that routing is deterministic."""
     running: dict[str, SubRequest] = field(default_factory=dict)
-    """By the request id that the replica knows."""
+    """Running sub-requests by the request id that the replica received."""
     load: int = 0
     """Number of running outputs."""
     waiting: list[QueueItem] = field(default_factory=list)
@@ -189,7 +189,7 @@ class ReplicaSlot:
 
 
 class Router:
-    """Chooses slots. It is notified of loads, so that a choice costs the logarithm of the number of replicas."""
+    """Chooses slots by load and routing key. Each choice takes logarithmic time in the number of replicas."""
 
     def __init__(self, routing: Routing, max_running: int | None) -> None:
         """At most `max_running` outputs run on a replica."""
@@ -201,7 +201,7 @@ class Router:
         """By routing key, the most recently used last."""
 
     def add(self, slot: ReplicaSlot) -> None:
-        """Route to this slot, too."""
+        """Add a slot to the candidates."""
         self._slots[slot.number] = slot
         heapq.heappush(self._heap, (slot.load, slot.number))
 
@@ -263,8 +263,7 @@ class Router:
 
 
 class ReplicaPool:
-    """The live replicas. Owned by a request queue; calls it back, but never from within `accept` and
-    `submit_accepted`."""
+    """The live replicas of a request queue. Calls the queue back, but never from within `accept`, `submit_accepted`."""
 
     def __init__(
         self,
@@ -275,27 +274,27 @@ class ReplicaPool:
         on_result: Callable[[SubRequest, Completion | BaseException], None],
         on_lost: Callable[[Sequence[SubRequest]], None],
     ) -> None:
-        """Polls progress every `progress_s` seconds (0: never). `on_lost` takes the sub-requests of a lost replica."""
+        """Poll progress every `progress_s` seconds (0: never). `on_lost` gets the sub-requests of a lost replica."""
         self._router, self._on_result, self._on_lost = router, on_result, on_lost
         self.monitor = HealthMonitor(timeouts, progress_s, self._terminate)
         self._slots: list[ReplicaSlot] = []
         self._numbers, self._attempts = itertools.count(), itertools.count()
         self._slot_of: dict[str, ReplicaSlot] = {}
-        """By the request id that the replica knows."""
+        """Slot by the request id that the replica received."""
         self._accepted: dict[ReplicaSlot, list[GenerateRequest]] = {}
         self._with_waiting: set[ReplicaSlot] = set()
         self.num_running = self.num_lost = self.num_continued = 0
-        """Outputs that run, replicas that were lost, interrupted outputs that were continued."""
+        """Numbers of running outputs, lost replicas, and interrupted outputs that were continued."""
         self._last_error: WorkerDiedError | None = None
 
     def add(self, replica: Replica) -> None:
-        """Use one more replica."""
+        """Add a replica."""
         slot = ReplicaSlot(replica, next(self._numbers))
         self._slots.append(slot)
         self._router.add(slot)
 
     def remove(self, replica: Replica) -> None:
-        """Drop a replica that is gone: an idle one may have exited unnoticed. Unknown ones are ignored."""
+        """Drop a replica whose worker exited; the exit of an idle one may be unnoticed. Unknown ones are ignored."""
         if (slot := self._find(replica)) is not None:
             self._lose(slot, _gone(replica))
 
@@ -367,7 +366,7 @@ class ReplicaPool:
                 self._with_waiting.discard(slot)
 
     def submit_accepted(self) -> None:
-        """Submit what was accepted, all of one replica together."""
+        """Submit the accepted sub-requests, those of one replica together."""
         accepted, self._accepted = self._accepted, {}
         for slot, requests in accepted.items():
             slot.replica.submit(requests, partial(self._result, slot))
@@ -453,25 +452,27 @@ class ReplicaPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthTimeouts:
-    """Maximum time without a heartbeat for a replica that has work. Requests have no deadline: a long one may wait in
-    the engine's queue."""
+    """Maximum seconds without a heartbeat for a replica that has work.
+
+    Requests have no deadline, because they may wait long in the engine's queue.
+    """
 
     token_s: float = math.inf
-    """Without a new token and without a result (`replica_timeout`)."""
+    """Maximum seconds without a new token or a result (`replica_timeout`)."""
     result_s: float = math.inf
-    """Without a result, for engines that do not report progress (`rpc_timeout`)."""
+    """Maximum seconds without a result, for engines that do not report progress (`rpc_timeout`)."""
 
 
 NO_TIMEOUTS = HealthTimeouts()
 
 
 class HealthMonitor:
-    """Polls the progress of each busy replica in a task of its own, so that one that hangs delays no other."""
+    """Polls the progress of each busy replica in a separate task, so that a hanging replica does not delay others."""
 
     def __init__(
         self, timeouts: HealthTimeouts, poll_s: float, terminate: Callable[[ReplicaSlot, str], Awaitable[None]]
     ) -> None:
-        """Polls every `poll_s` seconds; 0 disables it. `terminate` receives the reason."""
+        """Poll every `poll_s` seconds; 0 disables polling. `terminate` is called with the slot and the reason."""
         self._timeouts, self._poll_s, self._terminate = timeouts, poll_s, terminate
         self._limit_s = max(poll_s, timeouts.token_s / POLLS)
         self._tasks: dict[ReplicaSlot, asyncio.Task[None]] = {}
@@ -479,7 +480,7 @@ class HealthMonitor:
         self._suspended = 0
 
     def start(self, slot: ReplicaSlot) -> None:
-        """Watch a slot that has work."""
+        """Start health checks of a slot that has work."""
         if self._poll_s and slot not in self._tasks:
             self._tasks[slot] = background(self._watch(slot), name=f"{slot.replica.name}: progress")
 
@@ -489,7 +490,7 @@ class HealthMonitor:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Count no time while replicas are not expected to sample."""
+        """Suspend the timeouts in the block, in which replicas are not expected to sample."""
         self._suspended += 1
         try:
             yield
@@ -512,7 +513,7 @@ class HealthMonitor:
                 await asyncio.sleep(pause_s)
                 took_s = await self._poll(slot)
                 now, longest_s = asyncio.get_running_loop().time(), pause_s + self._limit_s
-                # More than that means that this event loop stood still and received no heartbeats.
+                # A longer interval means that this event loop was blocked and received no heartbeats.
                 slot.silent_s += min(now - max(slot.heartbeat_at, checked_at), longest_s)
                 checked_at = now
                 pause_s = min(max(self._poll_s, PAUSES * took_s), self._limit_s)
@@ -523,7 +524,7 @@ class HealthMonitor:
             del self._tasks[slot]
 
     async def _poll(self, slot: ReplicaSlot) -> float:
-        """Store the slot's progress; returns the seconds that it took."""
+        """Poll and store the slot's progress. Returns the duration in seconds."""
         time = asyncio.get_running_loop().time
         begun, limit_s = time(), None if self._limit_s == math.inf else self._limit_s
         try:
@@ -546,7 +547,7 @@ class HealthMonitor:
         return time() - begun
 
     def _timeout(self, slot: ReplicaSlot) -> str:
-        """Why the replica is terminated; empty if it is healthy."""
+        """Reason for terminating the replica; empty if it is healthy."""
         if self._suspended or not slot.running or not slot.alive:
             return ""
         limit_s = self._timeouts.token_s if slot.reports else self._timeouts.result_s

@@ -1,13 +1,13 @@
-"""A request for n outputs: its state, and its outputs as far as they are sampled.
+"""A request for n outputs: its state and its partial outputs.
 
     submitted ──► QUEUED ◄───────► RUNNING ──► FINISHED   completed, failed or cancelled (from every state)
                   ▲    │ pause        │ pause
            resume │    ▼              ▼
                   PAUSED ◄───────── PAUSING    aborts are under way
 
-A replica receives sub-requests: the whole request at first, single outputs once some of it is sampled. Tokens of an
+A replica receives sub-requests: the whole request at first, single outputs once tokens are sampled. Tokens of an
 interrupted output become part of the prompt of the sub-request that continues it. Regenerating interrupted outputs
-instead would favour short responses, which are interrupted less often.
+instead would bias sampling toward short responses, which are interrupted less often.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from roll_core.types import Floats, RoutedExperts, TokenIds
 
     FindStop: TypeAlias = Callable[[TokenIds, int, Sequence[str]], "tuple[int, str] | None"]
-    """Takes tokens, how many of them precede the interruption, and stop strings. Returns the end of a stop string that
-    spans the interruption, and the string."""
+    """Takes tokens, the number of tokens before the interruption, and stop strings. Returns the end of a stop string
+    that spans the interruption, and the string."""
     Outputs: TypeAlias = Sequence[CompletionOutput | None]
-    """Outputs of a request as far as they are sampled; interrupted ones have `finish_reason == "abort"`."""
+    """Outputs of a request; None before the first token. Partial outputs have `finish_reason == "abort"`."""
 
 
 class RequestState(Enum):
-    """See the diagram of this module."""
+    """State of a request; the diagram in this module's docstring has the transitions."""
 
     QUEUED = "queued"
-    """No replica works on it."""
+    """Waiting in the queue; no replica is running any of its outputs."""
     RUNNING = "running"
-    """A replica works on at least one of its outputs."""
+    """A replica is running at least one of its outputs."""
     PAUSING = "pausing"
     PAUSED = "paused"
     FINISHED = "finished"
@@ -60,11 +60,11 @@ TRANSITIONS = {
 
 @dataclass(eq=False, slots=True)
 class PartialOutput:
-    """One output of a request."""
+    """One output of a request, possibly incomplete."""
 
     index: int
     sampled: CompletionOutput | None = None
-    """Its tokens so far."""
+    """The output's tokens so far; None before the first."""
     complete: bool = False
 
     @classmethod
@@ -92,47 +92,47 @@ class PartialOutput:
 
 @dataclass(eq=False, slots=True)
 class PendingRequest:
-    """A submitted request. The queue that it was submitted to owns everything but `done`."""
+    """A submitted request. Its queue owns all fields except `done`."""
 
     request: GenerateRequest
     order: int
     """Requests of one priority run in this order."""
     outputs: list[PartialOutput]
     done: asyncio.Future[Completion]
-    """The completion or the error, once it is finished."""
+    """Future of the completion or the error."""
     replica: object | None = None
     """The only replica that may run it, if the caller chose one."""
     state: RequestState = QUEUED
     running: dict[str, SubRequest] = field(default_factory=dict)
-    """Sub-requests that replicas work on, by the id that the replica knows."""
+    """Running sub-requests, by the request id that the replica received."""
     prompt_logprobs: Floats | None = None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a pausing request is paused or finished."""
 
     @property
     def sampled(self) -> list[CompletionOutput | None]:
-        """The outputs as far as they are sampled."""
+        """The outputs so far, possibly partial or None."""
         return [output.sampled for output in self.outputs]
 
     @property
     def wants_tokens(self) -> bool:
-        """True unless it is paused or finished."""
+        """True unless the request is pausing, paused or finished."""
         return self.state in (QUEUED, RUNNING)
 
     def started(self, id: str, sub: SubRequest) -> None:
-        """A replica works on `sub`."""
+        """Record that a replica started `sub` under the request id `id`."""
         if not self.running:
             self.move(RUNNING)
         self.running[id] = sub
 
     def returned(self, id: str) -> None:
-        """The replica works on it no longer."""
+        """Record that the sub-request `id` ended or was lost."""
         del self.running[id]
         if not self.running and self.state in (RUNNING, PAUSING):
             self.move(QUEUED if self.state is RUNNING else PAUSED)
 
     def move(self, state: RequestState) -> None:
-        """Raises `RollError` for a transition that the diagram does not have."""
+        """Change the state. Raises `RollError` for a transition that the diagram does not contain."""
         if state not in TRANSITIONS[self.state]:
             raise RollError(
                 f"internal error: request {self.request.id} cannot go from {self.state.value} to {state.value};"
@@ -152,7 +152,7 @@ class SubRequest:
     parent: PendingRequest
     outputs: list[PartialOutput]
     reported: Sequence[CompletionOutput] = ()
-    """What the replica reported of its progress, in the order of `outputs`."""
+    """Last progress report of the replica, in the order of `outputs`."""
 
     @property
     def size(self) -> int:
@@ -161,7 +161,7 @@ class SubRequest:
 
     @property
     def is_whole(self) -> bool:
-        """True if it is the whole request and none of it is sampled: replicas receive the request unchanged."""
+        """True if it covers the whole request and no token is sampled. Replicas then receive the request unchanged."""
         return self.size == self.parent.request.n and not any(output.num_tokens for output in self.outputs)
 
     def report(self, outputs: Sequence[CompletionOutput]) -> bool:
@@ -180,8 +180,11 @@ class SubRequest:
 
 
 def joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
-    """Two parts of one output; it ends as the second does. The replica of the second part computed the tokens of the
-    first one again, possibly with other experts: the experts under which they were sampled count."""
+    """Concatenate two parts of one output; the finish reason is that of the second part.
+
+    The replica of the second part recomputed the tokens of the first part, possibly with other experts. The result has
+    the experts under which the tokens were sampled.
+    """
     return CompletionOutput(
         token_ids=np.concatenate([first.token_ids, then.token_ids]),
         logprobs=np.concatenate([first.logprobs, then.logprobs]),
@@ -213,8 +216,7 @@ def cut_at(output: CompletionOutput, num_tokens: int, stop: str) -> CompletionOu
 
 
 def rest_of(request: GenerateRequest, output: PartialOutput, id: str) -> GenerateRequest:
-    """A request for the rest of one output. Its seed differs: the old one would repeat the random numbers of the first
-    tokens."""
+    """A request for the rest of one output. It has a new seed: the old one would repeat the first random numbers."""
     params, num = request.params, output.num_tokens
     seed = params.seed
     if seed is not None:

@@ -1,17 +1,17 @@
-"""Prompts in, batches of scored groups out, in prompt order and at most as far ahead of training as the plan allows.
+"""Rollout scheduler: produces batches of scored groups in prompt order, at most `ahead` batches before training.
 
     prompts of a tag   0  1  2  3  4  5  6  7  8  9 ...
                        └── GroupQueue ────┘                 one rollout program runs for each group
                        done  done  x  running               x: filtered, so that the next prompt joins at the end
     batch              the first `count` groups, once all of them are done
 
-With `first_ready` a batch takes the groups that finish first, and the next batch the groups that were passed over.
+With `first_ready` a batch takes the groups that finish first. The next batch takes the groups that were passed over.
 
-A group queue holds at most the requested batch and `ahead` more. A group is therefore trained on at most `ceil(ahead)`
-steps after it was started: the staleness bound is kept by not starting too early, and nothing is discarded.
+A group queue contains at most the requested batch and `ahead` more. A group is therefore trained on at most
+`ceil(ahead)` steps after it was started. Groups start late enough to satisfy this bound, so none is discarded.
 
-Without anything ahead, filtered groups are replaced once all groups of the round are scored: which requests run
-together then does not depend on timing, and neither do the last bits of their logprobs.
+If `ahead` is 0, filtered groups are replaced only after all groups of the round are scored. The composition of engine
+batches, and with it the last bits of logprobs, then does not depend on timing.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class GroupSlot:
-    """A group that is not trained on yet: waiting, running (`rollout`) or done (`group`)."""
+    """A group in the queue for training: waiting, running (`rollout`) or done (`group`)."""
 
     prompt: Prompt
     position: int
-    """Of the prompt in its tag's order."""
+    """Position of the prompt in the order of its tag."""
     born: int
-    """Step in which its first token was sampled."""
+    """Step at which the group was started; the earliest step of its tokens."""
     rollout: Rollout | None = None
     saved: SavedRollout | None = None
-    """What a checkpoint has of a rollout that was running."""
+    """State of an unfinished rollout, restored from a checkpoint."""
     group: Group | None = None
     left_out: bool = False
-    """The filter rejected it."""
+    """True if the filter rejected the group."""
     waited: bool = False
-    """It was in the queue when the batch was requested."""
+    """True if it was in the queue when the batch was requested."""
 
     @property
     def is_begun(self) -> bool:
@@ -76,36 +76,36 @@ class Rollout:
 
     @property
     def has_tokens(self) -> bool:
-        """True if something is sampled."""
+        """True if at least one token is sampled."""
         outputs = (output for each in self.context.sampled.values() for output in each)
         return any(output is not None and len(output.token_ids) for output in outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRollout:
-    """A program between two runs."""
+    """Checkpointed state of an unfinished program."""
 
     sampled: Mapping[str, Outputs]
     """Outputs of its `generate` calls, by key."""
     state: Mapping[str, Any]
-    """Its snapshot."""
+    """Snapshot of the program."""
 
 
 @dataclass(eq=False, slots=True)
 class GroupQueue:
-    """The groups of one tag that are not trained on yet, in prompt order.
+    """Untrained groups of one tag, in prompt order.
 
-    The first `count` belong to the next batch. With `first_ready` the batch takes those that waited when it was
-    requested, then the first to finish: while `extra` is less than `count`, no group is passed over twice.
+    The first `count` groups form the next batch. With `first_ready`, the batch takes the groups that were queued when
+    it was requested, then the first to finish. If `extra` is less than `count`, no group is passed over twice.
     """
 
     tag: str
     count: int
-    """Groups of a batch."""
+    """Groups per batch."""
     extra: int
-    """Groups that may be ahead of it."""
+    """Maximum number of groups beyond the requested batch."""
     limit: int
-    """Prompts that may join for one batch."""
+    """Maximum number of prompts that may join for one batch."""
     first_ready: bool = False
     next: int = 0
     """Position of the next prompt to join."""
@@ -114,18 +114,18 @@ class GroupQueue:
     unsettled: int = 0
     """Groups that are not done."""
     _order: list[GroupSlot] = field(default_factory=list)
-    """The groups, and those that were left out since the last batch."""
+    """All groups in prompt order, including those that the filter rejected since the last batch."""
     _num_left_out: int = 0
     _front: int = 0
     """Index in `_order` of the first group that is not done."""
     _num_in_front: int = 0
     """Done groups before that index."""
     _num_awaited: int = 0
-    """Groups that waited and are not done."""
+    """Unfinished groups with `waited`."""
 
     @classmethod
     def of(cls, tag: str, count: int, plan: RolloutPlan) -> GroupQueue:
-        """An empty one."""
+        """Create an empty queue with the limits of `plan`."""
         extra = math.floor(plan.ahead * count)
         return cls(tag, count, extra, math.ceil(plan.max_tries * count) + extra, plan.first_ready)
 
@@ -139,7 +139,7 @@ class GroupQueue:
 
     @property
     def is_complete(self) -> bool:
-        """True if the batch has its groups of this tag, or all that it will get."""
+        """True if the batch has all its groups of this tag, or if no more prompts may join and all are done."""
         if self.unsettled == 0 and self.tried >= self.limit:
             return True
         if self.first_ready:
@@ -147,14 +147,14 @@ class GroupQueue:
         return self._num_in_front >= self.count
 
     def begin(self) -> None:
-        """A batch is requested."""
+        """Begin a batch: reset the count of joined prompts and mark the queued groups as `waited`."""
         self.tried = 0
         for slot in self._order:
             slot.waited = True
         self._num_awaited = self.unsettled
 
     def join(self, capacity: int, prompt: Callable[[str, int], Prompt], step: int) -> list[GroupSlot]:
-        """Add the next prompts, until the queue has `capacity` groups."""
+        """Add the next prompts until the queue has `capacity` groups or the batch's limit of prompts is reached."""
         joined = []
         for _ in range(min(capacity - len(self), self.limit - self.tried)):
             joined.append(GroupSlot(prompt(self.tag, self.next), self.next, step))
@@ -165,7 +165,7 @@ class GroupQueue:
         return joined
 
     def settle(self, slot: GroupSlot, group: Group | None) -> None:
-        """A group is done; None leaves it out."""
+        """Mark a slot as done with its `group`; None marks it as rejected by the filter."""
         self.unsettled -= 1
         self._num_awaited -= slot.waited
         slot.rollout = None
@@ -177,7 +177,7 @@ class GroupQueue:
         self._advance()
 
     def take(self) -> tuple[list[GroupSlot], int]:
-        """Remove the batch. Also returns how many remaining groups it passed over."""
+        """Remove and return the batch, and the number of remaining groups that it passed over."""
         slots = self.slots
         taken = slots[: self.count]
         if self.first_ready:
@@ -190,7 +190,7 @@ class GroupQueue:
         return taken, sum(slot.position < taken[-1].position for slot in left) if taken else 0
 
     def replace(self, slots: Sequence[GroupSlot]) -> None:
-        """Hold these groups instead."""
+        """Replace the contents of the queue."""
         self._order = list(slots)
         self.unsettled = sum(slot.group is None for slot in slots)
         self._num_awaited = sum(slot.group is None and slot.waited for slot in slots)
@@ -207,7 +207,7 @@ class GroupQueue:
 
 
 class RolloutScheduler:
-    """Makes batches on the event loop of its request queue. One `batch` at a time."""
+    """Produces batches on the event loop of its request queue. One `batch` call at a time."""
 
     def __init__(
         self,
@@ -219,8 +219,8 @@ class RolloutScheduler:
         lease: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext,
         serve: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]] = asyncio.ensure_future,
     ) -> None:
-        """Without a `seed` requests have none. `lease` holds the engine's slots; `serve` awaits a coroutine within it,
-        and replaces replicas meanwhile if none is alive."""
+        """`seed` is the base of request seeds; None for requests without seeds. `lease` leases the engine's slots.
+        `serve` awaits a coroutine within the lease, and restarts the replicas if none is alive."""
         self.plan = plan
         self._requests, self._scorer, self._seed, self._lease = requests, scorer, seed, lease
         self._queues = [GroupQueue.of(tag, count, plan) for tag, count in plan.counts.items()]
@@ -235,7 +235,7 @@ class RolloutScheduler:
         self._stats = RewardStats()
 
     async def batch(self, step: int) -> tuple[list[Group], BatchFacts]:
-        """The groups to train on in `step`; tokens are sampled with the weights that the engine holds now.
+        """Sample with the engine's current weights and return the groups to train on in `step`, with facts about them.
 
         Raises the first error of an engine, a program or a reward worker, including those since the last batch.
         """
@@ -294,15 +294,15 @@ class RolloutScheduler:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The group queues as plain values. Running rollouts are saved with the tokens that they had when they were
-        last interrupted."""
+        """The group queues as plain values. Running rollouts include the tokens that were sampled until their last
+        interruption."""
         return {
             queue.tag: {"next": queue.next, "kept": [_saved_slot(slot) for slot in queue.slots]}
             for queue in self._queues
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Tags that it does not have begin at their first prompt.
+        """Continue from `state`. Tags missing in it begin at their first prompt.
 
         Raises `CheckpointMismatchError`.
         """
@@ -366,7 +366,7 @@ class RolloutScheduler:
         self._start((queue, slot) for queue, slot in self._all() if slot.group is None and slot.rollout is None)
 
     def _admit(self) -> None:
-        """Start the next prompts, as many as may run now."""
+        """Start as many of the next prompts as the queues' capacities allow."""
         if not self.plan.ahead and any(queue.unsettled for queue in self._queues):
             return
         self._start(
@@ -410,14 +410,14 @@ class RolloutScheduler:
             self._fail(error)
 
     def _cancel(self, slot: GroupSlot) -> None:
-        """Cancel the program of a group, if it runs. Another may be started for it."""
+        """Cancel the running program of a group, if any. The group can be started again."""
         if slot.rollout is not None:
             self._requests.cancel(slot.rollout.context.pending)
             slot.rollout.task.cancel()
             slot.rollout = None
 
     def _drop_stale(self) -> None:
-        """Start groups again that would be older than the bound when they are trained on."""
+        """Restart groups that would exceed the staleness bound when they are trained on."""
         if self.plan.stale == "reuse":
             return
         bound = math.ceil(self.plan.ahead)
@@ -431,7 +431,10 @@ class RolloutScheduler:
             queue.replace(kept)
 
     async def _pause(self) -> None:
-        """Interrupt what is unfinished: the engine's slots are needed. Groups without tokens start again."""
+        """Interrupt unfinished groups, because other roles need the engine's slots. Keep partial outputs if configured.
+
+        Cancels groups without tokens, and all interrupted groups unless `keep_partials`; they restart later.
+        """
         running = [slot for _, slot in self._all() if slot.rollout is not None]
         rollouts = [slot.rollout for slot in running if slot.rollout is not None]
         for rollout in rollouts:
@@ -459,7 +462,7 @@ class RolloutScheduler:
 
 
 def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
-    """A group as plain values. `drawn` are the outputs of the call with the empty key, `calls` those of others."""
+    """A group as plain values. Key `drawn` has the outputs of the call with the empty key, `calls` those of others."""
     found: dict[str, Any] = {
         "position": slot.position,
         "born": slot.born,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GROUPS_AT_ONCE = THREADS
-"""Groups that a worker scores concurrently, which keeps its threads busy. Others wait here, without a deadline."""
+"""Groups that a worker scores concurrently, enough to keep its threads busy. Others wait here, without a deadline."""
 RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
 """Delay before the first retry, which doubles with each further one, and its maximum."""
 
@@ -73,7 +73,7 @@ class RewardRouter:
             await role.close()
 
     async def score(self, prompt: Prompt, group: Group, tokenizer: PreTrainedTokenizerBase) -> Group:
-        """The group with its samples' rewards."""
+        """Score a group and return it with rewards. Raises `DataError` if its tag is unknown."""
         role = self._roles[self.domain_of(prompt.tag)]
         rewards = await role.score([request_of(sample, prompt.text, tokenizer) for sample in group.samples])
         samples = (sample.with_reward(reward) for sample, reward in zip(group.samples, rewards, strict=True))
@@ -90,7 +90,7 @@ class RewardRole:
         self._turns = itertools.cycle(range(group.world_size))
         self._room = [asyncio.Semaphore(GROUPS_AT_ONCE) for _ in range(group.world_size)]
         self._replacing: dict[int, asyncio.Task[None]] = {}
-        """By rank, for workers that exited. A failed task stays: its rank is not used again."""
+        """Replacement tasks of exited workers, by rank. A failed task stays, so that its rank is not used again."""
         self.retries = 0
         """Scores that were retried so far."""
 
@@ -99,8 +99,10 @@ class RewardRole:
         await self.group.call("start")
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """Score the samples of a group together, on one worker. Failed ones are retried on the next worker, after a
-        delay that doubles: a missing resource may be available again."""
+        """Score the samples of a group together, on one worker.
+
+        Retries failed samples on the next worker, with exponential backoff, since the failure may be temporary.
+        """
         found = await self._scored(requests)
         for attempt in range(self.config.max_retries):
             failed = [at for at, reward in enumerate(found) if reward.failed]
@@ -130,7 +132,7 @@ class RewardRole:
             async with self._room[rank]:
                 found: list[Reward] = await self.group.call_rank(rank, "score", requests)
         except WorkerDiedError as death:
-            if rank not in self.group.lost:  # this group does not replace workers: the run ends
+            if rank not in self.group.lost:  # this group cannot replace workers, so the run ends
                 raise
             if rank not in self._replacing:
                 self._replacing[rank] = asyncio.ensure_future(self._replace(rank))

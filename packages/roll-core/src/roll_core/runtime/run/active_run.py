@@ -1,6 +1,6 @@
-"""A run as its pipeline sees it: roles, rollouts, weight publishing, metrics, guards.
+"""The run object that a pipeline calls: roles, rollouts, weight publishing, metrics, guards.
 
-The loop that drives it is in `roll_core.runtime.run.loop`.
+The loop in `roll_core.runtime.run.loop` drives it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class ActiveRun(Run):
-    """Owned by the loop, which fills in the roles once they are built."""
+    """The `Run` of this process. The loop owns it; `start_roles` adds the roles."""
 
     def __init__(
         self,
@@ -73,22 +73,22 @@ class ActiveRun(Run):
         self.step = 0
         self.turns = SlotLeases(ledger.stage)
         self.vocab_sizes: dict[str, int] = {}
-        """Of the roles' models."""
+        """Vocabulary size of each role's model, by role."""
         self.train_roles: dict[str, GroupTrainRole] = {}
         self.infer_roles: dict[str, GroupInferRole] = {}
         self.rewards: RewardRouter | None = None
         self.busy_roles: set[str] = set()
-        """Roles that generate while others train."""
+        """Roles that generate while other roles train (concurrent rollouts)."""
         self._schedulers: list[RolloutScheduler] = []
         self._replayed: dict[str, ReplayedRole] = {}
-        """Roles whose rollouts another run recorded."""
+        """Roles whose rollouts are replayed from another run's recording, by name."""
         self.weight_sync: WeightSyncController
         self.guards = guards
         self._registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
         self._recorder = recorder
         self._metrics: dict[str, float] = {}
         self._retries = 0
-        """Retried scores, up to the last batch."""
+        """Retried reward calls up to the last batch."""
 
     @override
     def train_role(self, name: str) -> GroupTrainRole:
@@ -99,7 +99,7 @@ class ActiveRun(Run):
         return self._replayed.get(name) or self.engine(name)
 
     def engine(self, name: str) -> GroupInferRole:
-        """A role that generates in this run."""
+        """The infer role `name`, which generates in this run (not replayed). Raises `RollError` if there is none."""
         return _role(self.infer_roles, name, "generates")
 
     @override
@@ -111,12 +111,12 @@ class ActiveRun(Run):
         self._metrics.update({name: float(value) for name, value in metrics.items()})
 
     def take_metrics(self) -> dict[str, float]:
-        """What was logged since the last call."""
+        """Return and clear the metrics logged since the last call."""
         taken, self._metrics = self._metrics, {}
         return taken
 
     async def engine_metrics(self) -> dict[str, float]:
-        """What the engines did since the last call, as `engine/<role>/<name>`."""
+        """Engine metrics since the last call, as `engine/<role>/<name>`."""
         return {
             f"engine/{role}/{name}": value
             for role, engine in self.infer_roles.items()
@@ -140,7 +140,7 @@ class ActiveRun(Run):
             self.log(await self.weight_sync.publish(source, target))
 
     async def bring_back(self, target: str) -> None:
-        """Publish once more to an engine of which no replica is left."""
+        """Publish again to an engine that has lost all replicas."""
         with self.stage("weight_sync"):
             self.log(await self.weight_sync.republish(target))
 
@@ -208,7 +208,7 @@ class ActiveRun(Run):
         return found
 
     def _need_rewards(self) -> None:
-        """Raise `PluginError` if the pipeline left out a reward role: samples would have no reward, or another's."""
+        """Raise `PluginError` if the pipeline omits a configured reward role; samples would lack correct rewards."""
         configured = {name for name, role in self.config.roles().items() if role.kind == "reward"}
         listed = self.rewards.domains if self.rewards is not None else frozenset()
         if missing := sorted(configured - {f"rewards.{domain}" for domain in listed}):
@@ -219,7 +219,7 @@ class ActiveRun(Run):
             )
 
     async def close(self) -> None:
-        """End what is being generated, while the workers still live."""
+        """Stop generation and scoring while the workers are still alive."""
         for scheduler in self._schedulers:
             await scheduler.close()
         for role in self.infer_roles.values():
@@ -228,9 +228,9 @@ class ActiveRun(Run):
             await self.rewards.close()
 
     def check_tokens(self, role: str, groups: Sequence[Group], *, mixed: bool = False) -> None:
-        """What the engine drew must be what can be trained on: ids that exist, a logprob and a version for each.
+        """Trip the guard `token_round_trip` if sampled tokens cannot be trained on; see `token_problem`.
 
-        Of the weights that it holds now, unless versions may be `mixed`: then of these or earlier ones.
+        Every sampled token must have the engine's current weight version, or if `mixed`, this or an earlier version.
         """
         size, version = self.vocab_size(role), self.infer_role(role).weight_version
         samples = [sample for group in groups for sample in group.samples]
@@ -239,18 +239,18 @@ class ActiveRun(Run):
             for sample in samples
             if (problem := token_problem(sample, vocab_size=size, version=version, mixed=mixed))
         }
-        if problems:  # one trip a batch: each writes the run's record
+        if problems:  # one guard event per batch, because each event rewrites the run's record
             sample_id, problem = next(iter(problems.items()))
             found = f"{len(problems)} of {len(samples)} samples; the first is {sample_id}"
             self.guards.check("token_round_trip", False, f"{self._source(role)}: {problem} ({found})")
 
     def vocab_size(self, role: str) -> int:
-        """Ids that a role's model can sample; of a role that is replayed, the trained model's."""
+        """Vocabulary size of a role's model. Falls back to the policy role's, then to the tokenizer's length."""
         known = self.vocab_sizes
         return known.get(role) or known.get(self.config.policy_role) or len(self.tokenizer)
 
     def _source(self, role: str) -> str:
-        """Where a role's samples come from, for messages."""
+        """Origin of a role's samples, for messages."""
         if role in self._replayed:
             return f"{role}: a recorded rollout"
         worker = self.config.roles()[role]
@@ -258,7 +258,7 @@ class ActiveRun(Run):
         return f"{role}: {self._registry.owner(self._registry.find(InferProvider, name))}"
 
     def check_rewards(self, stats: RewardStats) -> None:
-        """Trip the guard `reward_failures` if a reward function fails too often to be trusted."""
+        """Trip the guard `reward_failures` if the share of failed rewards exceeds the configured threshold."""
         if stats.failed:
             threshold = self.config.guards.reward_failures.threshold
             self.guards.check(
@@ -310,8 +310,12 @@ class ActiveRun(Run):
 
 
 def token_problem(sample: Sample, *, vocab_size: int, version: int, mixed: bool = False) -> str:
-    """What is wrong with the tokens of a sample that was drawn at one weight version, or at several up to it; empty if
-    nothing is."""
+    """Describe what is wrong with a sample's response tokens; empty if they are valid.
+
+    Checks that logprobs, loss mask and versions have one value per token, that ids are below `vocab_size`, and that
+    logprobs are finite and not positive. Sampled tokens must be of weight version `version`. If `mixed`, versions may
+    also increase along the response up to `version`.
+    """
     ids, drawn = sample.response_ids, sample.loss_mask
     for name in ("logprobs", "loss_mask", "versions"):
         if len(getattr(sample, name)) != len(ids):

@@ -1,4 +1,4 @@
-"""Start the roles of a run: slots, executor, workers, and the objects through which a pipeline calls them.
+"""Start the roles of a run: slots, executor, workers, and the role objects that the pipeline calls.
 
 roles() -> place_roles -> executor.start(group_specs) -> GroupTrainRole | GroupInferRole | RewardRole -> ActiveRun
 """
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 2.0
-"""Seconds between progress reports of a replica. Tokens after the last report are generated again if it exits."""
+"""Maximum seconds between progress reports of a replica. Tokens after its last report are regenerated if it exits."""
 POLLS_OF_LIFE = 10
-"""Health checks per `replica_timeout` of a replica whose exit ends the run."""
+"""Minimum number of health checks of a busy replica within `replica_timeout`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """What a run is assembled from."""
+    """Inputs of `start_roles`."""
 
     pipeline: Pipeline[Any]
     pipeline_record: PipelineProvider
@@ -71,9 +71,9 @@ class Assembly:
 
 
 async def start_roles(run: ActiveRun, assembly: Assembly, stack: AsyncExitStack) -> tuple[Executor, Plan | None]:
-    """Start every role, models before what depends on them, and put them into `run`. `stack` closes them.
+    """Start every role in the order of `Pipeline.roles` and add it to `run`. `stack` closes the roles.
 
-    The plan is the memory that the roles were expected to take.
+    Returns the executor and the plan, which predicts the roles' memory (see `plan_of_run`).
     """
     platform = assembly.platform
     config, registry = run.config, assembly.registry

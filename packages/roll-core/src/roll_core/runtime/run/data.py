@@ -1,4 +1,4 @@
-"""The data of a run: each file is read once, whoever asks for it."""
+"""The data of a run. Each `data_args` is read once and cached for all roles."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class RunData:
-    """Rows by the `data_args` that describe them."""
+    """Cache of dataset rows, keyed by their `data_args`."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._read: dict[str, Rows] = {}
 
     def rows(self, data: DataArguments) -> Rows:
-        """The rows, read on first use."""
+        """The rows of `data`, read on first use."""
         key = data.model_dump_json()
         if key not in self._read:
             self._read[key] = read_rows(data)
         return self._read[key]
 
     def prompts(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
-        """Rows as prompts of at most `prompt_length` tokens."""
+        """Encode rows as prompts of at most `prompt_length` tokens."""
         prompts, _ = encode_prompts(self.rows(data), data, tokenizer, prompt_length=self._config.prompt_length)
         return prompts
 
@@ -47,7 +47,7 @@ class RunData:
         on_prompt: bool,
         require_response: bool,
     ) -> Sequence[TrainSequence]:
-        """Rows with prompt and response as sequences to learn."""
+        """Encode rows with prompt and response as training sequences. See `encode_sft` for the arguments."""
         sequences, _ = encode_sft(
             self.rows(data),
             data,

@@ -1,4 +1,4 @@
-"""The loop that every run goes through, from a checked config to a complete record.
+"""The loop of every run, from a validated config to a complete record.
 
     execute ─► _Driver.main ─► prepare ─► start_roles ─► setup ─► [resume] ─► evaluate? ─► _steps ─► export
                                                                                   │
@@ -9,8 +9,8 @@
                    ├─ rollouts.batch ──► rollout: scheduler ─► InferWorker ─► strategy.generate ─► rewards
                    └─ score, update ───► roles: GroupTrainRole ─► TrainWorker ─► strategy.forward_backward
 
-Whatever happens, workers are closed, the record says how the run ended, and the report is written.
-`docs/architecture.md` has the whole picture.
+Whether the run succeeds or fails, workers are closed, the record states the outcome, and the report is written.
+`docs/architecture.md` gives an overview.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended."""
+    """Outcome of a run, with its last metrics and error."""
 
     run_dir: RunDir
     outcome: Outcome
     steps_done: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The last value of every metric."""
+    """Last value of every metric."""
     error: BaseException | None = None
     advice: str = ""
-    """What is known about `error`, and what to do; empty where it says so itself, or nobody knows."""
+    """Cause of `error` and remedy. Empty if the error names its own remedy or no known cause matches."""
 
 
 def execute(
@@ -91,9 +91,10 @@ def execute(
     console: Console | None = None,
     before_s: float = 0.0,
 ) -> RunResult:
-    """Run a config to its end in this process. Errors are in the result, not raised: the record is complete either way.
+    """Run a config in this process. Returns errors in the result instead of raising them and completes the record.
 
-    `before_s` are seconds that went by before, which the table of where the time went calls start-up.
+    `argv` is the command line, for the record and the resume command. `before_s` is the time in seconds that passed
+    before this call; the time ledger counts it as `start-up`.
     """
     console = console or Console()
     started = time.time()
@@ -171,7 +172,7 @@ def execute(
 
 @dataclass(kw_only=True)
 class _Driver:
-    """The parts of a run while it goes on."""
+    """State and collaborators of one run while it executes."""
 
     config: RunConfig
     pipeline: Pipeline[Any] = field(init=False)
@@ -185,20 +186,20 @@ class _Driver:
     stop: StopSignals
     adopt_logs: Callable[[], None] = lambda: None
     file_checks: list[Callable[[], None]] = field(default_factory=list)
-    """Raise `RunFileError` if a file that the run writes to is lost. Called at every step and at the end."""
+    """Each raises `RunFileError` if a file of the run was deleted or replaced. Called at every step and at the end."""
     plan: Plan | None = None
-    """What it was expected to take."""
+    """Predicted memory of the roles."""
     steps_done: int = 0
     last_metrics: dict[str, float] = field(default_factory=dict)
     evaluation_due: bool = False
-    """SIGTERM cut the evaluation of the last step short, in this run or in the run that is resumed."""
+    """True if SIGTERM interrupted the evaluation of the last step, in this run or in the resumed run."""
 
     async def main(self) -> None:
-        """Everything between the first line and the last."""
+        """Run from loading libraries to the final export and memory measurement."""
         config, ledger = self.config, self.ledger
         self.console.line(f"roll · {self.run_dir.name} · {config.pipeline}", style="bold")
         self._load_libraries()
-        # A Ray that the user names may have its devices on other hosts than the driver's.
+        # A user-provided Ray cluster may have its devices on other hosts than the driver.
         elsewhere = os.environ.get("RAY_ADDRESS", "local") not in ("", "local") and config.executor != "local"
         platform = select_platform(self.registry, config.platform, elsewhere=elsewhere)
         checkpoint = self._find_checkpoint()
@@ -261,7 +262,7 @@ class _Driver:
             )
             stack.callback(metrics_file.close)
             self.file_checks += [samples.check, metrics_file.check]
-            if resumed_step >= num_steps:  # no step follows that would have these
+            if resumed_step >= num_steps:  # no step will run, so no new metrics replace these
                 self.last_metrics.update(*read_metrics(self.run_dir.metrics)[-1:])
             trackers = stack.enter_context(Trackers.opened(self._tracker_factories()))
             trackers.log_config(self.redactor.value(config.model_dump(mode="json")))
@@ -284,7 +285,7 @@ class _Driver:
 
     def _load_libraries(self) -> None:
         with self.ledger.stage("load libraries"):
-            import torch  # noqa: F401 - loaded here so that the ledger knows where the time went
+            import torch  # noqa: F401 - imported here so that the ledger attributes its import time
             import transformers
 
             transformers.utils.logging.disable_progress_bar()
@@ -293,8 +294,10 @@ class _Driver:
             self.pipeline = load_target(target, owner=owner)(self.config)
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to resume from, if the config asks for one. Raises `CheckpointMismatchError` if the run cannot
-        continue from it."""
+        """Find and check the checkpoint to resume from; None if there is none. Removes incomplete checkpoints.
+
+        Raises `CheckpointMismatchError` if the run cannot continue from the checkpoint.
+        """
         config = self.config
         checkpoint = find_checkpoint(
             config.resume_from_checkpoint,
@@ -331,7 +334,7 @@ class _Driver:
                 self._record(run.step, metrics | ledger.step_times(), metrics_file, trackers)
         while run.step < num_steps:
             if self.stop.asked:
-                # Whoever asked did so before this step was saved, or while it was.
+                # SIGTERM arrived before or during the save of this step.
                 await saver.finish()
                 raise self.stop.saved(f"step {run.step} is saved" if run.step else "no step was done yet")
             saver.check()
@@ -372,7 +375,10 @@ class _Driver:
                 raise RunFileError(f"{path} was deleted while the run was in progress")
 
     def _check_work_is_left(self, checkpoint: Checkpoint | None, num_steps: int, guards: Guards) -> None:
-        """A run that was killed behind its last step still owes what follows it: the evaluation, the export."""
+        """Trip `zero_steps` if the checkpoint leaves no work.
+
+        At the last step, work is left unless an earlier run finished: the evaluation and the export may be missing.
+        """
         step = checkpoint.step if checkpoint is not None else 0
         done = f"step {step} of {num_steps} is done"
         if checkpoint is None or step > num_steps:
@@ -414,12 +420,14 @@ class _Driver:
                     with writing(self.run_dir.export):
                         await run.train_role(name).export(self.run_dir.export)
                 except RunFileError:
-                    shutil.rmtree(self.run_dir.export, ignore_errors=True)  # a part of a model is of no use
+                    shutil.rmtree(self.run_dir.export, ignore_errors=True)  # remove the incomplete export
                     raise
 
     async def _measure_memory(self, run: ActiveRun) -> None:
-        """Into the record, beside what was predicted. Rewards have no model and are not asked. All is done and exported
-        by then: a worker that does not answer costs the figures and not the run."""
+        """Record measured memory of every role beside the prediction. Reward roles have no model and are skipped.
+
+        Runs after the export, so a worker that fails here loses the measurements and does not fail the run.
+        """
         try:
             measured = {name: await role.memory_use() for name, role in run.train_roles.items()}
             measured |= {name: await role.memory_use() for name, role in run.infer_roles.items()}
@@ -441,7 +449,7 @@ class _Driver:
 
 
 async def _watched(executor: Executor, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work; a worker that dies ends it, also while nothing is asked of that worker."""
+    """Await `work`. Raises the executor's `WorkerDiedError` at once, even without a pending call to that worker."""
     working, watching = asyncio.create_task(work), asyncio.create_task(executor.watch())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

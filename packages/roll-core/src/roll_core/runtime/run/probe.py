@@ -1,11 +1,11 @@
-"""The proof of the whole path: every replica of an engine computes the trainer's logprobs for the same tokens.
+"""Logprob probe, the end-to-end check of weight sync: trainer and replicas compute logprobs of the same tokens.
 
-Digests prove that an engine loaded the right bytes; the probe proves that it computes with them. It finds stale caches
-and fused copies, another architecture than the trainer's, wrong logprobs, and a confirmed publish that was never
-loaded.
+Digests prove that an engine loaded the right bytes; the probe proves that it computes with them. It detects stale
+caches and fused copies, an architecture that differs from the trainer's, wrong logprobs, and a confirmed publish that
+was never loaded.
 
-    fixed tokens       prompt logprobs, where the engine has them      compared with the trainer's, and with the
-    sampled tokens     logprobs of a few tokens after a fixed prompt   probe before: do both sides move?
+    fixed tokens       prompt logprobs, if the engine returns them     compared with the trainer's, and with the
+    sampled tokens     logprobs of a few tokens after a fixed prompt   previous probe: do both sides change?
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from roll_core.types import Completion, Floats, TokenIds
 
 SAMPLED_PROMPT, SAMPLED_TOKENS = 8, 16
-"""Prompt and response of the sampled part: fewer tokens together than the fixed ones."""
+"""Prompt and response length of the sampled part in tokens; together shorter than the fixed part (`PROBE_TOKENS`)."""
 MOVED = 1e-4
 """Nats by which the trainer's logprobs must move before an engine must follow: engines in fp32 differ by less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Logprobs of the same tokens by a replica and by the trainer."""
+    """Logprobs of the same tokens, computed by a replica and by the trainer; shape [num_tokens] each."""
 
     tokens: TokenIds
     engine: Floats
@@ -54,20 +54,21 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReading:
-    """Logprobs of one replica, beside the trainer's."""
+    """Probe result of one replica: its logprobs beside the trainer's."""
 
     fixed: Compared | None
     """None for an engine without prompt logprobs."""
     sampled: Compared | None
-    """None if it sampled ids outside the trainer's vocabulary: the rollout's checks name them."""
+    """None if the replica sampled nothing or ids outside the trainer's vocabulary. Rollout checks report such ids."""
 
 
 async def logprob_probe(
     train: TrainRole, infer: GroupInferRole, tokens: TokenIds, *, prompt_logprobs: bool, vocab_size: int
 ) -> dict[int, ProbeReading]:
-    """Readings of each replica that is alive, by rank, at temperature 1. `prompt_logprobs`: the engine returns them.
+    """Probe every replica that is alive at temperature 1 and return the readings by rank.
 
-    Raises `NonFiniteError` if a logprob is NaN or infinite.
+    `prompt_logprobs` is true if the engine returns prompt logprobs. Raises `NonFiniteError` if a logprob is NaN or
+    infinite, and `WeightSyncError` if the trainer or a replica returns no or too few logprobs.
     """
     fixed: dict[int, Completion] = {}
     if prompt_logprobs:

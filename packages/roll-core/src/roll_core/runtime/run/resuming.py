@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds besides the strategies' own files, and which configs can go on from it."""
+"""Run state in a checkpoint, beside the strategies' files, and the check that a config can resume from it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class SavedRole:
     """A trained role in a checkpoint."""
 
     strategy: str
-    """Its name: the files are in that strategy's own format."""
+    """Name of the strategy in whose format the files are."""
     world_size: int
     weight_version: int
     portable: bool = False
-    """Whether there is, beside them, the state that all strategies read."""
+    """True if the checkpoint also contains the state that all strategies read (`records.portable_state`)."""
     model: Mapping[str, Any] | None = None
-    """The `ModelSpec` as a mapping. With `strategy_config` it is what one needs to build the role without its run."""
+    """The `ModelSpec` as a mapping. With `strategy_config`, it suffices to build the role without its run."""
     strategy_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -44,17 +44,17 @@ class SavedRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
-    """What `state.json` of a checkpoint says."""
+    """Contents of `state.json` in a checkpoint."""
 
     pipeline: str
     pipeline_state: Mapping[str, Any]
     roles: Mapping[str, SavedRole]
     evaluation_due: bool = False
-    """SIGTERM cut the evaluation of this step short. The run that resumes evaluates before its first step."""
+    """True if SIGTERM interrupted the evaluation of this step. The resuming run evaluates before its first step."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """Raises `CheckpointError` where it cannot be read."""
+        """Read the state of a checkpoint. Raises `CheckpointError` if it cannot be read or is no state of a run."""
         state = checkpoint.state()
         try:
             saved = cls(
@@ -74,7 +74,7 @@ class SavedRun:
 
 
 def _check_types(record: SavedRun | SavedRole, *others: type) -> None:
-    """Raise `TypeError` unless fields hold what their annotations say: `str`, `int`, `bool`, or one of `others`."""
+    """Raise `TypeError` unless `str`, `int` and `bool` fields match their annotations and the rest are of `others`."""
     known = {"str": (str,), "int": (int,), "bool": (bool,)}
     for each in fields(record):
         value = getattr(record, each.name)
@@ -83,10 +83,9 @@ def _check_types(record: SavedRun | SavedRole, *others: type) -> None:
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) -> None:
-    """Raise `CheckpointMismatchError` where a config cannot go on from a checkpoint. Asked before anything starts.
+    """Raise `CheckpointMismatchError` if a config cannot resume from a checkpoint. Runs before any worker starts.
 
-    Where there is no portable state, the number of processes may differ as far as the strategy can: it says so itself
-    when it loads.
+    Does not compare the number of processes: without portable state, the strategy itself checks it when it loads.
     """
     saved = SavedRun.of(checkpoint)
     if saved.pipeline != config.pipeline:
@@ -117,7 +116,10 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) ->
 
 
 async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint, registry: Registry) -> SavedRun:
-    """Bring roles and pipeline to where the checkpoint was written. Returns what it says of the run."""
+    """Load roles, pipeline state and `run.step` from a checkpoint and return its run state.
+
+    Raises `CheckpointMismatchError` if the checkpoint lacks a role that this run trains.
+    """
     saved = SavedRun.of(checkpoint)
     trained = {name for name, role in run.train_roles.items() if role.trains}
     if missing := trained - saved.roles.keys():
@@ -133,8 +135,10 @@ async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoi
 
 
 def _needs_portable(saved: SavedRole, here: GroupTrainRole, registry: Registry) -> bool:
-    """Whether a role reads the portable state rather than its strategy's own files: where these are not its own, or
-    not for as many ranks as it has now."""
+    """True if a role loads the portable state instead of its strategy's files.
+
+    That is the case if the files are of another strategy, or of a world size that the strategy cannot load.
+    """
     name = here.config.strategy_args.strategy_name if here.config.strategy_args else ""
     can = registry.find(TrainProvider, name).capabilities
     if name == saved.strategy and (saved.world_size == here.group.world_size or can.any_world_size):

@@ -1,4 +1,4 @@
-"""Roles as pipelines see them: worker groups that are called as one, each call in a turn on the role's slots."""
+"""Train and infer roles for pipelines: each drives a worker group and takes a lease on its slots for every call."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ log = logging.getLogger(__name__)
 
 WEIGHTS = frozenset({"weights"})
 TRAINED = frozenset({"weights", "grads", "optimizer"})
-"""What a role that trains has on its slots."""
+"""Parts of a training role on its slots."""
 ENGINE = frozenset({"engine"})
 ATTEMPTS = 3
-"""How often the replicas of a role are brought back while one waits for what they draw: a prompt may kill them all."""
+"""Restarts of all replicas of a role per call. The limit matters for a prompt that crashes every replica."""
 METRICS_S = 10.0
-"""How long a replica may take to tell its metrics, for which the next step waits."""
+"""Timeout in seconds for a replica's metrics; the next step waits for them."""
 
 
 class GroupTrainRole(TrainRole):
@@ -68,8 +68,11 @@ class GroupTrainRole(TrainRole):
         offloads: bool = False,
         capabilities: TrainCapabilities | None = None,
     ) -> None:
-        """`trains` is false for a role that only scores; one that `offloads` makes room for others between its
-        `turns`."""
+        """Wrap a worker group. `trains` is false for a role that only scores.
+
+        `turns` grants leases on slots and is shared by all roles. If `offloads`, the role moves its parts to the host
+        while other roles use its slots.
+        """
         self.name, self.config, self.group, self.trains = name, config, group, trains
         self._workers = WorkerStub[TrainWorker](group)
         self.capabilities = capabilities or TrainCapabilities()
@@ -80,15 +83,15 @@ class GroupTrainRole(TrainRole):
 
     @property
     def slots(self) -> frozenset[int]:
-        """Which it sits on."""
+        """Slots of the role's workers."""
         return slots_of(self.group.spec.places)
 
     async def leave(self, parts: frozenset[str]) -> None:
-        """Move parts of every rank to the host."""
+        """Offload parts of every rank to the host."""
         await self._workers(TrainWorker.offload).all(sorted(cast("frozenset[Part]", parts)))
 
     async def enter(self, parts: frozenset[str]) -> None:
-        """Move them back."""
+        """Onload parts of every rank to the device."""
         await self._workers(TrainWorker.onload).all(sorted(cast("frozenset[Part]", parts)))
 
     def _turn(self, parts: frozenset[str]) -> AbstractAsyncContextManager[None]:
@@ -100,7 +103,7 @@ class GroupTrainRole(TrainRole):
 
     @property
     def data_parallel(self) -> int:
-        """Model replicas that share the data."""
+        """Data-parallel size: number of model replicas over which a batch is split."""
         return self._ranks[0].size
 
     @property
@@ -118,8 +121,9 @@ class GroupTrainRole(TrainRole):
     def changed_at(self) -> int:
         """Weight version of the last optimizer step whose gradient was not exactly zero; 0 if this process did none.
 
-        Later versions may hold the same values. They need not: momentum and weight decay move weights without a
-        gradient, so each step still makes a version."""
+        Later versions may have the same or different values: momentum and weight decay change weights without a
+        gradient. An optimizer step therefore increments the version even if its gradient is zero.
+        """
         return self._changed_at
 
     @override
@@ -185,7 +189,7 @@ class GroupTrainRole(TrainRole):
             for epoch in range(epochs):
                 order = group_order(sequences, None if shuffle_seed is None else [shuffle_seed, epoch])
                 for chunk in even_chunks(order, self.sequences_per_step):
-                    # In the order given, so that the only step of an epoch does not depend on the seed.
+                    # Keep the given order within a step: if an epoch has one step, it must not depend on the seed.
                     metrics, stats = await self._step([sequences[i] for i in sorted(chunk)], loss, max_length)
                     num_skipped += stats.skipped
                     num_overflows += stats.overflow
@@ -208,7 +212,7 @@ class GroupTrainRole(TrainRole):
             [update.args([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
         )
         stats = answers[0].stats
-        # The first step of a warm-up has a learning rate of 0: it is no new version.
+        # The first step of a warm-up has a learning rate of 0, so it creates no new version.
         warming_up = stats.learning_rate == 0 < self.config.training_args.learning_rate
         if not (stats.skipped or warming_up):
             self._version += 1
@@ -217,18 +221,20 @@ class GroupTrainRole(TrainRole):
         return combine([a.metrics for a, rank in zip(answers, self._ranks, strict=True) if rank.leader]), stats
 
     async def save(self, path: Path) -> bool:
-        """Write every rank's state below `path`; whether some rank has left something for `finish_save`."""
+        """Write every rank's state below `path`. Returns True if some rank left files for `finish_save`."""
         save = self._workers(TrainWorker.save)
         async with self._turn(TRAINED):
             return any(await save.each([save.args(folder) for folder in self._rank_folders(path)]))
 
     async def finish_save(self) -> None:
-        """Write what the last `save` has left. Takes no turn: nothing of it is on the role's slots, which may be used
-        meanwhile, also by this role."""
+        """Write the files that the last `save` left. Takes no lease, because the pending state is not on the slots.
+
+        Other roles, or this role, may use the slots meanwhile.
+        """
         await self._workers(TrainWorker.finish_save).all()
 
     async def load(self, path: Path, version: int) -> None:
-        """Continue from what `save` wrote, at weight version `version`."""
+        """Load the state that `save` wrote below `path` and set the weight version to `version`."""
         load = self._workers(TrainWorker.load)
         async with self._turn(TRAINED):
             await load.each([load.args(folder) for folder in self._rank_folders(path)])
@@ -238,22 +244,22 @@ class GroupTrainRole(TrainRole):
         return [str(path / f"rank-{rank}") for rank in range(self.group.world_size)]
 
     async def save_portable(self, path: Path) -> None:
-        """Write below `path` what every strategy continues from."""
+        """Write the portable state, which every strategy can load, below `path`."""
         async with self._turn(TRAINED):
             await self._workers(TrainWorker.save_portable).all(str(path / FOLDER))
 
     async def load_portable(self, path: Path, version: int) -> None:
-        """Continue from what `save_portable` of any strategy wrote, at weight version `version`."""
+        """Load the portable state below `path`, written by any strategy, and set the weight version to `version`."""
         async with self._turn(TRAINED):
             await self._workers(TrainWorker.load_portable).all(str(path / FOLDER))
         self._version = version
 
     async def memory_use(self) -> list[MemoryUse | None]:
-        """What each rank's process and device hold; None where unknown."""
+        """Memory of each rank's process and device in bytes; None if unknown."""
         return await self._workers(TrainWorker.memory_use).all()
 
     async def export(self, path: Path) -> None:
-        """Write a directory that transformers loads."""
+        """Export the model to the directory `path` in the format of transformers."""
         async with self._turn(TRAINED):
             await self._workers(TrainWorker.export).all(str(path))
 
@@ -279,15 +285,18 @@ class GroupInferRole(InferRole):
         timeouts: HealthTimeouts = NO_TIMEOUTS,
         bring_back: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """One that `sleeps` makes room for others between its `turns` and loses its weights by that; so it does once
-        it is `fed`, which is to say that weights are published to it. Where all replicas have died `bring_back`
-        publishes to new ones. The rest is for its `RequestQueue`."""
+        """Wrap a worker group and create its `RequestQueue`, which takes the arguments not described here.
+
+        `turns` grants leases on slots and is shared by all roles. If `sleeps`, the engines free their slots for other
+        roles and lose their weights. They sleep only if `fed`, that is, if a role publishes weights to them.
+        `bring_back` restarts all replicas and publishes weights to them. It is called once no replica is alive.
+        """
         self.name, self.config, self.group = name, config, group
         self._workers = WorkerStub[InferWorker](group)
         self.capabilities = capabilities or InferCapabilities()
         self._replicas = {rank: WorkerReplica(group, rank) for rank in range(group.world_size)}
         self._waiting: set[int] = set()
-        """Ranks that were made anew and have no weights yet."""
+        """Ranks of restarted workers that have no weights yet."""
         self.queue = RequestQueue(
             self._replicas.values(),
             routing=routing,
@@ -302,29 +311,29 @@ class GroupInferRole(InferRole):
         self._turns, self._sleeps, self._fed = turns or SlotLeases(), sleeps, fed
         self._version = 0
         self.holds_weights = True
-        """False from when it sleeps until weights are published to it."""
+        """False after the engines slept, until the next publish."""
 
     @property
     def slots(self) -> frozenset[int]:
-        """Which it sits on."""
+        """Slots of the role's workers."""
         return slots_of(self.group.spec.places)
 
     @property
     def movable(self) -> frozenset[str]:
-        """An engine that nobody publishes to keeps the weights that it has."""
+        """Parts that can be offloaded. Empty if no role publishes to this engine: it could not reload its weights."""
         return ENGINE if self._sleeps and self._fed else frozenset()
 
     async def leave(self, parts: frozenset[str]) -> None:
-        """Put every replica to sleep."""
+        """Put every replica to sleep, which frees the slots' memory and discards the weights."""
         self.holds_weights = False
         await self._call_survivors(InferWorker.sleep)
 
     async def enter(self, parts: frozenset[str]) -> None:
-        """Wake them."""
+        """Wake every replica. It has no weights until the next publish."""
         await self._call_survivors(InferWorker.wake)
 
     async def _call_survivors(self, method: Callable[[InferWorker], Coroutine[Any, Any, None]]) -> None:
-        """Call every replica that lives; one that exits during the call is restarted as others are."""
+        """Call every live replica. Ignores a replica that exits during the call; `revive` restarts it later."""
         ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
         told = await asyncio.gather(*[self._workers(method).at(rank) for rank in ranks], return_exceptions=True)
         for rank, outcome in zip(ranks, told, strict=True):
@@ -333,15 +342,15 @@ class GroupInferRole(InferRole):
                 raise outcome
 
     async def start(self) -> None:
-        """Make every engine ready."""
+        """Start every engine and log the URLs of its OpenAI-compatible endpoints, if it has any."""
         await self._workers(InferWorker.start).all()
         if self.capabilities.endpoint:
             for rank, url in enumerate(await self._workers(InferWorker.endpoint).all()):
                 log.info("%s rank %d serves OpenAI's API at %s", self.name, rank, url)
 
     async def revive(self) -> None:
-        """Make replicas anew that have died. They are given requests once weights have been published."""
-        while self.group.lost:  # others may die meanwhile
+        """Restart replicas whose workers exited. They receive requests after the next publish (`received`)."""
+        while self.group.lost:  # more workers may exit meanwhile
             rank = min(self.group.lost)
             self.queue.remove(self._replicas[rank])
             await self.group.replace(rank)
@@ -349,7 +358,10 @@ class GroupInferRole(InferRole):
             self._waiting.add(rank)
 
     async def give_up(self, ranks: Sequence[int], why: str) -> bool:
-        """End replicas that hang, as if they had died; false, and nothing is done, where no other would be left."""
+        """Kill hanging replicas, as if their workers had exited. Returns True if any worker of the group is lost.
+
+        Does nothing and returns False if no other replica would be alive, or if the role cannot survive a lost worker.
+        """
         living = set(range(self.group.world_size)) - self.group.lost
         if not (ranks and self.group.spec.survives != "never" and living > set(ranks)):
             return False
@@ -358,7 +370,7 @@ class GroupInferRole(InferRole):
         return bool(self.group.lost)
 
     def received(self, version: int) -> None:
-        """Weights of this version were published to it."""
+        """Record that weights of this version were published, and add restarted replicas to the request queue."""
         self._version, self._fed, self.holds_weights = version, True, True
         for rank in sorted(self._waiting):
             self._replicas[rank] = WorkerReplica(self.group, rank)
@@ -380,8 +392,11 @@ class GroupInferRole(InferRole):
             return await self.served(self.queue.generate(requests, on_completion))
 
     async def served(self, waiting: Coroutine[Any, Any, T]) -> T:
-        """Wait, within a turn, for what replicas draw. Where none is left they are brought back, and what they were
-        drawing goes on; raises the last one's death where that was in vain `ATTEMPTS` times."""
+        """Await generation results while holding a lease. Restarts the replicas whenever none is alive.
+
+        Unfinished requests then continue on the new replicas. Raises `WorkerDiedError` of the last replica if all
+        replicas exit again after `ATTEMPTS` restarts.
+        """
         task = asyncio.create_task(waiting)
         try:
             for _ in range(ATTEMPTS):
@@ -398,7 +413,7 @@ class GroupInferRole(InferRole):
             await asyncio.wait({task})
 
     async def _is_done(self, task: asyncio.Task[T]) -> bool:
-        """True once it is; false where no replica is left before that."""
+        """Wait for the task or for the loss of all replicas. Returns True if the task is done."""
         alone = asyncio.create_task(self.queue.no_replicas.wait())
         try:
             await asyncio.wait({task, alone}, return_when=asyncio.FIRST_COMPLETED)
@@ -407,9 +422,9 @@ class GroupInferRole(InferRole):
         return task.done()
 
     async def generate_on_each(self, request: GenerateRequest) -> dict[int, Completion]:
-        """What each replica answers to one request, by rank; those that die over it, or have died, are left out.
+        """Send one request to every replica and return the completions by rank, without replicas that exited.
 
-        Raises what else goes wrong, and `WorkerDiedError` where no replica is left.
+        Raises any other error of a replica. Raises `WorkerDiedError` if every replica exited.
         """
         async with self.turn():
             asked = [
@@ -426,7 +441,7 @@ class GroupInferRole(InferRole):
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """A turn in which it generates."""
+        """A lease on the role's slots for generation. Raises `RollError` if the engines slept and have no weights."""
         async with self._turns.take({self.name: ENGINE}):
             if not self.holds_weights:
                 raise RollError(
@@ -436,12 +451,14 @@ class GroupInferRole(InferRole):
             yield
 
     async def memory_use(self) -> list[MemoryUse | None]:
-        """What each replica's process and device hold; None where unknown."""
+        """Memory of each replica's process and device in bytes; None if unknown."""
         return await self._workers(InferWorker.memory_use).all()
 
     async def engine_metrics(self) -> dict[str, float]:
-        """What the engines did since the last call, over all replicas. One that is late is left out: where it hangs it
-        is the request queue that finds out."""
+        """Engine metrics since the last call, combined over all replicas.
+
+        Omits replicas that exit or do not respond within `METRICS_S`. The request queue's health checks detect hangs.
+        """
         ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
         asked = [self._workers(InferWorker.metrics, METRICS_S).at(rank) for rank in ranks]
         readings: list[EngineReading] = []
@@ -454,7 +471,7 @@ class GroupInferRole(InferRole):
 
 
 def group_order(sequences: Sequence[TrainSequence], seed: Sequence[int] | None) -> Sequence[int]:
-    """Indices of `sequences`, their groups shuffled as wholes by `seed`; in order if it is None."""
+    """Indices of `sequences`, with whole groups shuffled by `seed`. The original order if `seed` is None."""
     if seed is None:
         return range(len(sequences))
     groups = sorted({each.group for each in sequences})
@@ -463,9 +480,9 @@ def group_order(sequences: Sequence[TrainSequence], seed: Sequence[int] | None) 
 
 
 def even_chunks(sequences: Sequence[T], size: int) -> list[Sequence[T]]:
-    """As few chunks of at most `size` as will do, of sizes that differ by one at most, in order.
+    """Split into the fewest chunks of at most `size` sequences, in order. Chunk sizes differ by at most one.
 
-    Where failed rewards thin a batch out, no optimizer step is left with a handful of sequences.
+    If failed rewards shrink a batch, no optimizer step is left with only a few sequences.
     """
     count = math.ceil(len(sequences) / size)
     bounds = [round(i * len(sequences) / count) for i in range(count + 1)] if count else []
@@ -473,7 +490,7 @@ def even_chunks(sequences: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def average(per_step: Sequence[LossMetrics]) -> LossMetrics:
-    """Metrics of several optimizer steps as one: means, except `/max` and `/min`."""
+    """Combine the metrics of several optimizer steps: means, and extrema for `/max` and `/min`."""
     if not per_step:
         return {}
     total = combine(per_step)

@@ -1,9 +1,9 @@
-"""Writes the checkpoints of a run, one after the other; what ranks leave for later is written while the run goes on.
+"""Write a run's checkpoints one at a time. Ranks may finish writing in the background while training continues.
 
-    save ─► every rank saves ─┬─ all is written ──────────────────────────────────► digests ─► rename ─► save returns
-                              └─ something is left: save returns, and a task ─► finish_save on every rank ─► the same
+    save ─► every rank saves ─┬─ all files written ───────────────────────────────► digests ─► rename ─► save returns
+                              └─ some pending: save returns, and a task ─► finish_save ─► digests ─► rename
 
-The next save and the end of the run wait for the task. If it fails, the next step does not begin.
+The next save and the end of the run wait for the task. If the task fails, the next step does not start.
 """
 
 from __future__ import annotations
@@ -33,27 +33,30 @@ log = logging.getLogger(__name__)
 
 
 class RunSaver:
-    """Owns the checkpoint that is being written. Enter it before the first step; it is left once all is written."""
+    """Owns the checkpoint in progress. Enter it before the first step; its exit waits for the last checkpoint."""
 
     def __init__(self, run: ActiveRun, pipeline: Pipeline[Any], store: CheckpointStore) -> None:
         self._run, self._pipeline, self._store = run, pipeline, store
         self._finishing: asyncio.Task[None] | None = None
 
     async def save(self, *, evaluation_due: bool = False) -> None:
-        """Write a checkpoint of the run as it is after `run.step` steps, or as much of it as cannot wait. Raises
-        `CheckpointError`, and what any rank raises, also of the checkpoint before."""
+        """Write a checkpoint of the run after `run.step` steps. Ranks may leave files for a background task.
+
+        Waits for the previous checkpoint first. Raises `CheckpointError` and any rank's error, including those of the
+        previous checkpoint.
+        """
         with self._run.stage("checkpoint"):
             await self._wait()
             await self._save(evaluation_due)
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint is complete. Raises what `save` does."""
+        """Wait until the last checkpoint is complete. Raises the same errors as `save`."""
         if self._finishing is not None:
             with self._run.stage("checkpoint"):
                 await self._wait()
 
     def check(self) -> None:
-        """Raise what went wrong with the last checkpoint, if that is known by now."""
+        """Raise the error of the last checkpoint if its background task has failed. Does not block."""
         if self._finishing is not None and self._finishing.done():
             finished, self._finishing = self._finishing, None
             finished.result()
@@ -79,7 +82,7 @@ class RunSaver:
                 self._finishing = asyncio.create_task(_finish(unfinished, writing.pop_all()))
 
     async def _wait(self) -> None:
-        """Cancelling ends the writing too."""
+        """Wait for the background task. Cancelling this call cancels the task too."""
         finishing, self._finishing = self._finishing, None
         if finishing is not None:
             await finishing
@@ -90,7 +93,7 @@ class RunSaver:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A run that fails still gets the checkpoint of a step before; one that is cancelled does not wait for it."""
+        """Wait for the pending checkpoint, also after an `Exception`. Cancelling the run cancels the checkpoint."""
         if error is None:
             await self.finish()
         elif self._finishing is not None:
@@ -102,7 +105,7 @@ class RunSaver:
 
 
 async def _finish(roles: Sequence[GroupTrainRole], writing: AsyncExitStack) -> None:
-    """Leaving what is `writing` makes the checkpoint complete, or removes it where a rank fails."""
+    """Finish saving on every role. The exit of `writing` completes the checkpoint, or removes it if a rank fails."""
     async with writing:
         await gather([role.finish_save() for role in roles])
 
@@ -119,7 +122,7 @@ def _saved_role(role: GroupTrainRole, portable: bool) -> SavedRole:
 
 
 def _found_again(model: ModelSpec) -> dict[str, Any]:
-    """The model with paths that hold in every working directory, and after `latest` points to another run."""
+    """The model with absolute, resolved paths, valid in any working directory and after `latest` moves to a new run."""
     paths = {"path": model.path, "tokenizer": model.tokenizer}
     return asdict(model) | {
         key: str(Path(path).resolve()) for key, path in paths.items() if path and Path(path).is_dir()

@@ -1,4 +1,4 @@
-"""How a run is stopped before its end: a failure and Ctrl-C at once, SIGTERM in good order.
+"""Early stop of a run: immediately on a failure or Ctrl-C, after a checkpoint on SIGTERM.
 
     a background task or callback fails ────────────────────────► the run is cancelled        its exception
     SIGINT ─────────────────────────────────────────────────────► the run is cancelled        RunInterruptedError
@@ -8,7 +8,7 @@
 Before the run, `roll_core.cli.main` handles SIGTERM. After the run, SIGTERM is ignored until the record and the report
 are written.
 
-A scheduler that wants its machine back sends SIGTERM, and SIGKILL some time later.
+A cluster scheduler that preempts a job sends SIGTERM first and SIGKILL later.
 """
 
 from __future__ import annotations
@@ -34,24 +34,27 @@ class StopSignals:
     """Handles the signals of one run. Lives on the run's event loop."""
 
     def __init__(self, grace_s: float) -> None:
-        """`grace_s`: seconds from SIGTERM to the checkpoint that it asks for; 0 treats it as Ctrl-C."""
+        """`grace_s`: seconds from SIGTERM until the checkpoint must be complete; 0 treats SIGTERM as Ctrl-C."""
         self.grace_s = grace_s
         self.defer = False
-        """Whether there is something to save, so that SIGTERM waits for it. Set by the run."""
+        """True once the run has state to save, so that SIGTERM waits for a checkpoint. Set by the run."""
         self._asked = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None
         self._error: BaseException | None = None
-        """What the run is cancelled for."""
+        """The error that the cancelled run raises."""
 
     @property
     def asked(self) -> bool:
-        """Whether the run is to save and end."""
+        """True after a SIGTERM: the run saves a checkpoint and ends."""
         return self._asked.is_set()
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
-        """Run the coroutine to its end. Raises `RunInterruptedError` if a signal ended it, and the exception of a
-        background task or callback that failed. Either way workers are closed and the record is written."""
+        """Run the coroutine to its end under signal handlers.
+
+        Raises `RunInterruptedError` or `RunPreemptedError` if a signal ended it. Raises the exception of a background
+        task or callback that failed. The coroutine always runs its cleanup: an early stop cancels it.
+        """
         before = _handler(signal.SIGTERM)
         try:
             asyncio.run(self._guarded(main))
@@ -59,12 +62,12 @@ class StopSignals:
             _handle(signal.SIGTERM, before)
 
     def saved(self, what: str) -> RunPreemptedError:
-        """The error to end the run with, now that all that was asked for is done."""
+        """Cancel the SIGTERM deadline and return the error that ends the run. Call it once the state is saved."""
         self._call_off()
         return RunPreemptedError(f"stopped by SIGTERM; {what}")
 
     async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of something that need not be done: None if the run is asked to end before it is there."""
+        """Await optional `work` and return its result. Cancels it and returns None if SIGTERM arrives first."""
         if self.asked:
             work.close()
             return None
@@ -83,7 +86,7 @@ class StopSignals:
         handled = []
         handlers: dict[int, Callable[[], None]] = {signal.SIGTERM: self._on_sigterm, signal.SIGINT: self._on_sigint}
         for number, handler in handlers.items():
-            # Only the main thread may handle signals; a run inside a notebook's or a test's thread goes without.
+            # Only the main thread may handle signals; a run in another thread (notebook, test) has no handlers.
             with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
                 loop.add_signal_handler(number, handler)
                 handled.append(number)
@@ -137,7 +140,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def ignoring_sigterm() -> Iterator[None]:
-    """For what ends a run: the record and the report take a second."""
+    """Ignore SIGTERM in the block, in which a run writes its record and report (about a second)."""
     before = _handler(signal.SIGTERM)
     _handle(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -147,7 +150,7 @@ def ignoring_sigterm() -> Iterator[None]:
 
 
 def _handler(number: int) -> Any:
-    """What handles a signal now; None outside the main thread, which alone may change it."""
+    """The current handler of a signal; None outside the main thread, which may not change handlers."""
     return signal.getsignal(number) if threading.current_thread() is threading.main_thread() else None
 
 

@@ -1,4 +1,4 @@
-"""The closing lines of a run: what went wrong, what to do about it, results, and the command that resumes it."""
+"""The closing lines of a run: error, remedy, results, and the command that resumes the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def advice(error: Exception, registry: Registry, run_dir: RunDir) -> str:
-    """Whose code raised it, and what to do about it, as far as either is known."""
+    """Name the code that raised `error` and the remedy of the matching known error. Empty if neither is known."""
     source = raised_by(error, registry.plugins)
     lines = [f"raised by {source}; the traceback is in {relative(run_dir.log)}"] if source else []
     if (known := advise(error, registry)) is not None:
@@ -35,7 +35,7 @@ def advice(error: Exception, registry: Registry, run_dir: RunDir) -> str:
 
 
 def described(error: BaseException) -> str:
-    """The message after its code; after the exception's type if it is none of ROLL's."""
+    """`code message` of a `RollError`; `Type: message` of any other exception."""
     if isinstance(error, RollError):
         return error.described().rstrip()
     name, message = type(error).__name__, str(error)
@@ -43,7 +43,7 @@ def described(error: BaseException) -> str:
 
 
 def report(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Write the report, and the line that says where; a full disk must not cost the closing lines."""
+    """Write the report and return the closing line with its path. Returns no line if the file cannot be written."""
     try:
         return [("report", relative(write_report(run_dir.path)))]
     except OSError as error:
@@ -54,7 +54,7 @@ def report(run_dir: RunDir) -> list[tuple[str, str]]:
 def how_to_resume(
     loaded: LoadedConfig, argv: Sequence[str], run_dir: RunDir, redactor: Redactor
 ) -> list[tuple[str, str]]:
-    """The command that resumes a run that did not finish, or why there is none."""
+    """The command that resumes an unfinished run, or the reason why there is none. Empty for a finished run."""
     record = read_record(run_dir.record)
     if record.get("outcome") == "finished":
         return []
@@ -68,7 +68,7 @@ def how_to_resume(
 
 
 def results(run_dir: RunDir, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The model's last held-out scores, and where it was exported."""
+    """Closing lines with the last held-out metrics and the path of the exported model."""
     lines = []
     if "val/score/mean" in metrics:
         lines.append(("held-out score", f"{metrics['val/score/mean']:.3f}  (val/score/mean)"))
@@ -82,7 +82,7 @@ def results(run_dir: RunDir, metrics: Mapping[str, float]) -> list[tuple[str, st
 
 
 def relative(path: Any) -> str:
-    """Paths as a person would type them."""
+    """`path` relative to the working directory if it is below it; unchanged otherwise."""
     try:
         relative = os.path.relpath(path)
     except OSError:  # the working directory is gone

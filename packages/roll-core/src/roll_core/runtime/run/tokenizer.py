@@ -1,4 +1,4 @@
-"""The tokenizer of a run: made from the data where the config says so, else that of the model."""
+"""Load a run's tokenizer from the model, or train it on the run's data if the config has `tokenizer`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 def prepare_tokenizer(config: RunConfig, data: RunData, directory: Path) -> PreTrainedTokenizerBase:
-    """Make or load the tokenizer and write it into `directory`, from where every worker and each export loads it.
+    """Train or load the tokenizer and write it into `directory`. Every worker and each export loads it from there.
 
-    If the training data name a chat template, the tokenizer has it from here on.
+    If the training data name a chat template, it becomes the tokenizer's chat template.
 
-    Raises `ConfigError` where neither a tokenizer nor a model to take it from is named, and `ModelError` where the
-    model is not there or has none.
+    Raises `ConfigError` if the config names neither a tokenizer nor a model. Raises `ModelError` if the model's
+    directory does not exist or contains no tokenizer.
     """
     sources = _data_of(config)
     if config.tokenizer is not None:
@@ -45,7 +45,7 @@ def prepare_tokenizer(config: RunConfig, data: RunData, directory: Path) -> PreT
 
 
 def _load(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of the run's first model with a path."""
+    """Load the tokenizer of the run's first model with a path."""
     path = _model_path(config)
     if not Path(path).is_dir() and not is_hub_id(path):
         raise ModelError(f"there is no directory {path}: mend the path, or let the run that writes it come first")
@@ -63,9 +63,9 @@ def _load(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def _adopt_template(tokenizer: PreTrainedTokenizerBase, trained: DataArguments) -> None:
-    """Make the named template of the training data the tokenizer's own, so that an export renders chats as in training.
+    """Set the tokenizer's chat template to that of the training data, so that an export renders chats as in training.
 
-    `plain` prompts without roles are no chats: they say nothing about the model's template.
+    `plain` prompts without roles are not chats and leave the model's template unchanged.
     """
     if trained.template == "native" or (trained.template == "plain" and not are_chats(trained)):
         return
@@ -76,7 +76,7 @@ def _adopt_template(tokenizer: PreTrainedTokenizerBase, trained: DataArguments) 
 
 
 def _model_path(config: RunConfig) -> str:
-    """Where the run's first model with a path comes from."""
+    """Path or hub id of the run's first model, or else `pretrain`. Raises `ConfigError` if there is none."""
     for worker in config.roles().values():
         if worker.model_args.model_name_or_path:
             return worker.model_args.model_name_or_path
@@ -105,6 +105,6 @@ def _data_of(config: RunConfig) -> list[DataArguments]:
 
 
 def _texts(data: RunData, sources: list[DataArguments]) -> Iterator[str]:
-    """All texts that the run will encode."""
+    """All texts that the run encodes; a tokenizer is trained on them."""
     for source in sources:
         yield from tokenizer_texts(data.rows(source), source)

@@ -1,4 +1,4 @@
-"""When engines of a run get a trainer's weights, by which transport, and what a failed proof leads to."""
+"""Weight sync of a run: when trainers publish to engines, by which transport, and how failed checks are handled."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 PROBE_TOKENS = 32
 ATTEMPTS = 3
-"""Publishes of one version if replicas exit during it."""
+"""Maximum number of publishes of one version, if replicas exit or hang during a publish."""
 
 
 class SyncedRun(Protocol):
-    """What the controller needs of a run."""
+    """The part of a run that `WeightSyncController` uses."""
 
     config: RunConfig
     step: int
@@ -60,11 +60,11 @@ class SyncedRun(Protocol):
     busy_roles: set[str]
 
     def train_role(self, name: str) -> GroupTrainRole:
-        """A role that trains or scores."""
+        """The train role `name`, which trains or scores."""
         ...
 
     def engine(self, name: str) -> GroupInferRole:
-        """A role that generates."""
+        """The infer role `name`."""
         ...
 
     def vocab_size(self, role: str) -> int:
@@ -74,29 +74,29 @@ class SyncedRun(Protocol):
 
 @dataclass
 class _Link:
-    """One trainer and one engine."""
+    """State of weight sync between one trainer and one engine."""
 
     broadcaster: WeightBroadcaster
     probes: bool
-    """The engine returns prompt logprobs."""
+    """True if the engine returns prompt logprobs."""
     in_flight: bool
-    """The engine loads weights while requests run."""
+    """True if the engine loads weights while requests run."""
     version: int = -1
-    """Last version that the engine has proven to hold."""
+    """Last version that was published to the engine; -1 before the first."""
     readings: dict[int, ProbeReading] = field(default_factory=dict)
-    """Last probe, by rank."""
+    """Readings of the last probe, by rank."""
     probed_at: int = -1
     """Version of the first probe."""
     followed: bool = False
-    """The engine was probed with weights that differ from the first probe's."""
+    """True if the engine was probed with weights that differ from the first probe's."""
 
     def owes_probe(self, changed_at: int) -> bool:
-        """True for the first publish, and for the first one with changed weights."""
+        """True if a probe is due: at the first publish, and at the first publish with changed weights."""
         return self.probed_at < 0 or (not self.followed and changed_at > self.probed_at)
 
 
 class WeightSyncController:
-    """Constructed once the roles run. Two roles are connected at their first publish."""
+    """Publishes weights between the roles of a run. Constructed once roles run; connects two at their first publish."""
 
     def __init__(
         self, run: SyncedRun, roles: Sequence[RoleSpec], registry: Registry, executor: Executor, record: RunRecord
@@ -117,7 +117,7 @@ class WeightSyncController:
         if link is not None and link.version == version and engine.holds_weights and whole:
             return {}
         if engine.group.lost:
-            async with self._run.turns.take({target: ENGINE}):  # an engine needs its slots alone while it starts
+            async with self._run.turns.take({target: ENGINE}):  # an engine needs exclusive slots while it starts
                 await engine.revive()
         async with self._run.turns.take({source: WEIGHTS, target: ENGINE}):
             link = link or await self._connect(source, target)
@@ -150,7 +150,7 @@ class WeightSyncController:
         engine.received(version)
         if link.broadcaster.transport.in_process and target not in self._run.busy_roles:
             self._run.turns.lend(source, WEIGHTS, target)
-        # By step number, so that a resumed run is probed at the same steps as an uninterrupted one.
+        # Scheduled by step number, so that a resumed run is probed at the same steps as an uninterrupted one.
         scheduled = self._run.step % guards.config.logprob_probe.every == 0
         if guards.active("logprob_probe") and (scheduled or link.owes_probe(changed_at)):
             try:
@@ -197,9 +197,9 @@ class WeightSyncController:
         return link
 
     async def _select(self, source: str, target: str) -> tuple[WeightBroadcaster, str]:
-        """The best transport and route that passes its self-test, and why better ones are not used."""
+        """The most preferred transport and route that pass their self-test, and why better ones are not used."""
         run = self._run
-        await run.engine(target).revive()  # dead workers would not report their devices
+        await run.engine(target).revive()  # exited workers cannot report their devices
         groups = {source: run.train_role(source).group, target: run.engine(target).group}
         sender, receiver = [
             role_facts(

@@ -1,6 +1,6 @@
-"""Weight sync with proof: the weights of a train role reach an infer role, and every receiver proves what it loaded.
+"""Verified weight sync: a train role publishes weights to an infer role; every receiver proves which it loaded.
 
-    driver            WeightSyncController        when to publish, by which transport, what a failed proof leads to
+    driver            WeightSyncController        schedules publishes, selects the transport, handles failed proofs
                         WeightBroadcaster           one publish between two roles
                           |  prepare_send, send_weights           |  receive_weights
     workers           WeightSender beside a train strategy ==> WeightReceiver beside an infer strategy

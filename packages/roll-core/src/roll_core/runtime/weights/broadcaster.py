@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 GRACE_S = 5.0
-"""How long to wait for one side after the other failed, and after the deadline that workers check themselves: the exit
+"""Seconds to wait for one side after the other failed, and beyond the deadline that workers check themselves. The exit
 of a process is reported later than its closed connection."""
 GRACE_AFTER_DEADLINE_S = 1.0
-"""The same if the sender has already waited for receivers until the deadline."""
+"""Seconds to wait for receivers if the sender has already waited for them until the deadline."""
 SELF_TEST_S = 30.0
-"""Deadline of a self-test, unless that of a publish is shorter."""
+"""Deadline of a self-test in seconds, unless that of a publish is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """Figures of one publish."""
+    """Sizes and durations of one publish."""
 
     version: int
     transport: str
     num_tensors: int
     num_receivers: int
     weight_bytes: int
-    """One copy of the weights."""
+    """Size of one copy of the weights in bytes."""
     copied_bytes: int
     """Bytes copied by senders; 0 if the tensors themselves were handed over."""
     seconds: float
-    """From the call to the end of the proof."""
+    """Duration from the call to the end of the proof."""
     proof_s: float
     """Part of `seconds`: fingerprints if nothing is copied, and the comparison of manifest and receipts. Digests that
     are computed while copying count as copying; `benchmarks/sync.py` separates them."""
@@ -156,7 +156,7 @@ class WeightBroadcaster:
         )
 
     async def _prepare(self, plan: SyncPlan) -> tuple[int, SendHandle]:
-        """Rank and handle of the first sender; with several senders the handle has the addresses of all."""
+        """Prepare all senders. Returns rank and handle of the first; the handle has the addresses of all senders."""
         found: list[SendHandle | None] = await self._train.call(
             "prepare_send", plan, deadline_s=plan.deadline_s + GRACE_S
         )
@@ -201,7 +201,7 @@ class WeightBroadcaster:
         await asyncio.to_thread(load_transport(self.transport).call_off, handle.address, self.route.options)
 
     async def _receive(self, plan: SyncPlan, handle: SendHandle, within_s: float) -> list[ReceiveOutcome]:
-        """Includes dead ranks, so that the send fails instead of blocking on them."""
+        """Call all receivers, including lost ranks, so that the send fails instead of blocking on them."""
         arguments = [(plan, handle)] * self._infer.world_size
         return await self._infer.call_each("receive_weights", arguments, deadline_s=within_s)
 
@@ -210,7 +210,7 @@ class WeightBroadcaster:
         return self._joined({rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None})
 
     def _joined(self, outcomes: dict[int, SendOutcome]) -> SendOutcome:
-        """Merge the outcomes of all senders; any failure wins."""
+        """Merge the outcomes of all senders; any failure takes precedence."""
         (first_rank, first), *others = sorted(outcomes.items(), key=lambda each: each[1].manifest is not None)
         if first.manifest is None or not others:
             silent = tuple(sorted(rank for each in outcomes.values() for rank in each.silent))
@@ -302,7 +302,7 @@ class WeightBroadcaster:
 
 
 def _grace_s(done: set[asyncio.Future[object]]) -> float | None:
-    """Seconds to wait for the other side after this one has finished; None, until its deadline, if it succeeded."""
+    """Seconds to wait for the other side after one has finished; None if it succeeded: wait until the deadline."""
     for future in done:
         if future.exception() is not None:
             return GRACE_S

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """One publish, as both sides see it."""
+    """Parameters of one publish, sent to both sides."""
 
     version: int
     transport: WeightTransportProvider
@@ -31,22 +31,22 @@ class SyncPlan:
     sender_hosts: tuple[str, ...] = ("127.0.0.1",)
     """IP address at which receivers reach each train rank, by rank."""
     dtype: str = ""
-    """Dtype in which floating-point tensors travel (safetensors' name, `BF16`); empty: their own."""
+    """Dtype in which floating-point tensors are sent (safetensors' name, such as `BF16`); empty for their own dtype."""
     weight_format: WeightFormat = "dtype"
-    """`fp8`: matrices of layers travel in fp8, see `roll_core.weights.eight_bits`."""
+    """`fp8`: matrices of layers are sent in fp8, see `roll_core.weights.eight_bits`."""
     adapters: bool = False
-    """Only adapters travel, to receivers that hold the base model."""
+    """True if only adapters are sent, to receivers that have loaded the base model."""
     bucket_bytes: int = 1 << 30
     """Upper bound of a bucket; a larger tensor has a bucket of its own."""
     deadline_s: float = 60.0
-    """From the start of sending until all receivers have read everything."""
+    """Seconds from the start of sending until all receivers must have read everything."""
     replaced: int = 0
     """Number of receivers that were restarted so far; connections to the processes before them are stale."""
     self_test: bool = False
-    """A few numbers travel instead of weights."""
+    """True if a few numbers are sent instead of weights."""
     lends: bool = True
-    """For a transport within one process: receivers use the sender's tensors. If false they copy them, because the
-    trainer steps while they generate."""
+    """For a transport within one process: true if receivers use the sender's tensors. If false, they copy the tensors,
+    because the trainer updates them during generation."""
 
     def receivers_of(self, rank: int) -> tuple[int, ...]:
         """Ranks of the receivers that a train rank sends to."""
@@ -56,14 +56,14 @@ class SyncPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendHandle:
-    """What a sending rank has prepared for a publish."""
+    """Manifest and addresses (or tensors) that a sending rank prepares for a publish."""
 
     manifest: WeightManifest
-    """Without digests where they are computed while sending."""
+    """Manifest of the weights, without digests if they are computed while sending."""
     address: str = ""
-    """Where receivers connect."""
+    """Address to which receivers connect."""
     addresses: tuple[str, ...] = ()
-    """The same by receiver rank, if there are several senders."""
+    """Address by receiver rank, if there are several senders."""
     tensors: Sequence[tuple[str, Tensor]] = ()
     """The exported tensors themselves, for a transport within one process."""
     sample: str = ""
@@ -77,7 +77,7 @@ class SendOutcome:
     """Result of sending on one rank. Failures are values: the driver compares all of them to find the first cause."""
 
     manifest: WeightManifest | None = None
-    """With digests of the bytes sent; None if sending failed."""
+    """Manifest with digests of the bytes sent; None if sending failed."""
     copied_bytes: int = 0
     seconds: float = 0.0
     silent: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ class ReceiveOutcome:
     seconds: float = 0.0
     failure: WeightSyncError | None = None
     cut_off: bool = False
-    """The failure is a lost sender: another worker has the cause."""
+    """True if the failure is a lost sender, whose cause is another worker's failure."""
 
 
 def device_facts(device: str, backend: str, data_rank: DataRank | None = None) -> DeviceFacts:
@@ -116,7 +116,7 @@ def role_facts(
     *,
     directory: str = "",
 ) -> RoleFacts:
-    """Facts of a running role; `devices` by rank, if its workers were asked for them."""
+    """Facts of a running role. `devices` has the workers' device facts by rank, or is empty if they are not needed."""
     workers = tuple(
         WorkerFacts(
             host=member.host,

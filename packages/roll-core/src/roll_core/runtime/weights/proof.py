@@ -107,11 +107,11 @@ def _names(names: Sequence[str]) -> str:
 
 
 def sample_fingerprint(tensors: Sequence[tuple[str, Tensor]], sample_bytes: int = SAMPLE_BYTES) -> str:
-    """Hash of names and a sample of the bytes: the first page of each tensor and every k-th page, with the smallest k
-    that reads about `sample_bytes`.
+    """Hash of the names and a sample of the bytes: the first page of each tensor and every k-th page.
 
-    Different fingerprints prove that a value differs. Equal ones prove the opposite only if everything is read; but an
-    optimizer step that changes no value in the sampled pages of every tensor has almost surely changed none.
+    k is the smallest number for which about `sample_bytes` are read. Different fingerprints prove that a value differs.
+    Equal fingerprints prove equality only if all pages are read. An optimizer step that changes no sampled page of any
+    tensor has almost surely changed no value.
     """
     total = sum(tensor.nbytes for _, tensor in tensors)
     every = max(1, -(-total // sample_bytes))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 EXTRA_S = 2.0
-"""Seconds by which receivers outlast the sender's deadline: the sender knows which receiver is silent, receivers would
+"""Seconds by which receivers outlast the sender's deadline: the sender can name the silent receiver, receivers would
 only see each other's closed connections."""
 
 
@@ -32,7 +32,7 @@ class WeightReceiver:
     """Feeds `update_weights` from a transport and returns the engine's receipt. Called on the engine's event loop."""
 
     def __init__(self, strategy: InferStrategy, *, role: str, rank: int, device: str = "cpu") -> None:
-        """`device`: where the engine wants tensors, if the transport can deliver them there."""
+        """`device`: device on which the engine expects tensors, if the transport can deliver them there."""
         self._strategy, self._role, self._rank, self._device = strategy, role, rank, device
         self._endpoint: ReceiverEndpoint | None = None
         self._version: int | None = None
@@ -65,7 +65,7 @@ class WeightReceiver:
 
     async def _receive(self, plan: SyncPlan, handle: SendHandle, deadline: Deadline) -> ReceiveOutcome:
         version = plan.version
-        tensors = self._incoming(plan, handle, deadline)  # connects first: closing tells the sender of a failure
+        tensors = self._incoming(plan, handle, deadline)  # connects first, so that a failure here closes the connection
         if plan.self_test:
             copies = ((name, tensor.clone()) for name, tensor in tensors)
             return ReceiveOutcome(receipt=make_receipt(handle.manifest, copies, role=self._role, rank=self._rank))

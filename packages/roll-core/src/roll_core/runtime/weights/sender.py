@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 SELF_TEST_NUMBERS = 100_000
-"""Numbers that a self-test sends; more than a page of any memory."""
+"""Number of int32 values that a self-test sends; larger than any memory page."""
 
 
 class WeightSender:
-    """Sends what `export_weights` or `export_adapters` yields. All ranks of the role are called together; one of them
-    sends, or those that `Route.sources` names.
+    """Sends the tensors of `export_weights` or `export_adapters`. All ranks of the role are called together; only the
+    leader of the first model replica sends, or the ranks in `Route.sources`.
 
     Called on the strategy's thread, for each publish: `prepare`, then `send` unless the transport is in-process.
     """
 
     def __init__(self, strategy: TrainStrategy, *, role: str, rank: int, device: str = "cpu") -> None:
-        """`device`: where the strategy computes."""
+        """`device`: the strategy's device."""
         self._strategy, self._role, self._rank, self._device = strategy, role, rank, device
         self._described: tuple[tuple[object, ...], tuple[TensorEntry, ...]] | None = None
         self._endpoint: SenderEndpoint | None = None
@@ -52,7 +52,7 @@ class WeightSender:
         return place.index == 0 and place.leader
 
     def prepare(self, plan: SyncPlan) -> SendHandle | None:
-        """Manifest and address of this publish; None on ranks that do not send.
+        """Prepare the manifest and address of this publish; None on ranks that do not send.
 
         Names and shapes are taken from the first export; later exports must yield the same.
         """
@@ -68,7 +68,7 @@ class WeightSender:
         return SendHandle(manifest=manifest, address=self._open(plan).address)
 
     def send(self, plan: SyncPlan) -> SendOutcome | None:
-        """Send what `prepare` described; None on ranks that do not send."""
+        """Send the weights that `prepare` described; None on ranks that do not send."""
         exported = iter(self._export(plan))
         if not self.sends(plan):
             _exhaust(exported)
@@ -145,7 +145,7 @@ class WeightSender:
 
 
 def _hand_over(version: int, tensors: list[tuple[str, Tensor]]) -> SendHandle:
-    """The tensors themselves. Their entries name the memory, so that the proof needs no digests."""
+    """A handle with the tensors themselves. Their entries name the memory, so that the proof needs no digests."""
     entries = tuple(tensor_entry(name, tensor, memory_token(tensor)) for name, tensor in tensors)
     begun = time.perf_counter()
     sample = sample_fingerprint(tensors)

@@ -1,8 +1,8 @@
-"""`report.html`: a whole run on one page that needs no network, whatever state the run is in.
+"""`report.html`: a self-contained page about a run in any state; it needs no network.
 
     run.json  metrics.jsonl  samples.jsonl  config.yaml  log.txt  checkpoints/  ─►  page  ─►  template  ─►  report.html
 
-Every file may be missing, cut off or full of nonsense: the page shows what there is and says what there is not.
+Every file may be missing, truncated or corrupted: the page shows what can be read and notes what is missing.
 """
 
 from roll_core.runtime.records.report.page import write_report

@@ -1,4 +1,4 @@
-"""Charts of the report as inline SVG: no script is needed to see them, and none from anywhere else to point at them."""
+"""Charts of the report as inline SVG. They display without scripts; hover text uses the page's own script."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 Point = tuple[float, float]
-"""Step and value."""
+"""A step and the value of a metric at it."""
 
 WIDTH, HEIGHT = 440, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 12, 24
 _MOST_POINTS = 400
 _DOTS_UP_TO = 30
-"""Points of shorter curves are marked."""
+"""Curves of at most this many points have a dot at each point."""
 _SMOOTH_REACH = 6
-"""Neighbours on each side over which a noisy curve is averaged."""
+"""Number of neighbours on each side that smoothing averages."""
 _NOISY = 4.0
-"""A curve goes so many times its range up and down before it is called noisy, and a smooth one is drawn through it."""
+"""A curve is noisy, and also shown smoothed, if its total variation exceeds this multiple of its range."""
 _MOST_BARS = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One curve, and the range around it where minimum and maximum were recorded beside the mean."""
+    """One curve, with a band from minimum to maximum if these were recorded beside the mean."""
 
     name: str
     points: Sequence[Point]
@@ -38,20 +38,20 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A drawn curve. `svg` is markup; all else is data."""
+    """A rendered curve. `svg` is markup; the other fields are plain text that the template escapes."""
 
     title: str
     svg: str
     last: str
     last_step: int
     hover: str
-    """JSON: `[x, y, step, text]` of every point, in the units of the drawing."""
+    """JSON list of `[x, y, step, text]` per point, in SVG units."""
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """From values to places in the drawing."""
+    """Maps values to SVG coordinates."""
 
     x0: float
     x1: float
@@ -69,14 +69,14 @@ class _Scale:
 
 
 def line_chart(series: Series) -> Chart | None:
-    """None if there is no point to draw."""
+    """Render a curve; None if it has no points. Non-finite values are marked with vertical lines."""
     finite = [(x, y) for x, y in series.points if math.isfinite(y)]
     lost = [x for x, y in series.points if not math.isfinite(y)]
     if not finite and not lost:
         return None
     low = [(x, y) for x, y in series.low if math.isfinite(y)]
     high = [(x, y) for x, y in series.high if math.isfinite(y)]
-    if not (_varies(low) or _varies(high)):  # such as the rewards 0 and 1: it would only fill the chart
+    if not (_varies(low) or _varies(high)):  # a constant band, such as rewards 0 and 1, would only fill the chart
         low = high = []
     scale = _scale(series.points, [y for _, y in [*finite, *low, *high]])
     parts = [_axes(scale)]
@@ -107,7 +107,7 @@ def line_chart(series: Series) -> Chart | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarSegment:
-    """One part of a bar, in per cent of the whole."""
+    """One segment of a bar; `left` and `width` in per cent of the bar."""
 
     name: str
     left: float
@@ -117,7 +117,7 @@ class BarSegment:
 
 
 def stacked_bar(rows: Sequence[tuple[str, float]], colours: Mapping[str, int]) -> list[BarSegment]:
-    """Parts of a whole, side by side."""
+    """Segments of one horizontal bar from names and seconds."""
     total = sum(value for _, value in rows)
     segments, left = [], 0.0
     for name, value in rows:
@@ -129,7 +129,7 @@ def stacked_bar(rows: Sequence[tuple[str, float]], colours: Mapping[str, int]) -
 
 
 def stacked_steps(steps: Sequence[tuple[int, Mapping[str, float]]], colours: Mapping[str, int]) -> str:
-    """The time of each step by stage, as stacked bars; neighbouring steps are averaged where there are many."""
+    """SVG of stacked bars: time of each step by stage. Averages neighbouring steps into at most `_MOST_BARS` bars."""
     if not steps:
         return ""
     per_bar = math.ceil(len(steps) / _MOST_BARS)
@@ -169,7 +169,7 @@ def stacked_steps(steps: Sequence[tuple[int, Mapping[str, float]]], colours: Map
 
 
 def smooth(points: Sequence[Point], reach: int = _SMOOTH_REACH) -> list[Point]:
-    """Each value averaged with its neighbours, the nearer the more. Centred: nothing looks later than it was."""
+    """Smooth with a centred triangular window of `reach` neighbours on each side. Centring causes no delay."""
     smoothed = []
     for index, (x, _) in enumerate(points):
         total = weight = 0.0
@@ -182,7 +182,7 @@ def smooth(points: Sequence[Point], reach: int = _SMOOTH_REACH) -> list[Point]:
 
 
 def is_noisy(points: Sequence[Point]) -> bool:
-    """Whether the eye needs help to follow a curve."""
+    """True if a curve has more than `_DOTS_UP_TO` points and its total variation exceeds `_NOISY` times its range."""
     if len(points) <= _DOTS_UP_TO:
         return False
     values = [y for _, y in points]
@@ -195,7 +195,7 @@ def _varies(points: Sequence[Point]) -> bool:
 
 
 def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """At most about `most` of the points: of each stretch the lowest and the highest, so that no spike is lost."""
+    """Reduce to about `most` points: the minimum and maximum of each stretch, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     stretch = math.ceil(2 * len(points) / most)
@@ -210,7 +210,7 @@ def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) from at or below `low` to at or above `high`."""
+    """Round tick values that cover `low` to `high`, spaced by 1, 2 or 5 times a power of ten."""
     span = high - low
     if span <= 0 or not math.isfinite(span):
         return [low]
@@ -222,7 +222,7 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def figure(value: float) -> str:
-    """A number as a person reads it: four significant digits."""
+    """Format a number for people, with up to four significant digits and the suffixes k and M."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -240,7 +240,7 @@ def figure(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration as a person reads it."""
+    """Format a duration for people, such as `1.2 s` or `3 min 05 s`."""
     if value < 1:
         return f"{value * 1000:.0f} ms"
     if value < 60:

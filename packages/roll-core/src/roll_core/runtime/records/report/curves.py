@@ -1,4 +1,4 @@
-"""Which metrics are shown, in which sections, and as what curves."""
+"""Selection of the report's curves: key metrics, and sections by metric prefix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY_CURVES = (
     ("actor/grad_norm", "train/grad_norm"),
     ("tokens_per_s/step", "tokens_per_s/train"),
 )
-"""Shown first: of each entry the first that the run has."""
+"""Metrics shown first. Each entry lists candidates; the first that the run has is shown."""
 
 WEIGHTS = "Weight sync"
 SECTIONS = {
@@ -44,21 +44,21 @@ SECTIONS = {
     "engine": "Engines",
     "weight_sync": WEIGHTS,
 }
-"""Where the curves of a prefix stand, in this order; other prefixes get sections of their own behind."""
+"""Section title by metric prefix, in display order. Other prefixes get sections of their own at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Curves that belong together."""
+    """A titled group of curves."""
 
     title: str
     charts: list[Chart] = field(default_factory=list)
     constants: list[tuple[str, str]] = field(default_factory=list)
-    """What never changed, which needs no curve."""
+    """Name and value of metrics that never changed, which need no curve."""
 
 
 def charts_of(metrics: Sequence[Mapping[str, float]]) -> tuple[list[Chart], list[Section]]:
-    """The key curves, and those of each section in order."""
+    """Charts of the key metrics, and the sections in order with all other metrics."""
     names = sorted({name for row in metrics for name in row if name not in ("step", "time")})
     series = _series(metrics, [name for name in names if not name.startswith("time/")])
     key: list[Chart] = []
@@ -82,7 +82,7 @@ def charts_of(metrics: Sequence[Mapping[str, float]]) -> tuple[list[Chart], list
 
 
 def _series(metrics: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, Series]:
-    """Minimum and maximum become the range around their mean, not curves of their own."""
+    """Series by metric name. `/min` and `/max` become the band around their mean, not separate curves."""
     known = set(names)
     series = {}
     for name in names:
@@ -103,5 +103,5 @@ def _series(metrics: Sequence[Mapping[str, float]], names: Sequence[str]) -> dic
 
 
 def points(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
-    """Steps and values of a metric."""
+    """Points `(step, value)` of a metric."""
     return [(row["step"], row[name]) for row in metrics if name in row]

@@ -1,4 +1,4 @@
-"""How the run ended, what it was, and the numbers that are asked for first."""
+"""Head of the report: outcome, facts and headline numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """A headline number."""
+    """One headline number with its label."""
 
     label: str
     value: str
@@ -27,7 +27,7 @@ class Tile:
 
 
 def outcome_of(record: Mapping[str, Any]) -> tuple[str, str]:
-    """How it ended, and in which tone that is said."""
+    """Outcome of the run and the tone of its badge (`good`, `bad`, `live`, `warn`)."""
     outcome = str(record.get("outcome") or "unknown")
     if is_abandoned(record):
         return "killed", "bad"
@@ -35,7 +35,7 @@ def outcome_of(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def facts_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was run, when, and for how long."""
+    """Label and value of the run's facts: pipeline, platform, start, duration, resumed checkpoint."""
     facts = [(label, str(record[key])) for label, key in _FACTS if record.get(key) not in (None, "")]
     started, ended = finite_number(record.get("started")), finite_number(record.get("ended"))
     if started is not None:
@@ -53,7 +53,7 @@ _FACTS = (("pipeline", "pipeline"), ("platform", "platform"), ("executor", "exec
 def tiles_of(
     record: Mapping[str, Any], metrics: Sequence[Mapping[str, float]], guards: Mapping[str, Any]
 ) -> list[Tile]:
-    """The numbers that are asked for first."""
+    """Headline tiles: scores, steps, wall time, tokens trained, guards tripped."""
     tiles = [
         tile for label, name, noisy in _SCORES if (tile := _score_tile(label, points(metrics, name), noisy)) is not None
     ][:3]
@@ -87,14 +87,14 @@ _SCORES = (
     ("reward", "score/mean", True),
     ("loss", "train/loss", True),
 )
-"""Label and metric of the first tiles, and whether single values are too noisy to be quoted."""
+"""Label and metric of the first tiles, and whether to average steps because single values are too noisy."""
 
 
 _QUOTED_STEPS = 10
 
 
 def _ledger_seconds(record: Mapping[str, Any]) -> list[float]:
-    """The ledger's account begins before the record does: with the process."""
+    """Seconds of each ledger row. The ledger begins with the process, before the record."""
     return [s for row in as_dicts(record.get("time")) if (s := finite_number(row.get("seconds"))) is not None]
 
 

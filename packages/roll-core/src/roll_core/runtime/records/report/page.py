@@ -1,4 +1,4 @@
-"""The page: what the files say, put together, and written by the template."""
+"""Collect the report's contents from the run's files and render the template."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LOG_LINES = 60
 
 @dataclass(kw_only=True)
 class _Page:
-    """What the template is given."""
+    """Variables of the template."""
 
     name: str
     outcome: str
@@ -71,7 +71,7 @@ class _Page:
 
 
 def write_report(run: Path) -> Path:
-    """Write `report.html` of the run directory `run` and return its path. May be called while the run goes on."""
+    """Write `report.html` of the run directory `run` and return its path. Works also while the run is in progress."""
     run_dir = RunDir(run)
     html = _render(_page(run_dir))
     write_atomically(run_dir.report, html)

@@ -1,4 +1,4 @@
-"""Values that may be missing, cut off or nonsense, as what a page can show."""
+"""Tolerant readers for the report: values may be missing, truncated or of a wrong type."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ logger = logging.getLogger(__name__)
 
 
 def as_dicts(value: Any) -> list[Mapping[str, Any]]:
-    """Those items of a list that are mappings."""
+    """The mappings in a list; empty if `value` is no list."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def as_pairs(value: Any) -> list[tuple[str, str]]:
-    """A mapping as text."""
+    """The items of a mapping as text; empty if `value` is no mapping."""
     return [(str(k), str(v)) for k, v in value.items()] if isinstance(value, dict) else []
 
 
 def as_counts(value: Any) -> list[tuple[str, int]]:
-    """A mapping's whole numbers."""
+    """The numeric items of a mapping as integers; empty if `value` is no mapping."""
     found: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
     return [(str(name), int(count)) for name, count in found if isinstance(count, (int, float))]
 
 
 def text_of(path: Path, from_end: int | None = None) -> str:
-    """A file, or its end; empty where it cannot be read."""
+    """Text of a file, or of its last `from_end` bytes; empty if it cannot be read."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -40,7 +40,7 @@ def text_of(path: Path, from_end: int | None = None) -> str:
 
 
 def date(seconds_since_epoch: float) -> str:
-    """Of a time since 1970; empty where there is no such date."""
+    """Format Unix seconds as local date and time; empty if out of range."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds_since_epoch))
     except (OverflowError, ValueError, OSError):
@@ -48,7 +48,7 @@ def date(seconds_since_epoch: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """For people."""
+    """Format bytes for people, such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Samples for the browser: not all of a long run, and none that could end the script that holds them."""
+"""Samples embedded in the report as JSON: a subset for long runs, escaped for use inside a script element."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_CHARS = 6000
 
 
 def samples_of(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Samples for the browser, and how many were left out: whole steps, spread over the run."""
+    """Samples to show, and the number omitted. Long runs keep whole steps, spread evenly over the run."""
     by_step: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for row in read_lines(path):
         if isinstance(row.get("step"), int) and "response" in row:
@@ -64,7 +64,7 @@ def _cut(value: Any) -> Any:
 
 
 def for_script(value: object) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element or begin a comment."""
+    """Encode as JSON for a script element. Escapes characters that could end the element or begin a comment."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

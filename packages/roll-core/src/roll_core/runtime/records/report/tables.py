@@ -1,4 +1,4 @@
-"""Rows of the tables: memory, guards, proofs of weights, checkpoints, config, plugins, host."""
+"""Table rows of the report: memory, guards, weight sync, checkpoints, config, plugins, host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def memory_rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What each process was expected to take beside what it took."""
+    """Predicted and measured memory of each process, on host and device."""
     rows = []
     for row in as_dicts(record.get("memory")):
         roles = row.get("roles")
@@ -44,7 +44,7 @@ def _mib(count: float) -> str:
 
 
 def guard_row(event: Mapping[str, Any]) -> dict[str, Any]:
-    """One time that a guard tripped."""
+    """Row of one guard event."""
     when = finite_number(event.get("time"))
     return {
         "guard": str(event.get("guard", "")),
@@ -56,7 +56,7 @@ def guard_row(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def proofs(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
-    """What weight sync recorded about itself, over the run."""
+    """Count, last value and range of each `weight_sync/` metric over the run."""
     names = sorted({name for row in metrics for name in row if name.startswith("weight_sync/")})
     rows = []
     for name in names:
@@ -75,7 +75,7 @@ def proofs(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
 
 
 def checkpoint_rows(run_dir: RunDir) -> list[dict[str, str]]:
-    """What `checkpoints/` holds."""
+    """Step, path, size, file count and date of each complete checkpoint."""
     rows = []
     for checkpoint in CheckpointStore(run_dir.checkpoints).list():
         files = [path for path in checkpoint.path.rglob("*") if path.is_file()]
@@ -92,7 +92,7 @@ def checkpoint_rows(run_dir: RunDir) -> list[dict[str, str]]:
 
 
 def yaml_lines(text: str) -> list[tuple[str, str]]:
-    """Key and rest of each line, for colouring."""
+    """Split each line into key and rest, for syntax colouring."""
     lines = []
     for line in text.splitlines():
         key, colon, rest = line.partition(":")
@@ -102,7 +102,7 @@ def yaml_lines(text: str) -> list[tuple[str, str]]:
 
 
 def plugin_row(plugin: Mapping[str, Any]) -> dict[str, str]:
-    """What a plugin offered, or why it did not load."""
+    """Row of a plugin: what it provides, or the error with which it failed to load."""
     provides = plugin.get("provides")
     offers = []
     if isinstance(provides, dict):
@@ -120,7 +120,7 @@ def plugin_row(plugin: Mapping[str, Any]) -> dict[str, str]:
 
 
 def environment_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Host, code, Python environments of roles, and the command."""
+    """Label and value of host, git state, the roles' Python environments, and the command."""
     rows = []
     host = record.get("host")
     if isinstance(host, dict):

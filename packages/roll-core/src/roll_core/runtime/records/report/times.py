@@ -1,4 +1,4 @@
-"""Where the time went, over the run and step by step."""
+"""Time of a run by stage, in total and per step, for the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeAccount:
-    """Where the time went."""
+    """Time by stage: table rows, a bar over the run, and a chart of the steps."""
 
     rows: list[dict[str, Any]]
     bar: list[BarSegment]
@@ -30,7 +30,7 @@ class TimeAccount:
 
 
 def time_account(record: Mapping[str, Any], metrics: Sequence[Mapping[str, float]]) -> TimeAccount | None:
-    """None where nothing is known of it."""
+    """Build the time section of the report; None if neither the record nor the metrics contain times."""
     rows, note = _time_rows(record, metrics)
     if not rows:
         return None
@@ -60,7 +60,7 @@ def time_account(record: Mapping[str, Any], metrics: Sequence[Mapping[str, float
 
 
 def _time_rows(record: Mapping[str, Any], metrics: Sequence[Mapping[str, float]]) -> tuple[list[dict[str, Any]], str]:
-    """The ledger's account; of a run that did not live to write one, what its steps recorded."""
+    """Rows of the ledger, or for an unfinished run the sum of its steps' times; and a note about the latter."""
     rows = [
         {
             "stage": str(row["stage"]),

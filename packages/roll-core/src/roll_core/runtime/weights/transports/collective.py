@@ -1,10 +1,10 @@
 """The transport `collective`: broadcasts in buckets, between processes on any hosts.
 
-The process group is the transport's own, made from a store of its own: gloo on the host, or the platform's library
-(nccl, hccl) between devices. The strategies' default process group is not used.
+The transport creates its own process group from its own store: gloo on the host, or the platform's library (nccl, hccl)
+between devices. It does not use the strategies' default process group.
 
-The endpoints meet in the store before the group is made, so that a missing one can be named. Receivers write their
-progress into it, so that a timeout can name the slow ones:
+The endpoints register in the store before the group is made, so that errors can name a missing endpoint. Receivers
+write their progress into it, so that a timeout can name the slow ones:
 
     receivers   here/<rank> (or gone/<rank>)   wait go    broadcasts ...   taken/<n>/<rank>   all-reduce
     sender      wait here/*                    go         broadcasts ...                      all-reduce
@@ -56,18 +56,18 @@ SENDER = 0
 OFF = "off"
 """Key of the store: the publish has failed on another worker."""
 POLL_S = 0.002
-"""Interval between polls of the store, and of an operation on a device."""
+"""Seconds between polls of the store, and of an operation on a device."""
 CHECK_OFF_S = 0.25
-"""Interval between checks whether the publish was called off; they also notice that the sender is gone."""
+"""Seconds between checks whether the publish was called off. The checks also detect a lost sender."""
 WATCHDOGS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
-"""Read when a group is made. Unless it is 0 the group's watchdog ends the process if a peer is gone or slow; a trainer
-must survive the exit of an engine."""
+"""Environment variables read when a group is made. Unless 0, the group's watchdog kills the process if a peer is lost
+or slow. They are set to 0, because a trainer must survive the exit of an engine."""
 _NEVER = timedelta(days=1)
-"""For libraries whose own timeout would end the process; the publish's deadline comes first."""
+"""Timeout for libraries that kill the process on their own timeout; the publish's deadline expires first."""
 
 
 class CollectiveTransport(WeightTransport):
-    """Between any processes. A device backend is tested first; gloo is used if that fails."""
+    """Broadcasts between any processes. Self-tests a device backend first and falls back to gloo if it fails."""
 
     @override
     def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:
@@ -102,13 +102,13 @@ class CollectiveTransport(WeightTransport):
 
     @override
     def call_off(self, address: str, options: Mapping[str, str]) -> None:
-        """gloo sees closed connections by itself. If the driver cannot reach the store, endpoints wait for their
-        deadline."""
+        """Set the key `OFF` for device backends; gloo detects closed connections without it. If the driver cannot
+        reach the store, endpoints block until their deadline."""
         if options.get("backend", HOST_BACKEND) == HOST_BACKEND:
             return
         from torch.distributed import DistError
 
-        # DistError: the sender is gone, which receivers see for themselves.
+        # DistError: the sender is lost, which receivers detect on their own.
         with (
             contextlib.suppress(DistError),
             contextlib.closing(connect(address, timedelta(seconds=CHECK_OFF_S))) as store,
@@ -117,7 +117,7 @@ class CollectiveTransport(WeightTransport):
 
 
 def device_backend(sender: RoleFacts, receiver: RoleFacts) -> tuple[str, str]:
-    """Backend of the devices if a group of the sending rank and all receivers can use it; otherwise empty, and why.
+    """Device backend with which the sending rank and all receivers can form a group; empty, with the reason, if none.
 
     A platform's own backend carries only tensors on its devices, and allows one rank per device.
     """
@@ -139,7 +139,7 @@ def device_backend(sender: RoleFacts, receiver: RoleFacts) -> tuple[str, str]:
 
 
 class CollectiveSender(SenderEndpoint):
-    """First rank of the group, and host of its store."""
+    """Sending endpoint; first rank of the process group and host of its store."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class CollectiveSender(SenderEndpoint):
 
 
 class CollectiveReceiver(ReceiverEndpoint):
-    """Rank `rank + 1` of the group."""
+    """Receiving endpoint; has rank `rank + 1` in the process group."""
 
     def __init__(
         self,
@@ -330,11 +330,11 @@ class Group(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Release everything, also with operations in flight."""
+        """Release all resources, even with operations in flight."""
 
 
 def make_group(backend: str, device: str, store: Store, rank: int, size: int, host: str, deadline: Deadline) -> Group:
-    """The group, once all ranks have called this. `host`: the sender's address, to which gloo connects."""
+    """Create the group; blocks until all ranks call this. `host` is the sender's address, to which gloo connects."""
     if backend == HOST_BACKEND:
         return HostGroup(store, rank, size, host, deadline)
     return DeviceGroup(backend, device, store, rank, size)
@@ -445,7 +445,7 @@ def connect(address: str, within: timedelta) -> RemoteStore:
 
 
 def timeout(deadline: Deadline) -> timedelta:
-    """Time left, but not 0, which would mean no timeout to some calls."""
+    """Time left, at least 1 ms, because some calls interpret 0 as no timeout."""
     return timedelta(seconds=max(deadline.left, 1e-3))
 
 
@@ -464,8 +464,8 @@ def _watchdogs_off() -> Iterator[None]:
 
 
 def _torch_group(backend: str, store: Store, rank: int, size: int) -> Any:
-    """A group of one of torch's own backends, or of one that a package has registered. torch's public functions make
-    groups only within the default process group."""
+    """Create a group of a torch backend, built-in or registered by a package. torch's public functions create groups
+    only within the default process group."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _DistributedBackendOptions  # type: ignore[attr-defined]
 

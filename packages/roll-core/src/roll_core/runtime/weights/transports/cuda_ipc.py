@@ -27,7 +27,7 @@ BUCKET_BYTES = 256 << 20
 
 
 class CudaIpcTransport(WeightTransport):
-    """Between processes on the same devices."""
+    """Shares a device buffer between processes on the same device."""
 
     @override
     def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:
@@ -35,7 +35,7 @@ class CudaIpcTransport(WeightTransport):
 
     @override
     def routes(self, sender: RoleFacts, receiver: RoleFacts) -> Sequence[Route]:
-        """Drivers and containers can refuse it, so it is tested first."""
+        """One route with a self-test, since drivers and containers may refuse CUDA IPC."""
         return (Route(sources=sources_of(sender, receiver)[0], self_test=True),)
 
     @override
@@ -53,8 +53,8 @@ class CudaIpcTransport(WeightTransport):
 
 
 def sources_of(sender: RoleFacts, receiver: RoleFacts) -> tuple[tuple[int, ...], str | None]:
-    """For each receiver the first train rank on its device that exports whole tensors; or the reason why one receiver
-    has none. Devices are identified by host and UUID."""
+    """For each receiver, the first train rank on its device that exports whole tensors. If a receiver has none, the
+    reason is the second value, otherwise None. Devices are identified by host and UUID."""
     leaders: dict[tuple[str, str], int] = {}
     for rank, worker in enumerate(sender.workers):
         if worker.device.uuid and worker.device.leads:
@@ -73,7 +73,7 @@ def sources_of(sender: RoleFacts, receiver: RoleFacts) -> tuple[tuple[int, ...],
 
 
 class CudaIpcSender(PooledSender):
-    """Owns the memory."""
+    """Sending endpoint; owns the device buffer."""
 
     keeps_buffer = False
 
@@ -95,7 +95,7 @@ class CudaIpcSender(PooledSender):
 
 
 class CudaIpcReceiver(PooledReceiver):
-    """Opens the sender's memory."""
+    """Receiving endpoint; opens the sender's device buffer."""
 
     keeps_buffer = False
 

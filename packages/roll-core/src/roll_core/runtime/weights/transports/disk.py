@@ -6,9 +6,9 @@
             bucket-0, bucket-1, ...     by the sender, each complete as soon as it is visible
             taken-<rank>, gone-<rank>   by receivers: have read everything, or hung up
 
-For roles between whose hosts no connection is possible. Both sides poll, at growing intervals. The sender removes a
-publish once all receivers have read it, and its whole folder when it closes; the driver removes the folder if an
-endpoint cannot. Folders that a killed run left on a file system are removed by the next sender on the same host.
+For roles whose hosts cannot connect to each other. Both sides poll, at growing intervals. The sender removes a publish
+once all receivers have read it, and its whole folder when it closes. The driver removes the folder if an endpoint
+cannot. The next sender on the same host removes folders that a killed run left on a file system.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPEN = "open"
 
 
 class DiskTransport(WeightTransport):
-    """Through `model_update_dir`, as its record says."""
+    """Transfers buckets as files through `model_update_dir`, which its provider record requires."""
 
     @override
     def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:
@@ -88,7 +88,7 @@ class Folder:
         self.is_local = isinstance(self._files, LocalFileSystem)
 
     def wait(self, there: Callable[[], bool], deadline: Deadline) -> bool:
-        """Poll until `there()`; False if the deadline passes first."""
+        """Poll until `there()` is true. Returns False if the deadline passes first."""
         pause_s = FIRST_POLL_S
         while not there():
             if deadline.left == 0:
@@ -118,7 +118,7 @@ class Folder:
                 at += num_bytes
 
     def names(self, folder: str = "") -> frozenset[str]:
-        """Names of the files in it, or in a folder below."""
+        """Names of the files in this folder, or in the subfolder `folder`; empty if it does not exist."""
         path = f"{self._path}/{folder}".rstrip("/")
         self._files.invalidate_cache(path)
         try:
@@ -127,13 +127,13 @@ class Folder:
             return frozenset()
 
     def remove(self, folder: str = "") -> None:
-        """Remove it, or a folder below, with all files."""
+        """Remove this folder, or the subfolder `folder`, with all files."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(f"{self._path}/{folder}".rstrip("/"), recursive=True)
 
 
 class DiskSender(SenderEndpoint):
-    """Writes buckets."""
+    """Sending endpoint; writes buckets as files."""
 
     def __init__(self, num_receivers: int, bucket_bytes: int, directory: str) -> None:
         self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
@@ -203,7 +203,7 @@ class DiskSender(SenderEndpoint):
 
 
 class DiskReceiver(ReceiverEndpoint):
-    """Reads buckets."""
+    """Receiving endpoint; reads buckets from files."""
 
     def __init__(self, address: str, rank: int, bucket_bytes: int) -> None:
         self.address = address

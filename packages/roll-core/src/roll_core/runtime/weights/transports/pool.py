@@ -3,11 +3,11 @@
     sender     fill 0 | fill 1 | fill 2 | ... | no room: wait until all have read 0 | fill 8 | ...
     receivers         | read 0 | read 1 | ...
 
-A bucket is placed in the first gap that is large enough. If receivers keep up, the same memory is used again and again;
-while they read a large tensor, the sender goes on with the rest of the buffer.
+A bucket is placed in the first gap that is large enough. If receivers keep up, the same memory is reused; while they
+read a large tensor, the sender fills the rest of the buffer.
 
-A Unix socket carries the handle of the buffer and the messages "filled" and "read". A closed socket tells each side
-that the other is gone.
+A Unix socket carries the handle of the buffer and the messages "filled" and "read". Each side detects the loss of the
+other by the closed socket.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _HELLO_S = 1.0
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}si")
 _FILLED = struct.Struct("!qq")
-"""Number of a bucket and its offset; for a new buffer its negated size and the length of its handle, which follows."""
+"""Message: number of a bucket and its offset. For a new buffer: its negated size and the length of the handle that
+follows."""
 _READ = b"."
 """The receiver has read its oldest unread bucket."""
 _RECV_BYTES = 4096
@@ -57,23 +58,23 @@ class SharedBuffer(ABC):
     """Memory that both sides can access."""
 
     tensor: Tensor
-    """Flat uint8."""
+    """The memory as a flat uint8 tensor."""
 
     def synchronize(self) -> None:
-        """Wait until reads and writes of this process are done: devices work asynchronously."""
+        """Wait until this process's reads and writes are done, for devices that work asynchronously."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Release it. Idempotent."""
+        """Release the memory. Idempotent."""
 
 
 class OwnedBuffer(SharedBuffer):
-    """The sender's buffer."""
+    """The sender's buffer, which can create handles for receivers."""
 
     @abstractmethod
     def handle(self) -> tuple[bytes, Sequence[int]]:
-        """What one receiver opens it with: bytes, and file descriptors that are valid until it is closed."""
+        """Handle with which one receiver opens the buffer: bytes, and file descriptors valid until it is closed."""
 
 
 class PooledSender(SenderEndpoint):
@@ -98,7 +99,7 @@ class PooledSender(SenderEndpoint):
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> OwnedBuffer:
-        """A new buffer. Raises `WeightSyncError`."""
+        """Allocate a new buffer of `num_bytes`. Raises `WeightSyncError`."""
 
     @override
     def send(
@@ -160,7 +161,7 @@ class PooledSender(SenderEndpoint):
                 connection.close()  # not one of our receivers; a missing receiver is found by the deadline
 
     def _share(self, num_bytes: int) -> OwnedBuffer:
-        """A buffer of at least `num_bytes`, opened by every receiver."""
+        """Reuse or allocate a buffer of at least `num_bytes` that every receiver has opened."""
         if self._buffer is None or self._buffer.tensor.numel() < num_bytes:
             self._release()
             self._buffer = self.allocate(num_bytes)
@@ -247,7 +248,7 @@ class PooledReceiver(ReceiverEndpoint):
 
     @abstractmethod
     def open(self, num_bytes: int, handle: bytes, descriptors: Sequence[int]) -> SharedBuffer:
-        """The sender's buffer. The caller closes the descriptors. Raises `WeightSyncError`."""
+        """Open the sender's buffer. The caller closes the descriptors. Raises `WeightSyncError`."""
 
     @override
     def receive(self, manifest: WeightManifest, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
@@ -273,7 +274,7 @@ class PooledReceiver(ReceiverEndpoint):
             buffer.close()
 
     def _wait_filled(self, number: int, deadline: Deadline) -> tuple[SharedBuffer, int]:
-        """The buffer, and the offset of bucket `number` once it is filled."""
+        """Block until bucket `number` is filled. Returns the buffer and the bucket's offset in bytes."""
         while True:
             self._sender.settimeout(max(deadline.left, _MIN_TIMEOUT_S))
             try:

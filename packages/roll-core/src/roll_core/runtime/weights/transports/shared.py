@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SharedTransport(WeightTransport):
-    """Within one process, as its record says."""
+    """Shares tensors within one process (`in_process` in its provider record)."""
 
     @override
     def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:

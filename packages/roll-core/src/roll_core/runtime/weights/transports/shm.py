@@ -30,7 +30,7 @@ BUFFER_BYTES = 16 << 20
 
 
 class ShmTransport(WeightTransport):
-    """Between processes of one host."""
+    """Shares host memory between processes of one host."""
 
     @override
     def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:
@@ -52,7 +52,7 @@ class ShmTransport(WeightTransport):
 
 
 class ShmSender(PooledSender):
-    """Owns the memory."""
+    """Sending endpoint; owns the shared memory."""
 
     keeps_buffer = True
 
@@ -69,7 +69,7 @@ class ShmSender(PooledSender):
 
 
 class ShmReceiver(PooledReceiver):
-    """Maps the sender's memory."""
+    """Receiving endpoint; maps the sender's memory."""
 
     keeps_buffer = True
 

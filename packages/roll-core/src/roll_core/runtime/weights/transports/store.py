@@ -1,7 +1,7 @@
 """Key-value store in which the endpoints of a `collective`, and the ranks of a role, meet, protected by a secret.
 
-torch's TCPStore listens on every interface and lets any client list and set keys. This one listens on one address. A
-connection begins with a proof by both sides that they know the secret, which is never sent:
+torch's TCPStore listens on every interface and lets any client list and set keys. This store listens on one address. A
+connection begins with mutual authentication by a shared secret, which is never sent:
 
     client  connects                                       host  32 random bytes S
             32 random bytes C, HMAC(secret, "client" S C)        HMAC(secret, "host" S C), or hangs up
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NONCE_BYTES, MAC_BYTES = 32, 32
 GREETING_S = 5.0
-"""Time in which a client must prove that it knows the secret."""
+"""Seconds within which a client must authenticate."""
 WAIT_S = 300.0
 """Default timeout of `wait`, as in torch."""
 SLACK_S = 5.0
@@ -37,11 +37,11 @@ SLACK_S = 5.0
 RETRY_S = 0.05
 """Seconds between two attempts to connect to a rank 0 that does not listen yet."""
 LARGEST = 1 << 24
-"""Largest part of a message in bytes: keys and values are addresses and numbers."""
+"""Maximum size of a message part in bytes; keys and values are short (addresses and numbers)."""
 
 
 class HostedStore(Store):
-    """The host's side, which holds the keys. `close` ends it."""
+    """The server side, which stores the keys. `close` stops it."""
 
     def __init__(self, host: str, secret: str, port: int = 0) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class HostedStore(Store):
             threading.Thread(target=self._serve, args=(connection,), name="roll-weights-store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serve one client until it hangs up; disconnect it at once if it does not know the secret."""
+        """Serve one client until it hangs up; disconnect it at once if it fails to authenticate."""
         with self._connected(connection), contextlib.suppress(OSError, DistNetworkError, ValueError):
             connection.settimeout(GREETING_S)
             ours = secrets.token_bytes(NONCE_BYTES)
