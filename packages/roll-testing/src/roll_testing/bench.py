@@ -175,8 +175,10 @@ def weights(strategy: TrainStrategy) -> Arrays:
 def outputs(
     strategy: TrainStrategy, sequences: Sequence[TrainSequence], want: Want, split: Split = WHOLE
 ) -> dict[str, dict[str, Floats]]:
-    """Return outputs of this rank's share, by output name and then by sequence id; empty on ranks that are not
-    leaders."""
+    """Return outputs of this rank's share, by output name and then by sequence id.
+
+    Empty on ranks that are not leaders.
+    """
     found: dict[str, dict[str, Floats]] = {}
     mine = micros(share(strategy, sequences), sequences, split)
     for micro, answer in zip(mine, strategy.forward_all(mine, want), strict=True):

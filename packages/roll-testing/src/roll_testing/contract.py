@@ -43,7 +43,7 @@ SCORES = Want(logprobs=True)
 class TrainContractTests(Subject):
     """Calls in every order in which a run may make them."""
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def test_calls_before_build_raise(self, case: Case, tmp_path: Path) -> None:
         """Every call that needs a model must raise a `RollError` before `build`.
@@ -77,8 +77,10 @@ class TrainContractTests(Subject):
             raise AssertionError(f"close after a failed build raised {closing}")
 
     def test_a_role_that_only_scores_has_no_optimizer(self, case: Case) -> None:
-        """A strategy without training settings must compute correct logprobs and refuse training with
-        `UnsupportedError`."""
+        """A strategy without training settings must compute correct logprobs.
+
+        Training must raise `UnsupportedError`.
+        """
         found, errors = self.run(only_score, self._on_one(case), self._step(), SCORES)[0]
         check_rows("logprobs", found["logprobs"], self._reference_scores(case), 1e-4)
         for call, error in errors.items():
@@ -96,7 +98,7 @@ class TrainContractTests(Subject):
         _same_rows("the scoring role", "the other's step", after, before)
         check_same_run("two roles in one process", together, self.run(train, case, [self._step(), self._step()])[0])
 
-    # -- what a pass returns -------------------------------------------------------------------------------------------
+    # -- outputs of a forward pass -------------------------------------------------------------------------------------
 
     def test_only_what_was_wanted_is_returned(self, case: Case) -> None:
         """`forward` must return exactly the outputs that `Want` names.
@@ -183,8 +185,10 @@ class TrainContractTests(Subject):
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     def test_every_replica_has_one_leader(self, case: Case, world_size: int) -> None:
-        """`data_rank` must give each data-parallel index exactly one leader, and must report the same size on every
-        rank."""
+        """`data_rank` must give each data-parallel index exactly one leader.
+
+        Its size must be the same on every rank.
+        """
         self.need_training()
         places = [each.data_rank for each in self.run(train, case.with_(training=TRAINING), [self._step()])]
         sizes = {each.size for each in places}
@@ -193,8 +197,10 @@ class TrainContractTests(Subject):
             raise AssertionError(f"the data ranks of {world_size} ranks do not fit together: {places}")
 
     def test_all_ranks_hold_the_same_weights(self, case: Case, several: int) -> None:
-        """After a step, all leaders must export identical bits, and all ranks must report the same gradient norm and
-        learning rate."""
+        """After a step, all leaders must export identical bits.
+
+        All ranks must report the same gradient norm and learning rate.
+        """
         self.need_training()
         answers: tuple[Trained, ...] = self.run(train, case.with_(training=TRAINING), [self._step()])
         for rank, each in enumerate(answers):
@@ -226,7 +232,7 @@ class TrainContractTests(Subject):
                         f"{name} has shape {shape}, expected {tuple(reference.parameters[name].shape)}"
                     )
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _step(self) -> Step:
         return Step(sequences=self.batch(), loss=LOSSES["sft"], split=SPLITS["three at a time"])

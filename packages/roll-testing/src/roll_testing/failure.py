@@ -39,8 +39,10 @@ class FailureTests(RefusalTests, Subject):
     _run = CONFIG
 
     def test_a_loss_that_is_not_finite_is_named(self, case: Case) -> None:
-        """A NaN loss must raise a `NonFiniteError` in `forward_backward` that names the sequence, before it affects the
-        weights."""
+        """A NaN loss must raise a `NonFiniteError` in `forward_backward`, before it affects the weights.
+
+        The message must name the sequence.
+        """
         self.need_training()
         batch = self.batch()
         loss = SpoiltLoss(sequence=batch[SPOILT].id)
@@ -51,8 +53,11 @@ class FailureTests(RefusalTests, Subject):
             raise AssertionError(f"the error does not name the sequence {batch[SPOILT].id}: {error}")
 
     def test_a_gradient_that_is_not_finite_changes_nothing(self, case: Case, world_size: int) -> None:
-        """A NaN gradient on one rank must skip the step on every rank, without changing weights, moments or learning
-        rate. The following steps must equal those of a run without the skipped step."""
+        """A NaN gradient on one rank must skip the step on every rank.
+
+        Weights, moments and learning rate must not change. The following steps must equal those of a run without the
+        skipped step.
+        """
         self.need_training()
         case = case.with_(training=TRAINING)
         batch = self.batch(9)

@@ -40,8 +40,10 @@ class TrainNumberTests(Subject):
         self._compare(case, Want(logprobs=True), "logprobs")
 
     def test_logprobs_have_the_temperature_of_the_rollouts(self, case: Case) -> None:
-        """Logits must be divided by the temperature before the softmax, as in the rollouts that the logprobs are
-        compared with."""
+        """Logits must be divided by the temperature before the softmax.
+
+        Otherwise logprobs would not be comparable with those of the rollouts.
+        """
         self._compare(case, Want(logprobs=True, temperature=0.5), "logprobs")
 
     def test_entropy_equals_the_reference(self, case: Case) -> None:
@@ -63,8 +65,10 @@ class TrainNumberTests(Subject):
 
     @pytest.mark.parametrize("split", ["one by one", "by tokens"])
     def test_outputs_do_not_depend_on_their_neighbours(self, case: Case, split: str) -> None:
-        """Logprobs and entropies of a sequence must be the same if it is computed alone, packed with others, or in
-        another microbatch."""
+        """Logprobs and entropies of a sequence must not depend on other sequences.
+
+        The test compares one microbatch with splits into single sequences and by tokens.
+        """
         batch = self.batch()
         want = Want(logprobs=True, entropy=True)
         whole = self.scored(case, batch, want, WHOLE)
@@ -73,8 +77,10 @@ class TrainNumberTests(Subject):
             check_rows(f"{name} split {split}", parts[name], whole[name], 1e-5)
 
     def test_outputs_in_lower_precision_stay_in_bounds(self, case: Case, low_dtype: str) -> None:
-        """Low-precision outputs must stay within bounds of a reference with weights rounded alike, which then computes
-        in float32."""
+        """Low-precision outputs must stay within bounds of a reference with weights rounded alike.
+
+        The reference computes in float32.
+        """
         self._compare(self._in(case, low_dtype), Want(logprobs=True, entropy=True), "logprobs", "entropy")
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -118,8 +124,10 @@ class TrainNumberTests(Subject):
         self._check_split(f"gradient on {several} ranks, split {split}", shared, alone)
 
     def test_ranks_without_work_take_part(self, case: Case, several: int) -> None:
-        """Ranks without a sequence must take part in the step: a batch of one sequence must have the gradient of a
-        single rank."""
+        """Ranks without a sequence must participate in the step.
+
+        A batch of one sequence must have the gradient of a single rank.
+        """
         few = self.batch()[:1]
         alone = self._gradient(self._on_one(case), few, LOSSES["sft"])
         self._check_split("gradient of one sequence", self._gradient(case, few, LOSSES["sft"]), alone)
@@ -159,8 +167,10 @@ class TrainNumberTests(Subject):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def test_steps_of_adamw_equal_the_reference(self, case: Case, world_size: int) -> None:
-        """Parameters after five steps must equal the reference's, with weight decay on matrices and without
-        clipping."""
+        """Parameters after five optimizer steps must equal the reference's.
+
+        Weight decay applies to matrices; nothing is clipped.
+        """
         self._compare_steps(case, TRAINING)
 
     def test_gradients_are_clipped_to_their_global_norm(self, case: Case, world_size: int) -> None:
@@ -180,7 +190,7 @@ class TrainNumberTests(Subject):
         training = replace(TRAINING, weight_decay=0.0, lr_scheduler_type=schedule, warmup_steps=2, num_steps=6)
         self._compare_steps(case, training)
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _compare(self, case: Case, want: Want, *names: str) -> None:
         batch, reference = self.batch(), self.reference(case)

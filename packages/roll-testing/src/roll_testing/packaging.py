@@ -41,8 +41,11 @@ class PackagingTests(Part):
             raise AssertionError(f"{self.name} was looked up, {self.provider.name} was found")
 
     def test_listing_it_imports_nothing_heavy(self) -> None:
-        """Loading the record and its config schema must import neither torch, transformers, ray, datasets nor a
-        required engine. Such imports would slow down every command that lists plugins."""
+        """Loading the record and its config schema must not import heavy modules.
+
+        Such imports would slow down every command that lists plugins. Heavy are torch, transformers, ray, datasets, and
+        the engines that the record needs.
+        """
         path = os.pathsep.join(each for each in sys.path if each)
         done = subprocess.run(
             [sys.executable, "-c", LIST.format(name=self.name, kind=self._kind.__name__)],
@@ -69,8 +72,7 @@ class PackagingTests(Part):
                 raise AssertionError("the record is another when it arrives in a worker")
 
     def test_the_class_keeps_the_contract(self) -> None:
-        """The class must be a subclass of the contract with no abstract method left, and its capabilities must equal
-        the record's."""
+        """The class must implement every abstract method of its contract. Its capabilities must equal the record's."""
         self._engine_or_skip()
         check_part(self.provider, owner=self.name)
 
@@ -86,15 +88,16 @@ class PackagingTests(Part):
         raise AssertionError(f"{self.provider.config} takes the key no_such_key, which it does not have")
 
     def test_its_needs_are_stated_as_requirements(self) -> None:
-        """`needs` must be valid PEP 508 requirements, so that an error can name a missing engine and the command to
-        install it."""
+        """`needs` must be valid PEP 508 requirements.
+
+        An error can then name a missing engine and the command to install it.
+        """
         for need in self.provider.needs:
             for each in alternatives(need):
                 Requirement(each)
 
     def test_without_its_engine_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Without its engine, a `MissingRequirementError` must name each missing distribution and the pip command to
-        install it."""
+        """A `MissingRequirementError` must name each missing distribution and the pip command to install it."""
         needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
         needs = [each for each in needs if each.marker is None or each.marker.evaluate()]
         self.need(bool(needs), "needs")

@@ -122,8 +122,10 @@ class Part:
 
     @classmethod
     def _once(cls, what: str) -> dict[Any, Any]:
-        """Return the cache named `what`, which all tests of this class share. pytest creates a new instance for each
-        test."""
+        """Return the cache named `what`, which all tests of this class share.
+
+        pytest creates a new instance for each test.
+        """
         return cls._shared.setdefault(what, {})
 
 

@@ -39,7 +39,7 @@ class PlatformReport:
     device_count: int
     devices: tuple[str, ...]
     environment: dict[str, tuple[list[Any], list[Any]]]
-    """Two queries of (name, value, reason) of each variable, by kind of role."""
+    """Results of two queries by kind of role; each lists (name, value, reason) of the variables."""
     supports: dict[str, str]
     changes: tuple[str, ...]
     """Parts of the process state that the queries changed."""
@@ -83,8 +83,7 @@ def ask(_rank: int, target: str) -> PlatformReport:
 
 
 def compute(_rank: int, target: str, dtypes: Sequence[str]) -> dict[str, float]:
-    """Multiply two 8×8 matrices of ones on the first slot and return one entry of the product (8 if correct), by
-    dtype."""
+    """Multiply two 8×8 matrices of ones on the first slot. Return one entry of the product by dtype; 8 is correct."""
     import torch
 
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -3,7 +3,8 @@
     class TestMine(PlatformConformance):
         name = "mine"
 
-The platform is queried in a process that has not imported torch. Tests that compute run only where the hardware is.
+The platform is queried in a process that has not imported torch. Tests that compute are skipped if no hardware is
+found.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class PlatformConformance(PackagingTests):
             pytest.skip(f"platform {self.name} is not here: {self.answers.first.why}")
 
     def test_the_class_bears_the_name_of_the_record(self) -> None:
-        """The class must have the name of its record: strategies see the one, and configs use the other."""
+        """The class must have the name of its record. Configs use the record's name, strategies the class's."""
         if self.answers.name != self.provider.name:
             raise AssertionError(
                 f"{self.provider.name} was looked up, but its class calls itself {self.answers.name!r}"
@@ -62,7 +63,7 @@ class PlatformConformance(PackagingTests):
             raise AssertionError(f"the first probe said {self.answers.first}, the second {self.answers.second}")
 
     def test_it_says_what_it_saw(self) -> None:
-        """`probe().why` must state in one line what was seen, whether or not hardware was found."""
+        """`probe().why` must be one line that states what was seen, both if hardware was found and if not."""
         why = self.answers.first.why
         if not why.strip() or "\n" in why:
             raise AssertionError(f"probe().why should be one line that says what was looked at and seen: {why!r}")
@@ -85,7 +86,7 @@ class PlatformConformance(PackagingTests):
         if self.answers.opened:
             raise AssertionError(f"after the questions these are open: {', '.join(self.answers.opened)}")
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- reported properties -------------------------------------------------------------------------------------------
 
     def test_its_names_can_be_used(self) -> None:
         """Device type, Ray resource and collective backend must not be empty. Names of variables must be valid."""
@@ -109,8 +110,10 @@ class PlatformConformance(PackagingTests):
 
     @pytest.mark.parametrize("kind", ROLE_KINDS)
     def test_variables_are_text_with_a_reason(self, kind: str) -> None:
-        """Each environment variable must have a valid name, a string as value and a reason for people, and may occur
-        only once."""
+        """Each environment variable must have a valid name, a string as value and a readable reason.
+
+        None may occur twice.
+        """
         variables = self.answers.environment[kind][0]
         for name, value, reason in variables:
             if not isinstance(name, str) or not VARIABLE.fullmatch(name):
@@ -139,15 +142,17 @@ class PlatformConformance(PackagingTests):
             raise AssertionError(f"environment({kind!r}) said {first}, and then {second}")
 
     def test_an_unknown_dtype_is_refused_with_the_way_out(self) -> None:
-        """An unknown dtype must be refused with a reason that names a supported one. fp32 must be supported
-        everywhere."""
+        """An unknown dtype must be refused with a reason that names a supported one.
+
+        All platforms must support fp32.
+        """
         refused, fp32 = self.answers.supports[UNKNOWN_DTYPE], self.answers.supports["fp32"]
         if fp32:
             raise AssertionError(f"fp32 is refused: {fp32}")
         if not any(dtype in refused for dtype in KNOWN_DTYPES):
             raise AssertionError(f"supports({UNKNOWN_DTYPE!r}) is {refused!r}, expected a reason that names what works")
 
-    # -- where the hardware is -----------------------------------------------------------------------------------------
+    # -- with the hardware ---------------------------------------------------------------------------------------------
 
     def test_it_computes_in_what_it_supports(self) -> None:
         """A product of two matrices on the first slot must be correct in each dtype that is not refused."""

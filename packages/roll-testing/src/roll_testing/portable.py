@@ -131,8 +131,10 @@ class PortableTests(Subject):
         check_near(f"masters rounded to {low_dtype}", rounded, weights, 0.0)
 
     def test_a_portable_state_of_another_model_is_refused(self, case: Case) -> None:
-        """Importing a state with a missing, unknown or misshapen parameter must raise a `CheckpointError` that names
-        the parameter."""
+        """A state of another model must raise a `CheckpointError` that names the parameter.
+
+        Parameters may be missing, unknown or misshapen.
+        """
         from roll_testing.portable_programs import import_foreign
 
         self._need_portable()
@@ -143,7 +145,7 @@ class PortableTests(Subject):
             if odd not in error.message:
                 raise AssertionError(f"importing a state with {what} does not name {odd}: {error}")
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _need_portable(self) -> None:
         self.need_training()
@@ -156,7 +158,7 @@ class PortableTests(Subject):
         return [Step(sequences=self.batch(seed + i), loss=loss, split=SPLITS["three at a time"]) for i in range(number)]
 
     def _exported_state(self, case: Case, steps: list[Step], folder: Path) -> tuple[dict[str, Arrays], int, Arrays]:
-        """Return masters and moments after all of `steps` (by kind, then by name), the step count, and the exported
+        """Return masters and moments after `steps`, by kind and then by name, the step count, and the exported
         weights."""
         from roll_core.runtime.records.portable_state import KINDS, opened_portable_state
         from roll_testing.bench import as_array

@@ -132,8 +132,7 @@ class QuickStartTests:
     @pytest.mark.ray
     @pytest.mark.parametrize("where", PLACES)
     def test_it_runs(self, pretrained: Path, tmp_path: Path, where: str) -> None:
-        """Engine and trainer logprobs of the same weights must agree in a short run, for every placement of the
-        roles."""
+        """Engine and trainer logprobs of the same weights must agree, for every placement of the roles."""
         left = self.grpo(pretrained, tmp_path, *PLACES[where])
         self.check(left, num_steps=4 if "asynchronous" in where else 2)
         transport = "shared" if where == "one process" else "shm"
@@ -211,7 +210,7 @@ class QuickStartTests:
             assert found
             assert max(found) < BOUND
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     @property
     def _examples(self) -> Path:
@@ -248,7 +247,7 @@ class QuickStartTests:
         )
 
     def _begin(self, command: list[str], log: Path, *modules: Path) -> subprocess.Popen[str]:
-        # `python -m` puts the repository, with the reward's module, on the path. `modules` are folders of other modules.
+        # `python -m` puts the repository, with the reward's module, on the path. `modules` are folders of others.
         path = os.pathsep.join(filter(None, [*map(str, modules), os.environ.get("PYTHONPATH", "")]))
         with log.open("w", encoding="utf-8") as file:
             return subprocess.Popen(

@@ -138,7 +138,7 @@ def silent(ranks: list[Rank], results: dict[int, Any], timeout_s: float) -> str:
     return f"no answer from rank {names} within {timeout_s:g} s{answered}" + "".join(rank.tail() for rank in missing)
 
 
-# -- in the rank -------------------------------------------------------------------------------------------------------
+# -- in the rank process -----------------------------------------------------------------------------------------------
 
 
 def work(call: Call, rank: int, output: Path, connection: Connection) -> None:

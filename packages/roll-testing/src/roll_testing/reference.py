@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceModel(ABC):
-    """A model whose outputs the kit takes as correct. Authors of a strategy with its own architecture subclass it."""
+    """A model whose outputs the kit treats as correct. Authors of a strategy with its own architecture subclass it."""
 
     module: nn.Module
     """Float32 module on the host. Its `named_parameters` have the names that the strategy exports."""

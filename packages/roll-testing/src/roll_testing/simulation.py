@@ -116,14 +116,19 @@ class _Request:
 
 
 class SimulatedEngine(Replica):
-    """Engine that generates tokens p, p + 1, p + 2, ... after a prompt of p tokens, which exposes missing and repeated
-    tokens."""
+    """Engine that generates tokens p, p + 1, p + 2, ...
+
+    after a prompt of p tokens. Missing and repeated tokens are then visible.
+    """
 
     def __init__(
         self, name: str, speed: Speed, length_of: Callable[[str, int], int], *, prompt_tokens: int, real: bool = True
     ) -> None:
-        """`length_of(id, index)` is the length of an output of the request with that id, whose prompt has
-        `prompt_tokens`. With `real=False`, outputs are views of one number and take no memory."""
+        """`length_of(id, index)` is the length of output `index` of a request.
+
+        Every original prompt has `prompt_tokens` tokens. With `real=False`, outputs are views of one number and need no
+        memory.
+        """
         self.name, self.speed, self.version = name, speed, 0
         self._length_of, self._prompt_tokens, self._real = length_of, prompt_tokens, real
         self._requests: dict[str, _Request] = {}
@@ -200,7 +205,7 @@ class SimulatedEngine(Replica):
         for id, request in requests.items():
             request.on_result(id, self._death())
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _end_all(self) -> dict[str, _Request]:
         self.dead = True

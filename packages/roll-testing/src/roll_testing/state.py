@@ -102,9 +102,11 @@ class StateTests(Subject):
     def test_an_exported_model_is_loaded_by_transformers(
         self, case: Case, task: Task, world_size: int, tmp_path: Path
     ) -> None:
-        """After two steps, transformers must load the exported model with the weights of `export_weights`, equal
-        outputs and the same tokenizer. For tasks other than `causal_lm`, `export_model` may raise `UnsupportedError`
-        instead."""
+        """transformers must load the model that is exported after two steps.
+
+        It must have the weights of `export_weights`, equal outputs and the same tokenizer. For tasks other than
+        `causal_lm`, `export_model` may raise `UnsupportedError` instead.
+        """
         self.need_training()
         if load_target(self.provider.target, owner=self.name).export_model is TrainStrategy.export_model:
             pytest.skip(f"{self.name} does not implement export_model")
@@ -163,8 +165,10 @@ class StateTests(Subject):
 
     @pytest.mark.parametrize("parts", PARTS)
     def test_moving_parts_away_and_back_changes_no_number(self, case: Case, world_size: int, parts: str) -> None:
-        """Offload and onload must not change any number, neither before a step nor between backward and the optimizer
-        step."""
+        """Offload and onload must not change any number.
+
+        They run before each step, and between backward and the optimizer step.
+        """
         self.need_training()
         self.need(self.can.offload, "offload")
         case, steps = case.with_(training=TRAINING), self._steps(2)
@@ -195,8 +199,10 @@ class StateTests(Subject):
     def test_what_is_moved_away_gives_its_memory_back(
         self, case: Case, models: Callable[[str], ModelSpec], world_size: int, parts: str
     ) -> None:
-        """Offloading must free at least 90 % of the bytes that `memory()` reports for the parts, and `onload` must use
-        them again. The platform counts the bytes. Skipped if slots have no memory of their own."""
+        """Offloading must free at least 90 % of the bytes that `memory()` reports for the parts.
+
+        `onload` must use them again. The platform counts the bytes. Skipped if slots have no memory of their own.
+        """
         self.need_training()
         self.need(self.can.offload, "offload")
         platform = self.platform_here()
@@ -215,7 +221,7 @@ class StateTests(Subject):
             if each.back - each.away < RETURNED * each.held:
                 raise AssertionError(f"rank {rank}: onload took only {each.back - each.away:,} of {each.held:,} bytes")
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _steps(self, number: int, seed: int = 0) -> list[Step]:
         return [

@@ -87,11 +87,10 @@ class Subject(Part):
         return write_checkpoint(folder, QWEN3, task=task, vocab_size=self.vocab_size)
 
     def large_model(self, folder: Path) -> ModelSpec:
-        """Write a language model of tens of MB, whose weights are large compared with a device's allocation
-        granularity."""
+        """Write a language model of tens of MB, which is large compared with a device's allocation granularity."""
         return write_checkpoint(folder, LARGE, task="causal_lm", vocab_size=self.vocab_size)
 
-    # -- what is declared ----------------------------------------------------------------------------------------------
+    # -- capabilities --------------------------------------------------------------------------------------------------
 
     @property
     def can(self) -> TrainCapabilities:
@@ -167,8 +166,10 @@ class Subject(Part):
         models: Callable[[Task], ModelSpec],
         request: pytest.FixtureRequest,
     ) -> Case:
-        """The strategy with an fp32 model of the test's task (default: a causal language model) and without an
-        optimizer. Tests modify it by `with_`."""
+        """The strategy with an fp32 model and without an optimizer.
+
+        The model has the test's task, by default `causal_lm`. Tests modify the case by `with_`.
+        """
         from roll_testing.bench import Case
 
         platform = self.platform_here()

@@ -48,8 +48,10 @@ Weights = dict[str, torch.Tensor]
 
 
 def weights(seed: int = 0) -> Weights:
-    """Return tensors of several dtypes and shapes: one larger than a bucket, a scalar, an empty and a transposed
-    one."""
+    """Return tensors of several dtypes and shapes.
+
+    One is larger than a bucket; others are scalar, empty or transposed.
+    """
     generator = torch.Generator().manual_seed(seed)
     found: Weights = {f"layer.{at}": torch.randn(700 + 97 * at, generator=generator) for at in range(12)}
     found["large"] = torch.randn(90, 60, generator=generator)
@@ -71,8 +73,10 @@ class WeightTransportConformance(PackagingTests):
 
     @pytest.fixture(autouse=True)
     def _endpoints(self, tmp_path: Path) -> Iterator[None]:
-        """Close the endpoints that a test opened, in the order of opening: closing the sender first unblocks its
-        receivers."""
+        """Close the endpoints that a test opened, in the order of opening.
+
+        Closing the sender first unblocks its receivers.
+        """
         self._options = {key: value.replace("{directory}", str(tmp_path)) for key, value in self.options.items()}
         self._opened: list[SenderEndpoint | ReceiverEndpoint] = []
         yield
@@ -208,8 +212,7 @@ class WeightTransportConformance(PackagingTests):
         self._expect_lost(sender, IN_TIME, gone={0})
 
     def test_a_sender_that_hangs_up_frees_its_receivers(self) -> None:
-        """Receivers must raise `SenderLostError` before their deadline if the sender closes, instead of blocking until
-        then."""
+        """If the sender closes, receivers must raise `SenderLostError` before their deadline instead of blocking."""
         sender, found = self.open_sender(1), []
 
         def act(rank: int, endpoint: ReceiverEndpoint) -> None:
@@ -230,8 +233,7 @@ class WeightTransportConformance(PackagingTests):
         [("lost", MissingTensorError), ("extra", UnexpectedTensorError), ("reshaped", WeightSyncError)],
     )
     def test_an_export_that_differs_from_the_manifest_is_refused(self, harm: str, error: type[Exception]) -> None:
-        """The sender must refuse an export with a missing, extra or reshaped tensor, by an error that names the
-        tensor."""
+        """The sender must refuse an export with a missing, extra or reshaped tensor. The error must name the tensor."""
         sent = weights()
         name = "extra" if harm == "extra" else list(sent)[-1]
         manifest = make_manifest(1, sent.items())

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PARTS = ("self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
 LAYERS = [f"model.layers.{number}.{part}" for number in range(2) for part in PARTS]
-"""Layers of each kind: some that engines leave alone, and some of those that engines fuse."""
+"""Layers of each kind: some that engines do not fuse, and some that they do."""
 PROMPT = [5, 6, 7]
 CLOSE = 1e-4
 """Bound on the difference of logprobs of the same weights in fp32."""
@@ -106,8 +106,10 @@ class AdaptedTests:
     def test_the_endpoint_answers_with_the_adapter_and_by_another_name_with_the_model_beneath(
         self, live: Adapted
     ) -> None:
-        """The endpoint must serve the adapter under the role's name, and the base model under that name with
-        `-base`."""
+        """The endpoint must serve the adapter under the role's name.
+
+        It must serve the base model under that name with `-base`.
+        """
         adapter = live.drawn(3)
         live.publish(list(adapter.items()))
         for model, weights in (("actor_infer", adapter), ("actor_infer-base", {})):

@@ -31,9 +31,9 @@ FORM = {"token_ids": np.int64, "logprobs": np.float32, "versions": np.int32}
 
 
 class InferContractTests(InferSubject):
-    """Calls in every order in which a run may make them."""
+    """Order of calls, form of completions, and requests that must be refused."""
 
-    # -- answers -------------------------------------------------------------------------------------------------------
+    # -- completions ---------------------------------------------------------------------------------------------------
 
     def test_answers_have_their_form(self, engine: Engine) -> None:
         """A completion must have the request's id and `n` outputs.
@@ -61,8 +61,10 @@ class InferContractTests(InferSubject):
                     raise AssertionError(f"logprobs are {output.logprobs}; expected finite ones of at most 0")
 
     def test_many_requests_at_once_are_each_answered(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Each of 48 concurrent requests, of different lengths and settings, must get its own completion with correct
-        logprobs."""
+        """Each of 48 concurrent requests must get its own completion, with correct logprobs.
+
+        Their lengths and settings differ.
+        """
         self.need_exact(setup)
         requests = [
             ask(self.prompt(1 + i % 23, seed=i), n=1 + i % 3, temperature=i % 2, max_new_tokens=1 + i % 13)
@@ -96,7 +98,7 @@ class InferContractTests(InferSubject):
             names = set(found)
             engine.generate(ask(self.prompt(3)))
 
-    # -- what is declared, and what is refused -------------------------------------------------------------------------
+    # -- capabilities and refusals -------------------------------------------------------------------------------------
 
     def test_what_is_not_declared_is_refused(self, engine: Engine) -> None:
         """Undeclared features must be refused with `UnsupportedError`: prompt logprobs, and routed experts.
@@ -117,7 +119,7 @@ class InferContractTests(InferSubject):
     def test_the_endpoint_lists_its_models(self, engine: Engine) -> None:
         """`GET <endpoint>/models` must list at least one model, as OpenAI's API does.
 
-        The endpoint's URL ends with `/v1`.
+        The endpoint's URL includes a prefix such as `/v1`.
         """
         self.need(self.can.endpoint, "endpoint")
         url = engine.strategy.endpoint()
@@ -164,7 +166,7 @@ class InferContractTests(InferSubject):
                 raise AssertionError(f"the error does not say how long is too long ({self.context}): {said}")
         engine.generate(ask(self.prompt(self.context - 8), max_new_tokens=8))
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def test_a_cancelled_call_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """Cancelling a call must not affect the calls beside it and after it."""
@@ -173,7 +175,7 @@ class InferContractTests(InferSubject):
         async def act() -> list[Completion]:
             cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=300)))
             rest = [asyncio.create_task(engine.strategy.generate(each)) for each in others[:2]]
-            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # once it returns, the others are running
+            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # by then the others run
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
             return [*await asyncio.gather(*rest), *await together(engine.strategy, others[2:])]
@@ -194,7 +196,7 @@ class InferContractTests(InferSubject):
 
         async def act() -> list[float]:
             cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
-            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # once it returns, the other is running
+            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # by then the other runs
             if cancelled.done():
                 pytest.skip(f"{self.name} had drawn 400 tokens before 6 others: nothing is under way here")
             cancelled.cancel()

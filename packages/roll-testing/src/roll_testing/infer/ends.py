@@ -1,4 +1,4 @@
-"""Test group *ends*: where a response ends, which tokens it keeps, and its finish reason."""
+"""Test group *ends*: end positions of responses, their last tokens, and their finish reasons."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ LENGTH = 24
 
 
 class EndTests(InferSubject):
-    """A greedy response is the same every time, so tests know where it must end."""
+    """A greedy response is the same every time, so tests can compute its expected end."""
 
     def test_max_new_tokens_are_drawn(self, engine: Engine) -> None:
-        """Requests for 1, 5 and 33 tokens, side by side, must return as many tokens, each with finish reason
-        `length`."""
+        """A response must have exactly `max_new_tokens` tokens and finish reason `length`.
+
+        Requests for 1, 5 and 33 tokens run together.
+        """
         for number, completion in zip(
             (1, 5, 33), engine.generate(*[ask(self.prompt(4), max_new_tokens=each) for each in (1, 5, 33)]), strict=True
         ):
@@ -73,8 +75,10 @@ class EndTests(InferSubject):
             _is(completion.outputs[0], 40, "length", None)
 
     def test_min_new_tokens_masks_ends(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Before `min_new_tokens`, end tokens and stop ids must be masked: the most likely of all other tokens is
-        chosen."""
+        """End tokens and stop ids must be masked before `min_new_tokens`.
+
+        The most likely of all other tokens is chosen instead.
+        """
         self.need_exact(setup)
         self.answered(engine, "min_new_tokens", ask(self.prompt(3), min_new_tokens=2))
         prompt, tokens, at = self._unended(engine, answers)
@@ -113,7 +117,7 @@ class EndTests(InferSubject):
         _is(output, end + 1, "stop", stop)
         _begins(output, tokens)
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _unended(self, engine: Engine, answers: Answers) -> tuple[TokenIds, list[int], int]:
         """Return a prompt, the engine's greedy response of ordinary tokens, and an index from 3 on.

@@ -1,5 +1,4 @@
-"""Runs an infer strategy as a run does: constructed from its record, on one event loop, with a timeout on every
-call."""
+"""Runs an infer strategy as a run does: built from its record, on one event loop, with a timeout on every call."""
 
 from __future__ import annotations
 

@@ -23,12 +23,15 @@ FALSE_ALARM = 1e-6
 """Probability with which a correct engine fails one test of a distribution. With seeds the outcome is fixed."""
 BINS = 20
 HAIR = 1e-3
-"""Relative change of a limit. If it changes which tokens are kept, rounding decides, and the position is not tested."""
+"""Relative change of top-p and min-p, and minimum difference of the logits at the limit of top-k. If the change alters
+which tokens are kept, or the difference is smaller, rounding decides and the position is not tested."""
 
 
 def probabilities(rows: Logits, params: SamplingParams) -> Logits:
-    """Return `[T, V]` after temperature, top-k, top-p of the remaining mass, then min-p, the order of
-    `SamplingParams`."""
+    """Return `[T, V]` probabilities under `SamplingParams`.
+
+    The order is temperature, top-k, top-p of the remaining mass, min-p.
+    """
     probs = np.exp(log_softmax(rows / params.temperature))
     order = np.argsort(-probs, axis=-1, kind="stable")
     kept = np.take_along_axis(probs, order, -1)
@@ -58,8 +61,8 @@ def clear(rows: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
 class Draws:
     """Sampled tokens, each compared with the exact distribution that it should come from.
 
-    The mass of all tokens that are likelier than the sampled one, plus a random part of its own mass, is uniform in [0,
-    1]. It is independent of all earlier tokens, whatever the distributions are (the probability integral transform;
+    The mass of all tokens that are likelier than the sampled one, plus a random part of its own mass, is uniform in
+    [0,1]. It is independent of all earlier tokens, whatever the distributions are (the probability integral transform;
     Rosenblatt, 1952). So tokens of many distributions make one chi-square test.
     """
 

@@ -52,8 +52,10 @@ class HoldingTests:
         assert "model.layers.1.mlp.gate_proj.weight" in names
 
     def test_a_manifest_of_another_model_is_refused_and_changes_nothing(self, live: Live) -> None:
-        """A publish with an unknown, missing or misshapen tensor must raise an error that names the tensor and change
-        nothing. So must a publish with an old version."""
+        """An unknown, missing or misshapen tensor must be refused by an error that names it.
+
+        An old version must be refused, too. A refused publish must change nothing.
+        """
         live.publish()
         weights = dict(live.model.named_parameters())
         with refused(UnexpectedTensorError, "actor_infer rank 0", "model.layers.9."):

@@ -59,8 +59,10 @@ def stopped(processes: Sequence[int]) -> Iterator[None]:
 
 
 async def is_open(asking: asyncio.Task[T], wait_s: float) -> bool:
-    """True if the request is unfinished after `wait_s`, in which results arrive that stopped processes had already
-    sent."""
+    """True if the request is unfinished after `wait_s`.
+
+    Results that stopped processes had already sent arrive in that time.
+    """
     await asyncio.wait([asking], timeout=wait_s)
     return not asking.done()
 

@@ -49,8 +49,10 @@ class LifecycleTests(InferSubject):
     """A short request beside a long one shows when the long one is running."""
 
     def test_an_aborted_request_keeps_its_tokens(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """`abort` and `generate` must return the same generated tokens, with correct logprobs and `finish_reason ==
-        "abort"`."""
+        """`abort` and `generate` must return the same tokens generated so far, with correct logprobs.
+
+        `finish_reason` must be `abort`.
+        """
 
         def fresh() -> Attempt:
             request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
@@ -115,7 +117,7 @@ class LifecycleTests(InferSubject):
         request, _, completion = self._updated(engine, setup, update)
         old, new = engine.version - 1, engine.version
         olds = [self._num_old(output, old, new) for output in completion.outputs]
-        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may have started a step later
+        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may start a step later
         self.check_answers(engine, setup, answers, weights)
 
     def test_nothing_is_drawn_between_an_update_that_broke_off_and_the_next(
@@ -190,8 +192,10 @@ class LifecycleTests(InferSubject):
         raise AssertionError("no output of a group was told to have ended while others of it went on")
 
     def test_progress_tells_versions_over_an_update(self, engine: Engine, setup: Setup) -> None:
-        """Also during a weight update, `progress` must return the tokens, logprobs and versions that `generate` returns
-        in the end. Only for engines with `in_flight_update` that report progress."""
+        """`progress` must return prefixes of the final tokens, logprobs and versions, even during a weight update.
+
+        Only for engines with `in_flight_update` that report progress.
+        """
         self.need(self.can.in_flight_update, "in_flight_update")
         self._need_progress(engine)
         weights = self.published(moved(self.stored(setup), 23), setup.model)
@@ -231,8 +235,10 @@ class LifecycleTests(InferSubject):
                 raise AssertionError(f"after the update {LONG - num} tokens were drawn, of which progress told none")
 
     def test_numbers_are_the_same_after_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """After `sleep`, `wake` and a publish of the same weights, tokens and logprobs must be the same, twice in a
-        row. `sleep` and `wake` must be idempotent."""
+        """Tokens and logprobs must be the same after `sleep`, `wake` and a publish of the same weights.
+
+        The test repeats this once. `sleep` and `wake` must be idempotent.
+        """
         self.need(self.can.sleeps, "sleeps")
         weights = self.published(self.stored(setup), setup.model)
         request = [ask(self.prompt(40), temperature=0.0, max_new_tokens=24) for _ in range(3)]
@@ -276,7 +282,7 @@ class LifecycleTests(InferSubject):
                 f"a sleeping engine keeps the memory of {len(left)} shared tensors, of {left[0]} first"
             )
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _num_old(self, output: CompletionOutput, old: int, new: int) -> int:
         """Return the number of tokens before an update; fail unless all others of `LONG` came after it."""

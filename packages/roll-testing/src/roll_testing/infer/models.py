@@ -79,8 +79,7 @@ class Answers:
         banned: Collection[int] = (),
         banned_until: int = 0,
     ) -> tuple[Logits, Logits]:
-        """Return two arrays `[R]`: the largest logit minus each token's logit, and the largest logit minus the second
-        largest.
+        """Return two arrays `[R]`: how far each token's logit, and the second largest logit, are below the largest.
 
         Logits are taken after the repetition penalty. `banned` tokens are masked in the first `banned_until` positions.
         """

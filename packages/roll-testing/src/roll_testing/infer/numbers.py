@@ -70,8 +70,7 @@ class InferNumberTests(InferSubject):
         check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
 
     def test_logprobs_have_the_temperature(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Logprobs must be those of softmax(logits / temperature), even if requests of several temperatures run
-        together."""
+        """Logprobs must be those of softmax(logits / temperature). Requests of several temperatures run together."""
         requests = [
             ask(self.prompt(length), temperature=temperature, seed=self.seed(engine, length))
             for length, temperature in zip(LENGTHS, (0.5, 1.0, 1.7, 0.3, 0.8), strict=True)

@@ -82,8 +82,10 @@ def _check(found: RoutedExperts | None, tokens: TokenIds, module: Any) -> None:
 
 
 def _choices(tokens: TokenIds, module: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return the best experts `[L, M, K]` in ascending order, and `[L, M]`: True where the next best one is clearly
-    worse."""
+    """Return the best experts `[L, M, K]`, in ascending order, and a mask `[L, M]`.
+
+    The mask is True where the next best expert is clearly worse.
+    """
     with torch.no_grad():
         answer = module(input_ids=torch.from_numpy(tokens)[None], use_cache=False, output_router_logits=True)
     logits_LME = torch.stack([each.view(len(tokens), -1) for each in answer.router_logits], dim=1)

@@ -51,8 +51,10 @@ class SamplingTests(InferSubject):
         self._check(engine, setup, answers, "min_p", temperature=1.5, top_k=12, top_p=0.8, min_p=0.2)
 
     def test_the_repetition_penalty_is_that_of_ctrl(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """The penalty must be CTRL's: logits of tokens in prompt or response are divided by it if positive, otherwise
-        multiplied."""
+        """The repetition penalty must be that of CTRL.
+
+        Logits of tokens in prompt or response are divided by it if positive, otherwise multiplied.
+        """
         self.need_exact(setup)
         requests = [ask(self.prompt(4 + i), temperature=0.0, repetition_penalty=1.7) for i in range(4)]
         found = self.answered(engine, "repetition_penalty", *requests)
@@ -100,7 +102,7 @@ class SamplingTests(InferSubject):
         if len(set(streams)) < len(streams):
             raise AssertionError(f"requests without a seed repeat each other: {streams}")
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _check(self, engine: Engine, setup: Setup, answers: Answers, parameter: str, **params: Any) -> None:
         self.need_exact(setup)

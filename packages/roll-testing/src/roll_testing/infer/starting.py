@@ -57,8 +57,10 @@ class StartingTests(RefusalTests, InferSubject):
         self.check_answers(engine, setup, answers)
 
     def test_logprobs_in_lower_precision_stay_in_bounds(self, fresh: Fresh, setup: Setup, low_dtype: str) -> None:
-        """Low-precision logprobs must stay within bounds of a reference with weights rounded alike, before and after an
-        update."""
+        """Low-precision logprobs must stay within bounds of a reference with weights rounded alike.
+
+        The test compares them before and after an update.
+        """
         setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
         engine, answers = fresh(setup), self.answers_of(setup.model)
         answers.take(self.stored(setup))
@@ -71,8 +73,10 @@ class StartingTests(RefusalTests, InferSubject):
     def test_logprobs_in_lower_precision_are_near_the_train_strategys(
         self, fresh: Fresh, setup: Setup, low_dtype: str
     ) -> None:
-        """Low-precision logprobs must be near those of the train strategy, in the same dtype and on the same
-        weights."""
+        """Low-precision logprobs must be near those of the train strategy.
+
+        Both use the same dtype and the same weights.
+        """
         setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
         self.need_trainer(setup)
         engine = fresh(setup)
@@ -133,8 +137,10 @@ class StartingTests(RefusalTests, InferSubject):
                 raise AssertionError(f"{request.params.max_new_tokens} tokens were asked for twice; {sizes} were drawn")
 
     def test_an_engine_whose_process_dies_says_so(self, fresh: Fresh, setup: Setup) -> None:
-        """If the engine's processes are killed, `generate` must raise within a minute with a reason, and `stop` must
-        work. Only for engines whose author names their `processes`."""
+        """If the engine's processes are killed, `generate` must raise within a minute, with a reason.
+
+        `stop` must then work. Only for engines whose author names their `processes`.
+        """
         engine = fresh(setup)
         engine.start()
         processes = self.processes(engine.strategy)

@@ -1,6 +1,6 @@
 """`InferSubject`: what an author configures about an infer strategy, and the helpers that the test groups share.
 
-An engine may take long to start, so the tests of a class share one. Each test gets the engine with the weights that the
+Starting an engine may be slow, so the tests of a class share one. Each test gets the engine with the weights that the
 model was stored with. After a failed test the engine is stopped, and the next test starts another.
 """
 
@@ -78,7 +78,7 @@ class InferSubject(Part):
         """
         return ()
 
-    # -- what is declared ----------------------------------------------------------------------------------------------
+    # -- capabilities --------------------------------------------------------------------------------------------------
 
     @property
     def can(self) -> InferCapabilities:
@@ -190,7 +190,7 @@ class InferSubject(Part):
         if engine is not None:
             engine.close()
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def answers_of(self, model: ModelSpec) -> Answers:
         """Return the reference for a model, loaded once."""
@@ -238,8 +238,10 @@ class InferSubject(Part):
             pytest.skip(f"{self.name} refuses {parameter}: {error}")
 
     def seed(self, engine: Engine, number: int) -> int | None:
-        """Return `number` if the strategy accepts seeds, so that a test has the same outcome every time; otherwise
-        None."""
+        """Return `number` if the strategy accepts seeds, otherwise None.
+
+        With a seed, a test has the same outcome every time.
+        """
         known = self._once("seeds")
         if "taken" not in known:
             try:
@@ -249,7 +251,7 @@ class InferSubject(Part):
                 known["taken"] = False
         return number if known["taken"] else None
 
-    # -- judging -------------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_logprobs(
         self,
@@ -296,8 +298,8 @@ class InferSubject(Part):
     ) -> None:
         """Fail unless tokens have the reference's logprobs and the version of the last publish.
 
-        If `weights` is given, the reference takes them first. The test fails if that does not change its logprobs
-        visibly.
+        If `weights` is given, they are loaded into the reference first. The test fails if that does not change its
+        logprobs visibly.
         """
         asked = prompts or (self.prompt(30), self.prompt(6))
         requests = [ask(each, max_new_tokens=8, seed=self.seed(engine, 3)) for each in asked]

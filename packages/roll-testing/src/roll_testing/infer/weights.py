@@ -103,7 +103,7 @@ class WeightTests(InferSubject):
         _has_digests(receipt, held, "what is held")
         self.check_answers(engine, setup, answers, held)
 
-    # -- what does not arrive as it should -----------------------------------------------------------------------------
+    # -- faulty publishes ----------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("harm", list(HARMS))
     def test_what_does_not_fit_the_manifest_is_named(
@@ -138,13 +138,12 @@ class WeightTests(InferSubject):
         engine.publish(weights)
         self.check_answers(engine, setup, answers, weights)
 
-    # -- whose memory it is --------------------------------------------------------------------------------------------
+    # -- memory ownership ----------------------------------------------------------------------------------------------
 
     def test_what_the_sender_writes_afterwards_changes_nothing(
         self, engine: Engine, setup: Setup, answers: Answers
     ) -> None:
-        """An engine must copy each tensor before it takes the next, because the sender reuses and overwrites its
-        buffer."""
+        """An engine must copy each tensor before it requests the next. The sender reuses and overwrites its buffer."""
         self._can_update()
         weights = self._moved(setup, 9)
         receipt = engine.publish(weights, sent=_Reused(weights))
@@ -174,8 +173,10 @@ class WeightTests(InferSubject):
     def test_weights_arrive_by_every_transport(
         self, engine: Engine, setup: Setup, answers: Answers, transport: str, tmp_path: Path
     ) -> None:
-        """Weights must arrive by every declared transport, with the runtime's sender and receiver in one process and
-        many buckets. The test publishes twice."""
+        """Weights must arrive by every declared transport, in many buckets.
+
+        The runtime's sender and receiver run in one process. The test publishes twice.
+        """
         if transport not in IN_ONE_PROCESS:
             pytest.skip(f"the ends of {transport} cannot be in one process")
         exporter = _Exporter(self._moved(setup, 13))
@@ -191,7 +192,7 @@ class WeightTests(InferSubject):
             sender.close()
             receiver.close()
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _can_update(self) -> None:
         self.need(bool(self.can.weight_transports), "a weight transport")
