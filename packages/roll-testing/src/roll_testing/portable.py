@@ -158,7 +158,7 @@ class PortableTests(Subject):
         return [Step(sequences=self.batch(seed + i), loss=loss, split=SPLITS["three at a time"]) for i in range(number)]
 
     def _exported_state(self, case: Case, steps: list[Step], folder: Path) -> tuple[dict[str, Arrays], int, Arrays]:
-        """Return masters and moments after `steps`, by kind and then by name, the step count, and the exported
+        """Return the state after `steps`: masters and moments by kind and then by name, the step count, and exported
         weights."""
         from roll_core.runtime.records.portable_state import KINDS, opened_portable_state
         from roll_testing.bench import as_array
